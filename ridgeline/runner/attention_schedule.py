@@ -97,7 +97,7 @@ class AttentionSchedule:
         return staging.put(cut_queries(query_start[first:], kv_len[first:], rows[first:], group, size))
 
     def put_decodes(
-        self, staging: Staging, tables: RowTables, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int, drafts: bool = False
+        self, staging: Staging, tables: RowTables, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int, queries: int = 1
     ) -> list[Decoding]:
         """For the decode rows: the shared prefix of each group, and the split-KV shares of the rest."""
         if not num_decodes or self._on_cpu:
@@ -108,9 +108,9 @@ class AttentionSchedule:
         put: list[Decoding] = []
         for prefixes, table, window in zip(self.prefixes, tables.blocks, self._windows, strict=True):
             # The kernel of shared prefixes has one query per row: rows with drafts read theirs themselves.
-            found = None if drafts else prefixes.find(table, live, tables.length[live], len(rows))
+            found = None if queries > 1 else prefixes.find(table, live, tables.length[live], len(rows))
             if found is None:
-                put.append((None, self._put_shares(staging, window, own)))
+                put.append((None, self._put_shares(staging, window, own, queries)))
             else:
                 prefix = SharedPrefix(*(staging.put(array) for array in found.arrays()))
                 put.append((prefix, self._put_shares(staging, None, own - found.prefix_len[: len(own)])))
@@ -120,11 +120,13 @@ class AttentionSchedule:
         """Of rows with one query each, in every group."""
         return [] if self._on_cpu else [self._put_shares(staging, window, lengths) for window in self._windows]
 
-    def _put_shares(self, staging: Staging, window: int | None, lengths: np.ndarray) -> DeviceShares | None:
+    def _put_shares(
+        self, staging: Staging, window: int | None, lengths: np.ndarray, queries: int = 1
+    ) -> DeviceShares | None:
         if not len(lengths):
             return None
         read = lengths + self.growth
         if window is not None:
-            read = np.minimum(read, window)
+            read = np.minimum(read, window + queries - 1)
         shares = share_out(read, self._programs, self.deterministic)
         return DeviceShares(*(staging.put(array) for array in (shares.item_row, shares.first_item, shares.size)))
