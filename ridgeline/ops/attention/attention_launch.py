@@ -41,16 +41,16 @@ PREFIX_MINIMUM = 256                 # keys of a prefix that are worth a CTA
 
 
 def decode_tiles(
-    dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int, members: int = 1
+    dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int, members: int = 0
 ) -> tuple[int, int, Launch]:
     """(keys per tile, partial values that a merge takes at once, launch options), as measured on an H200. `pairs`: rows times
-    KV heads, or 0 in deterministic mode, where the number of rows may not matter. `processors`: SMs. `members`: queries times
-    heads of a group; more than a tensor core's 16 only with drafts, whose options are not measured yet."""
+    KV heads, or 0 in deterministic mode, where the number of rows may not matter. `processors`: SMs. `members`: with
+    drafts, queries times heads of a group; those options are not measured yet."""
     if dtype == torch.float32:
         # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
         return 32, 4096, {"num_warps": 4, "num_stages": 2}
-    if members > 16:                                     # their sums need registers
-        warps = 4 if members * head_dim <= 64 * 128 else 8
+    if members:                                          # their sums need registers, and no warp has fewer than 16 of them
+        warps = 2 if members <= 16 else 4 if members * head_dim <= 64 * 128 and not narrow else 8
         return 64 if narrow else 32, 4096, {"num_warps": warps, "num_stages": 3 if head_dim <= 128 else 2}
     if narrow:                                           # as many bytes as tiles of 32 wide keys, for any number of rows
         return 64, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
@@ -217,7 +217,9 @@ def _attend_decodes(
     new_tensors, new_constants = _fresh_arguments(fresh, call)
     pairs = 0 if call.work.deterministic else decodes * kv_heads
     tile_group = 1 << (queries * group - 1).bit_length()
-    tile_keys, tile_values, launch = decode_tiles(q.dtype, head_dim, call.narrow, pairs, sms, queries * group)
+    tile_keys, tile_values, launch = decode_tiles(
+        q.dtype, head_dim, call.narrow, pairs, sms, queries * group if queries > 1 else 0
+    )
     kernel_decode.decode_kernel[kv_heads, items](
         q, call.k_cache, call.v_cache, out, call.table, call.rows, call.query_start, call.kv_len,
         call.kv_len if prefix is None else prefix.prefix_len, shares.item_row, shares.first_item, shares.size, *call.scales,
