@@ -135,6 +135,7 @@ class StepResult:
     rejected: int = 0                # … and in vain, as drafts
     device_seconds: float = 0.0
     shared: int = 0                  # KV positions that were read once although further rows have them, too
+    experts: int = 0                 # of a mixture: experts that were read, all layers together
     replayed: bool = False           # the step was a CUDA graph
     communication: float = 0.0       # seconds in which ranks waited for each other, where that can be measured
 

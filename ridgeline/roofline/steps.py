@@ -24,12 +24,12 @@ _PREFILL, _DECODE, _MIXED = range(3)
 REMEMBERED = 512                     # points kept; and steps noted before they are folded unasked
 _EVERY_HIDDEN = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)
 _IS_LINEAR = np.array([name in LINEARS for name in OPS])
-_IS_MATRIX = np.array([float(name in (*LINEARS, "attention", "head")) for name in OPS])
+_IS_MATRIX = np.array([float(name in (*LINEARS, "experts", "attention", "head")) for name in OPS])
 # Norms and activations are part of their neighbours' kernels wherever launching matters.
 _IS_LAUNCHED = np.array([float(name not in ("norms", "activation")) for name in OPS])
 _ROWS_AT_ONCE = 32_000               # of four bytes each: less than malloc gets from the system and gives back each time
 # Of a note.
-_AT, _SECONDS, _WAITING, _DEVICE, _SHARED, _PADDED, _RECOMPUTED, _REJECTED, _REPLAYED, _COMMUNICATION, _LOST = range(11)
+_AT, _SECONDS, _WAITING, _DEVICE, _SHARED, _PADDED, _RECOMPUTED, _REJECTED, _REPLAYED, _COMMUNICATION, _LOST, _EXPERTS = range(12)
 _BEATEN = 0.9                        # of the predicted time: a step that needs less has beaten the peaks
 
 
@@ -133,7 +133,7 @@ class StepRecorder:
         self.last_device = result.device_seconds
         self._notes.append((
             now, now - self._since, waiting, result.device_seconds, result.shared, result.padded, result.recomputed,
-            result.rejected, result.replayed, result.communication, lost,
+            result.rejected, result.replayed, result.communication, lost, result.experts,
         ))
         self._since = now if goes_on or self._plans else 0.0
         if len(self._notes) >= REMEMBERED:
@@ -174,7 +174,7 @@ class StepRecorder:
         numbers = np.array(notes).T
         costs = self._costs.of(
             counts, new, lengths, wants & np.int8(Want.TOKEN), numbers[_SHARED],
-            every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0,
+            every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0, experts=numbers[_EXPERTS],
         )
         # Rows with one token decode; the others compute prompts.
         phases = np.where(costs.tokens == counts, _DECODE, _PREFILL)
@@ -198,7 +198,7 @@ class StepRecorder:
             table[_PLACE[name]] = numbers[which]
         matrix = table[_PLACE["flops"]] = costs["flops"] @ _IS_MATRIX
         # Padding goes through the linears of every layer and sees nothing; the rest is the mean of its step's tokens.
-        table[_PLACE["padding_flops"]] = numbers[_PADDED] * (2 * self._costs.shape.linear_weights)
+        table[_PLACE["padding_flops"]] = numbers[_PADDED] * (2 * self._costs.shape.active_weights)
         per_token = matrix / np.maximum(costs.tokens, 1)
         table[_PLACE["recomputed_flops"]] = numbers[_RECOMPUTED] * per_token
         table[_PLACE["rejected_flops"]] = numbers[_REJECTED] * per_token

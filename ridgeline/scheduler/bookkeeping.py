@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ridgeline.messages import RowAdded, StepResult
+from ridgeline.messages import BlockOp, RowAdded, StepResult
 from ridgeline.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -133,3 +133,4 @@ class Delta:
     removed: list[int] = field(default_factory=list)
     added: list[RowAdded] = field(default_factory=list)
     appended: list[tuple[int, int, int, int]] = field(default_factory=list)
+    block_ops: list[BlockOp] = field(default_factory=list)

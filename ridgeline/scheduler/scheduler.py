@@ -370,6 +370,7 @@ class Scheduler:
             rows=steady.plan_rows,
             num_tokens=steady.num_tokens,
             want=steady.want,
+            block_ops=delta.block_ops,
             recomputed=recomputed,
         )
         if drafts is not None:

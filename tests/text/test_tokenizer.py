@@ -7,11 +7,13 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from counted_work import work_of
 from gguf_writer import Typed, write_gguf
 from tokenizers import decoders, processors
 
@@ -172,7 +174,7 @@ TURNS: list[dict[str, Any]] = [
 
 @pytest.mark.reliability("S-08b")
 @pytest.mark.parametrize("place", range(4))
-def test_nobody_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, place: int) -> None:
+def test_no_user_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, place: int) -> None:
     """In a message of any role: the prompt has the same characters, and no more turns than there are messages."""
     turns = [dict(turn) for turn in TURNS]
     honest = smollm2.apply_chat_template(turns, add_generation_prompt=True)
@@ -321,6 +323,14 @@ def test_loading_is_quick(embedded_model: Path) -> None:
     assert min(seconds) < 1
 
 
+def test_a_long_text_is_encoded_in_one_call_without_places(smollm2: Tokenizer) -> None:
+    """Half the time, and memory that grows no faster than the text; and the work of this package does not grow with it at all."""
+    for unit in ("a", " ", "<|im_", "7", "' "):
+        few, many = (work_of(partial(smollm2.encode, unit * count)) for count in (5_000, 20_000))
+        assert few.lines == many.lines and many.allocated <= 4.5 * few.allocated, unit
+
+
+@pytest.mark.slow                                        # it measures CPU time
 def test_encoding_time_is_linear(smollm2: Tokenizer) -> None:
     for unit in ("a", " ", "<|im_", "7", "' "):
         seconds = []

@@ -37,6 +37,7 @@ from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
 from ridgeline.sizes.abilities import matrix_dtype
 from ridgeline.sizes.hardware import data_sheet
+from ridgeline.sizes.kv_spec import common_block_size
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -255,9 +256,11 @@ def _enough_rows(config: ResolvedConfig) -> int | None:
     sheet = data_sheet(config.device_name)
     if sheet is None or config.dtype not in sheet.flops:
         return None
-    weights = sum(count * outputs * inputs for count, outputs, inputs in config.model.matrices)
+    weights = sum(count * outputs * inputs for count, outputs, inputs in config.model.token_matrices)
     flops = 2 * weights / config.options.parallel.tensor_parallel_size
     ridge = sheet.ridge(config.dtype) * DTYPE_BYTES[config.dtype] / 2
+    if config.model.experts is not None:                 # an expert gets only its share of the rows
+        ridge *= config.model.experts.count / config.model.experts.used
     return math.ceil(max(_BEYOND_RIDGE * ridge, _STEP_SECONDS * sheet.rate(config.dtype) / flops))
 
 
@@ -265,7 +268,7 @@ def _time_model(config: ResolvedConfig) -> StepTimeModel:
     if not config.step_seconds:
         return NoTimeModel()
     model = config.model
-    alike = keys_like_a_token(model.matrices, model.windows.count(None), model.num_heads, model.head_dim)
+    alike = keys_like_a_token(model.token_matrices, model.windows.count(None), model.num_heads, model.head_dim)
     return MeasuredStepTime(config.step_seconds, alike, FEWEST[config.device])
 
 
@@ -273,7 +276,7 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     """Counts what one rank computes and moves. Its model knows how many bytes GEMMs read of a weight; without one, as when
     steps are only planned, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
-    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
+    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=common_block_size(config.groups))
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)

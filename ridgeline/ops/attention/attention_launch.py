@@ -99,6 +99,7 @@ class _Call:
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None
 
     @property
     def kv_heads(self) -> int:
@@ -124,6 +125,11 @@ class _Call:
         if self.softcap is None:
             return self.scale * LOG2E, 0.0, self.table.stride(0)
         return 2 * LOG2E * self.scale / self.softcap, self.softcap * LOG2E, self.table.stride(0)
+
+    @property
+    def sink_argument(self) -> Tensor:
+        """The sinks, or any tensor if there are none."""
+        return self.kv_len if self.sinks is None else self.sinks
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -163,6 +169,7 @@ def paged_attention_triton(
     work: AttentionWork | None = None, prefix: SharedPrefix | None = None, query_tiles: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, workspace: AttentionWorkspace | None = None,
     out: Tensor | None = None, shares: DeviceShares | None = None, fresh: FreshTokens | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`fresh`, for decodes alone: q is the projection [R, H + 2 KH, D], and its keys and values go into the cache here."""
     if work is None:
@@ -175,7 +182,7 @@ def paged_attention_triton(
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     call = _Call(
         q, k_cache, v_cache, block_table, out, query_start, kv_len, table_rows, k_scale, v_scale, work, heads, scale, window,
-        softcap,
+        softcap, sinks,
     )
     if work.num_decodes:
         if window is not None or work.deterministic or work.queries > 1:
@@ -223,9 +230,10 @@ def _attend_decodes(
     kernel_decode.decode_kernel[kv_heads, items](
         q, call.k_cache, call.v_cache, out, call.table, call.rows, call.query_start, call.kv_len,
         call.kv_len if prefix is None else prefix.prefix_len, shares.item_row, shares.first_item, shares.size, *call.scales,
-        *parts, workspace.arrived, cut, decodes * kv_heads * cut, *new_tensors, *call.scoring, q.stride(0), q.stride(1),
-        out.stride(0), out.stride(1), *call.strides, **call.constants, **new_constants,
+        *parts, workspace.arrived, cut, decodes * kv_heads * cut, *new_tensors, *call.scoring, call.sink_argument, q.stride(0),
+        q.stride(1), out.stride(0), out.stride(1), *call.strides, **call.constants, **new_constants,
         KV_HEADS=kv_heads, QUERIES=queries, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None,
+        SINKS=call.sinks is not None,
         HAS_PREFIX=tiles > 0, PAIRED=call.paired, MINIMUM_PREFIX=PREFIX_MINIMUM, TILE_PREFIX=prefix_keys,
         TILE_QUERIES=max(16, tile_group), TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
         TILE_SLOTS=max(1, tile_values // (tile_group * tile_dim(head_dim))), **launch, **dependent_launch(q.device),
@@ -273,7 +281,7 @@ def _attend_prompts(call: _Call, tiles: Tensor | None) -> None:
     tokens, _, head_dim = q.shape
     decodes, rows = work.num_decodes, call.kv_len.shape[0] - work.num_decodes
     stored = (call.k_cache.element_size() == 1) == (call.k_scale is not None)        # eight bits have scales, others none
-    plain = stored and call.window is None and call.softcap is None and not work.deterministic
+    plain = stored and call.window is None and call.softcap is None and call.sinks is None and not work.deterministic
     if tiles is not None and plain and kernel_prefill_hopper.suits(q, call.k_cache, call.v_cache, out):
         kernel_prefill_hopper.prompt_attention(
             q, call.k_cache, call.v_cache, call.table, tiles, out, call.scale, call.k_scale, call.v_scale
@@ -285,7 +293,8 @@ def _attend_prompts(call: _Call, tiles: Tensor | None) -> None:
         tile_tokens = tile_queries // call.group
         kernel_prefill.prefill_kernel[(tokens - decodes) // tile_tokens + rows, call.kv_heads](
             q, call.k_cache, call.v_cache, out, call.table, call.rows, call.query_start, call.kv_len, *call.scales, rows,
-            decodes, *call.scoring, q.stride(0), q.stride(1), out.stride(0), out.stride(1), *call.strides,
+            decodes, *call.scoring, call.sink_argument, q.stride(0), q.stride(1), out.stride(0), out.stride(1), *call.strides,
             **call.constants, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None, TILE_ROWS=256,
+            SINKS=call.sinks is not None,
             TILE_TOKENS=tile_tokens, TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, **launch,
         )

@@ -212,6 +212,13 @@ def attend_keys(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
+def from_sinks(ptr, live):  # type: ignore[no-untyped-def]
+    """Maximum (base 2) and sum of queries that have seen their head's sink and no key yet."""
+    maximum = tl.load(ptr, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+    return maximum, tl.full(maximum.shape, 1.0, tl.float32)
+
+
+@triton_kernel()
 def first_blocks(  # type: ignore[no-untyped-def]
     table_ptr, begin, limit, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr
 ):
@@ -403,14 +410,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     item_row_ptr, first_item_ptr, size_ptr, k_scale_ptr, v_scale_ptr,
     accumulated_ptr, statistics_ptr, arrived_ptr, prefix_shares, own_slots,
     positions_ptr, slots_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, eps, norm_offset,
-    score_scale, softcap, table_stride,
+    score_scale, softcap, table_stride, sinks_ptr,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride,
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, PAIRED: tl.constexpr,
-    HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr, SINKS: tl.constexpr,
     MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr,
     FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -518,6 +525,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 
     maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
+    if SINKS:                                            # a score without a value: the first share begins with it
+        if share == 0:
+            maximum, total = from_sinks(sinks_ptr + kv_head * GROUP + member % GROUP, mine)
     accumulated = tl.zeros([TILE_QUERIES, TILE_DIM // 2 if PAIRED else TILE_DIM], tl.float32)
     odd_q = q
     if PAIRED:

@@ -74,9 +74,12 @@ class RooflineReply(msgspec.Struct):
     latency: dict[str, dict[str, float | int | None]]    # percentiles over the last five minutes
     history: dict[str, Any]          # one row a second
     points: dict[str, Any]           # one row a step
+    quality: str = ""                # what quantised weights cost, from their card
 
 
-def document(llm: AsyncLLM, model: str, state: str, seconds: float = WINDOW_SECONDS) -> RooflineReply:
+def document(
+    llm: AsyncLLM, model: str, state: str, seconds: float = WINDOW_SECONDS, quality: str = ""
+) -> RooflineReply:
     """The answer of GET /roofline."""
     now, view, ready, metrics = time.monotonic(), llm.roofline, llm.ready, llm.metrics
     found = look(llm, seconds)
@@ -86,6 +89,7 @@ def document(llm: AsyncLLM, model: str, state: str, seconds: float = WINDOW_SECO
     return RooflineReply(
         model=model,
         state=state,
+        quality=quality,
         machine=_machine(llm),
         window={"seconds": found.seconds, "busy": found.window.busy, "device": found.window.device},
         utilisation=_utilisation(found.total),

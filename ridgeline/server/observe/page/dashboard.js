@@ -200,6 +200,7 @@ function show(answer) {
   write("model", answer.model);
   write("chat-model", answer.model);
   write("machine", [machine.device, machine.dtype].filter(Boolean).join(" · "));
+  write("quality", answer.quality);
   write("roof-note", machine.measured ? `measured ${machine.measured}` : "");
   at("sheet-legend").hidden = !machine.data_sheet;
   plot.draw(machine, points(answer));
