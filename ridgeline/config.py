@@ -105,6 +105,10 @@ class ExecutionOptions:
         False, "batch-invariant kernels: an answer does not depend on the rest of the batch (GPU only); after chunked prefill, "
         "preemption or a prefix hit the last bit may still differ"
     )
+    speculative_config: str = option(
+        "", 'speculative decoding; answers stay the same. A method (auto, ngram, prediction, grammar or suffix), or JSON such as '
+        '{"method": "ngram", "num_speculative_tokens": 8}; empty: off',
+    )
     nvtx: bool = option(False, "mark every op with an NVTX range, for a profiler")
 
 
