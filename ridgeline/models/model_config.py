@@ -31,7 +31,7 @@ from ridgeline.models.config_fields import (
     Fields,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
-from ridgeline.models.expert_config import Experts, read_experts
+from ridgeline.models.expert_config import Experts, gguf_experts, read_experts
 from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
@@ -272,9 +272,7 @@ def hf_model_config(
     if isinstance(text, dict):
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
     fields = Fields(where, raw, family.defaults, {"attention_out_bias": "attention_bias", **family.spelled})
-    for name, value in family.only.items():
-        if fields.get(name, value) != value:
-            raise ModelError(f"{where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}")
+    _check_only(fields, family)
     for checked in (fields, Fields("generation_config.json", generation, {})):
         checked.ids("eos_token_id")
 
@@ -288,14 +286,7 @@ def hf_model_config(
     max_position = fields.integer("max_position_embeddings", maximum=MAX_POSITIONS)
     ropes, max_position = hf_ropes(fields, family, head_dim, max_position, windows)
     windows = windows_that_hide(windows, max_position)
-
-    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
-
     experts = read_experts(fields, family.experts, num_layers) if family.experts is not None else None
-
-    def multiplier(name: str) -> float:
-        return fields.number(name, 1.0) if family.multipliers else 1.0
-
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
@@ -315,26 +306,46 @@ def hf_model_config(
         output_bias=fields.flag("attention_out_bias"),
         mlp_bias=fields.flag("mlp_bias"),
         qk_norm=family.qk_norm and fields.flag("use_qk_norm", True),
-        post_norms=family.post_norms,
         norm_offset=family.norm_offset,
-        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else multiplier("embedding_multiplier"),
-        attention_scale=multiplier("attention_multiplier") if family.multipliers else scalar**-0.5,
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
-        wide_qk_norm=family.wide_qk_norm,
-        norm=family.norm,
-        pre_norms=family.pre_norms,
-        parallel=family.parallel,
-        gated=family.gated,
-        sinks=family.sinks,
-        residual_scale=multiplier("residual_multiplier"),
-        logit_scale=fields.number("logit_scale") if family.logit_scale else 1 / multiplier("logits_scaling"),
         interleaved=family.interleaved,
         experts=experts,
         quantisation=read_quantisation(raw, where, directory),
+        **_scales(fields, family, hidden_size, head_dim),
+        **_layout(family),
     )
+
+
+def _check_only(fields: Fields, family: Family) -> None:
+    for name, value in family.only.items():
+        if fields.get(name, value) != value:
+            raise ModelError(
+                f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
+            )
+
+
+def _layout(family: Family) -> dict[str, Any]:
+    """What a family alone says of its layers."""
+    names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
+    return {name: getattr(family, name) for name in names}
+
+
+def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> dict[str, Any]:
+    """Numbers that multiply embeddings, scores, what is added to the stream, and logits."""
+
+    def multiplier(name: str) -> float:
+        return fields.number(name, 1.0) if family.multipliers else 1.0
+
+    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
+    return {
+        "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else multiplier("embedding_multiplier"),
+        "attention_scale": multiplier("attention_multiplier") if family.multipliers else scalar**-0.5,
+        "residual_scale": multiplier("residual_multiplier"),
+        "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / multiplier("logits_scaling"),
+    }
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
@@ -380,18 +391,32 @@ def _softcap(fields: Fields, family: Family, name: str) -> float | None:
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
+def _gguf_family(architecture: object, mixed: bool, where: str) -> Family:
+    """Mixtral is a llama with experts."""
+    kind = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
+    for family in FAMILIES:
+        if family.gguf == kind.gguf and (family.experts is not None) == mixed:
+            return family
+    raise ModelError(f"{where}: {kind.gguf} {'with' if mixed else 'without'} experts is not supported")
+
+
+def _gguf_embedding(file: GGUFFile, where: str) -> GGUFTensor:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
+    return embedding
+
+
 def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     """From a GGUF file's metadata and, where that is silent, from the tensors that the file has."""
     architecture = file.metadata.get("general.architecture")
-    family = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
     fields = Fields(where, file.metadata, {})
 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    if fields.get(key("expert_count"), 0):
-        raise ModelError(f"{where}: {key('expert_count')} {fields.get(key('expert_count'))}: mixtures of experts are not "
-                         "supported")
+    family = _gguf_family(architecture, bool(fields.get(key("expert_count"), 0)), where)
+
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
@@ -401,20 +426,19 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     hidden_size = fields.integer(key("embedding_length"), maximum=MAX_HIDDEN)
     head_dim = _head_dim(fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
+    embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
     scale = head_dim**-0.5
     if family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN:
         scale = (hidden_size / num_heads) ** -0.5
-    softcaps = (fields.number(key("attn_logit_softcapping"), 50.0), fields.number(key("final_logit_softcapping"), 30.0))
+    experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
         family=family,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
+        intermediate_size=experts.dense_width if experts else fields.integer(
+            key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -429,23 +453,18 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         output_bias=has("blk.0.attn_output.bias"),
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
-        post_norms=family.post_norms,
         norm_offset=0.0,              # the converter has added it to the weights
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
         attention_scale=scale,
-        attention_softcap=softcaps[0] if family.softcaps else None,
-        final_softcap=softcaps[1] if family.softcaps else None,
+        attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
+        final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
-        wide_qk_norm=family.wide_qk_norm,
-        norm=family.norm,
-        pre_norms=family.pre_norms,
-        parallel=family.parallel,
-        gated=family.gated,
-        sinks=family.sinks,
         interleaved=family.gguf_permuted,
+        experts=experts,
         stored_block_bytes=_stored_block_bytes(file, family),
         quantisation=gguf_quantisation(file),
+        **_layout(family),
     )
 
 

@@ -153,8 +153,10 @@ class DecoderShape:
         query, key_value = head_shards(self.heads, self.kv_heads, 0, ranks)
         experts = self.experts
         if experts is not None:
-            widths = {name: even_shard(getattr(experts, name), 0, ranks).size for name in ("width", "shared", "dense_width")}
-            experts = replace(experts, **widths)
+            width, shared, dense = (
+                even_shard(each, 0, ranks).size for each in (experts.width, experts.shared, experts.dense_width)
+            )
+            experts = replace(experts, width=width, shared=shared, dense_width=dense)
         return replace(
             self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks, experts=experts,
             intermediate=even_shard(self.intermediate, 0, ranks).size, vocab=even_shard(self.vocab, 0, ranks).size,
@@ -305,6 +307,70 @@ def step_cost(
     return cost_of(shape, step_counts(shape, rows, logits, shared, every_hidden))
 
 
+def _in_layers(counts: StepCounts, count: int, has_last: bool) -> tuple[int, int]:
+    """Calls, and tokens of all of them, of what this many layers have behind attention. Without logits the last layer ends once K
+    and V are written."""
+    last = counts.last_tokens
+    return count - has_last + (has_last and bool(last)), (count - has_last) * counts.tokens + has_last * last
+
+
+def _activations(shape: DecoderShape, counts: StepCounts) -> OpCost:
+    found = OpCost()
+    for count, has_last, inputs, _, _ in shape.mlps("down"):
+        one = gated_activation_cost(
+            tokens=1, intermediate=inputs, kind=shape.activation, element_bytes=shape.activation_bytes
+        )
+        calls, times = _in_layers(counts, count, has_last)
+        found += OpCost(calls, times * one.flops, 0, 0, 0, times * one.bytes)
+    return found
+
+
+def _mixtures(shape: DecoderShape, counts: StepCounts, read: float | None) -> OpCost:
+    """Routing and experts; routers and shared experts are linears."""
+    experts = shape.experts
+    if experts is None:
+        return OpCost()
+    calls, times = _in_layers(counts, shape.layers - experts.dense_layers, shape.layers - 1 not in experts.dense)
+    one = experts_cost(
+        tokens=1, hidden=shape.hidden, width=experts.width, experts=experts.count, used=experts.used, spread=0, visited=0,
+        bias=experts.bias, kind=shape.activation, element_bytes=shape.activation_bytes,
+    ) + route_cost(
+        tokens=1, experts=experts.count, used=experts.used, bias=experts.routing.choice_bias, element_bytes=4,
+        normalise=experts.routing.normalise, groups=experts.routing.groups,
+    )
+    if read is None:                                     # padding to a graph's shape is not counted
+        read = shape.expected_reads(counts.full.queries, min(counts.last_tokens, counts.last.queries))
+    return OpCost(KERNELS * calls, times * one.flops, round(read * shape.expert_size), 0, 0, times * one.bytes)
+
+
+def _each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) -> OpCost:
+    """An op over tokens: `none` is its cost without any, which is the weights that it reads."""
+    moved = times * (one.bytes - none.bytes - written)
+    return OpCost(calls, times * one.flops, calls * none.bytes, 0, times * written, moved)
+
+
+def _norms(shape: DecoderShape, counts: StepCounts) -> OpCost:
+    """The first norm has no residual to add; of the last layer's norms the one before attention sees every token, and the others,
+    as the one behind the stack, those that go on. Norms behind a linear add nothing."""
+    layers, tokens, last = shape.layers, counts.tokens, counts.last_tokens
+    behind, each = bool(last), shape.norms
+
+    def norm(calls: int, times: int, residual: bool) -> OpCost:
+        none, one = (
+            rms_norm_cost(tokens=count, width=shape.hidden, residual=residual, element_bytes=shape.activation_bytes)
+            for count in (0, 1)
+        )
+        return _each_token(calls, times, none, one)
+
+    if each:
+        found = norm(1, tokens, False) + norm(each * (layers - 1 + behind), each * ((layers - 1) * tokens + last), True)
+    else:
+        found = norm(behind, last, True)                 # behind the stack
+    if shape.post_norms:
+        found += norm(2 * (layers - 1 + behind), 2 * ((layers - 1) * tokens + last), False)
+    return found
+
+
 def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None = None) -> StepCost:
     """`experts_read`: of all layers together, where it is known; by default what even routing would read."""
     size, layers = shape.activation_bytes, shape.layers
@@ -317,47 +383,18 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
                 tokens=count, inputs=inputs, outputs=outputs, bias=bias, weight_bytes=weight_bytes, element_bytes=size
             ) for count in (0, 1)
         )
-        return each_token(calls, times, none, one)
-
-    def in_layers(count: int, has_last: bool) -> tuple[int, int]:
-        """Calls, and tokens of all of them, of what so many layers have behind attention."""
-        return count - has_last + has_last * behind, (count - has_last) * tokens + has_last * last
+        return _each_token(calls, times, none, one)
 
     def matrix(name: str) -> OpCost:
-        calls, times = (layers, layers * tokens) if name == "qkv" else in_layers(layers, True)
+        calls, times = (layers, layers * tokens) if name == "qkv" else _in_layers(counts, layers, True)
         return linear(calls, times, *shape.linears[name], shape.weight_bytes)
 
     def mlp(name: str) -> OpCost:
         return sum(
-            (linear(*in_layers(count, has_last), *sizes, shape.weight_bytes) for count, has_last, *sizes in shape.mlps(name)),
+            (linear(*_in_layers(counts, count, has_last), inputs, outputs, bias, shape.weight_bytes)
+             for count, has_last, inputs, outputs, bias in shape.mlps(name)),
             OpCost(),
         )
-
-    def mixtures() -> OpCost:
-        experts = shape.experts
-        if experts is None:
-            return OpCost()
-        calls, times = in_layers(layers - experts.dense_layers, layers - 1 not in experts.dense)
-        one = experts_cost(
-            tokens=1, hidden=shape.hidden, width=experts.width, experts=experts.count, used=experts.used, spread=0, visited=0,
-            bias=experts.bias, kind=shape.activation, element_bytes=size,
-        ) + route_cost(
-            tokens=1, experts=experts.count, used=experts.used, bias=experts.routing.choice_bias, element_bytes=4,
-            normalise=experts.routing.normalise, groups=experts.routing.groups,
-        )
-        read = shape.expected_reads(counts.full.queries, min(last, counts.last.queries)) if experts_read is None else experts_read
-        return OpCost(KERNELS * calls, times * one.flops, round(read * shape.expert_size), 0, 0, times * one.bytes)
-
-    def each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) -> OpCost:
-        """An op over tokens: `none` is its cost without any, which is the weights that it reads."""
-        moved = times * (one.bytes - none.bytes - written)
-        return OpCost(calls, times * one.flops, calls * none.bytes, 0, times * written, moved)
-
-    def norm(calls: int, times: int, residual: bool) -> OpCost:
-        none, one = (
-            rms_norm_cost(tokens=count, width=shape.hidden, residual=residual, element_bytes=size) for count in (0, 1)
-        )
-        return each_token(calls, times, none, one)
 
     def attention(attended: Attended, window: int | None, shared: int) -> OpCost:
         attended = replace(attended, keys=attended.keys - shared)
@@ -390,25 +427,10 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
             norm=shape.qk_norm, element_bytes=size, kv_element_bytes=shape.kv_bytes,
         )
 
-    def activations() -> OpCost:
-        found = OpCost()
-        for count, has_last, inputs, _, _ in shape.mlps("down"):
-            one = gated_activation_cost(tokens=1, intermediate=inputs, kind=shape.activation, element_bytes=size)
-            found += each_token(*in_layers(count, has_last), Cost(), one)
-        return found
-
     written = kv_bytes(
         tokens=1, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=shape.kv_bytes
     )
-    # The first norm has no residual to add; of the last layer's norms the one before attention sees every token, and the
-    # others, as the one behind the stack, those that go on. Norms behind a linear add nothing.
-    each = shape.norms
-    norms = norm(bool(each), tokens * bool(each), False) + norm(
-        each * (layers - 1) + each * behind, each * (layers - 1) * tokens + each * last, True
-    ) if each else norm(behind, last, True)
-    if shape.post_norms:
-        norms += norm(2 * (layers - 1 + behind), 2 * ((layers - 1) * tokens + last), False)
-    turn = each_token(layers, layers * tokens, Cost(), rotary(1), written)
+    turn = _each_token(layers, layers * tokens, Cost(), rotary(1), written)
     if shape.qk_norm:
         qk = layers * 2 * shape.head_dim * size
         turn = replace(turn, weights=qk)
@@ -419,13 +441,13 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
     return StepCost(
         {
             "embedding": OpCost(1, 0, tokens * row, 0, 0, tokens * (shape.hidden * size + INDEX_BYTES)),
-            "norms": norms,
+            "norms": _norms(shape, counts),
             **{name: matrix(name) for name in ("qkv", "output")},
             **{name: mlp(name) for name in MLP},
             "rotary_write": turn,
             "attention": attend,
-            "activation": activations(),
-            "experts": mixtures(),
+            "activation": _activations(shape, counts),
+            "experts": _mixtures(shape, counts, experts_read),
             "head": linear(bool(logits), logits, shape.hidden, shape.vocab, False, shape.head_element_bytes),
             "sample": OpCost(bool(logits), choice.flops, 0, 0, 0, choice.bytes),
         },
