@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reliability_rows import EVERY_COMMIT
@@ -41,6 +42,18 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    if grammar_check := sys.modules.get("ridgeline.engine.client.grammar_check"):
+        # So may a grammar: its limit of CPU time stays, and those of wall-clock time that a test makes short.
+        _wait_for_grammars(grammar_check)
+
+
+def _wait_for_grammars(grammar_check: Any) -> None:
+    compile_within = grammar_check.GrammarChecker._compile
+
+    def patiently(self: Any, asked: Any, seconds: float, try_seconds: float = 0.0) -> Any:
+        return compile_within(self, asked, 60.0 if seconds > 0.5 else seconds, try_seconds)
+
+    grammar_check.GrammarChecker._compile = patiently
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a line per prompt: {prompt | prompt_token_ids | messages, id, and any field of SamplingParams}",
     )
     parser.add_argument("output", metavar="OUTPUT.jsonl", type=Path, help="a line per answer, as they finish")
-    parser.add_argument("--model", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("--model", default="", help="name in the HF cache, directory or .gguf file; default: the embedded model")
     add_sampling_options(parser)
     add_engine_options(parser)
 

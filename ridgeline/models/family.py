@@ -133,6 +133,7 @@ class Family:
     gated: bool = True               # the MLP has a gate
     scale_embeddings: bool = False   # embeddings are multiplied by sqrt(hidden_size)
     multipliers: bool = False        # Granite's fields: of embeddings, of each addition to the stream, of scores, of logits
+    depth_scale: bool = False        # MiniCPM's: scale_emb, scale_depth / sqrt(layers), hidden_size / dim_model_base
     logit_scale: bool = False        # this field multiplies the logits
     query_pre_attn_scalar: bool = False  # this field, not head_dim, scales the attention scores
     sinks: bool = False              # every head has a score without a value, beside those of the keys
@@ -144,6 +145,7 @@ class Family:
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma)
     full_every: int = 0              # with "pattern": every n-th layer sees everything
     local_rope: bool = False         # layers with a window have a rope of their own
+    latent: bool = False             # attention over one compressed vector per token (latent_config.py)
     experts: ExpertRule | None = None    # a mixture of experts
 
     # What transformers assumes where config.json is silent, other than its usual defaults.

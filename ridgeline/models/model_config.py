@@ -35,8 +35,10 @@ from ridgeline.models.expert_config import Experts, gguf_experts, read_experts
 from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
+from ridgeline.models.latent_config import Latent, read_latent
 from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, hf_windows, windows_that_hide
-from ridgeline.models.rope import Rope
+from ridgeline.models.multipliers import read_multipliers
+from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
 from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
@@ -98,6 +100,7 @@ class ModelConfig:
     experts: Experts | None = None   # a mixture in the place of most MLPs; `intermediate_size` is that of the others
     stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
+    latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -110,11 +113,10 @@ class ModelConfig:
         return self._matrices(0 if self.experts is None else self.experts.used)
 
     def _matrices(self, visited: int) -> list[tuple[int, int, int]]:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, experts = self.hidden_size, self.experts
         found = [
-            (self.num_layers, queries + 2 * keys, hidden),
-            (self.num_layers, hidden, queries),
+            *((self.num_layers, outputs, inputs) for outputs, inputs in self.attention_matrices.values()),
+            (self.num_layers, hidden, self.num_heads * self.value_dim),
             (self.num_plain, (1 + self.gated) * self.intermediate_size, hidden),
             (self.num_plain, hidden, self.intermediate_size),
         ]
@@ -141,12 +143,26 @@ class ModelConfig:
         return max(plain, experts.used * (experts.width + self.hidden_size) + 3 * experts.shared + self.hidden_size)
 
     @property
+    def value_dim(self) -> int:
+        """Of a head."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
+    def attention_matrices(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a layer's linears before its attention."""
+        if self.latent is not None:
+            return self.latent.linears(self.hidden_size, self.num_heads)
+        return {"qkv": ((self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.hidden_size)}
+
+    @property
     def num_parameters(self) -> int:
         """Weights and biases, the embedding counted once if the head shares it."""
         each = self.hidden_size * (2 if self.norm == "layer+bias" else 1)
         norms = each * self.norms_per_layer + 2 * self.head_dim * self.qk_norm
         norms += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm + self.num_heads * self.sinks
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias
+        if self.latent is not None:
+            norms += self.latent.kv_rank + self.latent.query_rank
+        biases = self.attention_matrices["qkv"][0] * self.qkv_bias
         wide = (1 + self.gated) * self.intermediate_size
         biases += self.hidden_size * self.output_bias
         beside = self.num_plain * (wide + self.hidden_size) * self.mlp_bias + self._expert_biases
@@ -210,8 +226,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KVGroupSpec]:
     """The KV cache's groups on one rank. Shards are padded to equal size, so all ranks have the same groups."""
     kv = head_shards(config.num_heads, config.num_kv_heads, 0, tp_size)[1]
+    key, value = (config.head_dim, 0) if config.latent is None else (config.latent.width, config.latent.kv_rank)
     return [
-        KVGroupSpec(layers, window, block_size, kv.size, config.head_dim)
+        KVGroupSpec(layers, window, block_size, kv.size, key, value)
         for window, layers in group_layers(list(config.windows))
     ]
 
@@ -278,15 +295,20 @@ def hf_model_config(
 
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
+    latent = read_latent(fields, family.interleaved) if family.latent else None
+    num_kv_heads = 1 if latent is not None else fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer("hidden_size", maximum=MAX_HIDDEN)
-    head_dim = _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
+    head_dim = latent.head if latent is not None else _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
     windows = hf_windows(fields, family, num_layers)
     max_position = fields.integer("max_position_embeddings", maximum=MAX_POSITIONS)
-    ropes, max_position = hf_ropes(fields, family, head_dim, max_position, windows)
+    rotated = head_dim if latent is None else latent.rope
+    ropes, max_position = hf_ropes(fields, family, rotated, max_position, windows)
     windows = windows_that_hide(windows, max_position)
     experts = read_experts(fields, family.experts, num_layers) if family.experts is not None else None
+    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
+    times = read_multipliers(fields, family)
+    attention_scale = times.attention or scalar**-0.5
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
@@ -307,14 +329,18 @@ def hf_model_config(
         mlp_bias=fields.flag("mlp_bias"),
         qk_norm=family.qk_norm and fields.flag("use_qk_norm", True),
         norm_offset=family.norm_offset,
+        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
+        attention_scale=attention_scale if latent is None else attention_scale * yarn_score_scale(fields.raw),
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
-        interleaved=family.interleaved,
+        residual_scale=times.residual,
+        logit_scale=fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
+        interleaved=family.interleaved and latent is None,       # latents are rotated as they are
         experts=experts,
         quantisation=read_quantisation(raw, where, directory),
-        **_scales(fields, family, hidden_size, head_dim),
+        latent=latent,
         **_layout(family),
     )
 
@@ -331,21 +357,6 @@ def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
     names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
     return {name: getattr(family, name) for name in names}
-
-
-def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> dict[str, Any]:
-    """Numbers that multiply embeddings, scores, what is added to the stream, and logits."""
-
-    def multiplier(name: str) -> float:
-        return fields.number(name, 1.0) if family.multipliers else 1.0
-
-    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
-    return {
-        "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else multiplier("embedding_multiplier"),
-        "attention_scale": multiplier("attention_multiplier") if family.multipliers else scalar**-0.5,
-        "residual_scale": multiplier("residual_multiplier"),
-        "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / multiplier("logits_scaling"),
-    }
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:

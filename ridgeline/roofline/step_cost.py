@@ -16,8 +16,10 @@ from dataclasses import dataclass, field, fields, replace
 
 from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.models.expert_config import Experts
+from ridgeline.models.latent_config import Latent
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.sizes.expert_costs import KERNELS, experts_cost, route_cost
+from ridgeline.sizes.latent_costs import FEW_QUERIES, near_flops, wide_flops
 from ridgeline.sizes.op_costs import (
     DTYPE_BYTES,
     INDEX_BYTES,
@@ -73,6 +75,7 @@ class DecoderShape:
     mlp_bias: bool = False
     last_windowed: bool = False      # has the last layer a window?
     ranks: int = 1                   # this is the share of one of them
+    latent: Latent | None = None     # latent attention: `head_dim` is that of queries
     gated: bool = True               # the MLP has a gate
     norms: int = 2                   # of a layer, before attention and MLP
     experts: Experts | None = None   # in the place of most MLPs; `intermediate` is the width of the others
@@ -82,6 +85,7 @@ class DecoderShape:
     def linear_weights(self) -> int:
         """Elements of the layers' matrices; embedding, head and experts are not among them."""
         dense = sum(inputs * outputs for inputs, outputs, _ in self.linears.values())
+        dense += sum(inputs * outputs for inputs, outputs in self.latent_linears)
         return self.layers * dense + sum(
             count * inputs * outputs for name in MLP for count, _, inputs, outputs, _ in self.mlps(name)
         )
@@ -113,10 +117,13 @@ class DecoderShape:
     @property
     def linears(self) -> dict[str, tuple[int, int, bool]]:
         """Inputs, outputs and bias of the linears that every layer has: those of attention."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        latent, value = self.latent, self.head_dim
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
+        if latent is not None:
+            outputs, value = (latent.query_rank or self.heads * latent.head) + latent.width, latent.value
         return {
-            "qkv": (self.hidden, query + 2 * key_value, self.qkv_bias),
-            "output": (query, self.hidden, self.output_bias),
+            "qkv": (self.hidden, outputs, self.qkv_bias),
+            "output": (self.heads * value, self.hidden, self.output_bias),
         }
 
     def mlps(self, name: str) -> list[tuple[int, bool, int, int, bool]]:
@@ -139,11 +146,22 @@ class DecoderShape:
         return found
 
     @property
+    def latent_linears(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of what widens: queries, and last keys and values, which are always plain numbers."""
+        latent = self.latent
+        if latent is None:
+            return []
+        queries = [(latent.query_rank, self.heads * latent.head)] if latent.query_rank else []
+        return [*queries, (latent.kv_rank, self.heads * (latent.nope + latent.value))]
+
+    @property
     def head_element_bytes(self) -> float:
         return self.weight_bytes if self.head_bytes is None else self.head_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
+        if self.latent is not None:
+            return round(self.layers * self.latent.width * self.kv_bytes)
         return kv_bytes(
             tokens=1, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, element_bytes=self.kv_bytes
         )
@@ -179,7 +197,8 @@ def decoder_shape(
         hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,
         kv_heads=model.num_kv_heads, head_dim=model.head_dim, layers=model.num_layers, vocab=model.vocab_size,
         weight_bytes=size if bytes_per_weight is None else bytes_per_weight,
-        kv_bytes=kv_element_bytes(kv_dtype or dtype, model.head_dim), activation_bytes=size,
+        kv_bytes=kv_element_bytes(kv_dtype or dtype, model.head_dim if model.latent is None else model.latent.width),
+        activation_bytes=size, latent=model.latent,
         window=windows[0] if windows else None, window_layers=len(windows), block_size=block_size,
         head_bytes=head_bytes, embedding_bytes=size, rotary_dim=model.ropes[0].dim, activation=model.activation,
         softcap=model.attention_softcap, qk_norm=model.qk_norm, post_norms=model.post_norms, qkv_bias=model.qkv_bias,
@@ -203,8 +222,8 @@ class StepCounts:
     windowed: Attended = field(default_factory=Attended)
     last: Attended = field(default_factory=Attended)     # in the last layer
     shared: int = 0                  # KV positions that need not be read again, in layers without a window
-    # What only planning asks: of `full`, pairs of rows with few queries; requests that begin in this step, and their tokens.
-    few_pairs: int = field(default=0, compare=False)
+    few_pairs: int = field(default=0, compare=False)         # of `full`, those of rows with few queries (latent attention)
+    # What only planning asks: requests that begin in this step, and their tokens.
     admitted: int = field(default=0, compare=False)
     admitted_tokens: int = field(default=0, compare=False)
     cached_tokens: int = field(default=0, compare=False)     # of these, in the prefix cache already
@@ -232,6 +251,7 @@ def step_counts(
         Attended.of(rows, shape.window, shape.block_size) if shape.window_layers else Attended(),
         Attended.of(last_rows, shape.window if shape.last_windowed else None, shape.block_size),
         shared,
+        Attended.of([row for row in rows if row[0] <= FEW_QUERIES], None, shape.block_size).pairs if shape.latent else 0,
     )
 
 
@@ -450,10 +470,45 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
             "experts": _mixtures(shape, counts, experts_read),
             "head": linear(bool(logits), logits, shape.hidden, shape.vocab, False, shape.head_element_bytes),
             "sample": OpCost(bool(logits), choice.flops, 0, 0, 0, choice.bytes),
-        },
+        } | ({} if shape.latent is None else latent_ops(shape, counts, shape.latent, matrix("qkv"))),
         collectives,
         (spoken * shape.hidden + logits * shape.vocab * shape.ranks) * size if shape.ranks > 1 else 0,
     )
+
+
+def latent_ops(shape: DecoderShape, counts: StepCounts, latent: Latent, down: OpCost) -> dict[str, OpCost]:
+    """What is there in place of a dense decoder's projections (`down` is what compresses), rotation and attention.
+
+    Keys and values are widened once for each token, or queries and results instead, which costs as much. What a later chunk of
+    a prompt computes against the latents of earlier ones is counted as if they were widened, and widening them again is not.
+    """
+    layers, tokens, heads, size = shape.layers, counts.tokens, shape.heads, shape.activation_bytes
+    projections = down
+    for place, (inputs, outputs) in enumerate(reversed(shape.latent_linears)):
+        stored = size if place == 0 else shape.weight_bytes
+        projections += OpCost(
+            layers, 2 * layers * tokens * inputs * outputs, round(layers * inputs * outputs * stored), 0, 0,
+            layers * tokens * (inputs + outputs) * size,
+        )
+    few, many = counts.few_pairs, counts.full.pairs - counts.few_pairs
+    near, wide = near_flops(latent.kv_rank, latent.rope), wide_flops(latent.nope, latent.rope, latent.value)
+    pairs = (layers - 1) * (few * near + many * wide) + counts.last.pairs * near
+    keys = (layers - 1) * (counts.full.keys - counts.shared) + max(0, counts.last.keys - counts.shared)
+    behind = (layers - 1) * tokens + counts.last_tokens
+    turned = 3 * (heads + 1) * latent.rope + 4 * latent.kv_rank + 3
+    moved = 2 * heads * latent.rope + latent.width
+    return {
+        "qkv": projections,
+        "attention": OpCost(
+            layers - 1 + bool(counts.last_tokens), heads * pairs, 0, round(keys * latent.width * shape.kv_bytes), 0,
+            behind * heads * (latent.head + latent.value) * size,
+        ),
+        "rotary_write": OpCost(
+            layers, layers * tokens * turned, layers * latent.kv_rank * size, 0,
+            round(layers * tokens * latent.width * shape.kv_bytes),
+            layers * tokens * (moved * size + latent.rope * max(size, 4) + 2 * INDEX_BYTES),
+        ),
+    }
 
 
 # ── the machine, and what follows from both ──────────────────────────────────────────────────────────────────────────

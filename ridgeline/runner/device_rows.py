@@ -22,19 +22,23 @@ from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import StepPlan, Want
 from ridgeline.ops.attention import kernel_prefill_hopper
 from ridgeline.ops.attention.attention_arguments import (
+    PREFIX_QUERIES,
     AttentionWork,
+    AttentionWorkspace,
+    DecodeShape,
     SharedPrefix,
+    decode_shape,
     make_workspace,
     prefix_tile_rows,
     workspace_floats,
 )
 from ridgeline.ops.attention.prefill_tiles import cut_queries, most_tiles
-from ridgeline.ops.attention.split_kv import SHARE_UNIT, DeviceShares, num_items, programs_at_once, share_out
+from ridgeline.ops.attention.split_kv import SHARE_UNIT, DeviceShares, num_items, share_out
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.staging import Staging
 from ridgeline.sizes.graph_shapes import Shape, decode_sizes
-from ridgeline.sizes.kv_spec import KVGroupSpec
+from ridgeline.sizes.kv_spec import KVGroupSpec, common_block_size
 
 TOKEN = np.int8(Want.TOKEN)
 EVERY_HIDDEN = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)     # what needs all tokens after the last layer
@@ -70,12 +74,42 @@ def leading_ones(counts: np.ndarray) -> int:
     return int(longer[0]) if len(longer) else len(counts)
 
 
+def _workspace(
+    groups: list[KVGroupSpec], shapes: list[DecodeShape], max_rows: int, prefix_tiles: int, deterministic: bool,
+    device: torch.device,
+) -> AttentionWorkspace:
+    """One for all groups, which attend one after another."""
+    floats = max(
+        workspace_floats(
+            max_rows, shape.heads, group.num_kv_heads, group.value_dim, multiprocessors=multiprocessors(device),
+            prefix_tiles=prefix_tiles, deterministic=deterministic, programs=shape.programs,
+        ) for group, shape in zip(groups, shapes, strict=True)
+    )
+    return make_workspace(floats, max_rows, max(shape.columns for shape in shapes), device)
+
+
+def _prefixes(group: KVGroupSpec, shape: DecodeShape, shared: bool) -> SharedPrefixes:
+    if shared and group.kind == "full" and shape.group <= PREFIX_QUERIES:
+        return SharedPrefixes(group.block_size, prefix_tile_rows(shape.group))
+    return NoSharedPrefixes()
+
+
+def _tile_group(groups: list[KVGroupSpec], shapes: list[DecodeShape], device: torch.device) -> int | None:
+    """Query heads per KV head, where prompts are attended to tile by tile of a list, one for all groups; None: there is none."""
+    sizes = {shape.group for shape in shapes}
+    wanted = len(sizes) == 1 and all(
+        kernel_prefill_hopper.wants_tiles(device, shape.group, group.head_dim, group.block_size)
+        for group, shape in zip(groups, shapes, strict=True)
+    )
+    return sizes.pop() if wanted else None
+
+
 class DeviceRows:
     def __init__(
         self, groups: list[KVGroupSpec], max_rows: int, max_model_len: int, max_step_tokens: int, depth: int,
         device: torch.device, heads: int = 1, shared_prefixes: bool = False, deterministic: bool = False,
     ) -> None:
-        self.block_size = groups[0].block_size
+        self.block_size = common_block_size(groups)
         self.depth = depth                               # steps that may be in flight when another is packed
         self.max_rows = max_rows                         # also the number of the row for padding
         self.device = device
@@ -84,30 +118,22 @@ class DeviceRows:
         self.given: list[np.ndarray] = [np.zeros(0, np.int32)] * max_rows
         self.num_prompt = np.zeros(max_rows, np.int64)
         self.last_token = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
-        kv_heads = groups[0].num_kv_heads
-        tile_rows = prefix_tile_rows(heads // kv_heads)
+        shapes = [decode_shape(group, heads, multiprocessors(device)) for group in groups]
+        tile_rows = min(prefix_tile_rows(shape.group) for shape in shapes)
         self.prefixes = [
-            SharedPrefixes(self.block_size, tile_rows) if shared_prefixes and group.window is None and not deterministic
-            else NoSharedPrefixes() for group in groups
+            _prefixes(group, shape, shared_prefixes and not deterministic)
+            for group, shape in zip(groups, shapes, strict=True)
         ]
-        self._workspace = None
-        if device.type != "cpu":
-            floats = workspace_floats(
-                max_rows, heads, kv_heads, groups[0].head_dim, multiprocessors=multiprocessors(device),
-                prefix_tiles=-(-max_rows // tile_rows) + SPARE_TILES if shared_prefixes else 0,
-                deterministic=deterministic,
-            )
-            self._workspace = make_workspace(floats, max_rows, kv_heads, device)
+        self._workspace = None if device.type == "cpu" else _workspace(
+            groups, shapes, max_rows, -(-max_rows // tile_rows) + SPARE_TILES if shared_prefixes else 0, deterministic,
+            device,
+        )
         self._prompts: dict[Shape, Batch] = {}           # of single prompts: by shape, all tensors are the same
         self._steady: _Steady | None = None              # the newest step, if every row decoded in it
         self._deterministic = deterministic
-        # Query heads per KV head, where prompts are attended to tile by tile of a list; None: there is no list.
-        self._tile_group: int | None = None
-        shape = (heads // kv_heads, groups[0].head_dim, self.block_size)
-        if not deterministic and kernel_prefill_hopper.wants_tiles(device, *shape):
-            self._tile_group = heads // kv_heads
+        self._tile_group = None if deterministic else _tile_group(groups, shapes, device)
         self._windows = [group.window for group in groups]
-        self._programs = programs_at_once(multiprocessors(device), kv_heads)     # CTAs that attend at once, per KV head
+        self._programs = [shape.programs for shape in shapes]    # per group: CTAs that attend at once, for each KV head
         # Tokens by which rows may grow before their keys are shared out anew; deterministic, shares follow from lengths alone.
         self._growth = 0 if deterministic else SHARE_UNIT
         max_blocks = -(-max_model_len // self.block_size)
@@ -128,7 +154,7 @@ class DeviceRows:
         num_bytes = 8 * (max(max_step_tokens, max_rows) * (2 + len(groups)) + 10 * (max_rows + 1))
         num_bytes += len(groups) * (4 * (4 * num_tiles + 2 * max_rows) + 6 * 16)
         # How decodes are shared out: of all layers but the last, and of that one.
-        items = max(num_items(rows, self._programs, deterministic) for rows in range(1, max_rows + 1))
+        items = max(num_items(rows, each, deterministic) for rows in range(1, max_rows + 1) for each in self._programs)
         num_bytes += len(groups) * 2 * (4 * (items + 2 * max_rows) + 3 * 16)
         if self._tile_group is not None:
             num_bytes += 16 * (most_tiles(max_step_tokens, max_rows, self._tile_group) + 1)
@@ -212,7 +238,8 @@ class DeviceRows:
         kv_len[live] = ends[live]
         last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
         on_cpu = self.device.type == "cpu"
-        work = None if on_cpu else AttentionWork(layout.num_decodes, layout.longest, self._deterministic)
+        older = shape is not None or bool(starts[layout.num_decodes :].any())
+        work = None if on_cpu else AttentionWork(layout.num_decodes, layout.longest, self._deterministic, older)
         goes_on = None if layout.num_decodes == len(rows) else self._goes_on(plan, layout)
 
         staging = self._staging
@@ -226,7 +253,7 @@ class DeviceRows:
         query_tiles = self._put_tiles(rows, query_start, kv_len, layout.num_decodes, shape)
         if goes_on is not None:
             last_kv_len, last_table_rows = staging.put(kv_len[goes_on]), staging.put(rows[goes_on].astype(np.int32))
-            last_shares = [] if on_cpu else [self._put_shares(window, kv_len[goes_on]) for window in self._windows]
+            last_shares = [] if on_cpu else self._put_all_shares(kv_len[goes_on])
         picks = staging.put(layout.picks)                # from here on sizes vary: nothing a graph reads
         newest = staging.put(rows[alone]), staging.put(tokens[alone])
         end = staging.used
@@ -290,8 +317,7 @@ class DeviceRows:
         self._put_tiles(rows, query_start, kv_len, 0, shape)
         staging.put(kv_len)
         staging.put(table_rows)
-        for window in self._windows:
-            self._put_shares(window, kv_len)
+        self._put_all_shares(kv_len)
         staging.put(self._arange[:1])
         written = self._put_changes(changes)
         staging.send()
@@ -431,20 +457,23 @@ class DeviceRows:
         live = decodes[decodes != self.max_rows]
         own = kv_len[:num_decodes]
         put: list[tuple[SharedPrefix | None, DeviceShares | None]] = []
-        for prefixes, table, window in zip(self.prefixes, self._tables, self._windows, strict=True):
+        for number, (prefixes, table) in enumerate(zip(self.prefixes, self._tables, strict=True)):
             found = prefixes.find(table, live, self.length[live], len(rows))
             if found is None:
-                put.append((None, self._put_shares(window, own)))
+                put.append((None, self._put_shares(number, own)))
             else:
                 prefix = SharedPrefix(*(self._staging.put(array) for array in found.arrays()))
-                put.append((prefix, self._put_shares(None, own - found.prefix_len[: len(own)])))
+                put.append((prefix, self._put_shares(number, own - found.prefix_len[: len(own)])))
         return put
 
-    def _put_shares(self, window: int | None, lengths: np.ndarray) -> DeviceShares | None:
+    def _put_all_shares(self, lengths: np.ndarray) -> list[DeviceShares | None]:
+        return [self._put_shares(group, lengths) for group in range(len(self._tables))]
+
+    def _put_shares(self, group: int, lengths: np.ndarray) -> DeviceShares | None:
         if not len(lengths):
             return None
-        read = lengths + self._growth
+        read, window = lengths + self._growth, self._windows[group]
         if window is not None:
             read = np.minimum(read, window)
-        shares = share_out(read, self._programs, self._deterministic)
+        shares = share_out(read, self._programs[group], self._deterministic)
         return DeviceShares(*(self._staging.put(array) for array in (shares.item_row, shares.first_item, shares.size)))

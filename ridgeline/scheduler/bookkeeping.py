@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ridgeline.messages import RowAdded
+from ridgeline.messages import BlockOp, RowAdded
 from ridgeline.scheduler.sequence import Sequence
 
 
@@ -73,3 +73,4 @@ class Delta:
     removed: list[int] = field(default_factory=list)
     added: list[RowAdded] = field(default_factory=list)
     appended: list[tuple[int, int, int, int]] = field(default_factory=list)
+    block_ops: list[BlockOp] = field(default_factory=list)

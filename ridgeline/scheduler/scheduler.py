@@ -345,6 +345,7 @@ class Scheduler:
             rows=steady.plan_rows,
             num_tokens=steady.num_tokens,
             want=steady.want,
+            block_ops=delta.block_ops,
             recomputed=recomputed,
         )
         num_decodes = int(np.count_nonzero(tokens == 1))

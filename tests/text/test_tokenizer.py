@@ -174,7 +174,7 @@ TURNS: list[dict[str, Any]] = [
 
 @pytest.mark.reliability("S-08b")
 @pytest.mark.parametrize("place", range(4))
-def test_nobody_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, place: int) -> None:
+def test_no_user_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, place: int) -> None:
     """In a message of any role: the prompt has the same characters, and no more turns than there are messages."""
     turns = [dict(turn) for turn in TURNS]
     honest = smollm2.apply_chat_template(turns, add_generation_prompt=True)

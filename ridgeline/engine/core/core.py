@@ -37,6 +37,7 @@ from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
 from ridgeline.sizes.abilities import matrix_dtype
 from ridgeline.sizes.hardware import data_sheet
+from ridgeline.sizes.kv_spec import common_block_size
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -270,7 +271,7 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     """Counts what one rank computes and moves. Its model knows how many bytes GEMMs read of a weight; without one, as when
     steps are only planned, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
-    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
+    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=common_block_size(config.groups))
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)

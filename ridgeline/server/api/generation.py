@@ -21,6 +21,7 @@ from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, Logpr
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
+from ridgeline.server.api.request_checks import forget, refuse
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
@@ -28,7 +29,6 @@ from ridgeline.version import __version__
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
 DONE = b"[DONE]"
 MARK = "\x00text\x00"                # stands for an event's text; nothing after it contains it
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512     # entries, and characters of each
 PADDING = 64                         # with include_obfuscation, events are padded to multiples of this length
 
 # The engine checks token ids against the vocabulary; larger numbers than these could not be sent to it.
@@ -187,6 +187,17 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
                 raise BadRequest(message, field="structured_outputs")
         return structured_outputs(name, **fields)
 
+    def forget_grammar(self) -> None:
+        """Free it: the sampling parameters hold it. Which field has set it stays known."""
+        for kind, nothing in (("json", ""), ("regex", ""), ("choice", []), ("grammar", "")):
+            if getattr(self, f"guided_{kind}") is not None:
+                setattr(self, f"guided_{kind}", nothing)
+        if self.structured_outputs is not None:
+            self.structured_outputs = {}
+        if self.response_format is not None:
+            sets_one = self.response_format.get("type") != "text"
+            self.response_format = {"type": "json_object"} if sets_one else None
+
     @contextmanager
     def naming_its_grammar(self) -> Iterator[None]:
         """The engine calls every grammar structured_outputs; errors name the field that this request has."""
@@ -202,32 +213,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
             raise error.renamed(error.field, name) from None
 
 
-def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Unsupported for a field that is set to anything but one of its neutral values."""
-    for name, neutral in fields.items():
-        value = getattr(request, name)
-        if value is not None and value not in neutral:
-            raise Unsupported(f"{name} is not supported by this server; leave it out", field=name)
-
-
 EVERY = -1                           # as prompt_logprobs
-def forget(request: Any, hints: Iterable[str]) -> None:
-    """Free the hints: they may be megabytes, and an answer may take minutes."""
-    for name in hints:
-        setattr(request, name, None)
-
-
-def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """BadRequest for more than OpenAI's API takes: it is repeated in every answer, and stored with it."""
-    given = metadata or {}
-    if len(given) > MAX_METADATA:
-        raise BadRequest(f"metadata has {len(given)} entries; at most {MAX_METADATA} are allowed", field="metadata")
-    for name, value in given.items():
-        if len(name) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            message = f"metadata: a key has at most {MAX_METADATA_KEY} characters, a value {MAX_METADATA_VALUE}"
-            raise BadRequest(f"{message}; {shown(name[:MAX_METADATA_KEY])} has more", field="metadata")
-
-
 FIT = -1                             # as truncate_prompt_tokens: cut the prompt to fit the context
 
 _SAMPLING = (

@@ -254,12 +254,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def forget_prompt(self) -> None:
         """Free what only the prompt needed: it is made, and the answer may take minutes."""
-        self.messages, self.documents, self.tools, self.chat_template_kwargs = [], None, None, None
+        self.messages = self.messages[-1:] if self.echo else []
+        self.documents = self.tools = self.chat_template_kwargs = None
+        self.functions = self.functions and self.functions[:1]           # answers have the names of that time
+        self.forget_grammar()
 
     def echoed(self) -> str:
         """The text before the answer: the last message, if echo is set and the answer continues it."""
+        if not self.echo:
+            return ""
         last = self.messages[-1]
-        if not self.echo or last.role != "assistant" or last.content is None:
+        if last.role != "assistant" or last.content is None:
             return ""
         return last.content if isinstance(last.content, str) else "\n".join(str(part.get("text")) for part in last.content)
 
