@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
-from ridgeline.models.checkpoints.gguf_formats import gguf_quantisation
+from ridgeline.models.checkpoints.gguf_formats import gguf_quantisation, stored_block_bytes
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Quantisation
@@ -40,7 +39,7 @@ from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, 
 from ridgeline.models.multipliers import read_multipliers
 from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
-from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
+from ridgeline.quant.layout import fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -280,8 +279,7 @@ def hf_model_config(
 ) -> ModelConfig:
     """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one;
     `directory`: where the weights are."""
-    declared = _declared_family(raw, where)
-    family = family or declared
+    family = family or _declared_family(raw, where)
     if "auto_map" in raw:
         logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
@@ -306,9 +304,6 @@ def hf_model_config(
     ropes, max_position = hf_ropes(fields, family, rotated, max_position, windows)
     windows = windows_that_hide(windows, max_position)
     experts = read_experts(fields, family.experts, num_layers) if family.experts is not None else None
-    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
-    times = read_multipliers(fields, family)
-    attention_scale = times.attention or scalar**-0.5
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
@@ -324,23 +319,17 @@ def hf_model_config(
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
         activation=_activation(fields, family),
-        qkv_bias=fields.flag("attention_bias") or family.qkv_bias,
-        output_bias=fields.flag("attention_out_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm and fields.flag("use_qk_norm", True),
         norm_offset=family.norm_offset,
-        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
-        attention_scale=attention_scale if latent is None else attention_scale * yarn_score_scale(fields.raw),
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
-        residual_scale=times.residual,
-        logit_scale=fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
         interleaved=family.interleaved and latent is None,       # latents are rotated as they are
         experts=experts,
         quantisation=read_quantisation(raw, where, directory),
         latent=latent,
+        **_scales(fields, family, hidden_size, head_dim),
+        **_biases(fields, family),
         **_layout(family),
     )
 
@@ -351,6 +340,27 @@ def _check_only(fields: Fields, family: Family) -> None:
             raise ModelError(
                 f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
             )
+
+
+def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+    return {
+        "qkv_bias": fields.flag("attention_bias") or family.qkv_bias,
+        "output_bias": fields.flag("attention_out_bias"),
+        "mlp_bias": fields.flag("mlp_bias"),
+        "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
+    }
+
+
+def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> dict[str, Any]:
+    times = read_multipliers(fields, family)
+    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
+    attention = times.attention or scalar**-0.5
+    return {
+        "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
+        "attention_scale": attention * yarn_score_scale(fields.raw) if family.latent else attention,
+        "residual_scale": times.residual,
+        "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
+    }
 
 
 def _layout(family: Family) -> dict[str, Any]:
@@ -473,24 +483,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
         interleaved=family.gguf_permuted,
         experts=experts,
-        stored_block_bytes=_stored_block_bytes(file, family),
+        stored_block_bytes=stored_block_bytes(file, family),
         quantisation=gguf_quantisation(file),
         **_layout(family),
-    )
-
-
-def _stored_block_bytes(file: GGUFFile, family: Family) -> int:
-    """Bytes of the linears whose parts all have the same packing of STORED_KINDS. A tied head is the embedding."""
-    linears: dict[str, list[GGUFTensor]] = {}
-    tied = "output.weight" not in file.tensors
-    for name, tensor in file.tensors.items():
-        module, _, parameter = name.rpartition(".")
-        target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
-        if target and parameter == "weight" and (target != "embed" or tied):
-            layer = re.search(r"\.\d+\.", module)
-            linears.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
-    kinds = {linear: {part.type for part in parts} for linear, parts in linears.items()}
-    return sum(
-        sum(part.nbytes for part in parts) for linear, parts in linears.items()
-        if len(kinds[linear]) == 1 and kinds[linear] <= STORED_KINDS
     )

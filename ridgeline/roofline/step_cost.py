@@ -18,7 +18,8 @@ from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.latent_config import Latent
 from ridgeline.models.model_config import ModelConfig
-from ridgeline.sizes.expert_costs import KERNELS, experts_cost, route_cost
+from ridgeline.roofline.op_terms import OpCost as OpCost
+from ridgeline.roofline.op_terms import activations, each_token, in_layers, mixtures, norms
 from ridgeline.sizes.latent_costs import FEW_QUERIES, near_flops, wide_flops
 from ridgeline.sizes.op_costs import (
     DTYPE_BYTES,
@@ -26,11 +27,9 @@ from ridgeline.sizes.op_costs import (
     Attended,
     Cost,
     Rows,
-    gated_activation_cost,
     kv_bytes,
     linear_cost,
     paged_attention_cost,
-    rms_norm_cost,
     rotary_write_cost,
 )
 from ridgeline.sizes.sampling_costs import greedy_cost
@@ -256,32 +255,6 @@ def step_counts(
 
 
 @dataclass(frozen=True, slots=True)
-class OpCost:
-    """One kind of op in a step."""
-
-    calls: int = 0                   # how often the decoder calls it
-    flops: int = 0
-    weights: int = 0                 # bytes of weights read: linears, head, embedding rows, norms, biases …
-    kv_read: int = 0                 # … of the cache read, scales included …
-    kv_written: int = 0              # … written …
-    activations: int = 0             # … and of everything else, in and out
-
-    @property
-    def bytes(self) -> int:
-        return self.weights + self.kv_read + self.kv_written + self.activations
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(self.flops, self.bytes)
-
-    def __add__(self, other: OpCost) -> OpCost:
-        return OpCost(
-            self.calls + other.calls, self.flops + other.flops, self.weights + other.weights,
-            self.kv_read + other.kv_read, self.kv_written + other.kv_written, self.activations + other.activations,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class StepCost:
     """A step, op by op, and what its ranks say to each other."""
 
@@ -327,70 +300,6 @@ def step_cost(
     return cost_of(shape, step_counts(shape, rows, logits, shared, every_hidden))
 
 
-def _in_layers(counts: StepCounts, count: int, has_last: bool) -> tuple[int, int]:
-    """Calls, and tokens of all of them, of what this many layers have behind attention. Without logits the last layer ends once K
-    and V are written."""
-    last = counts.last_tokens
-    return count - has_last + (has_last and bool(last)), (count - has_last) * counts.tokens + has_last * last
-
-
-def _activations(shape: DecoderShape, counts: StepCounts) -> OpCost:
-    found = OpCost()
-    for count, has_last, inputs, _, _ in shape.mlps("down"):
-        one = gated_activation_cost(
-            tokens=1, intermediate=inputs, kind=shape.activation, element_bytes=shape.activation_bytes
-        )
-        calls, times = _in_layers(counts, count, has_last)
-        found += OpCost(calls, times * one.flops, 0, 0, 0, times * one.bytes)
-    return found
-
-
-def _mixtures(shape: DecoderShape, counts: StepCounts, read: float | None) -> OpCost:
-    """Routing and experts; routers and shared experts are linears."""
-    experts = shape.experts
-    if experts is None:
-        return OpCost()
-    calls, times = _in_layers(counts, shape.layers - experts.dense_layers, shape.layers - 1 not in experts.dense)
-    one = experts_cost(
-        tokens=1, hidden=shape.hidden, width=experts.width, experts=experts.count, used=experts.used, spread=0, visited=0,
-        bias=experts.bias, kind=shape.activation, element_bytes=shape.activation_bytes,
-    ) + route_cost(
-        tokens=1, experts=experts.count, used=experts.used, bias=experts.routing.choice_bias, element_bytes=4,
-        normalise=experts.routing.normalise, groups=experts.routing.groups,
-    )
-    if read is None:                                     # padding to a graph's shape is not counted
-        read = shape.expected_reads(counts.full.queries, min(counts.last_tokens, counts.last.queries))
-    return OpCost(KERNELS * calls, times * one.flops, round(read * shape.expert_size), 0, 0, times * one.bytes)
-
-
-def _each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) -> OpCost:
-    """An op over tokens: `none` is its cost without any, which is the weights that it reads."""
-    moved = times * (one.bytes - none.bytes - written)
-    return OpCost(calls, times * one.flops, calls * none.bytes, 0, times * written, moved)
-
-
-def _norms(shape: DecoderShape, counts: StepCounts) -> OpCost:
-    """The first norm has no residual to add; of the last layer's norms the one before attention sees every token, and the others,
-    as the one behind the stack, those that go on. Norms behind a linear add nothing."""
-    layers, tokens, last = shape.layers, counts.tokens, counts.last_tokens
-    behind, each = bool(last), shape.norms
-
-    def norm(calls: int, times: int, residual: bool) -> OpCost:
-        none, one = (
-            rms_norm_cost(tokens=count, width=shape.hidden, residual=residual, element_bytes=shape.activation_bytes)
-            for count in (0, 1)
-        )
-        return _each_token(calls, times, none, one)
-
-    if each:
-        found = norm(1, tokens, False) + norm(each * (layers - 1 + behind), each * ((layers - 1) * tokens + last), True)
-    else:
-        found = norm(behind, last, True)                 # behind the stack
-    if shape.post_norms:
-        found += norm(2 * (layers - 1 + behind), 2 * ((layers - 1) * tokens + last), False)
-    return found
-
-
 def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None = None) -> StepCost:
     """`experts_read`: of all layers together, where it is known; by default what even routing would read."""
     size, layers = shape.activation_bytes, shape.layers
@@ -403,15 +312,15 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
                 tokens=count, inputs=inputs, outputs=outputs, bias=bias, weight_bytes=weight_bytes, element_bytes=size
             ) for count in (0, 1)
         )
-        return _each_token(calls, times, none, one)
+        return each_token(calls, times, none, one)
 
     def matrix(name: str) -> OpCost:
-        calls, times = (layers, layers * tokens) if name == "qkv" else _in_layers(counts, layers, True)
+        calls, times = (layers, layers * tokens) if name == "qkv" else in_layers(counts, layers, True)
         return linear(calls, times, *shape.linears[name], shape.weight_bytes)
 
     def mlp(name: str) -> OpCost:
         return sum(
-            (linear(*_in_layers(counts, count, has_last), inputs, outputs, bias, shape.weight_bytes)
+            (linear(*in_layers(counts, count, has_last), inputs, outputs, bias, shape.weight_bytes)
              for count, has_last, inputs, outputs, bias in shape.mlps(name)),
             OpCost(),
         )
@@ -450,7 +359,7 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
     written = kv_bytes(
         tokens=1, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=shape.kv_bytes
     )
-    turn = _each_token(layers, layers * tokens, Cost(), rotary(1), written)
+    turn = each_token(layers, layers * tokens, Cost(), rotary(1), written)
     if shape.qk_norm:
         qk = layers * 2 * shape.head_dim * size
         turn = replace(turn, weights=qk)
@@ -461,13 +370,13 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
     return StepCost(
         {
             "embedding": OpCost(1, 0, tokens * row, 0, 0, tokens * (shape.hidden * size + INDEX_BYTES)),
-            "norms": _norms(shape, counts),
+            "norms": norms(shape, counts),
             **{name: matrix(name) for name in ("qkv", "output")},
             **{name: mlp(name) for name in MLP},
             "rotary_write": turn,
             "attention": attend,
-            "activation": _activations(shape, counts),
-            "experts": _mixtures(shape, counts, experts_read),
+            "activation": activations(shape, counts),
+            "experts": mixtures(shape, counts, experts_read),
             "head": linear(bool(logits), logits, shape.hidden, shape.vocab, False, shape.head_element_bytes),
             "sample": OpCost(bool(logits), choice.flops, 0, 0, 0, choice.bytes),
         } | ({} if shape.latent is None else latent_ops(shape, counts, shape.latent, matrix("qkv"))),
