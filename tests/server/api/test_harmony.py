@@ -18,7 +18,8 @@ CASES: list[tuple[str, Message]] = [
     (ANALYSIS + CALL, ("", "2 < 3, so |yes|.", [("get_weather", '{"city": "Oslo"}')])),
     # The recipient before the channel, a preamble without one, and two calls.
     ("<|channel|>commentary<|message|>I look it up.<|end|>"
-     "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>" + CALL, ("I look it up.", "", [("f", "{}"), ("get_weather", '{"city": "Oslo"}')])),
+     "<|start|>assistant to=functions.f<|channel|>commentary<|message|>{}<|call|>" + CALL,
+     ("I look it up.", "", [("f", "{}"), ("get_weather", '{"city": "Oslo"}')])),
     ("plain text", ("plain text", "", [])),
     ("<|channel|>final<|message|>no end", ("no end", "", [])),
     ("<|channel|>analysis<|message|>think<|start|>assistant<|channel|>final<|message|>so", ("so", "think", [])),
