@@ -70,7 +70,8 @@ def make_mlp(config: ModelConfig, number: int, place: Placement) -> GatedMLP | P
     rule = {name: getattr(routing, name) for name in ("score", "normalise", "groups", "top_groups", "group_score", "scale")}
     return Mixture(MixtureSpec(
         config.hidden_size, experts.count, experts.used, experts.width, experts.shared, experts.shared_gate, config.activation,
-        experts.bias, experts.router_bias, routing.choice_bias, experts.limit, experts.alpha, rule,
+        experts.bias, experts.router_bias, routing.choice_bias, experts.zipf, experts.limit,
+        experts.alpha, rule,
     ), inside)
 
 

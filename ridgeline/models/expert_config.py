@@ -40,6 +40,7 @@ class Experts:
     shared_gate: bool = False        # the shared expert's output is multiplied by the sigmoid of one more logit
     router_bias: bool = False
     bias: bool = False               # of the experts' linears
+    zipf: bool = False               # of dummy weights: routers prefer few experts
     limit: float | None = None       # gate and up are clamped to it (gpt-oss) …
     alpha: float = 1.702             # … and the gate is g · sigmoid(alpha · g), times up + 1
 
@@ -87,9 +88,10 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
     dense = _dense_layers(fields, layers)
     if width < 1 or len(dense) >= layers or (dense and not whole):
         raise ModelError(f"{fields.where}: experts of width {width} in {layers - len(dense)} of {layers} layers cannot be")
+    zipf = fields.get("dummy_routing") == "zipf"         # a field of our own, for benchmarks: a checkpoint would lack the bias
     return Experts(
         count, used, width, shared, dense, whole if dense else 0, _routing(fields, rule, count), rule.shared_gate and shared > 0,
-        rule.router_bias, rule.bias, fields.number("swiglu_limit", 7.0) if rule.clamped else None,
+        rule.router_bias or zipf, rule.bias, zipf, fields.number("swiglu_limit", 7.0) if rule.clamped else None,
         fields.number("swiglu_alpha", 1.702),
     )
 

@@ -13,13 +13,13 @@ from ridgeline.process.progress import progress_bar
 from ridgeline.quant.format import WEIGHT
 from ridgeline.quantize.calibration import Calibration, Inputs
 from ridgeline.quantize.ct_writer import Linear, stored_bytes, stored_tensors
-from ridgeline.quantize.folding import Fold, fold_layer, folds
-from ridgeline.quantize.gptq_rounding import InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.folding import Fold, fold_layer, folds
+from ridgeline.quantize.methods.gptq_rounding import InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.rounding import Rounded, expanded, rounded
+from ridgeline.quantize.methods.scale_search import awq_scales, clipped, smooth_scales
+from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse, wanda_sparse
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
 from ridgeline.quantize.recipes import READ_TEXT
-from ridgeline.quantize.rounding import Rounded, expanded, rounded
-from ridgeline.quantize.scale_search import awq_scales, clipped, smooth_scales
-from ridgeline.quantize.sparse24 import magnitude_sparse, sparsegpt_sparse, wanda_sparse
 from ridgeline.quantize.workspace import Workspace
 
 STREAM = "calibration.stream"        # hidden states before the next layer; gone when the output is complete

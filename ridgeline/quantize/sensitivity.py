@@ -27,8 +27,8 @@ from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.scheme import Unquantised
 from ridgeline.quantize.calibration import CONTEXT, Calibration
 from ridgeline.quantize.ct_writer import Linear, stored_bytes
+from ridgeline.quantize.methods.rounding import expanded, rounded
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
-from ridgeline.quantize.rounding import expanded, rounded
 
 CHUNK = 256                          # positions whose logits are in memory at a time
 

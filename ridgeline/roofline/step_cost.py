@@ -202,7 +202,7 @@ def decoder_shape(
         softcap=model.attention_softcap, qk_norm=model.qk_norm, post_norms=model.post_norms, qkv_bias=model.qkv_bias,
         output_bias=model.output_bias, mlp_bias=model.mlp_bias, last_windowed=model.windows[-1] is not None,
         gated=model.gated, norms=1 if model.parallel else 2 * model.pre_norms, experts=model.experts,
-        expert_bytes=size if expert_bytes is None else expert_bytes,
+        expert_bytes=None if model.experts is None else size if expert_bytes is None else expert_bytes,
     )
 
 

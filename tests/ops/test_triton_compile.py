@@ -200,7 +200,7 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
             types[name] = f"*{dtype}"
         elif name in ("k_ptr", "v_ptr"):
             types[name] = f"*{kv_dtype}"
-        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr", "cos_sin_ptr"):
+        elif name in ("k_scale_ptr", "v_scale_ptr", "accumulated_ptr", "statistics_ptr", "cos_sin_ptr", "sinks_ptr"):
             types[name] = "*fp32"
         elif name in ("positions_ptr", "slots_ptr"):
             types[name] = "*i64"
@@ -219,9 +219,9 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         pytest.param("decode_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096}, marks=slow),
         ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 96, "TILE_KEYS": 32, "HAS_PREFIX": False}),
         pytest.param("decode_kernel", "bf16", "bf16", {"FRESH": True, "NORM": True}, marks=slow),
-        ("decode_kernel", "bf16", "fp8e4nv", {"FRESH": True, "HALF": 24}),
+        ("decode_kernel", "bf16", "fp8e4nv", {"FRESH": True, "HALF": 24, "SINKS": True}),
         pytest.param("prefill_kernel", "bf16", "bf16", {}, marks=slow),
-        ("prefill_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096}),
+        ("prefill_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096, "SINKS": True}),
         pytest.param("prefix_kernel", "bf16", "bf16", {}, marks=slow),
         pytest.param("prefix_kernel", "bf16", "fp8e4nv", {}, marks=slow),
     ],
@@ -235,7 +235,7 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
         "TILE_QUERIES": 128 if many else 16, "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128,
         "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "LIMIT": 448.0,
         "DEPENDENT": True, "UPCAST": False, "SCALED": kv_dtype == "fp8e4nv", "NARROW": kv_dtype == "fp8e4nv",
-        "PAIRED": kv_dtype == "fp8e4nv", **changes,
+        "PAIRED": kv_dtype == "fp8e4nv", "SINKS": False, **changes,
     }
     names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
@@ -263,7 +263,7 @@ def test_decode_attention_keeps_its_numbers_in_registers(head_dim: int, narrow: 
         "SCALED": narrow, "NARROW": narrow, "PAIRED": narrow, "HAS_TABLE_ROWS": True, "HAS_PREFIX": False,
         "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": 16, "TILE_KEYS": keys, "TILE_DIM": head_dim,
         "TILE_GROUP": 4, "TILE_SLOTS": max(1, values // (4 * head_dim)), "FRESH": True, "HALF": head_dim // 2, "NORM": False,
-        "LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False,
+        "LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False, "SINKS": False,
     }
     compiled = compiled_for_h100(
         kernel_decode, "decode_kernel", types, constants, aligned=aligned, launch_pdl=True, **launch

@@ -16,11 +16,11 @@ from ridgeline.quant.format import WeightFormat
 from ridgeline.quantize import calibration as calibrating
 from ridgeline.quantize import quantize_model
 from ridgeline.quantize.calibration import Calibration, calibration_passages, halves
-from ridgeline.quantize.gptq_rounding import InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.gptq_rounding import InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.rounding import expanded, rounded
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
 from ridgeline.quantize.recipes import read_recipe
-from ridgeline.quantize.rounding import expanded, rounded
 from ridgeline.quantize.workspace import Workspace
 
 SEQUENCES = [random_tokens(20 + number, seed=number) for number in range(11)]      # more than one group, of several lengths

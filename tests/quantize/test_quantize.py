@@ -22,10 +22,10 @@ from ridgeline.evaluate.task import Task
 from ridgeline.models.model_config import load_model_config
 from ridgeline.quantize import quantize_model, workspace
 from ridgeline.quantize.blocks import block_bytes
+from ridgeline.quantize.methods.rounding import expanded, rounded
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
 from ridgeline.quantize.recipes import RECIPES, read_recipe
-from ridgeline.quantize.rounding import expanded, rounded
 from ridgeline.quantize.workspace import Workspace
 
 TOKENS = random_tokens(24)

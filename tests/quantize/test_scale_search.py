@@ -15,14 +15,14 @@ from ridgeline.errors import ModelError
 from ridgeline.quant.format import INT8_ROW, WeightFormat
 from ridgeline.quantize import quantize_model
 from ridgeline.quantize.calibration import Calibration, Inputs
-from ridgeline.quantize.folding import Fold, apply, fold_layer, folds
-from ridgeline.quantize.gptq_rounding import InverseFactor
+from ridgeline.quantize.methods.folding import Fold, apply, fold_layer, folds
+from ridgeline.quantize.methods.gptq_rounding import InverseFactor
+from ridgeline.quantize.methods.rounding import expanded, rounded
+from ridgeline.quantize.methods.scale_search import awq_scales, clipped, int8_tokens, smooth_scales
+from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse, two_of_four, wanda_sparse
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
 from ridgeline.quantize.recipes import read_recipe
-from ridgeline.quantize.rounding import expanded, rounded
-from ridgeline.quantize.scale_search import awq_scales, clipped, int8_tokens, smooth_scales
-from ridgeline.quantize.sparse24 import magnitude_sparse, sparsegpt_sparse, two_of_four, wanda_sparse
 
 SEQUENCES = [random_tokens(20 + number, seed=number) for number in range(11)]
 PLAIN = Fold("layers.0.mlp.down", ("down_proj.weight",))

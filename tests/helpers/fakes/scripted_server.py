@@ -149,10 +149,16 @@ class ScriptedServer:
 
     async def _serve(self) -> None:
         self._server = HttpServer(self.service)
+        self._loop = asyncio.get_running_loop()
         await self.llm.start()
         self.service.open()
         self._started.set()
         await self._server.serve(sockets=[self._listener])
+
+    def run_what_is_due(self) -> None:
+        """Some turns of the server's loop: callbacks that wait in it have run afterwards."""
+        for _ in range(5):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(60)
 
     def __enter__(self) -> ScriptedServer:
         self._thread.start()

@@ -546,7 +546,7 @@ def test_the_server_listens_on_one_local_port_only(server: ServerProcess, url: s
 
 def run_server(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ridgeline", "serve", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=one_thread(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_thread(), check=False)
 
 
 @pytest.mark.reliability("R-09")
@@ -616,7 +616,7 @@ def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
 
 
 @pytest.mark.reliability("B-12", "R-05")
-@pytest.mark.parametrize("drain", [0, 30], ids=["at once", "drain"])
+@pytest.mark.parametrize("drain", [0, 200], ids=["at once", "drain"])
 def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -> None:
     server = ServerProcess(str(model), *OPTIONS, "--drain-timeout", str(drain))
     url = server.wait_ready()

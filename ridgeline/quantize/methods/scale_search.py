@@ -16,8 +16,8 @@ from torch import Tensor
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantise import block_maxima
 from ridgeline.quantize.calibration import Inputs
-from ridgeline.quantize.folding import Fold
-from ridgeline.quantize.rounding import expanded, rounded
+from ridgeline.quantize.methods.folding import Fold
+from ridgeline.quantize.methods.rounding import expanded, rounded
 
 STRENGTHS = tuple(step / 10 for step in range(1, 11))
 SHRINKS = tuple(1 - step / 20 for step in range(1, 11))                  # of the largest magnitude of a group

@@ -14,7 +14,7 @@ from torch import Tensor
 from ridgeline.errors import ModelError
 from ridgeline.ops.quantised.expand import spread
 from ridgeline.quant.format import WeightFormat
-from ridgeline.quantize.rounding import LEAST, Rounded, grid_of, with_grid
+from ridgeline.quantize.methods.rounding import LEAST, Rounded, grid_of, with_grid
 
 DAMPING = 0.01                       # of the mean moment, added to all: an input that was hardly seen changes nothing much
 BLOCK = 128                          # inputs whose errors are gathered before they reach the inputs behind them

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeline.quantize.gptq_rounding import BLOCK, InverseFactor
+from ridgeline.quantize.methods.gptq_rounding import BLOCK, InverseFactor
 
 
 def two_of_four(scores: Tensor) -> Tensor:
