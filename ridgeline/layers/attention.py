@@ -77,6 +77,11 @@ class Attention(nn.Module):
 
         self.sinks = Sinks(self.qkv.rows["q"], spec.head_dim, place) if spec.sinks else None
 
+    @property
+    def num_heads(self) -> int:
+        """On this rank."""
+        return self.qkv.num_heads
+
     def forward(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection [T, (heads + 2 KV heads) * dim] to the attention output [T, heads * dim]; writes K and V to the
         cache."""

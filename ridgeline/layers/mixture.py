@@ -6,7 +6,7 @@ choose. The router is whole on every rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class MixtureSpec:
     bias: bool
     router_bias: bool
     choice_bias: bool
+    zipf: bool
     limit: float | None
     alpha: float
     rule: dict[str, object]          # further arguments of the op `route`
@@ -44,6 +45,7 @@ class Router(Linear):
 
     def __init__(self, spec: MixtureSpec, place: Placement) -> None:
         super().__init__({"": whole(spec.count)}, whole(spec.hidden_size), spec.router_bias, place)
+        self.zipf = spec.zipf
         self.e_score_correction_bias: nn.Parameter | None = None
         if spec.choice_bias:
             dtype = torch.promote_types(place.dtype, torch.float32)
@@ -53,10 +55,18 @@ class Router(Linear):
 
     def pieces(self) -> dict[str, Piece]:
         found = super().pieces()
+        if self.zipf:
+            found["bias:"] = replace(found["bias:"], dummy=_zipf)
         if self.e_score_correction_bias is not None:
             target = self.e_score_correction_bias.data
             found["e_score_correction_bias:"] = Piece(tuple(target.shape), (slice(None),), target, (0.0, 0.02))
         return found
+
+
+def _zipf(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """A dummy bias: chances of the experts, but for the noise of the logits, like 1, 1/2, 1/3 …, each layer in its own order."""
+    order = torch.randperm(shape[0], generator=generator, device=generator.device)
+    return -torch.log1p(order.float())
 
 
 class ExpertWeights(nn.Module):

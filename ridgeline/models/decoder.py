@@ -18,11 +18,13 @@ from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.embedding import LMHead, VocabEmbedding
 from ridgeline.layers.kv import LayerKV
+from ridgeline.layers.latent_layer import LatentAttention, LatentSizes
 from ridgeline.layers.linear import Linear, Placement, normed_rows
 from ridgeline.layers.mixture import ExpertWeights, Mixture, MixtureSpec
 from ridgeline.layers.mlp import GatedMLP, PlainMLP
 from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm, Times
 from ridgeline.layers.rotation_table import rotation_table
+from ridgeline.models.latent_config import LATENT_EPS
 from ridgeline.models.model_config import ModelConfig, layer_groups
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantised import TENSORS as QUANTISED_TENSORS
@@ -46,8 +48,13 @@ def post_norm(config: ModelConfig, place: Placement) -> nn.Module | None:
     return None if config.residual_scale == 1.0 else Times(config.residual_scale)
 
 
-def make_attention(config: ModelConfig, spec: AttentionSpec, place: Placement) -> Attention:
-    inside = place.inside("attention")
+def make_attention(config: ModelConfig, spec: AttentionSpec, place: Placement) -> Attention | LatentAttention:
+    inside, latent = place.inside("attention"), config.latent
+    if latent is not None:
+        sizes = LatentSizes(
+            latent.query_rank, latent.kv_rank, latent.nope, latent.rope, latent.value, latent.interleaved, LATENT_EPS
+        )
+        return LatentAttention(spec, sizes, inside)
     if not config.qk_norm:
         return Attention(spec, None, inside, wide_eps=config.rms_norm_eps if config.wide_qk_norm else None)
     norms = [RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset, place.dtype, place.device) for _ in range(2)]
@@ -63,7 +70,8 @@ def make_mlp(config: ModelConfig, number: int, place: Placement) -> GatedMLP | P
     rule = {name: getattr(routing, name) for name in ("score", "normalise", "groups", "top_groups", "group_score", "scale")}
     return Mixture(MixtureSpec(
         config.hidden_size, experts.count, experts.used, experts.width, experts.shared, experts.shared_gate, config.activation,
-        experts.bias, experts.router_bias, routing.choice_bias, experts.limit, experts.alpha, rule,
+        experts.bias, experts.router_bias, routing.choice_bias, experts.zipf, experts.limit,
+        experts.alpha, rule,
     ), inside)
 
 

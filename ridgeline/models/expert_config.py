@@ -8,6 +8,7 @@ The decoder, the memory ledger, the live roofline and `plan` read the same objec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ridgeline.errors import ModelError
@@ -40,6 +41,7 @@ class Experts:
     shared_gate: bool = False        # the shared expert's output is multiplied by the sigmoid of one more logit
     router_bias: bool = False
     bias: bool = False               # of the experts' linears
+    zipf: bool = False               # of dummy weights: routers prefer few experts
     limit: float | None = None       # gate and up are clamped to it (gpt-oss) …
     alpha: float = 1.702             # … and the gate is g · sigmoid(alpha · g), times up + 1
 
@@ -87,10 +89,27 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
     dense = _dense_layers(fields, layers)
     if width < 1 or len(dense) >= layers or (dense and not whole):
         raise ModelError(f"{fields.where}: experts of width {width} in {layers - len(dense)} of {layers} layers cannot be")
+    zipf = fields.get("dummy_routing") == "zipf"         # a field of our own, for benchmarks: a checkpoint would lack the bias
     return Experts(
         count, used, width, shared, dense, whole if dense else 0, _routing(fields, rule, count), rule.shared_gate and shared > 0,
-        rule.router_bias, rule.bias, fields.number("swiglu_limit", 7.0) if rule.clamped else None,
+        rule.router_bias or zipf, rule.bias, zipf, fields.number("swiglu_limit", 7.0) if rule.clamped else None,
         fields.number("swiglu_alpha", 1.702),
+    )
+
+
+def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[str], str]) -> Experts:
+    """From a GGUF file's metadata."""
+    count, used = fields.integer(key("expert_count"), maximum=MAX_EXPERTS), fields.integer(key("expert_used_count"))
+    whole = fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE)
+    width = fields.integer(key("expert_feed_forward_length"), whole, maximum=MAX_INTERMEDIATE)
+    dense = tuple(range(fields.integer(key("leading_dense_block_count"), 0, minimum=0)))
+    if used > count or len(dense) >= layers:
+        raise ModelError(f"{fields.where}: {used} of {count} experts in {layers - len(dense)} of {layers} layers cannot be")
+    normalise = rule.normalise if rule.normalise is not None else fields.flag(key("expert_weights_norm"), rule.usually_normalised)
+    routing = Routing(rule.score, normalise, rule.choice_bias)
+    return Experts(
+        count, used, width, 0, dense, whole if dense else 0, routing, False, rule.router_bias, rule.bias,
+        limit=7.0 if rule.clamped else None,             # gpt-oss', which the file does not say
     )
 
 

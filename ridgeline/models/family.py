@@ -77,10 +77,6 @@ GGUF_EXPERT_NAMES = {
     "blk.{}.experts.{}.ffn_gate_exps": "layers.{}.mlp.experts.{}.gate_up:gate",
     "blk.{}.experts.{}.ffn_up_exps": "layers.{}.mlp.experts.{}.gate_up:up",
     "blk.{}.experts.{}.ffn_down_exps": "layers.{}.mlp.experts.{}.down",
-    "blk.{}.ffn_gate_inp_shexp": "layers.{}.mlp.shared_gate",
-    "blk.{}.ffn_gate_shexp": "layers.{}.mlp.shared.gate_up:gate",
-    "blk.{}.ffn_up_shexp": "layers.{}.mlp.shared.gate_up:up",
-    "blk.{}.ffn_down_shexp": "layers.{}.mlp.shared.down",
 }
 
 
@@ -107,6 +103,7 @@ class ExpertRule:
 
     score: str = "softmax"           # of the router's logits: "softmax" over all experts, or "sigmoid" of each
     normalise: bool | None = None    # weights of the chosen ones sum to 1; None: norm_topk_prob says it
+    usually_normalised: bool = False     # … where a GGUF file does not say it either
     choice_bias: bool = False        # a bias of the scores, for the choice alone
     groups: bool = False             # choose among the experts of the best groups only
     group_score: str = "best"        # a group's score is its best expert's, or the sum of its "best two"
@@ -136,6 +133,7 @@ class Family:
     gated: bool = True               # the MLP has a gate
     scale_embeddings: bool = False   # embeddings are multiplied by sqrt(hidden_size)
     multipliers: bool = False        # Granite's fields: of embeddings, of each addition to the stream, of scores, of logits
+    depth_scale: bool = False        # MiniCPM's: scale_emb, scale_depth / sqrt(layers), hidden_size / dim_model_base
     logit_scale: bool = False        # this field multiplies the logits
     query_pre_attn_scalar: bool = False  # this field, not head_dim, scales the attention scores
     sinks: bool = False              # every head has a score without a value, beside those of the keys
@@ -147,6 +145,7 @@ class Family:
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma)
     full_every: int = 0              # with "pattern": every n-th layer sees everything
     local_rope: bool = False         # layers with a window have a rope of their own
+    latent: bool = False             # attention over one compressed vector per token (latent_config.py)
     experts: ExpertRule | None = None    # a mixture of experts
 
     # What transformers assumes where config.json is silent, other than its usual defaults.

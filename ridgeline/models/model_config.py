@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
-from ridgeline.models.checkpoints.gguf_formats import gguf_quantisation
+from ridgeline.models.checkpoints.gguf_formats import gguf_quantisation, stored_block_bytes
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Quantisation
@@ -31,14 +30,16 @@ from ridgeline.models.config_fields import (
     Fields,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
-from ridgeline.models.expert_config import Experts, read_experts
+from ridgeline.models.expert_config import Experts, gguf_experts, read_experts
 from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
+from ridgeline.models.latent_config import Latent, read_latent
 from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, hf_windows, windows_that_hide
-from ridgeline.models.rope import Rope
+from ridgeline.models.multipliers import read_multipliers
+from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
-from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
+from ridgeline.quant.layout import fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -98,6 +99,7 @@ class ModelConfig:
     experts: Experts | None = None   # a mixture in the place of most MLPs; `intermediate_size` is that of the others
     stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
+    latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -110,11 +112,10 @@ class ModelConfig:
         return self._matrices(0 if self.experts is None else self.experts.used)
 
     def _matrices(self, visited: int) -> list[tuple[int, int, int]]:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, experts = self.hidden_size, self.experts
         found = [
-            (self.num_layers, queries + 2 * keys, hidden),
-            (self.num_layers, hidden, queries),
+            *((self.num_layers, outputs, inputs) for outputs, inputs in self.attention_matrices.values()),
+            (self.num_layers, hidden, self.num_heads * self.value_dim),
             (self.num_plain, (1 + self.gated) * self.intermediate_size, hidden),
             (self.num_plain, hidden, self.intermediate_size),
         ]
@@ -141,12 +142,26 @@ class ModelConfig:
         return max(plain, experts.used * (experts.width + self.hidden_size) + 3 * experts.shared + self.hidden_size)
 
     @property
+    def value_dim(self) -> int:
+        """Of a head."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
+    def attention_matrices(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a layer's linears before its attention."""
+        if self.latent is not None:
+            return self.latent.linears(self.hidden_size, self.num_heads)
+        return {"qkv": ((self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.hidden_size)}
+
+    @property
     def num_parameters(self) -> int:
         """Weights and biases, the embedding counted once if the head shares it."""
         each = self.hidden_size * (2 if self.norm == "layer+bias" else 1)
         norms = each * self.norms_per_layer + 2 * self.head_dim * self.qk_norm
         norms += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm + self.num_heads * self.sinks
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias
+        if self.latent is not None:
+            norms += self.latent.kv_rank + self.latent.query_rank
+        biases = self.attention_matrices["qkv"][0] * self.qkv_bias
         wide = (1 + self.gated) * self.intermediate_size
         biases += self.hidden_size * self.output_bias
         beside = self.num_plain * (wide + self.hidden_size) * self.mlp_bias + self._expert_biases
@@ -210,8 +225,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KVGroupSpec]:
     """The KV cache's groups on one rank. Shards are padded to equal size, so all ranks have the same groups."""
     kv = head_shards(config.num_heads, config.num_kv_heads, 0, tp_size)[1]
+    key, value = (config.head_dim, 0) if config.latent is None else (config.latent.width, config.latent.kv_rank)
     return [
-        KVGroupSpec(layers, window, block_size, kv.size, config.head_dim)
+        KVGroupSpec(layers, window, block_size, kv.size, key, value)
         for window, layers in group_layers(list(config.windows))
     ]
 
@@ -263,8 +279,7 @@ def hf_model_config(
 ) -> ModelConfig:
     """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one;
     `directory`: where the weights are."""
-    declared = _declared_family(raw, where)
-    family = family or declared
+    family = family or _declared_family(raw, where)
     if "auto_map" in raw:
         logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
@@ -272,30 +287,23 @@ def hf_model_config(
     if isinstance(text, dict):
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
     fields = Fields(where, raw, family.defaults, {"attention_out_bias": "attention_bias", **family.spelled})
-    for name, value in family.only.items():
-        if fields.get(name, value) != value:
-            raise ModelError(f"{where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}")
+    _check_only(fields, family)
     for checked in (fields, Fields("generation_config.json", generation, {})):
         checked.ids("eos_token_id")
 
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
+    latent = read_latent(fields, family.interleaved) if family.latent else None
+    num_kv_heads = 1 if latent is not None else fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer("hidden_size", maximum=MAX_HIDDEN)
-    head_dim = _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
+    head_dim = latent.head if latent is not None else _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
     windows = hf_windows(fields, family, num_layers)
     max_position = fields.integer("max_position_embeddings", maximum=MAX_POSITIONS)
-    ropes, max_position = hf_ropes(fields, family, head_dim, max_position, windows)
+    rotated = head_dim if latent is None else latent.rope
+    ropes, max_position = hf_ropes(fields, family, rotated, max_position, windows)
     windows = windows_that_hide(windows, max_position)
-
-    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
-
     experts = read_experts(fields, family.experts, num_layers) if family.experts is not None else None
-
-    def multiplier(name: str) -> float:
-        return fields.number(name, 1.0) if family.multipliers else 1.0
-
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
@@ -311,30 +319,54 @@ def hf_model_config(
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
         activation=_activation(fields, family),
-        qkv_bias=fields.flag("attention_bias") or family.qkv_bias,
-        output_bias=fields.flag("attention_out_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm and fields.flag("use_qk_norm", True),
-        post_norms=family.post_norms,
         norm_offset=family.norm_offset,
-        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else multiplier("embedding_multiplier"),
-        attention_scale=multiplier("attention_multiplier") if family.multipliers else scalar**-0.5,
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
-        wide_qk_norm=family.wide_qk_norm,
-        norm=family.norm,
-        pre_norms=family.pre_norms,
-        parallel=family.parallel,
-        gated=family.gated,
-        sinks=family.sinks,
-        residual_scale=multiplier("residual_multiplier"),
-        logit_scale=fields.number("logit_scale") if family.logit_scale else 1 / multiplier("logits_scaling"),
-        interleaved=family.interleaved,
+        interleaved=family.interleaved and latent is None,       # latents are rotated as they are
         experts=experts,
         quantisation=read_quantisation(raw, where, directory),
+        latent=latent,
+        **_scales(fields, family, hidden_size, head_dim),
+        **_biases(fields, family),
+        **_layout(family),
     )
+
+
+def _check_only(fields: Fields, family: Family) -> None:
+    for name, value in family.only.items():
+        if fields.get(name, value) != value:
+            raise ModelError(
+                f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
+            )
+
+
+def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+    return {
+        "qkv_bias": fields.flag("attention_bias") or family.qkv_bias,
+        "output_bias": fields.flag("attention_out_bias"),
+        "mlp_bias": fields.flag("mlp_bias"),
+        "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
+    }
+
+
+def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> dict[str, Any]:
+    times = read_multipliers(fields, family)
+    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
+    attention = times.attention or scalar**-0.5
+    return {
+        "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
+        "attention_scale": attention * yarn_score_scale(fields.raw) if family.latent else attention,
+        "residual_scale": times.residual,
+        "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
+    }
+
+
+def _layout(family: Family) -> dict[str, Any]:
+    """What a family alone says of its layers."""
+    names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
+    return {name: getattr(family, name) for name in names}
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
@@ -380,18 +412,32 @@ def _softcap(fields: Fields, family: Family, name: str) -> float | None:
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
+def _gguf_family(architecture: object, mixed: bool, where: str) -> Family:
+    """Mixtral is a llama with experts."""
+    kind = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
+    for family in FAMILIES:
+        if family.gguf == kind.gguf and (family.experts is not None) == mixed:
+            return family
+    raise ModelError(f"{where}: {kind.gguf} {'with' if mixed else 'without'} experts is not supported")
+
+
+def _gguf_embedding(file: GGUFFile, where: str) -> GGUFTensor:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
+    return embedding
+
+
 def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     """From a GGUF file's metadata and, where that is silent, from the tensors that the file has."""
     architecture = file.metadata.get("general.architecture")
-    family = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
     fields = Fields(where, file.metadata, {})
 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    if fields.get(key("expert_count"), 0):
-        raise ModelError(f"{where}: {key('expert_count')} {fields.get(key('expert_count'))}: mixtures of experts are not "
-                         "supported")
+    family = _gguf_family(architecture, bool(fields.get(key("expert_count"), 0)), where)
+
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
@@ -401,20 +447,19 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     hidden_size = fields.integer(key("embedding_length"), maximum=MAX_HIDDEN)
     head_dim = _head_dim(fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
+    embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
     scale = head_dim**-0.5
     if family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN:
         scale = (hidden_size / num_heads) ** -0.5
-    softcaps = (fields.number(key("attn_logit_softcapping"), 50.0), fields.number(key("final_logit_softcapping"), 30.0))
+    experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
         family=family,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
+        intermediate_size=experts.dense_width if experts else fields.integer(
+            key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -429,38 +474,16 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         output_bias=has("blk.0.attn_output.bias"),
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
-        post_norms=family.post_norms,
         norm_offset=0.0,              # the converter has added it to the weights
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
         attention_scale=scale,
-        attention_softcap=softcaps[0] if family.softcaps else None,
-        final_softcap=softcaps[1] if family.softcaps else None,
+        attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
+        final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
-        wide_qk_norm=family.wide_qk_norm,
-        norm=family.norm,
-        pre_norms=family.pre_norms,
-        parallel=family.parallel,
-        gated=family.gated,
-        sinks=family.sinks,
         interleaved=family.gguf_permuted,
-        stored_block_bytes=_stored_block_bytes(file, family),
+        experts=experts,
+        stored_block_bytes=stored_block_bytes(file, family),
         quantisation=gguf_quantisation(file),
-    )
-
-
-def _stored_block_bytes(file: GGUFFile, family: Family) -> int:
-    """Bytes of the linears whose parts all have the same packing of STORED_KINDS. A tied head is the embedding."""
-    linears: dict[str, list[GGUFTensor]] = {}
-    tied = "output.weight" not in file.tensors
-    for name, tensor in file.tensors.items():
-        module, _, parameter = name.rpartition(".")
-        target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
-        if target and parameter == "weight" and (target != "embed" or tied):
-            layer = re.search(r"\.\d+\.", module)
-            linears.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
-    kinds = {linear: {part.type for part in parts} for linear, parts in linears.items()}
-    return sum(
-        sum(part.nbytes for part in parts) for linear, parts in linears.items()
-        if len(kinds[linear]) == 1 and kinds[linear] <= STORED_KINDS
+        **_layout(family),
     )

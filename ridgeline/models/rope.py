@@ -161,6 +161,15 @@ def yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def yarn_score_scale(config: Mapping[str, Any]) -> float:
+    """What DeepSeek's models multiply attention scores by where their context is stretched: it makes up for a rope that is not
+    scaled, on keys that are rotated only in part."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    mscale_all = scaling.get("mscale_all_dim")
+    return 1.0 if kind == "default" or not mscale_all else yarn_scale(scaling["factor"], mscale_all) ** 2
+
+
 def longrope_scale(factor: float, original: float) -> float:
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 

@@ -1,25 +1,20 @@
 """Public models by name: the fields of their config.json that size and speed depend on.
 
-Latent attention (`latent.py`) is planned as a dense decoder with that part replaced; the engine itself does not run such models
-yet.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.errors import ConfigError, ModelError
+from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.quantisation import read_quantisation
-from ridgeline.models.config_fields import Fields
-from ridgeline.models.expert_config import Experts, read_experts
-from ridgeline.models.families.deepseek import DEEPSEEK_V2_EXPERTS, DEEPSEEK_V3_EXPERTS
+from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
-from ridgeline.plan.latent import Latent, read_latent
 from ridgeline.quant.layout import STORED_KINDS
 
 
@@ -27,35 +22,19 @@ from ridgeline.quant.layout import STORED_KINDS
 class PlannedModel:
     name: str
     config: ModelConfig
-    latent: Latent | None = None
 
     @property
     def experts(self) -> Experts | None:
         return self.config.experts
 
     @property
-    def not_run(self) -> str:
-        """Why this engine does not run it; empty: it does."""
-        return "latent attention" if self.latent is not None else ""
-
-    @property
-    def _latent_attention(self) -> int:
-        """Parameters that latent attention has more than the dense one that stands for it."""
-        if self.latent is None:
-            return 0
-        (count, qkv, hidden), (_, _, queries), *_ = self.config.matrices
-        return count * (self.latent.parameters(hidden, self.config.num_heads) - qkv * hidden - hidden * queries)
-
-    @property
     def linear_parameters(self) -> int:
         """Elements of the layers' matrices, all experts included."""
-        norms = self.config.num_layers * (self.latent.query_rank + self.latent.kv_rank) if self.latent is not None else 0
-        layers = sum(count * outputs * inputs for count, outputs, inputs in self.config.matrices[:-1])
-        return layers + self._latent_attention - norms
+        return sum(count * outputs * inputs for count, outputs, inputs in self.config.matrices[:-1])
 
     @property
     def parameters(self) -> int:
-        return self.config.num_parameters + self._latent_attention
+        return self.config.num_parameters
 
     @property
     def active_parameters(self) -> int:
@@ -70,7 +49,7 @@ class PlannedModel:
     def on_every_rank(self) -> int:
         """Parameters that tensor parallelism does not divide, beside norms: what compresses, and what chooses experts."""
         config, experts = self.config, self.config.experts
-        down = self.latent.down(config.hidden_size) if self.latent is not None else 0
+        down = config.latent.down(config.hidden_size) if config.latent is not None else 0
         routers = (config.num_layers - config.num_plain) * config.hidden_size * experts.count if experts is not None else 0
         return config.num_layers * down + routers
 
@@ -78,14 +57,14 @@ class PlannedModel:
     def kv_elements(self) -> int:
         """Of one token in the cache, all layers together."""
         config = self.config
-        if self.latent is not None:
-            return config.num_layers * self.latent.width
+        if config.latent is not None:
+            return config.num_layers * config.latent.width
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
     @property
     def kv_scaled(self) -> int:
         """Elements that share a scale in a narrow cache: one token's head, or its whole latent."""
-        return self.latent.width if self.latent is not None else self.config.head_dim
+        return self.config.latent.width if self.config.latent is not None else self.config.head_dim
 
 
 def _config(architecture: str, kind: str, sizes: tuple[int, ...], vocab: int, context: int, **more: Any
@@ -195,8 +174,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi-4-14b": _config("Phi3", "phi3", (5120, 17920, 40, 40, 10), 100352, 16384),
     "smollm2-135m": _config("Llama", "llama", (576, 1536, 30, 9, 3), 49152, 8192, tie_word_embeddings=True),
 }
-# Architectures that are planned and not run: as a dense one, and with how they choose experts.
-_AS_DENSE = {"DeepseekV2ForCausalLM": DEEPSEEK_V2_EXPERTS, "DeepseekV3ForCausalLM": DEEPSEEK_V3_EXPERTS}
 
 
 def find_model(name: str) -> PlannedModel:
@@ -247,21 +224,8 @@ def _checkpoint_format(path: Path) -> str | None:
 
 
 def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
-    """As the engine reads it; latent attention apart. Formats are chosen here, and no size depends on them."""
-    raw, where = {**raw, "quantization_config": None}, where or name
-    latent = read_latent(raw, where)
-    if latent is None:
-        return PlannedModel(name, hf_model_config(raw, {}, where=where))
-    architecture = (raw.get("architectures") or [""])[0]
-    if architecture not in _AS_DENSE:
-        raise ModelError(f"{where}: architecture {architecture!r} is not described; of latent attention known are "
-                         f"{', '.join(_AS_DENSE)}")
-    # How positions are stretched changes no size, and the families differ in what they take there.
-    raw |= {"architectures": ["LlamaForCausalLM"], "rope_scaling": None, "rope_parameters": None}
-    raw |= {"head_dim": latent.value, "num_key_value_heads": raw.get("num_attention_heads")}
-    config = hf_model_config(raw, {}, where=where)
-    experts = read_experts(Fields(where, raw, {}), _AS_DENSE[architecture], config.num_layers)
-    return PlannedModel(name, replace(config, experts=experts, intermediate_size=experts.dense_width), latent)
+    """As the engine reads it. Formats are chosen here, and no size depends on them."""
+    return PlannedModel(name, hf_model_config({**raw, "quantization_config": None}, {}, where=where or name))
 
 
 def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ridgeline.plan.latent import FEW_QUERIES
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.roofline.step_cost import LINEARS, DecoderShape, StepCounts, cost_of
 from ridgeline.sizes.batch_levelling import Level
 from ridgeline.sizes.graph_shapes import decode_sizes
+from ridgeline.sizes.latent_costs import FEW_QUERIES
 from ridgeline.sizes.op_costs import Attended
 
 Lengths = Sequence[tuple[int, int]]          # tokens in and out, of every request
@@ -99,8 +99,9 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
     # An exponential for each pair and head, whatever else attention computes there.
     exponentials = np.array([cost.ops["attention"].flops for cost in costs], float)
     exponentials *= _EXPONENTIAL_FLOPS / (4 * shape.head_dim + 5)
-    if model is not None and model.latent is not None:
-        costs = [model.latent.cost(cost, shape, each) for cost, each in zip(costs, listed, strict=True)]
+    if shape.latent is not None:
+        pairs = [(shape.layers - 1) * each.full.pairs + each.last.pairs for each in listed]
+        exponentials = np.array(pairs, float) * shape.heads * _EXPONENTIAL_FLOPS
 
     def each(name: str, field: str) -> list[float]:
         return [getattr(cost.ops[name], field) for cost in costs]

@@ -25,11 +25,11 @@ _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$|^cuMemcpy(Dto|Hto)[HD](_v2)?$")
 PARTS = (
     ("communication", _COLLECTIVE.pattern),
     ("experts", r"_experts_"),
-    ("attention", r"attention|attn|flash|fmha|^(decode|prefill|prefix|prompt)_kernel"),
+    ("attention", r"attention|attn|flash|fmha|^(decode|prefill|prefix|prompt|latent_(decode|older|prompt))_kernel"),
     ("linears and head", r"gemm|gemv|fp8_rows|_expand_|_few_rows_"),
     ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
     ("norms", r"norm"),
-    ("rotary and kv_write", r"rotary|rope|kv_write|write_kv|reshape_and_cache"),
+    ("rotary and kv_write", r"rotary|rope|kv_write|latent_write|write_kv|reshape_and_cache"),
     ("activation", r"activation|silu|gelu|gated"),
     ("linears and head", r"nvjet|cutlass|cublas|linear|splitk|matmul|xmma|dot_kernel"),
     ("copies", r"memcpy|memset|copy_kernel|fill"),
@@ -40,7 +40,8 @@ OP_PARTS = {
     "rms_norm": "norms", "gated_activation": "activation", "rotary": "rotary and kv_write",
     "kv_write": "rotary and kv_write", "rotary_write": "rotary and kv_write", "paged_attention": "attention",
     "decode_attention": "attention", "greedy": "sampling", "sample": "sampling", "apply_mask": "sampling",
-    "logprobs": "sampling", "experts": "experts", "route_experts": "experts",
+    "logprobs": "sampling", "experts": "experts", "route_experts": "experts", "latent_write": "rotary and kv_write",
+    "latent_attention": "attention",
 }
 # And for torch's, where nothing is marked around them.
 _TORCH_PARTS = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ridgeline.cache.manager import SequenceBlocks
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import Logprobs, Request
 
 if TYPE_CHECKING:                    # its grammar library is imported only when a request has a grammar
@@ -50,7 +51,8 @@ class Sequence:
     """What the scheduler remembers of one answer.
 
     `tokens` holds the tokens whose values have arrived. While steps are in flight the sequence has more *known* tokens
-    than that: each sampled token is counted when its step is planned, and its value follows.
+    than that: each sampled token is counted when its step is planned, and its value follows. A step with drafts may bring
+    several.
     """
 
     __slots__ = (
@@ -72,13 +74,21 @@ class Sequence:
         self.leader: Sequence | None = None              # the first of n answers, whose prompt blocks are shared
         self.prefill = Prefill()
         self.finished = False
-        self.num_promised = 0                            # tokens sampled by steps in flight
+        self.num_promised = 0                            # steps in flight that sample for it
         self.num_cached = 0                              # prompt tokens that the prefix cache saved at first; a fork saves none
         self.matcher: Matcher | None = None              # of a request with a grammar, once that is compiled
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def most_drafts(self) -> int:
+        """That a step may have for it. Sums of hidden states are of the prompt, and need no more than one token."""
+        params = self.request.params
+        if params.pooling is not None:
+            return 0
+        return MOST_DRAFTS if params.speculative is None else min(params.speculative, MOST_DRAFTS)
 
     @property
     def ready(self) -> bool:

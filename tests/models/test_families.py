@@ -209,7 +209,11 @@ def fact_changes(config: ModelConfig) -> dict[str, ModelConfig]:
             changes["which layers slide"] = dataclasses.replace(config, windows=shifted)
         wider = tuple(window and window + 1 for window in config.windows)
         changes["window + 1"] = dataclasses.replace(config, windows=wider)
-    for fact, plain in {"divisors": (), "long_divisors": (), "scale": 1.0, "dim": config.head_dim, "theta": 777.0}.items():
+    if config.latent is not None:
+        turned = dataclasses.replace(config.latent, interleaved=not config.latent.interleaved)
+        changes["which elements rotate together"] = dataclasses.replace(config, latent=turned)
+    whole = config.head_dim if config.latent is None else None           # of a latent's keys no other part can rotate
+    for fact, plain in {"divisors": (), "long_divisors": (), "scale": 1.0, "dim": whole, "theta": 777.0}.items():
         ropes = tuple(plainer(rope, fact, plain) for rope in config.ropes)
         if ropes != config.ropes:
             changes[f"rope {fact}"] = dataclasses.replace(config, ropes=ropes)
@@ -245,7 +249,7 @@ def expert_changes(experts: Experts | None) -> dict[str, Experts]:
 
 
 def plainer(rope: Rope, fact: str, plain: Any) -> Rope:
-    if fact == "dim" and rope.divisors:
+    if fact == "dim" and (rope.divisors or plain is None):
         return rope                  # divisors belong to a number of dimensions
     if fact == "divisors" and rope.long_divisors:
         return rope                  # not used here: the context is longer than the original
@@ -275,7 +279,7 @@ def test_short_longrope_is_chosen_by_the_longest_context(cases: dict[str, Case],
 
 
 @pytest.mark.reliability("P-08")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen2", "deepseek_v2-lite"])
 def test_a_batch_of_unequal_rows_gives_each_row_its_own_logits(cases: dict[str, Case], name: str) -> None:
     model = load(cases[name].path, torch.float64)
     lengths = {0: 1, 1: 23, 2: 9}
@@ -294,7 +298,7 @@ def test_a_batch_of_unequal_rows_gives_each_row_its_own_logits(cases: dict[str, 
 
 
 def test_chunked_prefill_gives_the_same_logits(cases: dict[str, Case]) -> None:
-    for name in ("gemma3", "phi3", "qwen2"):
+    for name in ("gemma3", "phi3", "qwen2", "deepseek_v2", "deepseek_v3"):
         sequences = PagedSequences(load(cases[name].path, torch.float64), block_size=3)
         chunks = [TOKENS[:5], TOKENS[5:6], TOKENS[6:19], TOKENS[19:]]
         logits = torch.cat([sequences.step({0: chunk})[0] for chunk in chunks])

@@ -38,7 +38,7 @@ def numbers(plan: StepPlan) -> list[int]:
 
 
 def sequence_of(simulation: Simulation, name: str, index: int = 0) -> Sequence:
-    return next(each for each in simulation.scheduler._live.of(name) if each.index == index)
+    return next(each for each in simulation.scheduler._answers.live.of(name) if each.index == index)
 
 
 def running(simulation: Simulation) -> list[str]:
@@ -395,12 +395,17 @@ def test_prompt_logprobs_need_every_position() -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_n_answers_share_the_prompt(prefix_caching: bool, depth: int) -> None:
-    """Prompt of 10 in blocks of 4: two shared blocks, and one of its own for each of three answers."""
+    """Prompt of 10 in blocks of 4: two shared blocks, and one of its own for each of three answers, which begins as a copy of the
+    first answer's: they compute the last token of the prompt, to sample from it, and nothing else."""
     simulation = Simulation(replace(ROOMY, prefix_caching=prefix_caching, depth=depth))
     simulation.ask("a", prompt(10), 3, n=3)
     assert numbers(simulation.step()) == [10], "the others wait for the prompt"
     plan = simulation.step()
-    assert sorted(numbers(plan)) == [1, 2, 2] and [added.num_computed for added in plan.added] == [8, 8]
+    assert numbers(plan) == [1, 1, 1] and [added.num_computed for added in plan.added] == [9, 9]
+    source = sequence_of(simulation, "a").blocks
+    assert source is not None and {op.source for op in plan.block_ops} == {source.tables[0][2]}
+    assert [op.target for op in plan.block_ops] == [added.block_ids[0][2] for added in plan.added]
+    assert simulation.manager.counters.copied_blocks == 2
     assert simulation.most_held == 2 + 3
     simulation.drain()
     counters = simulation.manager.counters
@@ -414,7 +419,7 @@ def test_only_the_first_of_n_answers_computes_prompt_logprobs(prefix_caching: bo
     simulation.ask("a", prompt(10), 3, n=3, prompt_logprobs=0)
     simulation.step()
     plan = simulation.step()
-    assert sorted(numbers(plan)) == [1, 2, 2], "the others share what is computed"
+    assert numbers(plan) == [1, 1, 1], "the others share or copy what is computed"
     simulation.drain()
     assert simulation.prompt_logprobs == {("a", 0): prompt(10)[1:]}
 
@@ -447,7 +452,7 @@ def test_noise_keys() -> None:
     simulation.ask("b", prompt(4), n=2, seed=5)
     simulation.ask("c", prompt(3), n=2)
     simulation.ask("d", prompt(3))
-    keys = {name: [each.seed for each in simulation.scheduler._live.of(name)] for name in "abcd"}
+    keys = {name: [each.seed for each in simulation.scheduler._answers.live.of(name)] for name in "abcd"}
     assert keys["a"] == keys["b"], "a seed is a seed, whatever else was asked before"
     every = keys["a"] + keys["c"] + keys["d"]
     assert len(set(every)) == 5 and all(0 <= key < 2**64 for key in every)

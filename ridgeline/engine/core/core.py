@@ -17,6 +17,7 @@ import numpy as np
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.grammar_check import vocabulary_of
+from ridgeline.engine.core.drafters import make_drafter
 from ridgeline.engine.core.executor import Executor, make_executor
 from ridgeline.engine.core.grammars import Grammars
 from ridgeline.engine.core.oom_backoff import Thrift
@@ -37,6 +38,7 @@ from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
 from ridgeline.sizes.abilities import matrix_dtype
 from ridgeline.sizes.hardware import data_sheet
+from ridgeline.sizes.kv_spec import common_block_size
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -62,6 +64,9 @@ class EngineCore:
         self._launching = False                          # a step is being launched
         self._collects = True                            # is Python's garbage collector on in this process?
         self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
+        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. Of a GPU the
+        # host knows them with the result.
+        self._waits_for_drafts = config.device != "cpu"
 
     @classmethod
     def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
@@ -124,6 +129,8 @@ class EngineCore:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         if self.grammars.num_pending:
             self._take_grammars(deltas)
+        while self._waits_for_drafts and self.scheduler.has_drafts_in_flight:
+            deltas += self._take_in()
         plan = self.scheduler.schedule()
         if len(plan.rows):
             self.recorder.planned(plan)
@@ -241,6 +248,7 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         time_model=_time_model(config),
         use_priorities=options.scheduler.scheduling_policy == "priority",
         seed=options.model.seed,
+        drafter=make_drafter(config),
     )
 
 
@@ -270,7 +278,7 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     """Counts what one rank computes and moves. Its model knows how many bytes GEMMs read of a weight; without one, as when
     steps are only planned, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
-    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
+    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=common_block_size(config.groups))
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)
@@ -304,6 +312,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "logprob_token_ids": params.logprob_token_ids or [],
         "logit_bias": list(params.logit_bias or {}),
         "bad_words": [token for word in request.bad_words_token_ids for token in word],
+        "prediction": request.predicted_token_ids,
         "resumed": [token for produced in (request.resumed or {}).values() for token in produced],
     }
     for name, tokens in lists.items():

@@ -1,6 +1,7 @@
 """Every family that this engine runs."""
 
 from ridgeline.models.families.cohere import COHERE, COHERE2
+from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3
 from ridgeline.models.families.exaone import EXAONE4
 from ridgeline.models.families.gemma import GEMMA2, GEMMA3
 from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE
@@ -17,5 +18,5 @@ from ridgeline.models.families.starcoder2 import STARCODER2
 FAMILIES = (
     LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, OLMO2, OLMO3, GRANITE, GLM, GLM4, COHERE,
     COHERE2, STARCODER2, EXAONE4, NEMOTRON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE,
-    GPT_OSS,
+    GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3,
 )

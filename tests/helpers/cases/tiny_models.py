@@ -40,6 +40,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_pos
 LINEAR = {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.2, 3.9]}
 PLAIN = {"rope_type": "default", "rope_theta": 1e3}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 14, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6,
+          "v_head_dim": 10}
+DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+DEEPSEEK_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 20,
+                    "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}
 GEMMA_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2}}
 
@@ -65,6 +70,14 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
                           "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {"rope_parameters": GEMMA_ROPES, "head_dim": 16, "query_pre_attn_scalar": 24,
                           "sliding_window": WINDOW, "num_hidden_layers": 7}),
+    "deepseek_v2": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": DEEPSEEK_YARN, "attention_bias": True,
+                                                               "topk_method": "group_limited_greedy"}),
+    "deepseek_v2-lite": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN, "q_lora_rank": None,
+                                                                    "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3-halves": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN, "rope_interleave": False}),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN}),
+    "minicpm3": ("MiniCPM3", LATENT | {"rope_parameters": YARN, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32}),
     "smollm3": ("SmolLM3", {"rope_parameters": PLAIN, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "seed_oss": ("SeedOss", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True, "attention_dropout": 0.0}),
     "ernie4_5": ("Ernie4_5", {"rope_parameters": PLAIN, "head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
@@ -103,7 +116,7 @@ LEFT_OUT = {
     "gemma2": ("tie_word_embeddings", "hidden_activation"), "gemma3_text": ("tie_word_embeddings", "hidden_activation"),
     "smollm3": ("tie_word_embeddings",), "ernie4_5": ("tie_word_embeddings",), "arcee": ("hidden_act",),
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
-    "nemotron": ("hidden_act",), "exaone4": ("sliding_window_pattern",),
+    "nemotron": ("hidden_act",), "minicpm3": ("tie_word_embeddings",), "exaone4": ("sliding_window_pattern",),
 }
 
 
@@ -164,6 +177,8 @@ def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
         rope.pop("original_max_position_embeddings", None)
     kind = rope.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    if config.get("rope_interleave"):
+        del config["rope_interleave"]
     config.pop("layer_types", None)
     config.pop("_sliding_window_pattern", None)
     for name in LEFT_OUT.get(config["model_type"], ()):
@@ -199,7 +214,8 @@ class PagedSequences:
             shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
             for layer in spec.layers:
                 # NaN: a read of a slot that was never written shows.
-                self.kv[layer] = LayerKV(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
+                pages = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(spec.vectors)]
+                self.kv[layer] = LayerKV(pages[0], pages[-1][..., : spec.value_dim])
         generator = torch.Generator().manual_seed(0)
         self.free = [torch.randperm(self.num_blocks - 1, generator=generator).add(1).tolist() for _ in self.specs]
         self.tables: dict[int, list[list[int]]] = {}
