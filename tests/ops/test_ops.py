@@ -410,9 +410,10 @@ def naive_attention(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Ten
                 scores = [score * options["scale"] for score in (keys @ q[token, head]).tolist()]
                 if options["softcap"] is not None:
                     scores = [options["softcap"] * math.tanh(score / options["softcap"]) for score in scores]
-                most = max(scores)
-                weights = [math.exp(score - most) for score in scores]
-                out[token, head] = torch.tensor(weights, dtype=values.dtype) @ values / sum(weights)
+                beside = [] if options.get("sinks") is None else [float(options["sinks"][head])]     # scores without a value
+                most = max(scores + beside)
+                weights, others = ([math.exp(score - most) for score in each] for each in (scores, beside))
+                out[token, head] = torch.tensor(weights, dtype=values.dtype) @ values / sum(weights + others)
     return out
 
 
