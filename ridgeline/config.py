@@ -125,7 +125,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3",
          "qwen3", "step3", "step3p5"), "think",
     ),
-    "tool_call_parser": {"llama4_json": "llama3_json"},
+    "tool_call_parser": {"llama4_json": "llama3_json", "openai": "harmony"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
 

@@ -326,7 +326,7 @@ def test_answers_are_right_with_drafts(name: str, depth: int) -> None:
         traffic = run_traffic(replace(SETUPS[name], depth=depth, alpha=0.6), seed, seed == 1, False, num_requests=6)
         drafted += traffic.forward.drafted
         padded += traffic.forward.padded_drafts
-    assert drafted > 5 and padded or SETUPS[name].max_step_tokens < 4
+    assert (drafted > 5 and padded) or SETUPS[name].max_step_tokens < 4
 
 
 def test_the_traffic_has_what_it_is_for() -> None:

@@ -212,10 +212,14 @@ def attend_keys(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def from_sinks(ptr, live):  # type: ignore[no-untyped-def]
-    """Maximum (base 2) and sum of queries that have seen their head's sink and no key yet."""
-    maximum = tl.load(ptr, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-    return maximum, tl.full(maximum.shape, 1.0, tl.float32)
+def from_sinks(ptr, live, SINKS: tl.constexpr, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Maximum (base 2) and sum of queries that have seen no key yet, and their head's sink if there are any."""
+    maximum = tl.full([QUERIES], -1e30, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    if SINKS:
+        maximum = tl.load(ptr, mask=live, other=-1e30).to(tl.float32) * 1.4426950408889634
+        total = live.to(tl.float32)
+    return maximum, total
 
 
 @triton_kernel()
@@ -523,11 +527,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     else:
         q, score_scale = load_query(q_ptr, q_offset + dim[None, :], live, score_scale, NARROW, UPCAST)
 
-    maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
-    total = tl.zeros([TILE_QUERIES], tl.float32)
-    if SINKS:                                            # a score without a value: the first share begins with it
-        if share == 0:
-            maximum, total = from_sinks(sinks_ptr + kv_head * GROUP + member % GROUP, mine)
+    begins = mine & (share == 0)                         # the first share begins with the sink
+    maximum, total = from_sinks(sinks_ptr + kv_head * GROUP + member % GROUP, begins, SINKS, TILE_QUERIES)
     accumulated = tl.zeros([TILE_QUERIES, TILE_DIM // 2 if PAIRED else TILE_DIM], tl.float32)
     odd_q = q
     if PAIRED:

@@ -38,6 +38,7 @@ from ridgeline.server.api.openai.chat_answers import (
     ToolCallDelta,
     TopLogprob,
 )
+from ridgeline.server.api.other_names import GRAMMARS
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Event, Reasoning
 from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
@@ -146,6 +147,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None               # false: the reasoning is part of the content
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None       # llama.cpp's name of the same
+    enable_thinking: bool | None = None                  # a variable of the template
 
     prediction: Any = None               # text that the answer is expected to follow; it changes only the speed
 
@@ -189,8 +193,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """The answer's grammar: calls if they are required, else the requested one; with tools, either."""
         use, asked = self.tool_use(), self.structured()
         if (schema := use.schema()) is not None:
-            names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-            given = next((name for name in names if getattr(self, name) is not None), "")
+            given = next((name for name in ("structured_outputs", *GRAMMARS) if getattr(self, name) is not None), "")
             if given:                                    # response_format only concerns answers without calls
                 message = f"{given} leaves no room for the calls that tool_choice requires; give one of the two"
                 raise BadRequest(message, field=given)
@@ -238,6 +241,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
             variables["reasoning_effort"] = self.reasoning_effort
             if self.reasoning_effort == "none":
                 variables |= {"enable_thinking": False, "thinking": False}
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = self.enable_thinking
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
         if self.documents is not None:
@@ -258,7 +263,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         self.messages = self.messages[-1:] if self.echo else []
         self.documents = self.tools = self.chat_template_kwargs = None
         self.functions = self.functions and self.functions[:1]           # answers have the names of that time
-        self.forget_grammar()
+        self.forget_params()
 
     def echoed(self) -> str:
         """The text before the answer: the last message, if echo is set and the answer continues it."""
@@ -308,6 +313,7 @@ class ChatWriter(Writer):
         self._echoed = request.echoed()
         self._old_names = bool(request.functions)                # function_call instead of tool_calls
         self._hide_reasoning = request.include_reasoning is False
+        self._joins_reasoning = request.separate_reasoning is False or request.reasoning_format == "none"
 
     # -- streamed ------------------------------------------------------------------------------------------------------
 
@@ -373,7 +379,7 @@ class ChatWriter(Writer):
             if calls:
                 yield self._call_delta(calls)
                 calls = []
-            if isinstance(event, Content):
+            if isinstance(event, Content) or self._joins_reasoning:
                 yield ChatDelta(content=event.text)
             elif not self._hide_reasoning:
                 yield ChatDelta(reasoning_content=event.text, reasoning=event.text)
@@ -414,8 +420,9 @@ class ChatWriter(Writer):
         return choice
 
     def _message(self, events: list[Event]) -> AssistantMessage:
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+        shown = (Content, Reasoning) if self._joins_reasoning else (Content,)
+        content = "".join(event.text for event in events if isinstance(event, shown))
+        thought = "".join(event.text for event in events if isinstance(event, Reasoning) and Reasoning not in shown)
         calls: list[ToolCall] = []
         arguments: dict[int, list[str]] = {}
         for event in events:
