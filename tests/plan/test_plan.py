@@ -20,7 +20,7 @@ from host_simulation import Simulation
 
 from ridgeline.__main__ import main
 from ridgeline.bench.workload.floors import workload_floor
-from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.bench.workload.shapes import DENSE, MIXTURES, SHAPES, write_shape
 from ridgeline.cli.cmd_plan import parse_kl, parse_slo, preset_lengths
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError, ModelError
