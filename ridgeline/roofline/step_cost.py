@@ -171,8 +171,10 @@ class DecoderShape:
         query, key_value = head_shards(self.heads, self.kv_heads, 0, ranks)
         experts = self.experts
         if experts is not None:
-            widths = {name: even_shard(getattr(experts, name), 0, ranks).size for name in ("width", "shared", "dense_width")}
-            experts = replace(experts, **widths)
+            experts = replace(
+                experts, width=even_shard(experts.width, 0, ranks).size, shared=even_shard(experts.shared, 0, ranks).size,
+                dense_width=even_shard(experts.dense_width, 0, ranks).size,
+            )
         return replace(
             self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks, experts=experts,
             intermediate=even_shard(self.intermediate, 0, ranks).size, vocab=even_shard(self.vocab, 0, ranks).size,
@@ -349,7 +351,8 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
 
     def mlp(name: str) -> OpCost:
         return sum(
-            (linear(*in_layers(count, has_last), *sizes, shape.weight_bytes) for count, has_last, *sizes in shape.mlps(name)),
+            (linear(*in_layers(count, has_last), inputs, outputs, bias, shape.weight_bytes)
+             for count, has_last, inputs, outputs, bias in shape.mlps(name)),
             OpCost(),
         )
 
@@ -471,7 +474,8 @@ def latent_ops(shape: DecoderShape, counts: StepCounts, latent: Latent, down: Op
     few, many = counts.few_pairs, counts.full.pairs - counts.few_pairs
     near, wide = near_flops(latent.kv_rank, latent.rope), wide_flops(latent.nope, latent.rope, latent.value)
     pairs = (layers - 1) * (few * near + many * wide) + counts.last.pairs * near
-    keys = (layers - 1) * (counts.full.keys - counts.shared) + max(0, counts.last.keys - counts.shared)
+    keys = (layers - 1) * (counts.full.keys - counts.shared)
+    keys += counts.last.keys - counts.shared if counts.last_tokens else 0
     behind = (layers - 1) * tokens + counts.last_tokens
     turned = 3 * (heads + 1) * latent.rope + 4 * latent.kv_rank + 3
     moved = 2 * heads * latent.rope + latent.width

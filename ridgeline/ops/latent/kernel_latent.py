@@ -83,9 +83,10 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     TILE_KEYS: tl.constexpr, TILE_RANK: tl.constexpr, TILE_ROPE: tl.constexpr, TILE_SLOTS: tl.constexpr,
     DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """One CTA: one item of the list (split_kv.py), for one tile of heads of one of the row's QUERIES queries: a column. The
-    result has padded heads: those beyond HEADS mean nothing. Columns are the fastest grid index: they read the same entries at the
-    same time. With several queries, a row may have fewer than QUERIES; each sees one entry more than the one before it.
+    """One CTA: one item of the list (split_kv.py), for one tile of heads of one of the row's QUERIES queries: a column.
+
+    The result has padded heads: those beyond HEADS mean nothing. Columns are the fastest grid index: they read the same entries
+    at the same time. With several queries, a row may have fewer than QUERIES; each sees one entry more than the one before it.
     """
     column = tl.program_id(0)
     TILES: tl.constexpr = COLUMNS // QUERIES
