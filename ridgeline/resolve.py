@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.config import EngineConfig
+from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config, weight_bytes
@@ -104,6 +105,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     model = load_model_config(path)
     if config.model.structured_outputs_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
         raise ConfigError("structured_outputs_backend xgrammar is not installed: pip install 'ridgeline[xgrammar]'")
+    draft_options(config.execution.speculative_config)
     reasons: dict[str, str] = {}
     dtype = _dtype(config, model, device, reasons)
     groups = kv_groups(model, config.cache.block_size, config.parallel.tensor_parallel_size)

@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ridgeline.errors import ModelError
-from ridgeline.models.checkpoints.fused_experts import SplitExperts
 from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, Stored
 from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
+from ridgeline.models.fused_experts import SplitExperts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
 from ridgeline.process.log import get_logger

@@ -213,7 +213,7 @@ class DeviceRows:
         staging.begin()
         changes = tables.changes(staging)
         places, lengths, slots = self._put_moving(numbers.positions, kv_len, numbers.slots)
-        decoding = schedule.put_decodes(staging, tables, rows, kv_len, num_decodes, layout.width is not None)
+        decoding = schedule.put_decodes(staging, tables, rows, kv_len, num_decodes, layout.queries)
         tokens, borders, logits = staging.put(numbers.tokens), staging.put(numbers.query_start), staging.put(numbers.logits)
         sample_rows, table_rows = staging.put(numbers.sampled), staging.put(rows.astype(np.int32))
         newest = None if numbers.newest is None else staging.put(numbers.newest)

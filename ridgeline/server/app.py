@@ -83,7 +83,7 @@ def _ollama(service: Service) -> list[Route]:
         _post("/api/embeddings", Question(
             service, ollama_prepare.read_old_embed, OLLAMA, "prompt", ollama_prepare.old_embed,
         )),
-        _post("/api/show", Question(service, models.show, OLLAMA)),
+        _post("/api/show", Question(service, ollama_models.read_show, OLLAMA, then=models.show)),
         Route("/api/tags", models.tags),
         Route("/api/ps", models.running),
         Route("/api/version", models.version),

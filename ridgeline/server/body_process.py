@@ -33,7 +33,7 @@ from ridgeline.server.long_bodies import Made, Recalled, Reply, Task, Wanted, fa
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
-KEPT = (Prepared, EmbeddingTokens, Pairs, list)          # what the server goes on with; anything else is the answer
+KEPT = (Prepared, EmbeddingTokens, Pairs, list, str)          # what the server goes on with; anything else is the answer
 
 
 class Settings(msgspec.Struct):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ridgeline.server.api import prepare
 from ridgeline.server.api.llamacpp import llama_server
-from ridgeline.server.api.ollama import ollama_prepare
+from ridgeline.server.api.ollama import ollama_models, ollama_prepare
 from ridgeline.server.api.openai import embeddings
 from ridgeline.server.api.prepared import Prepared
 from ridgeline.server.api.vllm import score
@@ -29,6 +29,7 @@ _WORK: tuple[tuple[Any, Reads], ...] = (
     (embeddings.EmbeddingTokens, ollama_prepare.read_old_embed),
     (score.Pairs, score.read_pairs),
     (list[str], field_names),
+    (str, ollama_models.read_show),
     (bytes, prepare.count_tokens),
     (bytes, prepare.count_input),
     (bytes, prepare.tokenize),

@@ -54,8 +54,8 @@ KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048                       # connections that may wait to be accepted
 ACCEPTED_AT_ONCE = 32                # per turn of the event loop: a flood of them must not hold up open ones
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
-# Open besides connections: 26 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
-OTHER_FILES = 28 + spare_files.COUNT + LINGERING
+# Open besides connections: 28 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
+OTHER_FILES = 30 + spare_files.COUNT + LINGERING
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
 EXIT_SECONDS = 1.5                   # beyond the drain time and the goodbyes, after which the process ends whatever still runs
 SWITCH_SECONDS = 0.001               # a thread that reads a long request gives way to the event loop after this

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ridgeline import errors
-from ridgeline.engine.client.long_work import HUGE_BYTES, HUGE_WORK, LONG_BYTES
+from ridgeline.engine.client.long_work import HUGE_BYTES, HUGE_WORK, LONG_BYTES, away_if_long
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import RidgelineError, TryAgain
 from ridgeline.metrics import SPENT
@@ -163,7 +164,9 @@ class LongBodies(BodyReader):
         assert isinstance(reply, Made)
         SPENT["tokenising"] += reply.tokenising
         decoder = self._decoders[name]
-        return reply.result if decoder is None or reply.is_answer else decoder.decode(reply.result)
+        if decoder is None or reply.is_answer:
+            return reply.result
+        return await away_if_long(len(reply.result), partial(decoder.decode, reply.result))
 
     async def _ask(self, name: str, caller: Caller, body: Body, recalled: list[Recalled] | None) -> Reply:
         task = msgspec.msgpack.encode(Task(name, caller.key, recalled))

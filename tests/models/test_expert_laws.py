@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.expert_config import Experts, Routing
 from ridgeline.models.gguf import GGUFFile
@@ -150,6 +151,8 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     config = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}}
     found = logits(load(rewritten(path, packed, config), torch.float64))
+    formats = LinearFormats(load_model_config(path), "none", "cuda")
+    assert all(formats(f"layers.0.attention.{name}").format is None for name in ("qkv", "output"))       # not in MXFP4
     assert float(expected.std()) > 0.5
     assert torch.equal(found, expected)
 

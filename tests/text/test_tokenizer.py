@@ -19,6 +19,7 @@ from tokenizers import decoders, processors
 
 from ridgeline.errors import BadRequest, ModelError
 from ridgeline.models.gguf import GGUFFile
+from ridgeline.process import embedded
 from ridgeline.text import vocabulary_gguf
 from ridgeline.text.quoting import Special
 from ridgeline.text.tokenizer import Tokenizer
@@ -185,6 +186,27 @@ def test_no_user_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, p
         assert (ids.count(1), ids.count(2)) == (honest.count(1), honest.count(2)) == (5, 4)
         text = smollm2.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         assert smollm2.decode(ids) == text and FORGED in text
+
+
+def test_a_chat_that_spells_special_tokens_needs_no_second_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one takes seconds, in which no other chat goes on. Nor is the tokenizer called for each of them."""
+    tokenizer = Tokenizer.load(embedded.require())
+    calls: list[int] = []
+    encode_batch = tokenizer.encode_batch
+
+    def counted(texts: list[str], *args: Any) -> list[list[int]]:
+        calls.append(len(texts))
+        return encode_batch(texts, *args)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counted)
+    monkeypatch.setattr(tokenizer, "encode", None)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "a<|im_end|> b" * 50}])
+    assert tokenizer._plain_core is None and calls == [51]
+    assert ids.count(2) == 2                             # the template's own, one of them after its own system message
+    monkeypatch.undo()
+    assert tokenizer.encode("no such text", False, parse_special=False) and tokenizer._plain_core is None
+    for text, spelt in tokenizer._spelt_out.items():
+        assert tokenizer.encode(text, False, parse_special=False) == spelt and len(spelt) > 1
 
 
 @pytest.mark.reliability("S-08b")

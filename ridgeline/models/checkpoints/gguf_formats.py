@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe
-from ridgeline.models.gguf import GGUFFile
+from ridgeline.models.family import Family
+from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.quant.format import Scales, WeightFormat
+from ridgeline.quant.layout import STORED_KINDS
 
 _SUPER = Scales((1, 256), "float16")                     # scales of K types: small integers times one number for 256 weights
 
@@ -33,3 +37,20 @@ def gguf_quantisation(file: GGUFFile) -> Quantisation | None:
         if tensor.type in RECIPES and name.endswith(".weight") and not name.startswith("token_embd")
     }
     return Quantisation("gguf", (), by_name=found) if found else None
+
+
+def stored_block_bytes(file: GGUFFile, family: Family) -> int:
+    """Bytes of the linears whose parts all have the same packing of STORED_KINDS. A tied head is the embedding."""
+    linears: dict[str, list[GGUFTensor]] = {}
+    tied = "output.weight" not in file.tensors
+    for name, tensor in file.tensors.items():
+        module, _, parameter = name.rpartition(".")
+        target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
+        if target and parameter == "weight" and (target != "embed" or tied):
+            layer = re.search(r"\.\d+\.", module)
+            linears.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
+    kinds = {linear: {part.type for part in parts} for linear, parts in linears.items()}
+    return sum(
+        sum(part.nbytes for part in parts) for linear, parts in linears.items()
+        if len(kinds[linear]) == 1 and kinds[linear] <= STORED_KINDS
+    )

@@ -126,7 +126,7 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> P
         prompts = [await without_special(service, each) for each in prompts]
     fit(service, request, params)
     request.prompt = request.suffix = ""                 # they are in the prompts
-    request.forget_grammar()
+    request.forget_params()
     return Prepared(CompletionForm(request), params, prompts, "cmpl-")
 
 

@@ -156,7 +156,7 @@ def _is_bias(pair: Any) -> bool:
 
 async def _others_turn(place: int) -> None:
     """Short texts are tokenised on the event loop: other requests get a turn now and then."""
-    if place % 64 == 63:
+    if place % 8 == 7:
         await asyncio.sleep(0)
 
 

@@ -39,7 +39,7 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> P
     if asked.limit is None:
         params.max_tokens = service.llm.sampling_defaults.fields.get("max_tokens")
     asked.forget_prompt()
-    request.forget_grammar()
+    request.forget_params()
     return Prepared(LlamaForm(request, asked), params, made, "cmpl-")
 
 
