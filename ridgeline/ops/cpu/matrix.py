@@ -44,6 +44,15 @@ class Part:
         rows = rows.contiguous()
         native.library().relay_blocks(ctypes.byref(self.c), rows.data_ptr(), first, rows.shape[0], rows.stride(0))
 
+    def put_numbers(self, values: Tensor) -> None:
+        """[rows, inputs] of the part's own dtype."""
+        filled = torch.nn.functional.pad(values, (0, -values.shape[1] % 32))
+        self.put_blocks(filled.contiguous().view(torch.uint8))
+
+    def is_finite(self) -> bool:
+        """Whether all scales are."""
+        return bool(native.library().scales_finite(ctypes.byref(self.c)))
+
     def put_codes(self, codes: Tensor, scale: Tensor, offset: Tensor | None = None) -> None:
         """Codes, a byte each, [rows, inputs]; float32 scales and (INT4) offsets [rows, groups]."""
         codes, scale = codes.contiguous(), scale.float().contiguous()

@@ -42,6 +42,7 @@ _PLAIN = {
     "relay_blocks": ([_POINTER] * 2 + [_INT] * 3, None),
     "relay_codes": ([_POINTER] * 4, None),
     "matrix_bytes": ([_POINTER], _INT),
+    "scales_finite": ([_POINTER], _INT),
     "matrix_rows": ([_POINTER] * 3 + [_INT], None),
 }
 SPLIT = 512                          # as in step/decode_attention.c

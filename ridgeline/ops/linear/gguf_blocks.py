@@ -71,7 +71,7 @@ def random_part(generator: torch.Generator, kind: str, outputs: int, inputs: int
     part = Part(kind, outputs, inputs, group // 32)
     if kind in NUMBERS.values():
         dtype = next(dtype for dtype, name in NUMBERS.items() if name == kind)
-        part.put_blocks((random(outputs, -(-inputs // 32) * 32) * size).to(dtype).view(torch.uint8))
+        part.put_numbers((random(outputs, inputs) * size).to(dtype))
     elif kind in BLOCKS:
         each, wide = (256 if kind.endswith("_K") else 32), BLOCK_BYTES[kind]
         blocks = torch.randint(256, (outputs, inputs // each, wide), generator=generator, dtype=torch.uint8)

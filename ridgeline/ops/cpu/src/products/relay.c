@@ -187,3 +187,19 @@ void ridgeline_relay_codes(const Segment *to, const uint8_t *codes, const float 
 
 /* Bytes of a matrix in tiles. */
 int64_t ridgeline_matrix_bytes(const Segment *segment) { return groups_of(segment) * group_bytes(segment); }
+
+/* 1 where no scale or offset is infinite or NaN. */
+int64_t ridgeline_scales_finite(const Segment *segment) {
+    const int style = FORMATS[segment->kind].style;
+    int64_t spans = (tiles_of(segment) + segment->span - 1) / segment->span, bytes = spans * head_bytes(style);
+    int wide = style == FULL || style == FULL_OFFSET;
+    for (int64_t g = 0; g < groups_of(segment); g++) {
+        const uint8_t *heads = group_at(segment, g).heads;
+        for (int64_t at = 0; at < bytes; at += wide ? 4 : 2) {
+            uint32_t bits = 0;
+            memcpy(&bits, heads + at, wide ? 4 : 2);
+            if (wide ? (bits & 0x7f800000u) == 0x7f800000u : (bits & 0x7c00u) == 0x7c00u) return 0;
+        }
+    }
+    return 1;
+}
