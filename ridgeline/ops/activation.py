@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.sizes.op_costs import GATED_ACTIVATION_CASES, gated_activation_cost
@@ -90,7 +90,7 @@ def gated_activation_native(x: Tensor, kind: str) -> Tensor:
         return gated_activation_reference(x, kind)
     tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, width), dtype=x.dtype)
-    native.library().ridgeline_gated_activation(x.data_ptr(), out.data_ptr(), tokens, width, x.stride(0), _KINDS[kind])
+    native.library().gated_activation(x.data_ptr(), out.data_ptr(), tokens, width, x.stride(0), _KINDS[kind])
     return out
 
 

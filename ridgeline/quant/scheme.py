@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import Shard
 from ridgeline.errors import ConfigError
-from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation
+from ridgeline.ops.cpu import native
 from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.gemm_invariant import invariant_linear
 from ridgeline.ops.linear.gguf_blocks import KINDS, block_linear

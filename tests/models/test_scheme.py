@@ -16,7 +16,7 @@ from ridgeline.layers.norm import RMSNorm
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.quant.layout import fewest_outputs
 from ridgeline.quant.scheme import Fused, PackedFloat32, Scheme, StoredBlocks, Unquantised, unquantised_scheme
 

@@ -15,7 +15,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.ops.linear.gguf_blocks import KINDS, block_linear_native, expanded
 from ridgeline.quant.layout import STORED_KINDS
 from ridgeline.quant.scheme import StoredBlocks

@@ -1,10 +1,16 @@
-/* The kernels of native.c against plain loops in double, as a program of its own: it runs where there is no Python, that is
+/* The native kernels of one level against plain loops in double, as a program of its own: it runs where there is no Python, that is
    for every vector width and under an emulator. Says nothing and returns 0, or names what is wrong. */
 
+#define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "native.c"
+#include "pool.c"
+#include "products/block_linear.c"
+#include "products/float_linear.c"
+#include "step/decode_attention.c"
+#include "step/prefill_attention.c"
+#include "step/rows.c"
 
 static int failures;
 static uint64_t state = 1;
@@ -33,7 +39,7 @@ static void check_rows(void) {
     enum { TOKENS = 3, WIDTH = 83 };
     float *x = noises(TOKENS * 2 * WIDTH), *residual = noises(TOKENS * WIDTH), *weight = noises(WIDTH);
     float out[TOKENS * WIDTH], sum[TOKENS * WIDTH];
-    ridgeline_rms_norm(x, residual, weight, out, sum, TOKENS, 1, WIDTH, WIDTH, 0, 1e-5f, 1.0f);
+    KERNEL(rms_norm)(x, residual, weight, out, sum, TOKENS, 1, WIDTH, WIDTH, 0, 1e-5f, 1.0f);
     for (int t = 0; t < TOKENS; t++) {
         double squares = 0.0;
         for (int i = 0; i < WIDTH; i++) squares += pow(x[t * WIDTH + i] + residual[t * WIDTH + i], 2);
@@ -44,7 +50,7 @@ static void check_rows(void) {
         }
     }
     for (int kind = 0; kind < 2; kind++) {
-        ridgeline_gated_activation(x, out, TOKENS, WIDTH, 2 * WIDTH, kind);
+        KERNEL(gated_activation)(x, out, TOKENS, WIDTH, 2 * WIDTH, kind);
         for (int i = 0; i < TOKENS * WIDTH; i++) {
             double g = x[i / WIDTH * 2 * WIDTH + i % WIDTH], up = x[i / WIDTH * 2 * WIDTH + WIDTH + i % WIDTH];
             double act = kind ? g / 2 * (1 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) : g / (1 + exp(-g));
@@ -81,7 +87,7 @@ static void check_products(void) {
             }
         }
         for (int tokens = 1; tokens <= TOKENS; tokens += 2) {
-            ridgeline_block_linear(x, kind ? (char *)eight : (char *)four, bias, out, tokens, INPUTS, OUTPUTS, kind);
+            KERNEL(block_linear)(x, kind ? (char *)eight : (char *)four, bias, out, tokens, INPUTS, OUTPUTS, kind);
             for (int i = 0; i < tokens * OUTPUTS; i++) {
                 double sum = bias[i % OUTPUTS], size = 1.0;      /* what cancels has its rounding errors, too */
                 for (int j = 0; j < INPUTS; j++) {
@@ -92,7 +98,7 @@ static void check_products(void) {
             }
         }
     }
-    ridgeline_linear_row(x, w, bias, out, INPUTS - 3, OUTPUTS);
+    KERNEL(linear_row)(x, w, bias, out, INPUTS - 3, OUTPUTS);
     for (int o = 0; o < OUTPUTS; o++) {
         double sum = bias[o], size = 1.0;
         for (int j = 0; j < INPUTS - 3; j++) {
@@ -121,10 +127,10 @@ static void check_attention(int64_t queries, int64_t length, int64_t kv_heads, i
     int64_t splits = (length + SPLIT - 1) / SPLIT;
     float *out = noises(queries * heads * width), *alone = noises(heads * width);
     float *partial = noises(splits * heads * (width + 2)), scale = 1.0f / sqrtf((float)width);
-    ridgeline_prefill_attention(q, k, v, table, query_start, &kv_len, out, 1, kv_heads, group, width, block_size, blocks,
+    KERNEL(prefill_attention)(q, k, v, table, query_start, &kv_len, out, 1, kv_heads, group, width, block_size, blocks,
                                 heads * width, queries, window, scale, softcap);
     if (queries == 1)
-        ridgeline_decode_attention(q, k, v, table, &kv_len, alone, partial, 1, kv_heads, group, width, block_size, blocks,
+        KERNEL(decode_attention)(q, k, v, table, &kv_len, alone, partial, 1, kv_heads, group, width, block_size, blocks,
                                    heads * width, splits, window, length, scale, softcap);
     for (int64_t row = 0; row < queries * heads; row++) {
         int64_t head = row % heads / group, last = length - queries + row / heads;

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import Implementation, Op, Tolerance
 from ridgeline.sizes.op_costs import KV_WRITE_CASES, kv_write_cost
 
@@ -33,7 +33,7 @@ def kv_write_native(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     if k.stride()[1:] != packed or v.stride()[1:] != packed or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         kv_write_reference(k, v, k_cache, v_cache, slots)
         return
-    native.library().ridgeline_kv_write(
+    native.library().kv_write(
         k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), tokens, heads * head_dim,
         k.stride(0), v.stride(0),
     )

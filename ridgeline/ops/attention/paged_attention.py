@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.ops import native
 from ridgeline.ops.attention.attention_arguments import device_shares, leading_decodes, shared_prefix
 from ridgeline.ops.attention.attention_launch import paged_attention_triton
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
 from ridgeline.ops.attention.prefill_tiles import cut_queries
+from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.sizes.op_costs import PAGED_ATTENTION_CASES, paged_attention_cost
 
@@ -58,13 +58,13 @@ def paged_attention_native(
         lengths = kv_len_host[:decodes]
         splits = -(-max(lengths) // native.SPLIT)
         partial = torch.empty(decodes * splits * heads * (head_dim + 2), dtype=q.dtype)
-        native.library().ridgeline_decode_attention(
+        native.library().decode_attention(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), kv_len.data_ptr(),
             out.data_ptr(), partial.data_ptr(), decodes, *shape, splits, window or 0, sum(lengths), scale, softcap or 0.0,
         )
     if decodes < rows:
         longest = max(end - start for start, end in itertools.pairwise(query_start_host[decodes:]))
-        native.library().ridgeline_prefill_attention(
+        native.library().prefill_attention(
             q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table[decodes:].data_ptr(),
             query_start[decodes:].data_ptr(), kv_len[decodes:].data_ptr(), out.data_ptr(), rows - decodes, *shape,
             longest, window or 0, scale, softcap or 0.0,

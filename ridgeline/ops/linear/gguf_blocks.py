@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import Implementation, Op, Tolerance
 from ridgeline.sizes.op_costs import BLOCK_LINEAR_CASES, block_linear_cost
 
@@ -46,7 +46,7 @@ def block_linear_native(x: Tensor, blocks: Tensor, kind: str, bias: Tensor | Non
     x = x.contiguous()
     (tokens, inputs), outputs = x.shape, blocks.shape[0]
     out = torch.empty((tokens, outputs), dtype=x.dtype)
-    native.library().ridgeline_block_linear(
+    native.library().block_linear(
         x.data_ptr(), blocks.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), tokens, inputs,
         outputs, KINDS[kind],
     )
