@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import Linear, Placement
+from ridgeline.ops.vocabulary import embedding
 from ridgeline.quant.piece import Piece
 from ridgeline.quant.scheme import keep_into
 
@@ -37,25 +37,23 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.comm.size == 1:
-            x = F.embedding(tokens, self.weight)
-        else:
-            local = tokens - self.shard.start
-            mine = (local >= 0) & (local < self.shard.filled)
-            x = F.embedding(local * mine, self.weight) * mine.unsqueeze(-1)
-            x = self.comm.all_reduce(x)
+            return embedding(self.weight, tokens, self.scale)
+        local = tokens - self.shard.start
+        mine = (local >= 0) & (local < self.shard.filled)
+        x = self.comm.all_reduce(embedding(self.weight, local * mine) * mine.unsqueeze(-1))
         return x if self.scale is None else x * self.scale
 
 
 class LMHead(Linear):
     """rows [S, hidden] → logits [S, vocabulary] on every rank. May share the embedding's weight."""
 
-    def __init__(self, embedding: VocabEmbedding, tied: bool, place: Placement) -> None:
-        shard, hidden_size = embedding.shard, embedding.weight.shape[1]
-        super().__init__({"": shard}, whole(hidden_size), False, place, shared=embedding.weight if tied else None)
+    def __init__(self, embed: VocabEmbedding, tied: bool, place: Placement) -> None:
+        shard, hidden_size = embed.shard, embed.weight.shape[1]
+        super().__init__({"": shard}, whole(hidden_size), False, place, shared=embed.weight if tied else None)
         self.comm = place.comm
         self.vocab_size = shard.total
         if tied and self.keeps:
-            embedding.stored = self.stored
+            embed.stored = self.stored
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         logits = self.comm.all_gather(super().forward(x, batch))

@@ -115,7 +115,7 @@ class DeviceRows:
         self._device_tables = torch.from_numpy(self._tables)         # on the CPU both are one memory
         if device.type != "cpu":
             self._device_tables = self._device_tables.to(device)
-        self._flat_tables, self._group_tables = self._device_tables.view(-1), list(self._device_tables)
+        self._flat_tables, self.tables = self._device_tables.view(-1), list(self._device_tables)
         self._changed: list[np.ndarray] = []             # places in the flat tables that the device has not seen
         self._most_changes = 2 * len(groups) * max_rows + max_blocks
         self._sizes = decode_sizes(max_rows)
@@ -236,10 +236,9 @@ class DeviceRows:
         self._write_tables(*written)
         if len(alone):
             self.last_token.index_copy_(0, *newest)
-        num_blocks = -(-int(ends.max()) // self.block_size)
         groups = [
-            GroupBatch(slot_tensor, table[:, :num_blocks].index_select(0, table_rows) if on_cpu else table, *shared)
-            for slot_tensor, table, shared in zip(slot_tensors, self._group_tables, decoding, strict=True)
+            GroupBatch(slot_tensor, table, *shared)
+            for slot_tensor, table, shared in zip(slot_tensors, self.tables, decoding, strict=True)
         ]
         self.length[rows[live]] = ends[live]
         batch = Batch(
@@ -255,7 +254,7 @@ class DeviceRows:
             picks=layout.picks,
             device_picks=picks,
             last_rows=last_rows,
-            table_rows=None if on_cpu else table_rows,
+            table_rows=table_rows,
             query_tiles=query_tiles,
             work=work,
             workspace=self._workspace,
@@ -388,14 +387,14 @@ class DeviceRows:
         """The same step with one query per row, its last token: attention of the last layer needs no other."""
         count, lengths = len(places), batch.kv_len_host
         if lengths is not None:
-            chosen = torch.from_numpy(places)
             return replace(
                 batch,
                 query_start=self._ones[: count + 1],
                 kv_len=kv_len,
                 query_start_host=list(range(count + 1)),
                 kv_len_host=[lengths[place] for place in places.tolist()],
-                groups=[GroupBatch(each.slots, each.block_table.index_select(0, chosen)) for each in batch.groups],
+                groups=[GroupBatch(each.slots, each.block_table) for each in batch.groups],
+                table_rows=table_rows,
                 query_tiles=None,
             )
         return replace(

@@ -32,8 +32,9 @@ _Key = tuple[int, bool]              # rows, greedy
 
 @dataclass(slots=True)
 class _Recorded:
-    program: Program | None          # None: not recorded yet, or never
+    program: Program | None = None   # None: not recorded yet, or not to be
     computed: Computed | None = None
+    refused: bool = False
 
 
 class ProgramForward:
@@ -63,34 +64,33 @@ class ProgramForward:
         if found is None:
             if len(self._recorded) == MOST_PROGRAMS:
                 self._recorded.popitem(last=False)
-            self._recorded[key] = _Recorded(None, None)
+            self._recorded[key] = _Recorded()
             return self._eager.run(batch, greedy)
         self._recorded.move_to_end(key)
-        if found.program is None:
+        if found.refused:
+            return self._eager.run(batch, greedy)
+        if found.program is None or found.computed is None:
             return self._record(found, batch, greedy)
         self._inputs.fill(batch)
         found.program.run()
         self.replays += 1
-        assert found.computed is not None
         return found.computed
 
     def _record(self, found: _Recorded, batch: Batch, greedy: bool) -> Computed:
-        if found.computed is not None:                   # tried before, in vain
-            return self._eager.run(batch, greedy)
         self._inputs.fill(batch)
-        recording = Recording(self._arena)
+        inputs, recording = self._inputs.batch(len(batch.tokens)), Recording(self._arena)
         with recording.of_calls():
-            computed = self._eager.run(self._inputs.batch(len(batch.tokens)), greedy)
+            computed = self._eager.run(inputs, greedy)
         computed.hidden = None
-        found.computed = computed
         if recording.missing:
+            found.refused = True
             if not self._told:
                 logger.info("decode steps run op by op, not as one native program: %s is not native here", recording.missing)
                 self._told = True
             return computed
         if computed.logits is not None:
             computed.logits = self._arena.kept(computed.logits)
-        found.program = recording.program()
+        found.program, found.computed = recording.program(), computed
         logger.debug("recorded %d calls for %d rows, %s", len(found.program), len(batch.tokens), "greedy" if greedy else "logits")
         return computed
 

@@ -152,7 +152,7 @@ def test_a_broken_row_stays_broken_and_alone() -> None:
 
 def test_auto_takes_them_and_reference_does_not() -> None:
     site = Site("cpu", torch.float32, 64)
-    for name in ("rms_norm", "rotary", "gated_activation", "kv_write", "paged_attention"):
+    for name in ("rms_norm", "gated_activation", "rotary_write", "paged_attention", "embedding", "soft_cap", "greedy"):
         assert REGISTRY[name].choose(site).name == "native"
         assert REGISTRY[name].choose(Site("cpu", torch.float64, 64)).name == "reference"
 

@@ -29,15 +29,17 @@ logger = get_logger("ops")
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES = {
     "rms_norm": [_POINTER] * 5 + [_INT] * 5 + [_FLOAT] * 2,
-    "rotary": [_POINTER] * 4 + [_INT] * 7,
     "gated_activation": [_POINTER] * 2 + [_INT] * 4,
-    "kv_write": [_POINTER] * 5 + [_INT] * 4,
+    "soft_cap": [_POINTER] + [_INT] * 2 + [_FLOAT],
+    "embedding": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
+    "greedy": [_POINTER] * 5 + [_INT] * 3,
+    "rotary_write": [_POINTER] * 9 + [_INT] * 7 + [_FLOAT] * 2,
     "linear_row": [_POINTER] * 4 + [_INT] * 2,
     "block_linear": [_POINTER] * 4 + [_INT] * 4,
-    "decode_attention": [_POINTER] * 7 + [_INT] * 10 + [_FLOAT] * 2,
-    "prefill_attention": [_POINTER] * 7 + [_INT] * 9 + [_FLOAT] * 2,
+    "decode_attention": [_POINTER] * 8 + [_INT] * 10 + [_FLOAT] * 2,
+    "prefill_attention": [_POINTER] * 8 + [_INT] * 9 + [_FLOAT] * 2,
 }
-SPLIT = 512                          # as in step/decode_attention.c
+SPLIT = 256                          # as in step/decode_attention.c
 
 
 def path() -> Path:
@@ -112,6 +114,8 @@ def load(built: Path, level: str) -> SimpleNamespace:
         function = loaded[f"ridgeline_{name}_{level}"]
         function.argtypes, function.restype = arguments, None
         setattr(found, name, function)
+    found.run_program = loaded["ridgeline_run_program"]  # recording.py
+    found.run_program.argtypes, found.run_program.restype = [_POINTER, _INT], None
     return found
 
 

@@ -143,7 +143,7 @@ class Program:
 
     def __init__(self, calls: list[_Call]) -> None:
         self._calls = (_Call * len(calls))(*calls)
-        self._run = native.program_runner()
+        self._run = native.library().run_program
 
     def __len__(self) -> int:
         return len(self._calls)
