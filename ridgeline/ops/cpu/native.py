@@ -39,7 +39,7 @@ _SIGNATURES = {
     "decode_attention": [_POINTER] * 8 + [_INT] * 10 + [_FLOAT] * 2,
     "prefill_attention": [_POINTER] * 8 + [_INT] * 9 + [_FLOAT] * 2,
 }
-SPLIT = 256                          # as in step/decode_attention.c
+SPLIT = 128                          # as in step/decode_attention.c
 
 
 def path() -> Path:

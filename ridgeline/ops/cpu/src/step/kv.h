@@ -14,6 +14,16 @@ typedef struct {
     float scale, softcap;
 } Cache;
 
+/* e^x of a score less the largest one. Below e^-60 it is nothing beside the 1 that is always in the sum, and is left out: products
+   of such weights would be subnormal numbers, which take a processor a hundred cycles each. NaN stays NaN. */
+#define LEAST -60.0f
+
+static inline float softmax_weight(float x) { return x < LEAST ? 0.0f : exponential(x); }
+
+static inline __attribute__((always_inline)) Lanes softmax_weights(Lanes x) {
+    return CHOOSE(x < LEAST, (Lanes){0}, exponentials(x));
+}
+
 /* Where each of a row's positions first..first + count lies in a cache: the start of its slot, all heads. */
 static inline void find_slots(const Cache *cache, const int32_t *table, int64_t first, int64_t count, int64_t *slots) {
     int64_t block = first / cache->block_size, offset = first % cache->block_size;

@@ -79,12 +79,11 @@ static inline __attribute__((always_inline)) void tile_weights(
         float highest = largest_of(top);
         /* Nothing seen so far: -inf less -inf must not become NaN. */
         float reference = highest == -INFINITY ? 0.0f : highest;
-        shrink[r] = exponential(softmax->largest[r] - reference);
+        shrink[r] = softmax_weight(softmax->largest[r] - reference);
         softmax->largest[r] = highest;
         Lanes total = softmax->weight[r] * shrink[r];
         for (int c = 0; c < KEYS / LANES; c++) {
-            Lanes weights = exponentials(row[c] - reference);
-            if (hidden) weights = CHOOSE(row[c] == -INFINITY, (Lanes){0}, weights);
+            Lanes weights = softmax_weights(row[c] - reference);         /* what is hidden is -inf, and weighs nothing */
             row[c] = weights;
             total += weights;
         }
