@@ -49,7 +49,8 @@ class ProgramForward:
         self.replays = 0
 
     def shape(self, plan: StepPlan) -> Shape | None:
-        self._decodes = bool((plan.num_tokens == 1).all()) and not (plan.want & EVERY_HIDDEN).any()
+        alike = plan.width is None and bool((plan.num_tokens == 1).all())
+        self._decodes = alike and not (plan.want & EVERY_HIDDEN).any()
         return None
 
     def prepare(self) -> bool:

@@ -106,7 +106,7 @@ def make_runner(
                 torch.float32 if capped else dtype, device, config.graph_bytes,
             )
         elif _runs_programs(config, device, dtype):
-            forward = ProgramForward(eager, rows.tables, rows.last_token)
+            forward = ProgramForward(eager, rows.tables.groups, rows.last_token)
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
