@@ -71,8 +71,8 @@ class CacheOptions:
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that the engine may use", low=0.01)
     enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts with a common prefix")
     kv_cache_dtype: str = option(
-        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype",
-        ("auto", "fp8"),
+        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype, on a CPU float16 instead of "
+        "float32; float32 (CPU only)", ("auto", "fp8", "float32"),
     )
     kv_layout: str = option(
         "paged", "contiguous: reserve max_model_len tokens for every request (turns paging off)",

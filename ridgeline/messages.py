@@ -57,6 +57,8 @@ class RowAdded:
     params: SamplingParams
     seed: int                        # key of the noise; the same after preemption and restart
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    drafts_allowed: bool = False     # may its steps carry drafts?
+    predicted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))     # int32: the answer that the client expects
 
 
 @dataclass(slots=True)
@@ -82,6 +84,12 @@ class StepPlan:
     want: np.ndarray                 # int8 [R]: Want flags
     block_ops: list[BlockOp] = field(default_factory=list)
     recomputed: int = 0              # of the tokens above, those that had their KV before a preemption
+    # Drafts. A decode row with `width` w computes 1 + w tokens: its newest token and w guesses of what follows. The guesses are
+    # a path: `drafts[r, i]` is the guess for position `drafts_from[r] + i` of the row. The host may know fewer tokens than the
+    # device, whose own length says which part of the path comes next. -1: no guess; it is computed and never accepted.
+    width: np.ndarray | None = None          # int32 [R]; None: no row has drafts
+    drafts: np.ndarray | None = None         # int32 [R, P]; None: the device makes them
+    drafts_from: np.ndarray | None = None    # int32 [R]
 
     @property
     def total_tokens(self) -> int:
@@ -112,14 +120,15 @@ class StepResult:
     """What one step produced, in the order of the plan's rows."""
 
     step: int
-    tokens: np.ndarray               # int32 [R, W]; W is 1 without drafts
-    num_new: np.ndarray              # int32 [R]: how many of them are valid; 0 where no token was wanted
+    tokens: np.ndarray               # int32 [R, 1 + the largest width]
+    num_new: np.ndarray              # int32 [R]: how many of them are valid: 1 + accepted drafts; 0 where no token was wanted
     lengths: np.ndarray              # int32 [R]: tokens of the row that now have their KV
     logprobs: dict[int, Logprobs] = field(default_factory=dict)          # by place in the batch
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     hidden: dict[int, np.ndarray] = field(default_factory=dict)          # float [hidden], for either way of pooling
-    failed: dict[int, str] = field(default_factory=dict)                 # rows that failed alone, and why; …
-    overconstrained: list[int] = field(default_factory=list)             # … of these, the ones whose own settings leave no token
+    # Rows that failed alone, and why. Of a row with drafts, `num_new` tokens came before the failure.
+    failed: dict[int, str] = field(default_factory=dict)
+    overconstrained: list[int] = field(default_factory=list)             # those whose own settings leave no token
     useful: int = 0                  # token counts: what the step computed for the first time …
     recomputed: int = 0              # … again, after a preemption …
     padded: int = 0                  # … to fill up a captured shape …

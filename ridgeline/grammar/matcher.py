@@ -9,9 +9,10 @@ other token. An answer whose grammar is complete ends whatever they ask: there i
 
 from __future__ import annotations
 
+import copy
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +69,22 @@ class Matcher:
             except Exception as error:                   # any failure of the library fails this answer alone
                 self.fail(str(error))
         return not self.error
+
+    def ahead(self, guesses: Iterable[int], stop_ids: Collection[int]) -> list[Matcher]:
+        """Copies of this matcher after the first guess, after the second, and so on, as far as its grammar allows them and the
+        answer goes on. This one stays as it is."""
+        found: list[Matcher] = []
+        newest = self
+        for token in guesses:
+            if token < 0 or token in stop_ids or newest.error:
+                break
+            copied = copy.copy(newest)
+            copied._matcher = newest._matcher.deep_copy()
+            if not copied.accept(token) or copied.ended:
+                break
+            found.append(copied)
+            newest = copied
+        return found
 
     @property
     def ended(self) -> bool:

@@ -42,6 +42,7 @@ class Batch:
     picks: np.ndarray                # which of the S rows the plan asked for, in its order …
     device_picks: Tensor             # … and the same on the device, int64
     last_rows: Tensor | None = None              # [D]: rows whose newest token is the token of each of the first D; None: no row
+    newest: Tensor | None = None                 # with drafts, instead: int64 [T], the row whose newest token it is; -1: none
     table_rows: Tensor | None = None             # int32 [R]: each row's line in the block tables; None: its own number
     query_tiles: Tensor | None = None            # int32 [N, 4]: query tiles of the prefill kernel; None: the kernel needs none
     sampled: Batch | None = None                 # the rows with logits, one query each, for the last layer; None: all

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import Linear, Placement
 from ridgeline.ops.cpu.matrix import Matrix
+from ridgeline.ops.vocabulary import embedding
 from ridgeline.quant.cpu_packed import Kept
 from ridgeline.quant.piece import Piece
 
@@ -59,23 +59,21 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.matrix is not None:
-            x = self.matrix.rows(tokens)
-        elif self.comm.size == 1:
-            x = F.embedding(tokens, self.weight)
-        else:
-            local = tokens - self.shard.start
-            mine = (local >= 0) & (local < self.shard.filled)
-            x = F.embedding(local * mine, self.weight) * mine.unsqueeze(-1)
-            x = self.comm.all_reduce(x)
+            return self.matrix.rows(tokens, 1.0 if self.scale is None else self.scale)
+        if self.comm.size == 1:
+            return embedding(self.weight, tokens, self.scale)
+        local = tokens - self.shard.start
+        mine = (local >= 0) & (local < self.shard.filled)
+        x = self.comm.all_reduce(embedding(self.weight, local * mine) * mine.unsqueeze(-1))
         return x if self.scale is None else x * self.scale
 
 
 class LMHead(Linear):
     """rows [S, hidden] → logits [S, vocabulary] on every rank. May share the embedding's weight."""
 
-    def __init__(self, embedding: VocabEmbedding, tied: bool, place: Placement) -> None:
-        shard = embedding.shard
-        super().__init__({"": shard}, whole(embedding.hidden_size), False, place, embedding if tied else None)
+    def __init__(self, embed: VocabEmbedding, tied: bool, place: Placement) -> None:
+        shard = embed.shard
+        super().__init__({"": shard}, whole(embed.hidden_size), False, place, embed if tied else None)
         self.comm = place.comm
         self.vocab_size = shard.total
 

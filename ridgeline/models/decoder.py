@@ -23,6 +23,7 @@ from ridgeline.layers.mlp import GatedMLP
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.layers.rotation_table import rotation_table
 from ridgeline.models.model_config import ModelConfig, layer_groups
+from ridgeline.ops.vocabulary import soft_cap
 from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantised import TENSORS as QUANTISED_TENSORS
@@ -126,7 +127,7 @@ class Decoder(nn.Module):
         cap = self.config.final_softcap
         if logits.dtype not in (torch.float32, torch.float64) and (logits.is_cpu or cap is not None):
             logits = logits.float()
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else soft_cap(logits, cap)
 
     def with_layers(self, numbers: list[int]) -> Decoder:
         """The same decoder with only these layers; the parameters are shared."""

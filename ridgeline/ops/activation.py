@@ -31,7 +31,7 @@ def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BLOCK = 1024                         # columns per CTA
-_TRITON_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
 @triton_kernel()
@@ -59,7 +59,7 @@ def _gated_activation_kernel(  # type: ignore[no-untyped-def]
 
 
 def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
-    if kind not in _TRITON_KINDS:
+    if kind not in KINDS:
         return gated_activation_reference(x, kind)       # which says what is wrong
     width = x.shape[-1] // 2
     rows = x.reshape(-1, 2 * width)
@@ -70,7 +70,7 @@ def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
     if tokens:
         block = min(BLOCK, power_of_two(width))
         _gated_activation_kernel[(cdiv(width, block) * tokens,)](
-            rows, out, rows.stride(0), WIDTH=width, KIND=_TRITON_KINDS[kind], BLOCK=block,
+            rows, out, rows.stride(0), WIDTH=width, KIND=KINDS[kind], BLOCK=block,
             num_warps=4, **dependent_launch(x.device),
         )
     return out
@@ -82,15 +82,12 @@ def _triton_supports(site: Site) -> bool:
 
 # ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_KINDS = {"silu": 0, "gelu_tanh": 1}
-
-
 def gated_activation_native(x: Tensor, kind: str) -> Tensor:
-    if kind not in _KINDS or x.dim() != 2 or x.stride(1) != 1:
+    if kind not in KINDS or x.dim() != 2 or x.stride(1) != 1:
         return gated_activation_reference(x, kind)
     tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, width), dtype=x.dtype)
-    native.library().gated_activation(x.data_ptr(), out.data_ptr(), tokens, width, x.stride(0), _KINDS[kind])
+    native.library().gated_activation(x.data_ptr(), out.data_ptr(), tokens, width, x.stride(0), KINDS[kind])
     return out
 
 

@@ -25,7 +25,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.messages import StepPlan
 from ridgeline.metrics import HAPPENED
 from ridgeline.process.log import get_logger
-from ridgeline.runner.device_rows import EVERY_HIDDEN, leading_ones
+from ridgeline.runner.device_rows import EVERY_HIDDEN, leading_decodes
 from ridgeline.runner.forward import Computed, EagerForward
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.start import memory_pools
@@ -57,18 +57,19 @@ _Key = tuple[Shape, bool, tuple[bool, ...]]              # shape, greedy, groups
 class GraphForward:
     def __init__(
         self, eager: EagerForward, max_rows: int, max_step_tokens: int, vocab_size: int, dtype: torch.dtype,
-        device: torch.device, num_bytes: int = 0,
+        device: torch.device, num_bytes: int = 0, most_verified: int = 0,
     ) -> None:
-        """`num_bytes`: what the largest graphs take."""
+        """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph."""
         self._eager = eager
-        self._shapes = GraphShapes(max_rows, max_step_tokens)
+        self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified)
         self._shape: Shape | None = None                 # of the step that is about to run
         self._waiting: OrderedDict[_Key, _Seen] = OrderedDict()      # used, not captured yet; the last use last
         self._captured: OrderedDict[_Key, _Captured] = OrderedDict()
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._device, self._num_bytes = device, num_bytes
-        self._logits = torch.empty((max_rows, vocab_size), dtype=dtype, device=device)       # of the graph that ran last
+        num_logits = max(max_rows, most_verified)
+        self._logits = torch.empty((num_logits, vocab_size), dtype=dtype, device=device)     # of the graph that ran last
         self._forms: Counter[tuple[Shape, bool]] = Counter()         # captured graphs, by shape and whether greedy
         self._uses = USES
         self._stood_in: Counter[Shape] = Counter()       # uses of shapes that a larger one was used for
@@ -86,7 +87,12 @@ class GraphForward:
     def shape(self, plan: StepPlan) -> Shape | None:
         self._shape = None
         if not (plan.want & EVERY_HIDDEN).any():
-            decodes = leading_ones(plan.num_tokens)
+            decodes = leading_decodes(plan)
+            if plan.width is not None:
+                queries = 1 + int(plan.width.max())
+                alone = decodes == len(plan.rows)        # drafts beside a prompt are launched kernel by kernel
+                self._shape = self._shapes.fit_drafts(decodes, plan.total_tokens, queries) if alone else None
+                return self._shape
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
             if self._uses and self._shape is not None and not self._shape.prompts and not self._is_captured(self._shape):
                 self._shape = self._stand_in(self._shape)

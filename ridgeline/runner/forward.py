@@ -15,7 +15,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import StepPlan
 from ridgeline.models.decoder import Decoder
-from ridgeline.ops.sampling.sample import greedy as choose_greedy
+from ridgeline.ops.sampling.greedy import greedy as choose_greedy
 from ridgeline.sizes.graph_shapes import Shape
 
 _ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others
@@ -60,6 +60,9 @@ class EagerForward:
     def run(self, batch: Batch, greedy: bool) -> Computed:
         if batch.last_rows is not None:                  # the last sampled token never left the device
             torch.index_select(self._last_token, 0, batch.last_rows, out=batch.tokens[: len(batch.last_rows)])
+        elif batch.newest is not None:
+            newest = self._last_token.index_select(0, batch.newest.clamp(min=0))
+            batch.tokens.copy_(torch.where(batch.newest < 0, batch.tokens, newest))
         hidden = self._model(batch, self._kv)
         num_sampled = len(batch.logits_index)
         if not num_sampled:

@@ -20,16 +20,18 @@ from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.sampling.logprobs import logprobs as token_logprobs
 from ridgeline.ops.sampling.noise import to_device
-from ridgeline.runner.device_rows import EVERY_HIDDEN, TOKEN, DeviceRows
+from ridgeline.runner.device_rows import EVERY_HIDDEN, TOKEN, DeviceRows, guesses_of
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, send_beside
+from ridgeline.runner.verify import Positions, verify
 from ridgeline.sizes.graph_shapes import Shape
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)
+_NO_GUESSES = np.zeros(0, np.int64)
 _BROKEN = "the model produced no finite logits for this request"
 _NONE_LEFT = (
     "the request leaves no token to choose: what its grammar, allowed_token_ids, bad_words, logit_bias, penalties and min_tokens "
@@ -48,6 +50,7 @@ class _Work:
     num_new: np.ndarray              # int32: one for each of these places, none for the others
     of_prompts: bool                 # is more wanted than tokens and their log-probabilities?
     greedy: bool                     # do all rows want the best token, and nothing else?
+    positions: Positions | None = None   # that are sampled, in a step with drafts
 
 
 @dataclass(slots=True)
@@ -67,6 +70,8 @@ class _Step:
     prompt_logprobs: dict[int, Fetched] = field(default_factory=dict)
     hidden: dict[int, Fetched] = field(default_factory=dict)
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
+    at_once: np.ndarray | None = None    # with drafts: rows whose tokens the sampler does not count before they are accepted
+    settled: bool = False            # with drafts: rows know how many were accepted
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
     listed: list[np.ndarray] = field(default_factory=list)       # tokens that each of them lists …
@@ -108,7 +113,8 @@ class Runner:
         self._apply(plan)
         key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
         work = self._work
-        again = work is not None and work.key == key and not plan.added      # of rows that stay, or the key would be another
+        # Of rows that stay, or the key would be another.
+        again = work is not None and work.key == key and not plan.added and plan.width is None and work.positions is None
         if work is None or not again:
             work = self._work = self._work_of(plan, key)
         starts = self.rows.length[plan.rows] if work.of_prompts else None
@@ -119,7 +125,7 @@ class Runner:
         step = _Step(
             plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays, waited
         )
-        if computed.logits is not None:
+        if computed.logits is not None and work.positions is None:
             step.prepared = self._sampler.prepare(work.rows)
         if starts is not None and computed.hidden is not None:
             step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
@@ -130,7 +136,15 @@ class Runner:
         samples = plan.want & TOKEN
         places = np.nonzero(samples)[0]
         of_prompts = bool((plan.want & EVERY_HIDDEN).any())
-        return _Work(key, self.forward.shape(plan), places, plan.rows[places], samples.astype(np.int32), of_prompts, False)
+        work = _Work(key, self.forward.shape(plan), places, plan.rows[places], samples.astype(np.int32), of_prompts, False)
+        if plan.width is not None:
+            lengths = self.rows.length[work.rows].tolist()
+            guesses = [
+                guesses_of(plan, place, length) if plan.width[place] else _NO_GUESSES
+                for place, length in zip(places.tolist(), lengths, strict=True)
+            ]
+            work.positions = Positions.of(work.rows, plan.width[places], guesses)
+        return work
 
     def remove(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
@@ -168,7 +182,7 @@ class Runner:
 
     def _is_greedy(self, plan: StepPlan, work: _Work) -> bool:
         """Do all rows want the best token, and nothing else? Then the forward pass chooses it."""
-        if self._comm.size > 1 or (plan.want & _LOGPROBS).any():
+        if self._comm.size > 1 or plan.width is not None or (plan.want & _LOGPROBS).any():
             return False
         return self._sampler.all_greedy(work.rows)
 
@@ -219,25 +233,53 @@ class Runner:
             step.landing.fetch(computed.greedy)
         elif len(rows) and computed.logits is not None:
             logits, sample_rows = computed.logits, batch.sample_rows
-            if len(logits) > len(rows):                  # the others are padding, or not wanted
+            if len(logits) > len(batch.picks):           # the others are padding, or not wanted
                 logits = logits.index_select(0, batch.device_picks)
                 sample_rows = sample_rows.index_select(0, batch.device_picks)
             allowed = None if masks is None else send_beside(masks, logits.device)
-            sampled = self._sampler.sample(logits, rows, allowed, step.prepared)
-            tokens = self._comm.broadcast(sampled.tokens)
-            self.rows.last_token.index_copy_(0, sample_rows, tokens)
-            step.sampled = Fetched(*(each for each in (tokens, sampled.failed, sampled.none_left) if each is not None))
-            self._fetch_logprobs(step, rows, logits, tokens)
+            if step.work.positions is not None:
+                self._verify(step, step.work.positions, logits, allowed)
+            else:
+                sampled = self._sampler.sample(logits, rows, allowed, step.prepared)
+                tokens = self._comm.broadcast(sampled.tokens)
+                self.rows.last_token.index_copy_(0, sample_rows, tokens)
+                step.sampled = Fetched(*(each for each in (tokens, sampled.failed, sampled.none_left) if each is not None))
+                self._fetch_logprobs(step, rows, logits, tokens)
         step.landing.stop()
         step.waited = self._comm.waited - step.waited
         step.computed = _NOTHING                         # it may hold much memory
+
+    def _verify(self, step: _Step, positions: Positions, logits: Tensor, masks: Tensor | None) -> None:
+        """Sample every position of a step with drafts, and go on behind those that are accepted."""
+        found = verify(self._sampler, logits, positions, masks, self._comm.broadcast)
+        self.rows.last_token.index_copy_(0, to_device(positions.rows, logits.device), found.newest)
+        step.sampled = Fetched(found.tokens, found.failed, found.none_left, found.accepted)
+        step.at_once = found.at_once
+        self._fetch_logprobs(step, np.repeat(positions.rows, 1 + positions.width), logits, found.tokens)
+        if logits.is_cpu:                                # the next step can be packed before this one is collected
+            self._settle(step, positions)
+
+    def _settle(self, step: _Step, positions: Positions) -> np.ndarray:
+        """Rows are as long as was accepted. Returns the accepted drafts, by row that sampled."""
+        assert step.sampled is not None and step.at_once is not None
+        accepted = step.sampled.arrays()[3]
+        if not step.settled:
+            step.settled = True
+            rejected = positions.width - accepted
+            self.rows.settle(positions.rows, rejected)
+            step.lengths[step.work.places] -= rejected.astype(np.int32)
+            self._sampler.said_ahead(positions.rows[step.at_once], 1 + accepted[step.at_once])
+        return accepted
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
         """For the rows that asked, all at once, with the largest number of alternatives that any of them wants."""
         wanted = self._num_logprobs
         asked = [index for index, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
         if asked:
-            step.asked = [(int(step.work.places[index]), wanted[int(rows[index])]) for index in asked]
+            places = step.work.places
+            if step.work.positions is not None:
+                places = np.repeat(places, 1 + step.work.positions.width)
+            step.asked = [(int(places[index]), wanted[int(rows[index])]) for index in asked]
             most = max(count for _, count in step.asked)
             if len(asked) < len(rows):                   # an index that torch makes itself would have the host wait
                 chosen = to_device(np.array(asked), logits.device)
@@ -260,46 +302,93 @@ class Runner:
     def collect(self) -> StepResult:
         """The oldest step's result."""
         step = self._steps.popleft()
-        plan, places, computed_tokens = step.plan, step.work.places, step.plan.total_tokens
+        plan, computed_tokens = step.plan, step.plan.total_tokens
         device_seconds = step.landing.wait()
-        tokens = np.full((len(plan.rows), 1), -1, np.int32)
-        failed: dict[int, str] = {}
-        overconstrained: list[int] = []
-        if len(places):
-            if step.sampled is None:
-                values, broken = step.landing.greedy(len(step.batch.logits_index))
-                if len(values) > len(places):            # the others are padding, or not wanted
-                    values, broken = values[step.batch.picks], broken[step.batch.picks]
-            else:
-                values, broken, *none_left = step.sampled.arrays()
-                overconstrained = places[none_left[0]].tolist() if none_left else []
-            tokens[places, 0] = values
-            failed = dict.fromkeys(places[broken].tolist(), _BROKEN) | dict.fromkeys(overconstrained, _NONE_LEFT)
+        new = _New(np.full((len(plan.rows), 1), -1, np.int32), step.work.num_new)
+        if step.work.positions is not None:
+            new = self._verified(step, step.work.positions)
+        elif len(step.work.places):
+            self._take_tokens(step, new)
         self._landings.append(step.landing)
-        logprobs = {}
-        if step.logprobs is not None:
-            whole = _as_logprobs(step.logprobs)
-            logprobs = {place: _one(whole, index, count) for index, (place, count) in enumerate(step.asked)}
-            if step.listed_logprobs is not None:
-                _add_listed(step, logprobs)
         return StepResult(
             step=plan.step,
-            tokens=tokens,
-            num_new=step.work.num_new,
+            tokens=new.tokens,
+            num_new=new.counts,
             lengths=step.lengths,
-            logprobs=logprobs,
+            logprobs=_logprobs_of(step) if step.logprobs is not None else {},
             prompt_logprobs={place: _as_logprobs(fetched) for place, fetched in step.prompt_logprobs.items()},
             hidden={place: fetched.arrays()[0] for place, fetched in step.hidden.items()},
-            failed=failed,
-            overconstrained=overconstrained,
-            useful=computed_tokens - plan.recomputed,
+            failed=new.failed,
+            overconstrained=new.overconstrained,
+            useful=computed_tokens - plan.recomputed - new.rejected,
             recomputed=plan.recomputed,
             padded=len(step.batch.tokens) - computed_tokens,
+            rejected=new.rejected,
             device_seconds=device_seconds,
             shared=step.shared,
             replayed=step.replayed,
             communication=step.waited,
         )
+
+    def _take_tokens(self, step: _Step, new: _New) -> None:
+        """One token of each row that samples."""
+        places = step.work.places
+        if step.sampled is None:
+            values, broken = step.landing.greedy(len(step.batch.logits_index))
+            if len(values) > len(places):                # the others are padding, or not wanted
+                values, broken = values[step.batch.picks], broken[step.batch.picks]
+        else:
+            values, broken, *none_left = step.sampled.arrays()
+            new.overconstrained = places[none_left[0]].tolist() if none_left else []
+        new.tokens[places, 0] = values
+        new.failed = dict.fromkeys(places[broken].tolist(), _BROKEN) | dict.fromkeys(new.overconstrained, _NONE_LEFT)
+
+    def _verified(self, step: _Step, positions: Positions) -> _New:
+        """The accepted drafts of each row, and the token after them."""
+        assert step.sampled is not None
+        accepted = self._settle(step, positions)
+        tokens, broken, none_left, _ = step.sampled.arrays()
+        width = int(positions.width.max())
+        new = _New(np.full((len(step.plan.rows), 1 + width), -1, np.int32), step.work.num_new.copy())
+        new.rejected = int((positions.width - accepted).sum())
+        for number, (place, first) in enumerate(zip(step.work.places.tolist(), positions.first.tolist(), strict=True)):
+            last = first + int(accepted[number])
+            new.tokens[place, : last - first + 1] = tokens[first : last + 1]
+            new.counts[place] = last - first + 1
+            if broken[last]:
+                new.failed[place] = _NONE_LEFT if none_left[last] else _BROKEN
+                new.overconstrained += [place] * bool(none_left[last])
+                new.counts[place] -= bool(positions.width[number])       # what came before it counts
+        return new
+
+
+@dataclass(slots=True)
+class _New:
+    """What a step brings, by place."""
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    failed: dict[int, str] = field(default_factory=dict)
+    overconstrained: list[int] = field(default_factory=list)
+    rejected: int = 0
+
+
+def _logprobs_of(step: _Step) -> dict[int, Logprobs]:
+    """By place; of all positions that were sampled there."""
+    assert step.logprobs is not None
+    whole = _as_logprobs(step.logprobs)
+    each = [_one(whole, index, count) for index, (_, count) in enumerate(step.asked)]
+    if step.listed_logprobs is not None:
+        _add_listed(step, each)
+    found: dict[int, Logprobs] = {}
+    for (place, _), one in zip(step.asked, each, strict=True):
+        found[place] = one if place not in found else _joined(found[place], one)
+    return found
+
+
+def _joined(*parts: Logprobs) -> Logprobs:
+    names = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
+    return Logprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def _as_logprobs(fetched: Fetched) -> Logprobs:
@@ -310,13 +399,13 @@ def _as_logprobs(fetched: Fetched) -> Logprobs:
     )
 
 
-def _add_listed(step: _Step, logprobs: dict[int, Logprobs]) -> None:
+def _add_listed(step: _Step, logprobs: list[Logprobs]) -> None:
     assert step.listed_logprobs is not None
     values = step.listed_logprobs.arrays()[0]
-    for (place, _), ids, row in zip(step.asked, step.listed, values, strict=True):
+    for each, ids, row in zip(logprobs, step.listed, values, strict=True):
         if len(ids):
-            logprobs[place].top_ids = ids[None].astype(np.int32)
-            logprobs[place].top_logprobs = row[None, : len(ids)].astype(np.float32)
+            each.top_ids = ids[None].astype(np.int32)
+            each.top_logprobs = row[None, : len(ids)].astype(np.float32)
 
 
 def _one(whole: Logprobs, index: int, count: int) -> Logprobs:

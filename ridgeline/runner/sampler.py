@@ -261,6 +261,23 @@ class Sampler:
             self._say(rows, edit, tokens)
         return Sampled(tokens, failed, none_left)
 
+    def sample_ahead(self, logits: Tensor, rows: np.ndarray, offsets: np.ndarray) -> Sampled:
+        """A token for each of the logits [S, V], of rows that edit none: `offsets` [S] tokens after the row's next one. The rows
+        stay as they are until `said_ahead`."""
+        how = self._choice[rows]
+        how["index"] += offsets
+        tokens, failed = sample(logits, how)
+        return Sampled(tokens, failed)
+
+    def said_ahead(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        """So many of the tokens that `sample_ahead` chose were accepted."""
+        self._choice["index"][rows] += counts
+
+    def edits(self, rows: np.ndarray) -> np.ndarray:
+        """bool: rows whose logits are, or may become, others than the model's; each of their tokens may change the next one's."""
+        edit = self._edit[rows]
+        return edit["edited"] | (self._choice["index"][rows] < edit["min_tokens"])
+
     def all_greedy(self, rows: np.ndarray) -> bool:
         """Does each of the rows take its best id? Then the forward pass may choose it, and calls `said_greedily`."""
         if self._plain[rows].all():

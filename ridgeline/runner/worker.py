@@ -17,7 +17,8 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Progress, load_weights
 from ridgeline.ops.attention.attention_arguments import PREFIX_QUERIES
 from ridgeline.ops.compile_ahead import CompileAhead
-from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
+from ridgeline.ops.cpu import native
+from ridgeline.ops.registry import Site, kernels_are_used, log_compilations, set_kernels, set_nvtx
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.start_phases import phase
@@ -34,6 +35,7 @@ from ridgeline.runner.start import memory_pools
 from ridgeline.runner.start.graph_warmup import Rehearsal
 from ridgeline.runner.start.kernel_steps import collect_kernels
 from ridgeline.runner.start.warm_up import warm_up
+from ridgeline.runner.step_programs import ProgramForward
 from ridgeline.runner.to_host import reserve_masks
 from ridgeline.sizes import ledger
 
@@ -103,6 +105,8 @@ def make_runner(
                 eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
                 torch.float32 if capped else dtype, device, config.graph_bytes,
             )
+        elif _runs_programs(config, device, dtype):
+            forward = ProgramForward(eager, rows.tables.groups, rows.last_token)
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
@@ -110,6 +114,12 @@ def make_runner(
         runner.memory = meter.measured()
         logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
+
+
+def _runs_programs(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    options = config.options
+    alone = not options.execution.enforce_eager and options.parallel.tensor_parallel_size == 1
+    return alone and kernels_are_used() and native.supports(Site(device.type, dtype, 0))
 
 
 def _kernels_and_weights(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ridgeline.messages import RowAdded
+from ridgeline.messages import RowAdded, StepResult
 from ridgeline.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from ridgeline.grammar.matcher import Matcher
 
 
 @dataclass(slots=True)
@@ -28,7 +32,7 @@ class SchedulerCounters:
     wasted_tokens: int = 0           # computed twice because of preemptions
     padded_tokens: int = 0           # computed to fill up a captured shape
     rejected_tokens: int = 0         # computed in vain, as drafts
-    prompt_tokens: int = 0           # of rows that computed more than one
+    prompt_tokens: int = 0           # of rows that did not decode
     chunks: int = 0                  # partial prefills
     joins: int = 0                   # sequences admitted in the place of one that had left, while others were running
     preemptions: int = 0
@@ -40,18 +44,71 @@ class SchedulerCounters:
 
 
 @dataclass(slots=True)
+class DraftPlan:
+    """The drafts of one plan, by place; see StepPlan."""
+
+    width: np.ndarray                # int32 [R]
+    tokens: np.ndarray | None        # int32 [R, P]
+    start: np.ndarray                # int32 [R]: the position that the first of them is a guess for
+    num_positions: int = 0           # that the step samples at
+
+    def constrained(self, flight: InFlight) -> list[tuple[int, Matcher]]:
+        """For each answer with a grammar that goes on: (position among all that are sampled, matcher there). A draft that the
+        grammar refuses will not be accepted, so no position behind it counts."""
+        found: list[tuple[int, Matcher]] = []
+        sampled = np.flatnonzero(flight.sampled)
+        first = np.cumsum(1 + self.width[sampled]) - (1 + self.width[sampled])
+        for number, sequence in flight.constrained:
+            if sequence.finished or sequence.matcher is None:
+                continue
+            place, position = int(sampled[number]), int(first[number])
+            begin = len(sequence.tokens) - int(self.start[place])    # all steps before this one have been taken in
+            guesses = [] if self.tokens is None else self.tokens[place, begin : begin + int(self.width[place])].tolist()
+            found += enumerate([sequence.matcher, *sequence.matcher.ahead(guesses, sequence.stop_ids)], position)
+        return found
+
+
+@dataclass(slots=True)
 class InFlight:
     """What update() needs to remember of a plan."""
 
     step: int
     rows: np.ndarray
-    ends: np.ndarray                 # computed tokens of each row once the step is done
+    ends: np.ndarray                 # computed tokens of each row once the step is done; with drafts the most they can be
     sampled: np.ndarray              # bool: the row samples
     sequences: list[Sequence]
-    num_decodes: int                 # rows that compute one token …
+    num_decodes: int                 # rows that go on from their newest token …
     num_prompt_tokens: int           # … and what the others compute together
     num_pairs: int                   # (query, key) pairs of those
     constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
+    drafts: DraftPlan | None = None
+
+    def surplus(self, result: StepResult) -> np.ndarray:
+        """int [R]: tokens of each row that were planned and not accepted. A token that failed is none of them."""
+        assert self.drafts is not None
+        advanced = result.num_new.copy()
+        failed = list(result.failed)
+        advanced[failed] += self.drafts.width[failed] > 0
+        return self.sampled * (1 + self.drafts.width) - advanced
+
+    def shorten(self, row: int, sequence: Sequence, too_many: int) -> None:
+        """An earlier step with drafts brought fewer tokens than this one was planned behind."""
+        for place in np.flatnonzero(self.rows == row).tolist():
+            if self.sequences[place] is sequence:
+                self.ends[place] -= too_many
+
+    def check(self, result: StepResult) -> None:
+        """The device does what the plan says; with drafts, no more than it says, and at least one token."""
+        if self.step != result.step:
+            raise AssertionError(f"result of step {result.step} arrived, step {self.step} is the oldest in flight")
+        if self.drafts is None:
+            fits = np.array_equal(result.lengths, self.ends) and np.array_equal(result.num_new, self.sampled)
+        else:
+            surplus = self.surplus(result)
+            fits = bool(((surplus >= 0) & (surplus <= self.drafts.width)).all())
+            fits &= np.array_equal(result.lengths, self.ends - surplus)
+        if not fits:
+            raise AssertionError(f"step {self.step} computed or sampled something else than was planned")
 
 
 @dataclass(slots=True)
@@ -64,6 +121,9 @@ class Steady:
     want: np.ndarray
     sequences: list[Sequence]
     constrained: list[tuple[int, Sequence]]
+
+    def sampling(self, sampled: np.ndarray) -> list[Sequence]:
+        return [sequence for sequence, samples in zip(self.sequences, sampled.tolist(), strict=True) if samples]
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The running sequences as arrays: one row each, so that planning a step is arithmetic and not a loop.
 
 A row keeps its number while its sequence runs. `known` counts tokens whose value exists or is in flight, `computed` those
-whose KV is planned; the difference is what the row still has to compute.
+whose KV is planned; the difference is what the row still has to compute. While drafts are in flight both are upper bounds.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Rows:
         self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
+        self.most_drafts = np.zeros(max_rows, np.int64)  # that its request allows in a step
         self.num_held = 0                                # blocks in the tables of all rows …
         self.num_used = 0                                # … and the computed tokens in them
         self.sequences: list[Sequence | None] = [None] * max_rows
@@ -47,8 +48,10 @@ class Rows:
         self.sequences[row] = self._running[row] = sequence
         self.num_prompt[row] = sequence.num_prompt
         self.limit[row] = sequence.limit
-        self.lost[row] = sequence.prefill.lost_tokens
+        # What was lost with drafts in flight was counted as if all of them had been accepted.
+        self.lost[row] = min(sequence.prefill.lost_tokens, len(sequence.tokens) - 1)
         self.want[row] = want
+        self.most_drafts[row] = sequence.most_drafts
         self._stale = True
         return row
 

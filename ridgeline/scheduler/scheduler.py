@@ -8,10 +8,11 @@ resumption after preemption are all just numbers in that rule.
     update()    ◀─ StepResult        token values, stops, full blocks; ─▶ TokenDelta for each request
 
 Plans may be made while earlier ones are still in flight: `known` grows when a sample is planned, its value arrives with
-the result. So a stop is noticed one step late at most, and the extra token is dropped.
+the result. So a stop is noticed one step late at most, and the extra token is dropped. With drafts, `known` and `computed`
+grow by the most that the step may bring, and shrink to the truth with its result.
 
-Waiting sequences are in `waiting_queue`, rows and blocks of running ones in `running`, and requests become sequences in
-`live_requests`.
+Waiting sequences are in `waiting_queue`, rows and blocks of running ones in `running`, requests become sequences in
+`live_requests`, and results become answers in `answers`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
-from ridgeline.messages import Logprobs, Request, Snapshot, StepPlan, StepResult, TokenDelta
+from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDelta
 from ridgeline.scheduler import fairness
-from ridgeline.scheduler.bookkeeping import Delta, InFlight, SchedulerCounters, SchedulerLimits, Steady
+from ridgeline.scheduler.answers import Answers
+from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady
+from ridgeline.scheduler.draft_slots import give_drafts
+from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import Admission, ContinuousBatching
@@ -55,6 +59,7 @@ class Scheduler:
         time_model: StepTimeModel | None = None,
         use_priorities: bool = True,
         seed: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self.limits = limits
         self.manager = manager
@@ -63,9 +68,12 @@ class Scheduler:
         self.admission: Admission = admission or ContinuousBatching()
         self.step_tokens: int | None = None                  # fewer than the limit, for a while after memory ran out
         self.level: int | None = None                        # rows at once, see begin_with_longest()
-        self._live = LiveRequests(eos_token_ids, use_priorities, seed)
         self._waiting = WaitingQueue()
         self._running = Running(manager, limits.max_rows)
+        self._answers = Answers(
+            LiveRequests(eos_token_ids, use_priorities, seed), self._waiting, self._running, manager, self.counters,
+            drafter or NoDrafter(),
+        )
         self._joining = Joining(
             limits, manager, self._running, self._waiting, time_model or NoTimeModel(), self.counters
         )
@@ -73,11 +81,20 @@ class Scheduler:
         self._steady: Steady | None = None                   # of the newest plan
         self._step = 0
 
+    @property
+    def drafter(self) -> Drafter:
+        return self._answers.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter) -> None:
+        """From the next step on."""
+        self._answers.drafter = drafter
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        for sequence in self._live.add(request, self.limits.max_model_len, self._step):
+        for sequence in self._answers.live.add(request, self.limits.max_model_len, self._step):
             self._waiting.push(sequence)
 
     def begin_with_longest(self) -> None:
@@ -107,26 +124,23 @@ class Scheduler:
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Forget a request, or one of its answers, at once. False when it is not here (finished, or never was)."""
-        wanted = [sequence for sequence in self._live.of(request_id) if index is None or sequence.index == index]
+        wanted = [sequence for sequence in self._answers.live.of(request_id) if index is None or sequence.index == index]
         for sequence in wanted:
-            self._end(sequence)
+            self._answers.end(sequence)
         return bool(wanted)
 
     def set_matchers(self, request: Request, matchers: Mapping[int, Matcher]) -> None:
         """The grammar of a request is compiled: a matcher for each answer. No error if the request has ended."""
-        for sequence in self._live.same(request):
+        for sequence in self._answers.live.same(request):
             sequence.matcher = matchers[sequence.index]
 
     def fail_request(self, request: Request, reason: str) -> list[TokenDelta]:
         """It cannot run; its answers end with an error."""
-        return [self.fail(sequence, reason) for sequence in self._live.same(request)]
+        return [self.fail(sequence, reason) for sequence in self._answers.live.same(request)]
 
     def fail(self, sequence: Sequence, reason: str, bad_request: bool = False) -> TokenDelta:
         """One answer ends with an error that does not cast doubt on its KV. Its token in flight will be dropped."""
-        self._end(sequence)
-        delta = TokenDelta(sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason)
-        delta.bad_request = bad_request
-        return delta
+        return self._answers.fail(sequence, reason, bad_request)
 
     @property
     def num_constrained(self) -> int:
@@ -134,15 +148,18 @@ class Scheduler:
         return len(self._flights[-1].constrained)
 
     def constrained(self) -> tuple[list[tuple[int, Matcher]], int]:
-        """Of the rows that sample in the newest step, those with a grammar whose answer goes on; and how many sample."""
+        """Of the rows that sample in the newest step, those with a grammar whose answer goes on; and how many sample. With
+        drafts: of positions."""
         flight = self._flights[-1]
+        if flight.drafts is not None:
+            return flight.drafts.constrained(flight), flight.drafts.num_positions
         listed = [(place, sequence.matcher) for place, sequence in flight.constrained if not sequence.finished]
         return [(place, matcher) for place, matcher in listed if matcher is not None], int(flight.sampled.sum())
 
     def said(self, result: StepResult) -> list[tuple[Matcher, int]]:
         """The newest token of each answer with a grammar, from the oldest step in flight; update() feeds it to the matcher."""
         flight = self._flights[0]
-        if not flight.constrained or result.failed:
+        if not flight.constrained or result.failed or flight.drafts is not None:
             return []
         tokens = result.tokens[flight.sampled, 0].tolist()
         return [
@@ -158,7 +175,7 @@ class Scheduler:
     @property
     def num_arrived(self) -> int:
         """Sequences so far."""
-        return self._live.num_arrived
+        return self._answers.live.num_arrived
 
     @property
     def num_waiting(self) -> int:
@@ -173,8 +190,13 @@ class Scheduler:
         return len(self._flights)
 
     @property
+    def has_drafts_in_flight(self) -> bool:
+        """Rows may be shorter than the next plan assumes."""
+        return any(flight.drafts is not None for flight in self._flights)
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._live) or bool(self._flights)
+        return bool(self._answers.live) or bool(self._flights)
 
     def snapshot(self) -> Snapshot:
         """The running rows, as a fresh device needs them; see Snapshot."""
@@ -193,9 +215,10 @@ class Scheduler:
         self.started = []
         self._running.publish()
         rows, tokens, budget, ahead = self._give_to_running()
+        num_running = len(rows)
         places = self.admission.places(self.num_running, self.num_waiting) if self._waiting and ahead is not None else 0
         if budget > 0 and places > 0:
-            joined = Joined(self._step, int(np.count_nonzero(tokens == 1)), places, budget, budget)
+            joined = Joined(self._step, self._num_decodes(rows), places, budget, budget)
             self._waiting.promote_aged(self._step - self.limits.max_waiting_steps)
             full = self._joining.admit(joined, ahead or [])
             self.started = joined.started
@@ -205,7 +228,11 @@ class Scheduler:
                 tokens = np.concatenate([tokens, np.array(joined.tokens, np.int64)])
         if not len(rows):
             return StepPlan(self._step, *_NOTHING)
-        return self._plan(rows, tokens)
+        drafts = None
+        if self.drafter.active:
+            room = self._most_tokens - int(tokens.sum())
+            rows, tokens, drafts = give_drafts(self.drafter, self._running, self.manager, rows, tokens, num_running, room)
+        return self._plan(rows, tokens, drafts)
 
     def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, int, _Ahead | None]:
         """Tokens for the rows that run: decodes first, then prompts, until the budget is spent.
@@ -243,7 +270,7 @@ class Scheduler:
         if short or not whole:
             some = tokens > 0
             rows, tokens = rows[some], tokens[some]
-            for place in np.nonzero(tokens > 1)[0].tolist():
+            for place in np.nonzero(tokens > 1)[0].tolist():     # of prompts: no row has drafts yet
                 self._running.publish_later(int(rows[place]), int(tokens[place]))
         return rows, tokens, budget - int(tokens.sum()), None if short else ahead
 
@@ -276,8 +303,12 @@ class Scheduler:
     def _budget(self, num_decodes: int, position: int) -> int:
         """Token budget of a step: the limit, or the decodes and as many prompt tokens as the step time allows. `position`: the
         last one at which a prompt goes on."""
-        most = min(self.limits.max_step_tokens, self.step_tokens or self.limits.max_step_tokens)
+        most = self._most_tokens
         return min(most, num_decodes + max(1, self._joining.time_model.prompt_tokens(num_decodes, position, most)))
+
+    @property
+    def _most_tokens(self) -> int:
+        return min(self.limits.max_step_tokens, self.step_tokens or self.limits.max_step_tokens)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for a running sequence; others are preempted if there are too few. False: it waits, or was preempted itself."""
@@ -305,38 +336,32 @@ class Scheduler:
         self._running.leave(sequence)
         self._waiting.push(sequence)
 
-    def _plan(self, rows: np.ndarray, tokens: np.ndarray) -> StepPlan:
+    def _num_decodes(self, rows: np.ndarray) -> int:
+        """Rows that go on from their newest token. The others compute prompts."""
+        table = self._running.rows
+        return int(np.count_nonzero(table.known[rows] - table.computed[rows] == 1))
+
+    def _plan(self, rows: np.ndarray, tokens: np.ndarray, drafts: DraftPlan | None) -> StepPlan:
         """Book the step as done, so that the next can be planned, and write it down as a delta."""
         table, delta = self._running.rows, self._running.take_delta()
         self._step += 1
         total = int(tokens.sum())
         starts = table.computed[rows]
         ends = starts + tokens
-        sampled = ends == table.known[rows]
+        decodes = table.known[rows] - starts == 1
+        sampled = ends >= table.known[rows]
         num_sampled = int(np.count_nonzero(sampled))
         recomputed, steady = 0, self._steady
         if steady is None or steady.rows is not rows or not total == len(rows) == num_sampled:
-            asked, of_prompt = table.want[rows], starts < table.num_prompt[rows]
-            want = (asked & ON_SAMPLED) * sampled | (asked & ON_PROMPT) * of_prompt
-            sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
-            again = np.minimum(ends, table.lost[rows]) - starts
-            recomputed = int(again[again > 0].sum())
-            chosen = [sequence for sequence, samples in zip(sequences, sampled.tolist(), strict=True) if samples]
-            for sequence in chosen:
-                sequence.prefill.done = True
-            steady = Steady(
-                rows, rows.astype(np.int32), tokens.astype(np.int32), want, sequences,
-                [(place, sequence) for place, sequence in enumerate(chosen) if sequence.matcher is not None],
-            )
-            # Rows that decode now decode from now on: they have their prompts, and what they had lost.
-            decode = total == num_sampled == len(rows) and not recomputed and not of_prompt.any()
-            self._steady = steady if decode else None
-        else:
-            chosen = steady.sequences
+            steady, recomputed = self._write(rows, tokens, starts, ends, sampled)
+        chosen = steady.sequences if num_sampled == len(rows) else steady.sampling(sampled)
         for sequence in chosen:
             sequence.num_promised += 1
         table.computed[rows] = ends
         table.known[rows[sampled]] += 1
+        if drafts is not None:
+            table.known[rows] += drafts.width
+            drafts.num_positions = num_sampled + int(drafts.width.sum())
         plan = StepPlan(
             step=self._step,
             removed=np.array(delta.removed, np.int32) if delta.removed else _NONE,
@@ -347,20 +372,54 @@ class Scheduler:
             want=steady.want,
             recomputed=recomputed,
         )
-        num_decodes = int(np.count_nonzero(tokens == 1))
-        num_pairs = int(((starts + ends) * tokens)[tokens > 1].sum()) // 2 if total > num_decodes else 0
+        if drafts is not None:
+            plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
+        self._book(rows, tokens, starts, ends, sampled, decodes, steady, drafts)
+        self.counters.chunks += len(rows) - num_sampled
+        return plan
+
+    def _write(
+        self, rows: np.ndarray, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, sampled: np.ndarray
+    ) -> tuple[Steady, int]:
+        """A plan's arrays and sequences, and how many of its tokens are computed again."""
+        table = self._running.rows
+        asked, of_prompt = table.want[rows], starts < table.num_prompt[rows]
+        want = (asked & ON_SAMPLED) * sampled | (asked & ON_PROMPT) * of_prompt
+        sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
+        again = np.minimum(ends, table.lost[rows]) - starts
+        recomputed = int(again[again > 0].sum())
+        chosen = [sequence for sequence, samples in zip(sequences, sampled.tolist(), strict=True) if samples]
+        for sequence in chosen:
+            sequence.prefill.done = True
+        steady = Steady(
+            rows, rows.astype(np.int32), tokens.astype(np.int32), want, sequences,
+            [(place, sequence) for place, sequence in enumerate(chosen) if sequence.matcher is not None],
+        )
+        # Rows that decode now decode from now on: they have their prompts, and what they had lost.
+        decode = int(tokens.sum()) == len(chosen) == len(rows) and not recomputed and not of_prompt.any()
+        self._steady = steady if decode else None
+        return steady, recomputed
+
+    def _book(
+        self, rows: np.ndarray, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, sampled: np.ndarray,
+        decodes: np.ndarray, steady: Steady, drafts: DraftPlan | None,
+    ) -> None:
+        """What update() needs to know of the step, and the counters."""
+        total = int(tokens.sum())
+        num_decodes = int(np.count_nonzero(decodes))
+        decode_tokens = num_decodes if drafts is None else int(tokens[decodes].sum())
+        num_pairs = int(((starts + ends) * tokens)[~decodes].sum()) // 2 if total > decode_tokens else 0
         self._flights.append(InFlight(
-            self._step, rows, ends, sampled, steady.sequences, num_decodes, total - num_decodes, num_pairs, steady.constrained,
+            self._step, rows, ends, sampled, steady.sequences, num_decodes, total - decode_tokens, num_pairs,
+            steady.constrained, drafts,
         ))
         self.manager.pool.submitted(self._step)
+        table, counters = self._running.rows, self.counters
         table.num_used += total
-        counters = self.counters
         counters.steps += 1
-        counters.chunks += len(rows) - num_sampled
         counters.computed_tokens += total
         counters.held_slots += table.num_held * self.manager.block_size
         counters.used_slots += table.num_used
-        return plan
 
     def start_over(self) -> list[Sequence]:
         """The newest step could not be launched: forget it. All others have been taken in. Running sequences wait again, as after
@@ -381,101 +440,15 @@ class Scheduler:
     def update(self, result: StepResult) -> list[TokenDelta]:
         """Take in the oldest step in flight: token values, stops, full blocks."""
         flight = self._flights.popleft()
-        if flight.step != result.step:
-            raise AssertionError(f"result of step {result.step} arrived, step {flight.step} is the oldest in flight")
-        # A draft may bring more or fewer tokens than planned some day; until then the device follows the plan.
-        if not (np.array_equal(result.lengths, flight.ends) and np.array_equal(result.num_new, flight.sampled)):
-            raise AssertionError(f"step {flight.step} computed or sampled something else than was planned")
-        self.counters.useful_tokens += result.useful
-        self.counters.wasted_tokens += result.recomputed
-        self.counters.padded_tokens += result.padded
-        self.counters.rejected_tokens += result.rejected
-        self.counters.prompt_tokens += flight.num_prompt_tokens
+        flight.check(result)
+        counters = self.counters
+        counters.useful_tokens += result.useful
+        counters.wasted_tokens += result.recomputed
+        counters.padded_tokens += result.padded
+        counters.rejected_tokens += result.rejected
+        counters.prompt_tokens += flight.num_prompt_tokens
         self._joining.time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, result.device_seconds)
         self.manager.pool.retired(flight.step)
-        self._commit(flight, result.failed)
-        deltas: list[TokenDelta] = []
-        values = result.tokens[:, 0].tolist() if result.tokens.size else [0] * len(flight.sequences)
-        more = bool(result.failed or result.prompt_logprobs or result.hidden or result.logprobs)
-        for place, (sequence, token, samples) in enumerate(
-            zip(flight.sequences, values, flight.sampled.tolist(), strict=True)
-        ):
-            if sequence.finished:
-                self.counters.late_tokens += samples
-                continue
-            if more:
-                if place in result.failed:
-                    deltas.append(self._fail(sequence, result.failed[place], place in result.overconstrained))
-                    continue
-                if place in result.prompt_logprobs and _still_there(sequence, flight):
-                    sequence.prefill.logprobs += (result.prompt_logprobs[place],)
-                if place in result.hidden and _still_there(sequence, flight):
-                    chunk = result.hidden[place]
-                    sequence.prefill.hidden = chunk if sequence.prefill.hidden is None else sequence.prefill.hidden + chunk
-            if not samples:
-                continue
-            sequence.tokens.append(token)
-            sequence.num_promised -= 1
-            # By place: twice as fast as by name, and a step has a thousand of them.
-            delta = TokenDelta(sequence.request.request_id, sequence.index, [token], [], None, None, None, sequence.num_cached)
-            if more and place in result.logprobs:
-                delta.logprobs.append(result.logprobs[place])
-            prefill = sequence.prefill
-            if prefill.logprobs:
-                delta.prompt_logprobs = _joined(prefill.logprobs)
-                prefill.logprobs, prefill.logprobs_sent = (), True
-            if prefill.hidden is not None:
-                mean = sequence.request.params.pooling == "mean"
-                delta.hidden = prefill.hidden / np.float32(sequence.num_prompt) if mean else prefill.hidden
-                prefill.hidden = None
-            if token in sequence.stop_ids:
-                delta.finish_reason = "stop"
-                delta.stop_reason = token if token in sequence.request.params.stop_token_ids else None
-            elif sequence.matcher is not None and not sequence.matcher.accept(token):
-                deltas.append(self.fail(sequence, sequence.matcher.error, bad_request=True))
-                continue
-            elif sequence.matcher is not None and sequence.matcher.ended:
-                delta.finish_reason, delta.grammar_ended = "stop", True
-            elif len(sequence.tokens) >= sequence.limit:
-                delta.finish_reason = "length"
-            if delta.finish_reason:
-                self.counters.finished += 1
-                self._end(sequence)
-            deltas.append(delta)
-        return deltas
-
-    def _commit(self, flight: InFlight, failed: dict[int, str]) -> None:
-        """Blocks that became full are offered to the prefix cache; those behind a window are freed."""
-        table = self._running.rows
-        full = flight.ends // self.manager.block_size
-        for place in np.nonzero(full > table.committed[flight.rows])[0].tolist():
-            sequence = flight.sequences[place]
-            if _still_there(sequence, flight) and sequence.blocks is not None and place not in failed:
-                self.manager.commit(sequence.blocks, sequence.tokens, int(flight.ends[place]))
-                table.committed[sequence.row] = full[place]      # not what was published for steps still in flight
-
-    def _fail(self, sequence: Sequence, reason: str, bad_request: bool) -> TokenDelta:
-        if sequence.blocks is not None:
-            self.manager.distrust(sequence.blocks)
-        return self.fail(sequence, reason, bad_request)
-
-    def _end(self, sequence: Sequence) -> None:
-        """Finished, aborted or failed: forget it. Its blocks go once no step in flight can touch them."""
-        sequence.finished = True
-        if sequence.row >= 0:
-            self._running.leave(sequence)
-            self._running.vacated = True
-        else:
-            self._waiting.ended()
-        self._live.remove(sequence)
-
-
-def _still_there(sequence: Sequence, flight: InFlight) -> bool:
-    """Does it still have the row and the blocks which that step worked on? Not after a preemption, even if it is back."""
-    return sequence.row >= 0 and sequence.turn.admitted_at < flight.step
-
-
-def _joined(chunks: tuple[Logprobs, ...]) -> Logprobs:
-    """The prompt's log-probabilities, whole again."""
-    names = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
-    return Logprobs(*(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names))
+        if flight.drafts is not None:
+            self._answers.settle(flight, flight.drafts, result, self._flights)
+        return self._answers.take_in(flight, result)

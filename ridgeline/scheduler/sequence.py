@@ -14,6 +14,8 @@ from ridgeline.messages import Logprobs, Request
 if TYPE_CHECKING:                    # its grammar library is imported only when a request has a grammar
     from ridgeline.grammar.matcher import Matcher
 
+MOST_DRAFTS = 15                     # of a row in one step: with its newest token 16 queries, which one tile of attention holds
+
 
 @dataclass(slots=True)
 class Turn:
@@ -50,7 +52,8 @@ class Sequence:
     """What the scheduler remembers of one answer.
 
     `tokens` holds the tokens whose values have arrived. While steps are in flight the sequence has more *known* tokens
-    than that: each sampled token is counted when its step is planned, and its value follows.
+    than that: each sampled token is counted when its step is planned, and its value follows. A step with drafts may bring
+    several.
     """
 
     __slots__ = (
@@ -72,13 +75,18 @@ class Sequence:
         self.leader: Sequence | None = None              # the first of n answers, whose prompt blocks are shared
         self.prefill = Prefill()
         self.finished = False
-        self.num_promised = 0                            # tokens sampled by steps in flight
+        self.num_promised = 0                            # steps in flight that sample for it
         self.num_cached = 0                              # prompt tokens that the prefix cache saved at first; a fork saves none
         self.matcher: Matcher | None = None              # of a request with a grammar, once that is compiled
 
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def most_drafts(self) -> int:
+        """That a step may have for it. Sums of hidden states are of the prompt, and need no more than one token."""
+        return 0 if self.request.params.pooling is not None else MOST_DRAFTS
 
     @property
     def ready(self) -> bool:

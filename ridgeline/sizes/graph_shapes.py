@@ -10,21 +10,37 @@ PROMPT_ROWS = [1, 2, 4, 8]
 PROMPT_TOKENS = [*range(64, 513, 64), *range(640, 1281, 128)]
 
 
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a step is padded to, so that a CUDA graph fits it."""
 
-    decodes: int                     # rows with one token
+    decodes: int                     # rows that decode, with one token each …
     prompts: int = 0                 # rows after them …
     prompt_tokens: int = 0           # … and their tokens, all together
+    draft_tokens: int = 0            # … or, with drafts, so many tokens together, in any mixture; 0: no row has drafts …
+    queries: int = 1                 # … and at most this many each
+
+
+# A tile of attention holds the queries of a row and their heads. More rows leave less to gain from each draft, and their partial
+# results take room: so many rows may have fewer drafts each.
+_QUERIES = {32: 16, 64: 8}
+_FEWEST_QUERIES = 4
+
+
+def most_queries(rows: int) -> int:
+    """Of a row in a step with this many rows that decode: its newest token and its drafts."""
+    return next((queries for most, queries in _QUERIES.items() if rows <= most), _FEWEST_QUERIES)
 
 
 class GraphShapes:
-    def __init__(self, max_rows: int, max_step_tokens: int) -> None:
+    def __init__(self, max_rows: int, max_step_tokens: int, most_verified: int = 0) -> None:
+        """`most_verified`: tokens of decodes with drafts; 0: such steps are not captured."""
         self._max_rows = max_rows
         self.decodes = decode_sizes(max_rows)
         # Beside prompts fewer: there are prompts of all sizes for each of them.
         self._mixed = [size for size in self.decodes if size & (size - 1) == 0 or size == self.decodes[-1]]
+        self._drafted = decode_sizes(most_verified) if most_verified else []
         self.prompt_tokens = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 
@@ -37,6 +53,13 @@ class GraphShapes:
         fits = shape.decodes >= decodes and shape.prompts >= prompts and shape.prompt_tokens >= prompt_tokens
         fits &= shape.decodes + shape.prompt_tokens <= self.most_tokens
         return shape if fits and shape.decodes + shape.prompts <= self._max_rows else None
+
+    def fit_drafts(self, decodes: int, draft_tokens: int, queries: int) -> Shape | None:
+        """The same for rows with drafts: `draft_tokens` together, at most `queries` each."""
+        rows, tokens = _enough(self._mixed, decodes), _enough(self._drafted, draft_tokens)
+        if not rows or not tokens or queries > most_queries(rows):
+            return None
+        return Shape(rows, draft_tokens=tokens, queries=1 << (queries - 1).bit_length())
 
 
 # Beyond 128 rows the time of cuBLAS GEMMs jumps up and down with their number: 448 rows of an 8B model take 48 %

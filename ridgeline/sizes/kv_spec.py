@@ -19,6 +19,16 @@ class KVGroupSpec:
     head_dim: int
 
 
+def cache_dtype(asked: str, dtype: str, device: str, kernels: str = "auto") -> str:
+    """What the cache stores, by `kv_cache_dtype`. auto is the activations' dtype, but float16 on a CPU that computes in float32:
+    half the bytes per token, which the native kernels widen as they read. `kernels=reference` is exact."""
+    if asked == "fp8":
+        return "float8_e4m3fn"
+    if asked != "auto":
+        return asked
+    return "float16" if (device, dtype, kernels) == ("cpu", "float32", "auto") else dtype
+
+
 def group_layers(windows: list[int | None]) -> list[tuple[int | None, tuple[int, ...]]]:
     """Split layers by window into groups no larger than the rarest kind: pages are then shared without much waste.
 

@@ -67,6 +67,29 @@ RMS_NORM_CASES = (
 )
 
 
+# ── the vocabulary's two ends ────────────────────────────────────────────────────────────────────────────────────────
+
+def embedding_cost(*, tokens: int, vocab: int, width: int, scale: float | None, element_bytes: int) -> Cost:
+    flops = 0 if scale is None else tokens * width
+    return Cost(flops, tokens * (2 * width * element_bytes + INDEX_BYTES))
+
+
+def soft_cap_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
+    return Cost(3 * rows * vocab, 2 * rows * vocab * element_bytes)      # divided, tangent, multiplied
+
+
+EMBEDDING_CASES = (
+    Case("one", {"tokens": 1, "vocab": 7, "width": 64, "scale": None}),
+    Case("odd", {"tokens": 5, "vocab": 31, "width": 77, "scale": 8.75}),
+    Case("decode-32", {"tokens": 32, "vocab": 49152, "width": 576, "scale": None}, timed=True),
+)
+SOFT_CAP_CASES = (
+    Case("one", {"rows": 1, "vocab": 64}),
+    Case("odd", {"rows": 3, "vocab": 77}),
+    Case("decode-32", {"rows": 32, "vocab": 49152}, timed=True),
+)
+
+
 # ── rotary ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def rotary_cost(

@@ -22,7 +22,7 @@ from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import Request, StepPlan, StepResult
 from ridgeline.ops.attention import kernel_prefill_hopper
 from ridgeline.runner import device_rows, shared_prefix
-from ridgeline.runner.device_rows import EVERY_HIDDEN, DeviceRows, leading_ones
+from ridgeline.runner.device_rows import EVERY_HIDDEN, DeviceRows, leading_decodes
 from ridgeline.runner.forward import Computed
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
@@ -67,8 +67,7 @@ class Rows(DeviceRows):
             deterministic,
         )
         self.last_token = torch.zeros_like(self.last_token, device="cpu")
-        self._device_tables = torch.zeros_like(self._device_tables, device="cpu")
-        self._flat_tables, self._group_tables = self._device_tables.view(-1), list(self._device_tables)
+        self.tables.place_on_device(torch.zeros_like(self.tables.on_device, device="cpu"))
         self._ones = torch.arange(setup.max_rows + 1, dtype=torch.int32)
         self.advanced = self.known_prompts = 0
 
@@ -98,7 +97,7 @@ class StampForward:
     def shape(self, plan: StepPlan) -> Shape | None:
         if self._shapes is None or (plan.want & EVERY_HIDDEN).any():
             return None
-        decodes = leading_ones(plan.num_tokens)
+        decodes = leading_decodes(plan)
         return self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
 
     def prepare(self) -> bool:
@@ -138,7 +137,7 @@ class StampForward:
 
     def _slot(self, group: int, row: int, position: int) -> int:
         size = self._setup.block_size
-        block = int(self._rows._device_tables[group, row, position // size])
+        block = int(self._rows.tables.on_device[group, row, position // size])
         assert block, "a token is in nobody's block"
         return block * size + position % size
 
@@ -174,7 +173,7 @@ class StampForward:
             tiles = [tile for tile, (first, count) in enumerate(starts) if place in members[first : first + count]]
             assert len(tiles) == 1 and int(prefix.tile_len[tiles[0]]) == shared < length
             blocks = shared // self._setup.block_size
-            table = self._rows._device_tables[0]
+            table = self._rows.tables.on_device[0]
             assert torch.equal(table[int(prefix.tile_row[tiles[0]]), :blocks], table[row, :blocks])
         read = length - shared if window is None else min(length, window)
         used, first = max(1, -(-read // int(shares.size[place]))), int(shares.first_item[place])

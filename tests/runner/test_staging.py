@@ -164,8 +164,7 @@ class Copied(DeviceRows):
     def __init__(self, groups: list[KVGroupSpec], max_rows: int, deterministic: bool) -> None:
         super().__init__(groups, max_rows, 400, 64, 1, torch.device("meta"), 8, True, deterministic)
         self.last_token = torch.zeros_like(self.last_token, device="cpu")
-        self._device_tables = torch.zeros_like(self._device_tables, device="cpu")
-        self._flat_tables = self._device_tables.view(-1)
+        self.tables.place_on_device(torch.zeros_like(self.tables.on_device, device="cpu"))
         self._ones = torch.arange(max_rows + 1, dtype=torch.int32)
         device = self._staging._device
         assert device is not None
@@ -185,7 +184,7 @@ class Copied(DeviceRows):
             if shares and group.shares is not None:
                 found |= {f"share {number} {name}": getattr(group.shares, name) for name in group.shares.__slots__}
         found = {name: None if each is None else each.tolist() for name, each in found.items()}
-        tables = self._device_tables[:, : self.max_rows].tolist()
+        tables = self.tables.on_device[:, : self.max_rows].tolist()
         return found | {"picks": batch.picks.tolist(), "tables": tables}
 
 
@@ -290,7 +289,7 @@ def test_the_workspace_suffices_for_every_number_of_rows(
 ) -> None:
     for max_rows in (1, 3, 17, 100):
         device = Device(monkeypatch, max_rows, 512, heads=heads, kv_heads=kv_heads, deterministic=deterministic)
-        workspace = device.rows._workspace
+        workspace = device.rows.schedule.workspace
         assert workspace is not None and len(workspace.arrived) == max_rows * kv_heads
         for count in range(1, max_rows + 1):
             (group,) = device.pack([1] * count, 600).groups

@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 
 import pytest
 import test_batch_levelling
+import test_drafted_steps
 import test_fairness
 import test_kv_manager
 import test_prefix_cache
@@ -30,9 +31,11 @@ from ridgeline.cache import prefix_cache
 from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
 from ridgeline.cache.prefix_cache import PrefixCache
-from ridgeline.scheduler import fairness
+from ridgeline.scheduler import answers as answers_module
+from ridgeline.scheduler import draft_slots, fairness
 from ridgeline.scheduler import running as running_module
-from ridgeline.scheduler import scheduler as scheduler_module
+from ridgeline.scheduler.answers import Answers
+from ridgeline.scheduler.bookkeeping import InFlight
 from ridgeline.scheduler.joining import Joining
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
@@ -55,6 +58,16 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> None:
         for setup in SETUPS.values():
             for depth in (0, 1, 2):
                 run_random(replace(setup, depth=depth), seed)
+
+
+def drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with drafts."""
+    for seed in range(4):
+        for setup in SETUPS.values():
+            for depth in (0, 1):
+                run_random(replace(setup, depth=depth, alpha=0.7), seed)
+    for name in ("test_the_limit_is_met_exactly", "test_a_stop_inside_an_accepted_run", "test_drafts_do_not_hold_up_prompts"):
+        getattr(test_drafted_steps, name)()
 
 
 def pool_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +166,14 @@ PLANTS = [
     # -- the scheduler
     Plant("known is not incremented", Scheduler, "_plan", "table.known[rows[sampled]] += 1", "pass"),
     Plant("computed is not incremented", Scheduler, "_plan", "table.computed[rows] = ends", "pass"),
-    Plant("a sample before all known tokens are computed", Scheduler, "_plan", "ends == table.known[rows]",
+    Plant("a sample before all known tokens are computed", Scheduler, "_plan", "ends >= table.known[rows]",
           "ends >= table.num_prompt[rows]"),
-    Plant("the limit is one too high", Scheduler, "update", "len(sequence.tokens) >= sequence.limit",
+    Plant("the limit is one too high", Answers, "_said", "len(sequence.tokens) >= sequence.limit",
           "len(sequence.tokens) > sequence.limit"),
     Plant("a row goes on at its limit", Scheduler, "_give_to_running", "table.known[rows] < table.limit[rows]",
           "table.known[rows] <= table.limit[rows]"),
-    Plant("a stop is not noticed", Scheduler, "update", "if token in sequence.stop_ids", "if False"),
-    Plant("preemption loses the promised token", Scheduler, "update", "if sequence.finished:",
+    Plant("a stop is not noticed", Answers, "_said", "if token in sequence.stop_ids", "if False"),
+    Plant("preemption loses the promised token", Answers, "take_in", "if sequence.finished:",
           "if sequence.finished or sequence.row < 0:"),
     Plant("a sequence is back before its promised token", Sequence, "ready", "self.num_promised == 0 and ", "",
           one(test_scheduler.test_a_preempted_sequence_waits_for_its_promised_token)),
@@ -172,9 +185,9 @@ PLANTS = [
     Plant("entries are appended to rows that are gone", Running, "leave", "if entry[1] != row", "if True"),
     Plant("the device is not told of removed rows", Running, "leave", "self.delta.removed.append(row)", "pass"),
     Plant("the blocks of an ended sequence are kept", Running, "leave", "self._manager.free(sequence.blocks)", "pass"),
-    Plant("an ended sequence keeps its row", Scheduler, "_end", "if sequence.row >= 0:", "if False:"),
+    Plant("an ended sequence keeps its row", Answers, "end", "if sequence.row >= 0:", "if False:"),
     Plant("those who have ended stay in the queue", WaitingQueue, "tidy", "2 * self._num_ended > len(self.heap)", "False"),
-    Plant("recomputed tokens count as new", Scheduler, "_plan", "np.minimum(ends, table.lost[rows]) - starts",
+    Plant("recomputed tokens count as new", Scheduler, "_write", "np.minimum(ends, table.lost[rows]) - starts",
           "np.minimum(ends, table.lost[rows]) - ends", one(test_scheduler.test_the_cheapest_running_sequence_is_preempted)),
     Plant("a level holds nobody back", Level, "places", "self.rows - num_running", "num_waiting",
           one(test_scheduler.test_short_answers_are_kept_to_run_beside_the_longest)),
@@ -208,13 +221,31 @@ PLANTS = [
           one(test_scheduler.test_preemption_makes_nobody_younger)),
     Plant("age is ignored", WaitingQueue, "promote_aged", "if aged:", "if False:",
           one(test_scheduler.test_a_stream_of_important_requests_starves_nobody, 0)),
-    Plant("an old chunk commits blocks of the next stay", scheduler_module, "_still_there",
+    Plant("an old chunk commits blocks of the next stay", answers_module, "_still_there",
           " and sequence.turn.admitted_at < flight.step", "",
           one(test_scheduler.test_a_step_of_an_earlier_stay_commits_nothing)),
     Plant("prompt log-probabilities come twice", Prefill, "restart", "self.logprobs = ()", "pass",
           one(test_scheduler.test_prompt_logprobs_survive_a_preemption_in_the_prompt, 0)),
-    Plant("a failed row's blocks stay in the cache", Scheduler, "_fail", "self.manager.distrust(sequence.blocks)", "pass",
+    Plant("a failed row's blocks stay in the cache", Answers, "_broken", "self._manager.distrust(sequence.blocks)", "pass",
           one(test_scheduler.test_a_failed_row_fails_alone, 0)),
+    # -- drafts
+    Plant("rejected drafts stay computed", Answers, "settle", "table.computed[row] -= too_many", "pass", drafted),
+    Plant("rejected drafts stay known", Answers, "settle", "table.known[row] -= too_many", "pass", drafted),
+    Plant("a later step keeps its end", InFlight, "shorten", "self.ends[place] -= too_many", "pass", drafted),
+    Plant("rejected drafts count as used slots", Answers, "settle", "table.num_used -= too_many", "pass", drafted),
+    Plant("blocks of rejected drafts are published", Answers, "_commit", "result.lengths // self._manager.block_size",
+          "flight.ends // self._manager.block_size", drafted),
+    Plant("accepted drafts are published with other tokens", Answers, "_commit", "result.tokens[place, :",
+          "result.tokens[0, :", drafted),
+    Plant("what follows a stop is said", Answers, "_said", "del tokens[number:]", "pass", drafted),
+    Plant("drafts go past the limit", draft_slots, "give_drafts", "- table.known[rows[places]] - 1",
+          "- table.known[rows[places]] + 2", drafted),
+    Plant("drafts have no blocks", draft_slots, "_with_blocks", "+ 1 + width > table", "+ 1 > table", drafted),
+    Plant("drafts overspend the budget", draft_slots, "_check", "> asked.room", "> 99 * asked.room", drafted),
+    Plant("guesses follow the wrong token", draft_slots, "_ordered", "path[order]", "path[order][:, 1:]", drafted),
+    Plant("drafted rows are not told apart in the order", draft_slots, "_ordered", "start[order]", "start", drafted),
+    Plant("a result with too many tokens is taken", InFlight, "check", "(surplus >= 0) & ", "",
+          one(test_drafted_steps.test_a_result_with_more_than_was_planned_is_an_error)),
     # -- fairness
     Plant("a cut prompt lends everything", fairness, "share", "left // LENT", "left",
           one(test_fairness.test_a_stream_of_short_prompts_makes_a_long_one_twice_as_long_at_most)),

@@ -62,6 +62,9 @@ class EngineCore:
         self._launching = False                          # a step is being launched
         self._collects = True                            # is Python's garbage collector on in this process?
         self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
+        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. Of a GPU the
+        # host knows them with the result.
+        self._waits_for_drafts = config.device != "cpu"
 
     @classmethod
     def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
@@ -124,6 +127,8 @@ class EngineCore:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         if self.grammars.num_pending:
             self._take_grammars(deltas)
+        while self._waits_for_drafts and self.scheduler.has_drafts_in_flight:
+            deltas += self._take_in()
         plan = self.scheduler.schedule()
         if len(plan.rows):
             self.recorder.planned(plan)

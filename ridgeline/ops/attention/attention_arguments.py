@@ -14,6 +14,7 @@ from torch import Tensor
 from ridgeline.ops.attention.split_kv import DeviceShares, num_items, programs_at_once, share_out
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.ops.registry import TRITON_INTERPRETED
+from ridgeline.sizes.graph_shapes import most_queries
 
 PREFIX_QUERIES = 128                 # (row, head of a group) pairs in a tile of rows that share a prefix
 
@@ -24,9 +25,10 @@ PREFIX_QUERIES = 128                 # (row, head of a group) pairs in a tile of
 class AttentionWork:
     """What the host knows of the shape of a step. The device has the true lengths; these numbers fix the grids."""
 
-    num_decodes: int                 # leading rows that have exactly one query each; padding among them has kv_len 0
+    num_decodes: int                 # leading rows with at most `queries` queries each; padding among them has kv_len 0
     longest_query: int               # no later row has more queries than this; 0: there are none
     deterministic: bool = False      # a row's result depends on that row alone, to the last bit
+    queries: int = 1                 # of a decode row: 1, or with drafts as many as any of them has
 
 
 def work_of(query_start: list[int]) -> AttentionWork:
@@ -125,14 +127,15 @@ class AttentionWorkspace:
 
 def workspace_floats(
     max_rows: int, heads: int, kv_heads: int, head_dim: int, *, multiprocessors: int, prefix_tiles: int = 0,
-    deterministic: bool = False,
+    deterministic: bool = False, drafts: bool = False,
 ) -> int:
-    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind."""
+    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind. `drafts`: with several queries."""
     programs = programs_at_once(multiprocessors, kv_heads)
     slots = 0
     for rows in range(1, max_rows + 1):
         before = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors) if prefix_tiles else 0
-        slots = max(slots, num_items(rows, programs, deterministic) + rows * before)
+        items = num_items(rows, programs, deterministic)
+        slots = max(slots, items + rows * before, items * most_queries(rows) if drafts else 0)
     return partial_floats(slots, heads, head_dim)
 
 

@@ -72,11 +72,11 @@ class Matrix:
         self.address = ctypes.addressof(self.segments)
         self.nbytes = sum(part.data.nbytes for part in self.parts)
 
-    def rows(self, numbers: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32 [count, inputs]: the outputs of these numbers (int64)."""
+    def rows(self, numbers: Tensor, scale: float = 1.0) -> Tensor:
+        """float32 [count, inputs]: the outputs of these numbers (int64), times `scale`."""
         numbers = numbers.contiguous()
-        out = torch.empty(len(numbers), self.inputs) if out is None else out
-        native.library().matrix_rows(self.address, numbers.data_ptr(), out.data_ptr(), len(numbers))
+        out = torch.empty((len(numbers), self.inputs), dtype=torch.float32)
+        native.library().matrix_rows(self.address, numbers.data_ptr(), out.data_ptr(), len(numbers), scale)
         return out
 
     def numbers(self) -> Tensor:

@@ -29,23 +29,26 @@ logger = get_logger("ops")
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SIGNATURES = {
     "rms_norm": [_POINTER] * 5 + [_INT] * 5 + [_FLOAT] * 2,
-    "rotary": [_POINTER] * 4 + [_INT] * 7,
     "gated_activation": [_POINTER] * 2 + [_INT] * 4,
-    "kv_write": [_POINTER] * 5 + [_INT] * 4,
+    "soft_cap": [_POINTER] + [_INT] * 2 + [_FLOAT],
+    "embedding": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
+    "greedy": [_POINTER] * 5 + [_INT] * 3,
+    "rotary_write": [_POINTER] * 9 + [_INT] * 7 + [_FLOAT] * 2,
     "linear_row": [_POINTER] * 4 + [_INT] * 2,
     "packed_linear": [_POINTER, _INT] + [_POINTER] * 3 + [_INT] * 5,
-    "decode_attention": [_POINTER] * 7 + [_INT] * 10 + [_FLOAT] * 2,
-    "prefill_attention": [_POINTER] * 7 + [_INT] * 9 + [_FLOAT] * 2,
+    "decode_attention": [_POINTER] * 8 + [_INT] * 10 + [_FLOAT] * 2,
+    "prefill_attention": [_POINTER] * 8 + [_INT] * 9 + [_FLOAT] * 2,
 }
-# Compiled once, not for every level: they only move bytes.
+# Compiled once, not for every level.
 _PLAIN = {
     "relay_blocks": ([_POINTER] * 2 + [_INT] * 3, None),
     "relay_codes": ([_POINTER] * 4, None),
     "matrix_bytes": ([_POINTER], _INT),
     "scales_finite": ([_POINTER], _INT),
-    "matrix_rows": ([_POINTER] * 3 + [_INT], None),
+    "matrix_rows": ([_POINTER] * 3 + [_INT, _FLOAT], None),
+    "run_program": ([_POINTER, _INT], None),                             # recording.py
 }
-SPLIT = 512                          # as in step/decode_attention.c
+SPLIT = 128                          # as in step/decode_attention.c
 
 
 def path() -> Path:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).with_name("src")
-ONCE = ("pool.c", "relay.c", "gather.c")         # all others are compiled for every level
+ONCE = ("pool.c", "program.c", "relay.c", "gather.c")                    # all others are compiled for every level
 # No flag that reorders additions or ignores NaN: a broken row must show, and a row alone equals the row in a batch.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 
@@ -65,7 +65,8 @@ def sources() -> list[Path]:
 
 def file_name() -> str:
     """Made of sources, flags and architecture: changed sources never use an old build."""
-    key = hashlib.sha256(repr((platform.machine(), FLAGS, levels())).encode())
+    # Without the sets of features: their order differs from process to process.
+    key = hashlib.sha256(repr((platform.machine(), FLAGS, [level[:2] for level in levels()])).encode())
     for path in sources():
         key.update(path.relative_to(SOURCES).as_posix().encode() + path.read_bytes())
     return f"native-{key.hexdigest()[:16]}.so"

@@ -51,7 +51,7 @@ def block_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None, i
     if x.stride(1) != 1:
         x = x.contiguous()
     tokens = x.shape[0]
-    out = torch.empty((tokens, matrix.outputs))
+    out = torch.empty((tokens, matrix.outputs), dtype=torch.float32)
     native.library().packed_linear(
         matrix.address, len(matrix.parts), x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), tokens,
         matrix.inputs, matrix.outputs, x.stride(0), integers,

@@ -51,7 +51,8 @@ class _Step:
     """A step between submit and collect."""
 
     plan: StepPlan
-    tokens: list[int | None] = field(default_factory=list)           # by place in the batch; None = nothing sampled
+    tokens: list[list[int]] = field(default_factory=list)            # by place in the batch: what was sampled
+    rejected: int = 0
     lengths: list[int] = field(default_factory=list)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     touched: list[tuple[int, int, int]] = field(default_factory=list)    # slot, group, stamp
@@ -68,6 +69,7 @@ class FakeRunner:
         self.slots: dict[int, tuple[int, int]] = {}      # one memory for all groups: slot -> group, stamp
         self.rows: dict[int, _Row] = {}
         self.reads = 0
+        self.guessed = 0                                 # drafts that were computed
         self._submitted: _Step | None = None
         self._steps: deque[_Step] = deque()
 
@@ -93,12 +95,15 @@ class FakeRunner:
             if number not in self.rows:
                 raise SlotError(f"row {number} is scheduled, it is not there")
             row = self.rows[number]
+            if plan.width is not None and plan.width[place]:
+                self._verify(row, number, place, step)
+                continue
             self._compute(row, number, count, step)
             if want & Want.PROMPT_LOGPROBS:
                 first, last = row.length - count + 1, min(row.length + 1, row.num_prompt)
                 if last > first:
                     step.prompt_logprobs[place] = fake_logprobs(row.tokens[first:last])
-            step.tokens.append(self._sample(row, number) if want & Want.TOKEN else None)
+            step.tokens.append([self._sample(row, number)] if want & Want.TOKEN else [])
             step.lengths.append(row.length)
         # A kernel that has one token of each row writes and attends in one go.
         if plan.total_tokens == len(plan.rows) and step.newest & step.older:
@@ -127,6 +132,35 @@ class FakeRunner:
             step.older.update(slots[: start - first])
             step.touched += zip(slots, [group] * len(slots), row.stamps[first + 1 : end + 1], strict=True)
         row.length = end
+
+    def _verify(self, row: _Row, number: int, place: int, step: _Step) -> None:
+        """A row with drafts: the token at each position is sampled, and drafts count while they are equal."""
+        plan, start = step.plan, row.length
+        assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
+        width = int(plan.width[place])
+        if plan.num_tokens[place] != 1 + width or start + 1 != len(row.tokens):
+            raise SlotError(f"row {number} has {width} drafts, and computes {plan.num_tokens[place]} tokens from {start} on")
+        path, first = plan.drafts[place].tolist(), start + 1 - int(plan.drafts_from[place])
+        if first < 0:
+            raise SlotError(f"row {number}: the drafts are for a position that is not reached yet")
+        guesses = [path[index] if index < len(path) else -1 for index in range(first, first + width)]
+        self.guessed += width
+        said: list[int] = []
+        self._compute(row, number, 1, step)
+        for guess in [*guesses, None]:
+            token = self._sample(row, number)
+            said.append(token)
+            if token in self.fail_tokens or guess != token:
+                break
+            self._compute(row, number, 1, step)
+        for position in range(row.length, start + 1 + width):        # rejected: its KV is written, and never read
+            for group in range(len(self.groups)):
+                slot = self._slot(row, group, position)
+                self.slots[slot] = (group, -1)
+                step.newest.add(slot)
+        step.rejected += start + 1 + width - row.length
+        step.tokens.append(said)
+        step.lengths.append(row.length)
 
     def _check(self, step: _Step) -> None:
         """Every slot the step reads or writes holds what it should."""
@@ -157,22 +191,32 @@ class FakeRunner:
     def collect(self) -> StepResult:
         step = self._steps.popleft()
         self._check(step)
-        values = np.array([[-1 if token is None else token] for token in step.tokens], np.int32).reshape(-1, 1)
+        most = 1 + (0 if step.plan.width is None else int(step.plan.width.max(initial=0)))
+        values = np.full((len(step.tokens), most), -1, np.int32)
+        num_new = np.zeros(len(step.tokens), np.int32)
+        failed = {}
+        for place, said in enumerate(step.tokens):
+            values[place, : len(said)] = said
+            num_new[place] = len(said)
+            if said and said[-1] in self.fail_tokens:
+                failed[place] = "planted"
+                num_new[place] -= step.plan.width is not None and bool(step.plan.width[place])
         logprobs = {
-            place: fake_logprobs([token])
-            for place, token in enumerate(step.tokens)
-            if token is not None and step.plan.want[place] & Want.LOGPROBS
+            place: fake_logprobs(said)
+            for place, said in enumerate(step.tokens)
+            if said and step.plan.want[place] & Want.LOGPROBS
         }
         return StepResult(
             step=step.plan.step,
             tokens=values,
-            num_new=(values[:, 0] >= 0).astype(np.int32),
+            num_new=num_new,
             lengths=np.array(step.lengths, np.int32),
             logprobs=logprobs,
             prompt_logprobs=step.prompt_logprobs,
-            failed={place: "planted" for place, token in enumerate(step.tokens) if token in self.fail_tokens},
-            useful=step.plan.total_tokens - step.plan.recomputed,
+            failed=failed,
+            useful=step.plan.total_tokens - step.plan.recomputed - step.rejected,
             recomputed=step.plan.recomputed,
+            rejected=step.rejected,
         )
 
 
@@ -180,6 +224,11 @@ def fake_logprobs(tokens: list[int]) -> Logprobs:
     """Log-probabilities that say nothing but which tokens they belong to."""
     ids = np.array(tokens, np.int32)
     return Logprobs(ids, -ids.astype(np.float32), np.ones_like(ids), ids[:, None], -ids[:, None].astype(np.float32))
+
+
+def following(prefix: list[int], count: int, vocab: int = 64) -> list[int]:
+    """The tokens that follow these."""
+    return expected_answer(prefix, count, vocab=vocab)
 
 
 def expected_answer(prompt: list[int], limit: int, stop_ids: frozenset[int] = frozenset(), vocab: int = 64) -> list[int]:

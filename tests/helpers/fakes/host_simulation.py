@@ -12,7 +12,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from fake_runner import FakeRunner, expected_answer, stamp
+from dial_drafter import DialDrafter
+from fake_runner import FakeRunner, expected_answer, following, stamp
 
 from ridgeline.cache.manager import KVManager, SequenceBlocks
 from ridgeline.cache.prefix_cache import Node
@@ -45,6 +46,7 @@ class Setup:
     enough_rows: int | None = None
     eos: frozenset[int] = frozenset({3})
     fail_tokens: tuple[int, ...] = ()
+    alpha: float | None = None                           # chance that a draft is right; None: no drafts
 
 
 class Simulation:
@@ -70,6 +72,10 @@ class Simulation:
             setup.eos,
             admission=StaticBatching() if setup.static else None,
         )
+        if setup.alpha is not None:
+            self.scheduler.drafter = DialDrafter(
+                lambda sequence, count: following(sequence.tokens.tolist(), count), VOCAB, setup.alpha
+            )
         self.runner = FakeRunner(self.groups, setup.num_blocks, VOCAB, setup.fail_tokens)
         self.requests: dict[str, Request] = {}
         self.open: set[tuple[str, int]] = set()                  # answers that are still owed
@@ -236,7 +242,8 @@ class Simulation:
             assert pool.num_allocatable == self.setup.num_blocks - 1 and not pool.num_releasing, "a block leaked"
         assert not self.open and not self.scheduler.num_running and not self.scheduler.num_waiting
         counters = self.scheduler.counters
-        assert counters.computed_tokens == counters.useful_tokens + counters.wasted_tokens
+        assert counters.computed_tokens == counters.useful_tokens + counters.wasted_tokens + counters.rejected_tokens
+        assert self.scheduler._running.rows.num_used == 0, "used slots are counted that are gone"
         assert counters.preemptions or not counters.wasted_tokens
         for key, answer in self.answers.items():
             expected, reason = self.expected(key)

@@ -15,6 +15,12 @@ typedef void (*Work)(void *with, int64_t task);
    task, or while another thread of the process uses the pool, runs its tasks alone. */
 void ridgeline_pool_run(int64_t tasks, Work work, void *with);
 
+/* The same, or all tasks in the calling thread where waking others costs more than they save. */
+static inline void run_tasks(int64_t tasks, int is_worth_it, Work work, void *with) {
+    if (is_worth_it) ridgeline_pool_run(tasks, work, with);
+    else for (int64_t task = 0; task < tasks; task++) work(with, task);
+}
+
 /* Threads that a call uses: the intra-op setting of torch (its OpenMP runtime) in the calling thread. */
 int ridgeline_pool_threads(void);
 

@@ -1,0 +1,112 @@
+"""Verification of drafts: the model's own token is sampled at every position, and drafts are accepted while they are equal to it.
+
+Noise is a function of (seed, output index, token id). So the tokens are those that steps without drafts would have sampled, for
+every temperature, penalty, grammar and drafter.
+
+Positions of rows that sample from the model's logits are sampled all at once. A row that edits its logits (penalties, bad words,
+a grammar, min_tokens) goes position by position: what it may say next depends on what it has said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.ops.sampling.noise import to_device
+from ridgeline.runner.sampler import Sampler
+
+Broadcast = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Positions:
+    """The positions that a step samples at, row after row."""
+
+    rows: np.ndarray                 # [R]: rows that sample
+    width: np.ndarray                # [R]: drafts of each
+    guesses: np.ndarray              # int64 [R, W]; -1: none
+    first: np.ndarray                # [R]: the first position of each
+    count: int
+
+    @classmethod
+    def of(cls, rows: np.ndarray, width: np.ndarray, guesses: list[np.ndarray]) -> Positions:
+        own = 1 + width.astype(np.int64)
+        table = np.full((len(rows), int(width.max(initial=0)) + 1), -1, np.int64)    # the last column ends every run
+        for place, each in enumerate(guesses):
+            table[place, : len(each)] = each
+        return cls(rows.astype(np.int64), width.astype(np.int64), table, np.cumsum(own) - own, int(own.sum()))
+
+
+@dataclass(slots=True)
+class Verified:
+    tokens: Tensor                   # int64 [S], by position
+    failed: Tensor                   # bool [S]
+    none_left: Tensor                # bool [S]
+    accepted: Tensor                 # int64 [R]: drafts; the token after them is the row's newest, and may have failed
+    newest: Tensor                   # int64 [R]
+    at_once: np.ndarray              # bool [R]: rows that were sampled by `sample_ahead`
+
+
+def verify(
+    sampler: Sampler, logits: Tensor, positions: Positions, masks: Tensor | None, broadcast: Broadcast
+) -> Verified:
+    """`logits` [S, V]; `masks` [S, words]: what grammars allow at each position."""
+    device = logits.device
+    tokens = torch.zeros(positions.count, dtype=torch.int64, device=device)      # behind a rejected draft any valid id
+    failed, none_left = torch.zeros((2, positions.count), dtype=torch.bool, device=device)
+    found = Verified(tokens, failed, none_left, tokens, tokens, ~sampler.edits(positions.rows))
+    _at_once(sampler, logits, positions, found, broadcast)
+    if not found.at_once.all():
+        _one_by_one(sampler, logits, positions, found, masks, broadcast)
+    # As a table: a row's positions from its first on. Columns beyond them repeat its last, whose guess is none.
+    columns = np.minimum(np.arange(positions.guesses.shape[1]), positions.width[:, None])
+    table = to_device(positions.first[:, None] + columns, device)
+    guesses = to_device(positions.guesses, device)
+    equal = (tokens[table] == guesses) & ~failed[table]
+    found.accepted = equal.to(torch.int64).cumprod(1).sum(1)
+    found.newest = tokens[table.gather(1, found.accepted[:, None])[:, 0]]
+    return found
+
+
+def _at_once(sampler: Sampler, logits: Tensor, positions: Positions, found: Verified, broadcast: Broadcast) -> None:
+    places = np.flatnonzero(found.at_once)
+    if not len(places):
+        return
+    own = 1 + positions.width[places]
+    offsets = np.arange(int(own.sum())) - np.repeat(np.cumsum(own) - own, own)
+    where = np.repeat(positions.first[places], own) + offsets
+    rows = np.repeat(positions.rows[places], own)
+    if len(where) == positions.count:
+        sampled = sampler.sample_ahead(logits, rows, offsets)
+        found.tokens.copy_(broadcast(sampled.tokens))
+        found.failed.copy_(sampled.failed)
+        return
+    index = to_device(where, logits.device)
+    sampled = sampler.sample_ahead(logits.index_select(0, index), rows, offsets)
+    found.tokens.index_copy_(0, index, broadcast(sampled.tokens))
+    found.failed.index_copy_(0, index, sampled.failed)
+
+
+def _one_by_one(
+    sampler: Sampler, logits: Tensor, positions: Positions, found: Verified, masks: Tensor | None, broadcast: Broadcast
+) -> None:
+    """Exactly the steps that there would be without drafts, for as long as the drafts are right. The host waits for each."""
+    places = np.flatnonzero(~found.at_once)
+    for offset in range(positions.guesses.shape[1]):
+        where = positions.first[places] + offset
+        index = to_device(where, logits.device)
+        allowed = None if masks is None else masks.index_select(0, index)
+        sampled = sampler.sample(logits.index_select(0, index), positions.rows[places], allowed)
+        tokens = broadcast(sampled.tokens)
+        found.tokens.index_copy_(0, index, tokens)
+        found.failed.index_copy_(0, index, sampled.failed)
+        if sampled.none_left is not None:
+            found.none_left.index_copy_(0, index, sampled.none_left)
+        right = (tokens.cpu().numpy() == positions.guesses[places, offset]) & ~sampled.failed.cpu().numpy()
+        places = places[right]
+        if not len(places):
+            return

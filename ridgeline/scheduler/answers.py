@@ -1,0 +1,195 @@
+"""What becomes of a step's result: tokens of answers, stops, failures, full blocks. One small function for each outcome.
+
+A step with drafts brings several tokens of a row. Those behind a stop are dropped, as tokens of late steps are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from ridgeline.cache.manager import KVManager
+from ridgeline.messages import Logprobs, StepResult, TokenDelta
+from ridgeline.scheduler.bookkeeping import DraftPlan, InFlight, SchedulerCounters
+from ridgeline.scheduler.drafting import Drafter
+from ridgeline.scheduler.live_requests import LiveRequests
+from ridgeline.scheduler.running import Running
+from ridgeline.scheduler.sequence import Sequence
+from ridgeline.scheduler.waiting_queue import WaitingQueue
+
+_NAMES = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
+
+
+class Answers:
+    def __init__(
+        self, live: LiveRequests, waiting: WaitingQueue, running: Running, manager: KVManager, counters: SchedulerCounters,
+        drafter: Drafter,
+    ) -> None:
+        self.live = live
+        self.drafter = drafter
+        self._waiting = waiting
+        self._running = running
+        self._manager = manager
+        self._counters = counters
+
+    def settle(self, flight: InFlight, drafts: DraftPlan, result: StepResult, later: Iterable[InFlight]) -> None:
+        """Drafts were rejected: rows, and steps that were planned meanwhile, are that many tokens shorter than was assumed."""
+        table, surplus = self._running.rows, flight.surplus(result)
+        for place in np.flatnonzero(surplus).tolist():
+            row, too_many = int(flight.rows[place]), int(surplus[place])
+            for other in later:                                  # of the same stay: none begins before these have come back
+                other.shorten(row, flight.sequences[place], too_many)
+            if _still_there(flight.sequences[place], flight):
+                table.known[row] -= too_many
+                table.computed[row] -= too_many
+                table.num_used -= too_many
+        drafted = np.flatnonzero(drafts.width)
+        accepted = np.maximum(result.num_new[drafted] - 1, 0)
+        told = [flight.sequences[place] for place in drafted.tolist()]
+        self.drafter.observe(told, drafts.width[drafted], accepted, result.device_seconds)
+
+    def take_in(self, flight: InFlight, result: StepResult) -> list[TokenDelta]:
+        self._commit(flight, result)
+        deltas: list[TokenDelta] = []
+        width = None if flight.drafts is None else flight.drafts.width
+        several = [] if width is None else result.tokens.tolist()
+        values = result.tokens[:, 0].tolist() if result.tokens.size else [0] * len(flight.sequences)
+        more = bool(result.failed or result.prompt_logprobs or result.hidden or result.logprobs)
+        for place, (sequence, token, samples) in enumerate(
+            zip(flight.sequences, values, flight.sampled.tolist(), strict=True)
+        ):
+            if sequence.finished:
+                self._counters.late_tokens += samples
+                continue
+            if more:
+                if place in result.failed:
+                    deltas += self._broken(sequence, place, result, [] if width is None or not width[place] else several[place])
+                    continue
+                self._keep(sequence, place, flight, result)
+            if samples:
+                tokens = [token] if width is None else several[place][: result.num_new[place]]
+                deltas += self._said(sequence, tokens, result.logprobs.get(place) if more else None)
+        return deltas
+
+    def _commit(self, flight: InFlight, result: StepResult) -> None:
+        """Blocks that became full are offered to the prefix cache; those behind a window are freed."""
+        table = self._running.rows
+        full = result.lengths // self._manager.block_size
+        for place in np.nonzero(full > table.committed[flight.rows])[0].tolist():
+            sequence = flight.sequences[place]
+            if _still_there(sequence, flight) and sequence.blocks is not None and place not in result.failed:
+                tokens, end = sequence.tokens, int(result.lengths[place])
+                if end > len(tokens):                            # accepted drafts: they are not appended yet
+                    tokens = tokens[:]
+                    tokens.extend(result.tokens[place, : result.num_new[place]].tolist())
+                self._manager.commit(sequence.blocks, tokens, end)
+                table.committed[sequence.row] = full[place]      # not what was published for steps still in flight
+
+    def _keep(self, sequence: Sequence, place: int, flight: InFlight, result: StepResult) -> None:
+        """Outputs of a prompt, chunk by chunk."""
+        if place in result.prompt_logprobs and _still_there(sequence, flight):
+            sequence.prefill.logprobs += (result.prompt_logprobs[place],)
+        if place in result.hidden and _still_there(sequence, flight):
+            chunk = result.hidden[place]
+            sequence.prefill.hidden = chunk if sequence.prefill.hidden is None else sequence.prefill.hidden + chunk
+
+    def _broken(self, sequence: Sequence, place: int, result: StepResult, tokens: list[int]) -> list[TokenDelta]:
+        """The row failed. Tokens of accepted drafts before the failure count, and may end the answer before it."""
+        deltas: list[TokenDelta] = []
+        if said := tokens[: result.num_new[place]]:
+            deltas = self._said(sequence, said, result.logprobs.get(place))
+        if sequence.finished:
+            return deltas
+        if sequence.blocks is not None:
+            self._manager.distrust(sequence.blocks)
+        return [*deltas, self.fail(sequence, result.failed[place], place in result.overconstrained)]
+
+    def _said(self, sequence: Sequence, tokens: list[int], logprobs: Logprobs | None) -> list[TokenDelta]:
+        """New tokens of an answer that goes on."""
+        sequence.num_promised -= 1
+        # By place: twice as fast as by name, and a step has a thousand of them.
+        delta = TokenDelta(sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.num_cached)
+        prefill = sequence.prefill
+        if prefill.logprobs or prefill.hidden is not None:
+            _add_prompt_outputs(sequence, delta)
+        for number, token in enumerate(tokens, 1):
+            sequence.tokens.append(token)
+            if token in sequence.stop_ids:
+                delta.finish_reason = "stop"
+                delta.stop_reason = token if token in sequence.request.params.stop_token_ids else None
+            elif sequence.matcher is not None and not self._matches(sequence, token, delta):
+                return self._refused(sequence, delta, number - 1, logprobs)
+            elif delta.finish_reason is None and len(sequence.tokens) >= sequence.limit:
+                delta.finish_reason = "length"
+            if delta.finish_reason:
+                self._counters.late_tokens += len(tokens) - number
+                self._counters.finished += 1
+                del tokens[number:]
+                self.end(sequence)
+                break
+        if logprobs is not None:
+            delta.logprobs = _each(logprobs, len(tokens))
+        return [delta]
+
+    def _matches(self, sequence: Sequence, token: int, delta: TokenDelta) -> bool:
+        """Feeds the token to the answer's grammar."""
+        matcher = sequence.matcher
+        assert matcher is not None
+        if not matcher.accept(token):
+            return False
+        if matcher.ended:
+            delta.finish_reason, delta.grammar_ended = "stop", True
+        return True
+
+    def _refused(self, sequence: Sequence, delta: TokenDelta, count: int, logprobs: Logprobs | None) -> list[TokenDelta]:
+        """Its grammar has failed on the token after the first `count`."""
+        assert sequence.matcher is not None
+        failed = self.fail(sequence, sequence.matcher.error, bad_request=True)
+        del delta.token_ids[count:]
+        if logprobs is not None:
+            delta.logprobs = _each(logprobs, count)
+        return [delta, failed] if count else [failed]
+
+    def fail(self, sequence: Sequence, reason: str, bad_request: bool = False) -> TokenDelta:
+        """One answer ends with an error that does not cast doubt on its KV. Its token in flight will be dropped."""
+        self.end(sequence)
+        delta = TokenDelta(sequence.request.request_id, sequence.index, [], finish_reason="error", error=reason)
+        delta.bad_request = bad_request
+        return delta
+
+    def end(self, sequence: Sequence) -> None:
+        """Finished, aborted or failed: forget it. Its blocks go once no step in flight can touch them."""
+        sequence.finished = True
+        if sequence.row >= 0:
+            self._running.leave(sequence)
+            self._running.vacated = True
+        else:
+            self._waiting.ended()
+        self.live.remove(sequence)
+        self.drafter.ended(sequence)
+
+
+def _add_prompt_outputs(sequence: Sequence, delta: TokenDelta) -> None:
+    """They leave with the first token."""
+    prefill = sequence.prefill
+    if prefill.logprobs:
+        chunks = prefill.logprobs
+        delta.prompt_logprobs = Logprobs(*(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in _NAMES))
+        prefill.logprobs, prefill.logprobs_sent = (), True
+    if prefill.hidden is not None:
+        mean = sequence.request.params.pooling == "mean"
+        delta.hidden = prefill.hidden / np.float32(sequence.num_prompt) if mean else prefill.hidden
+        prefill.hidden = None
+
+
+def _each(whole: Logprobs, count: int) -> list[Logprobs]:
+    """Of several positions, one by one."""
+    if len(whole.token_ids) == count == 1:
+        return [whole]
+    return [Logprobs(*(getattr(whole, name)[place : place + 1] for name in _NAMES)) for place in range(count)]
+
+
+def _still_there(sequence: Sequence, flight: InFlight) -> bool:
+    """Does it still have the row and the blocks which that step worked on? Not after a preemption, even if it is back."""
+    return sequence.row >= 0 and sequence.turn.admitted_at < flight.step

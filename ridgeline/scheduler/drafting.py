@@ -1,0 +1,64 @@
+"""Drafts of a step: what the scheduler asks of a drafter, and what it gets.
+
+The scheduler asks once per step, for the rows that decode in it, after prompts have their tokens. The answer says how many
+guesses each row computes, and which. A guess is never trusted: the step samples the model's own token at every position, and
+accepts guesses while they are equal. So a drafter changes the time of an answer, never its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ridgeline.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class DecodingRows:
+    """The rows that decode in the step being planned, in the order of the plan."""
+
+    sequences: list[Sequence]        # `tokens` holds what has arrived; `num_promised` steps in flight will bring more
+    most: np.ndarray                 # int64 [D]: drafts that each may have, by its own limit and its request; 0: none
+    pending: np.ndarray              # int64 [D]: most tokens that steps in flight will add to `tokens` before this step
+    room: int                        # drafts that all may have together, by the token budget
+    num_tokens: int                  # what the step computes without drafts, prompts included
+
+
+@dataclass(slots=True)
+class Drafts:
+    """By place in DecodingRows."""
+
+    width: np.ndarray                # int32 [D]: guesses that the row computes, <= most; together <= room
+    # int32 [D, P]: guesses for the tokens after `sequence.tokens`; -1: none. Long enough for the tokens in flight, too: row r
+    # uses `width[r]` of them behind the true tokens. None: the device makes them.
+    tokens: np.ndarray | None
+
+
+class Drafter(Protocol):
+    active: bool                     # False: it is not asked, and steps cost what they cost without it
+
+    def plan(self, rows: DecodingRows) -> Drafts | None:
+        """None: no row has drafts in this step, which then is as if there were no drafter."""
+
+    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
+        """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """The answer has ended, with `sequence.tokens`."""
+
+
+class NoDrafter:
+    """The off version."""
+
+    active = False
+
+    def plan(self, rows: DecodingRows) -> Drafts | None:
+        return None
+
+    def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
+        """It learns nothing."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """It remembers nothing."""

@@ -1,0 +1,210 @@
+"""Steps with drafts: bounds while they are in flight, corrections when results arrive, and nothing of a rejected draft is left.
+
+Random traffic runs through the simulation, which checks every slot, block, reference and answer (host_simulation.py). Answers
+must be those without drafts, whatever the drafter says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dial_drafter import DialDrafter
+from fake_runner import following
+from host_simulation import SETUPS, VOCAB, Setup, Simulation, run_random
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ridgeline.scheduler.drafting import DecodingRows, Drafts
+from ridgeline.scheduler.sequence import MOST_DRAFTS, Sequence
+
+ROOMY = Setup(num_blocks=60, max_step_tokens=40)
+
+
+def dial(simulation: Simulation) -> DialDrafter:
+    drafter = simulation.scheduler.drafter
+    assert isinstance(drafter, DialDrafter)
+    return drafter
+
+
+def with_drafts(setup: Setup, width: int, alpha: float = 1.0) -> Simulation:
+    """Every row gets this many drafts, as often as it may."""
+    simulation = Simulation(setup)
+    simulation.scheduler.drafter = DialDrafter(
+        lambda sequence, count: following(sequence.tokens.tolist(), count), VOCAB, alpha, width=width
+    )
+    return simulation
+
+
+@pytest.mark.parametrize("depth", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SETUPS)
+def test_random_traffic_with_drafts(name: str, depth: int) -> None:
+    accepted = 0
+    for seed, alpha in enumerate((0.5, 0.9)):
+        simulation = run_random(replace(SETUPS[name], depth=depth, alpha=alpha), seed)
+        assert dial(simulation).planned or SETUPS[name].max_step_tokens < 4
+        accepted += dial(simulation).accepted
+    assert accepted or SETUPS[name].max_step_tokens < 4
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**16), name=st.sampled_from(sorted(SETUPS)), depth=st.integers(0, 1), alpha=st.floats(0, 1),
+)
+def test_any_acceptance(seed: int, name: str, depth: int, alpha: float) -> None:
+    run_random(replace(SETUPS[name], depth=depth, alpha=alpha), seed, num_requests=6)
+
+
+def test_accepted_drafts_save_steps() -> None:
+    plain, fast = Simulation(ROOMY), with_drafts(ROOMY, 4)
+    for simulation in (plain, fast):
+        simulation.ask("a", [1, 2, 3], 20, ignore_eos=True)
+        simulation.drain()
+    assert plain.answers == fast.answers
+    assert plain.steps == 20 and fast.steps == 1 + 4     # a prompt, then five tokens a step; the last has four
+    assert fast.scheduler.counters.rejected_tokens == 0 and dial(fast).accepted == 15
+
+
+def test_rejected_drafts_are_counted() -> None:
+    simulation = with_drafts(ROOMY, 3, alpha=0.0)
+    simulation.ask("a", [1, 2, 3], 6, ignore_eos=True)
+    simulation.drain()
+    counters = simulation.scheduler.counters
+    assert dial(simulation).accepted == 0 and counters.rejected_tokens == dial(simulation).proposed == 3 + 3 + 2 + 1
+    assert counters.useful_tokens == 3 + 5
+
+
+def test_a_stop_inside_an_accepted_run() -> None:
+    """What follows the stop is dropped, and counted as late."""
+    answer = following([5, 6, 7], 12)
+    stop = answer[3]
+    simulation = with_drafts(ROOMY, 6)
+    simulation.ask("a", [5, 6, 7], 12, ignore_eos=True, stop_token_ids=[stop], logprobs=1)
+    simulation.drain()
+    assert simulation.answers["a", 0] == answer[: answer.index(stop) + 1] and simulation.ends["a", 0] == "stop"
+    assert simulation.scheduler.counters.late_tokens > 0
+    for delta in simulation.deltas:                      # a log-probability for each token that is said, and for no other
+        assert [each.token_ids.tolist() for each in delta.logprobs] == [[token] for token in delta.token_ids]
+
+
+def test_the_limit_is_met_exactly() -> None:
+    simulation = with_drafts(replace(ROOMY, depth=1), MOST_DRAFTS)
+    simulation.ask("a", [5, 6, 7], 9, ignore_eos=True)
+    simulation.drain()
+    assert len(simulation.answers["a", 0]) == 9 and simulation.ends["a", 0] == "length"
+    assert simulation.scheduler.counters.late_tokens == 0
+
+
+def test_drafts_do_not_hold_up_prompts() -> None:
+    """They take what is left of the token budget."""
+    simulation = with_drafts(replace(ROOMY, max_step_tokens=10), 5)
+    simulation.ask("a", [1, 2, 3], 20, ignore_eos=True)
+    simulation.step()
+    simulation.ask("b", list(range(30)), 3, ignore_eos=True)
+    plan = simulation.step()
+    assert plan.width is None and sorted(plan.num_tokens.tolist()) == [1, 9]
+    simulation.drain()
+
+
+def test_plans_put_rows_of_a_kind_together() -> None:
+    simulation = with_drafts(ROOMY, 2)
+    simulation.ask("a", [1, 2, 3], 2, ignore_eos=True)   # one token is left after its prompt: no room for a draft
+    simulation.ask("b", [4, 5], 20, ignore_eos=True)
+    simulation.step()
+    simulation.ask("c", [7, 8, 9], 5, ignore_eos=True)
+    plan = simulation.step()
+    assert plan.num_tokens.tolist() == [1, 3, 3] and plan.width is not None and plan.width.tolist() == [0, 2, 0]
+    simulation.drain()
+
+
+def test_an_inactive_drafter_costs_nothing() -> None:
+    """Plans are the very same objects again, as they are without a drafter."""
+
+    class Asleep(DialDrafter):
+        active = False
+
+    simulation = Simulation(ROOMY)
+    simulation.scheduler.drafter = Asleep(lambda *_: [], VOCAB, 1.0)
+    simulation.ask("a", [1, 2, 3], 9, ignore_eos=True)
+    plans = [simulation.step() for _ in range(5)]
+    assert plans[2].rows is plans[3].rows is plans[4].rows and plans[4].width is None and plans[4].drafts is None
+    assert simulation.scheduler._flights == type(simulation.scheduler._flights)()
+
+
+def test_drafts_preempt_no_sequence() -> None:
+    """Two rows fill the pool: drafts shrink to the blocks that are there."""
+    simulation = with_drafts(Setup(num_blocks=13, max_model_len=48, max_step_tokens=40), 6, alpha=0.0)
+    for name in "ab":
+        simulation.ask(name, [1, 2, 3, ord(name)], 20, ignore_eos=True)
+    simulation.drain()
+    assert simulation.scheduler.counters.preemptions <= 1        # as without drafts: both need 2 × 6 blocks
+
+
+def test_a_drafter_that_overspends_is_an_error() -> None:
+    class Greedy(DialDrafter):
+        def plan(self, rows: DecodingRows) -> Drafts | None:
+            return Drafts(np.asarray(rows.most + 1, np.int32), None)
+
+    simulation = Simulation(ROOMY)
+    simulation.scheduler.drafter = Greedy(lambda *_: [], VOCAB, 1.0)
+    simulation.ask("a", [1, 2, 3], 9)
+    simulation.step()
+    with pytest.raises(AssertionError, match="more drafts than it may"):
+        simulation.step()
+
+
+@pytest.mark.parametrize(("field", "by"), [("num_new", 9), ("num_new", -9), ("lengths", 1)])
+def test_a_result_that_does_not_fit_its_drafts_is_an_error(field: str, by: int) -> None:
+    simulation = with_drafts(ROOMY, 2)
+    simulation.ask("a", [1, 2, 3], 9, ignore_eos=True)
+    simulation.step()
+    simulation.runner.submit(simulation.scheduler.schedule())
+    simulation.runner.sample()
+    result = simulation.runner.collect()
+    setattr(result, field, getattr(result, field) + by)
+    with pytest.raises(AssertionError, match="something else than was planned"):
+        simulation.scheduler.update(result)
+
+
+def test_a_result_with_more_than_was_planned_is_an_error() -> None:
+    simulation = with_drafts(ROOMY, 2)
+    simulation.ask("a", [1, 2, 3], 9, ignore_eos=True)
+    simulation.step()
+    simulation.runner.submit(simulation.scheduler.schedule())
+    simulation.runner.sample()
+    result = simulation.runner.collect()
+    result.num_new, result.lengths = result.num_new + 1, result.lengths + 1
+    with pytest.raises(AssertionError, match="something else than was planned"):
+        simulation.scheduler.update(result)
+
+
+def test_a_preempted_sequence_waits_for_its_drafts() -> None:
+    """Its tokens in flight count when they arrive, and what it lost is no more than it had."""
+    simulation = with_drafts(replace(ROOMY, depth=1), 4, alpha=0.6)
+    simulation.ask("a", [1, 2, 3], 20, ignore_eos=True)
+    for _ in range(3):
+        simulation.step()
+    scheduler = simulation.scheduler
+    (sequence,) = scheduler._running.rows.running()
+    scheduler._preempt(sequence)
+    simulation.drain()
+    assert scheduler.counters.preemptions == 1
+    assert scheduler.counters.wasted_tokens <= len(sequence.tokens)
+
+
+def test_the_drafter_learns_how_answers_end() -> None:
+    simulation = with_drafts(ROOMY, 2)
+    simulation.ask("a", [1, 2, 3], 5, ignore_eos=True)
+    simulation.ask("b", [1, 2, 4], 5, ignore_eos=True)
+    simulation.step()
+    simulation.abort("b")
+    simulation.drain()
+    assert len(dial(simulation).ended_with) == 2 and [1, 2, 3, *simulation.answers["a", 0]] in dial(simulation).ended_with
+
+
+def test_pooled_requests_have_no_drafts() -> None:
+    request = Simulation(ROOMY)
+    request.ask("a", [1, 2, 3], 1, pooling="mean")
+    (sequence,) = request.scheduler._answers.live.of("a")
+    assert isinstance(sequence, Sequence) and sequence.most_drafts == 0
