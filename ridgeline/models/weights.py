@@ -231,6 +231,7 @@ def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved
         if not piece.take_packed(packed[first : first + piece.shape[0]], packing):
             _not_finite(name, stored.tensors[name].file, torch.float32)
         first += piece.shape[0]
+    stored.release(name)
 
 
 _ROTATED = re.compile(r"\.qkv\.\w+:[qk]$")
@@ -385,6 +386,10 @@ class GGUFSource:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)             # that the mapped file is not writable
             return torch.from_numpy(self._file.raw(name)), self._file.tensors[name].type
+
+    def release(self, name: str) -> None:
+        """The tensor was copied: its pages of the mapped file are not needed any more."""
+        self._file.release(name)
 
     def __enter__(self) -> GGUFSource:
         return self

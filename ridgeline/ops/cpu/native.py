@@ -118,9 +118,11 @@ def load(built: Path, level: str) -> SimpleNamespace:
     for runtime in _openmp_runtimes():
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(built))
+    falls_to = next((each.falls_to for each in native_build.levels() if each.name == level), "")
     found = SimpleNamespace()
     for name, arguments in _SIGNATURES.items():
-        function = loaded[f"ridgeline_{name}_{level}"]
+        own = f"ridgeline_{name}_{level}"
+        function = loaded[own if hasattr(loaded, own) else f"ridgeline_{name}_{falls_to}"]
         function.argtypes, function.restype = arguments, None
         setattr(found, name, function)
     for name, (arguments, result) in _PLAIN.items():
