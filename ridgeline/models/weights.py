@@ -188,8 +188,8 @@ def _fill(
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
             interleaved = gguf and config.family.gguf_permuted and _ROTATED.search(targets[0]) is not None
-            packing = stored.kept_packing(name) if isinstance(stored, GGUFSource) else ""
-            if packing and all(pieces[target].take_packed is not None for target in targets):
+            takes = all(pieces[target].take_packed is not None for target in targets)
+            if takes and isinstance(stored, GGUFSource) and stored.stays_packed(name):
                 _fill_packed(name, [pieces[target] for target in targets], stored, interleaved, config.head_dim)
                 done += source.tensors[name].nbytes
                 if progress is not None:
@@ -376,10 +376,9 @@ class GGUFSource:
     def is_packed(self, name: str) -> bool:
         return self._file.tensors[name].type.startswith(("Q", "TQ", "MXFP4"))
 
-    def kept_packing(self, name: str) -> str:
-        """How a tensor is packed, if a CPU can keep it so."""
-        packing = self._file.tensors[name].type
-        return packing if packing in STORED_KINDS else ""
+    def stays_packed(self, name: str) -> bool:
+        """Whether a CPU multiplies by the tensor as it is packed."""
+        return self._file.tensors[name].type in STORED_KINDS
 
     def packed(self, name: str) -> tuple[Tensor, str]:
         """The rows as they lie in the file, bytes [rows, row bytes], not to be written to; and how they are packed."""

@@ -40,7 +40,7 @@ _SIGNATURES = {
     "prefill_attention": [_POINTER] * 8 + [_INT] * 9 + [_FLOAT] * 2,
 }
 # Compiled once, not for every level.
-_PLAIN = {
+_PLAIN: dict[str, tuple[list[Any], Any]] = {
     "relay_blocks": ([_POINTER] * 2 + [_INT] * 3, None),
     "relay_codes": ([_POINTER] * 4, None),
     "matrix_bytes": ([_POINTER], _INT),

@@ -79,13 +79,13 @@ def compile_into(target: Path) -> None:
     _check(compiler)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         folder = Path(scratch)
-        jobs = [
+        jobs: list[tuple[Path, Level | None]] = [
             (source, level) for source in sources() if source.suffix == ".c"
             for level in ((None,) if source.name in ONCE else levels())
             if level is None or not level.falls_to or source.name in PRODUCTS
         ]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            objects = list(threads.map(lambda job: _compile(compiler, *job, folder), jobs))
+            objects = list(threads.map(lambda job: _compile(compiler, job[0], job[1], folder), jobs))
         linked = folder / "native.so"
         # Linked without -fopenmp: its symbols are found in torch's runtime when the library is loaded.
         _run(compiler, ["-shared", *map(str, objects), "-o", str(linked), "-lm", "-lpthread"], "the objects")
