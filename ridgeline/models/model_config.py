@@ -41,7 +41,7 @@ from ridgeline.models.phi3 import PHI3
 from ridgeline.models.qwen import QWEN2, QWEN3
 from ridgeline.models.rope import Rope
 from ridgeline.process.log import get_logger
-from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
+from ridgeline.quant.layout import STORED_KINDS, fewest_outputs, matrix_bytes
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -58,6 +58,20 @@ ACTIVATIONS = {
 }
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix that a CPU keeps packed."""
+
+    outputs: int
+    inputs: int
+    is_linear: bool                  # and not only an embedding
+    nbytes: int
+
+    @property
+    def weights(self) -> int:
+        return self.outputs * self.inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +103,7 @@ class ModelConfig:
     final_softcap: float | None
     windows: tuple[int | None, ...]  # per layer; None sees everything
     ropes: tuple[Rope, ...]          # per layer
-    stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
+    packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, those that stay packed on a CPU
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
 
     @property
@@ -165,7 +179,7 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
 def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none") -> int:
     """Bytes of the weights on one rank, second layouts included, without the padding of uneven shards.
 
-    Stored blocks are counted also where the native kernels are not built and the blocks are not kept.
+    Packed matrices are taken to stay packed also where the native kernels cannot be built.
     """
     numbers, blocks = config.num_parameters, 0
     if device == "cpu" and dtype == "float32":
@@ -173,7 +187,11 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1,
             count * outputs * inputs for count, outputs, inputs in config.matrices
             if outputs // tp_size >= fewest_outputs()
         )
-        blocks = config.stored_block_bytes if tp_size == 1 else 0        # shards have no blocks
+        if tp_size == 1:                                 # shards are expanded
+            numbers -= sum(
+                matrix.weights * (2 if matrix.is_linear and matrix.outputs >= fewest_outputs() else 1) for matrix in config.packed
+            )
+            blocks = sum(matrix.nbytes for matrix in config.packed)
     total = numbers * DTYPE_BYTES[dtype]
     total //= tp_size
     if device == "cuda":
@@ -365,23 +383,25 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         final_softcap=softcaps[1] if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
-        stored_block_bytes=_stored_block_bytes(file, family),
+        packed=_packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
     )
 
 
-def _stored_block_bytes(file: GGUFFile, family: Family) -> int:
-    """Bytes of the linears whose parts all have the same packing of STORED_KINDS. A tied head is the embedding."""
-    linears: dict[str, list[GGUFTensor]] = {}
+def _packed_matrices(file: GGUFFile, family: Family) -> tuple[PackedMatrix, ...]:
+    """Of linears with a packed part, and of the embedding. A tied head is the embedding."""
+    found: dict[str, list[GGUFTensor]] = {}
     tied = "output.weight" not in file.tensors
     for name, tensor in file.tensors.items():
         module, _, parameter = name.rpartition(".")
         target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
-        if target and parameter == "weight" and (target != "embed" or tied):
+        if target and parameter == "weight" and len(tensor.shape) == 2:
             layer = re.search(r"\.\d+\.", module)
-            linears.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
-    kinds = {linear: {part.type for part in parts} for linear, parts in linears.items()}
-    return sum(
-        sum(part.nbytes for part in parts) for linear, parts in linears.items()
-        if len(kinds[linear]) == 1 and kinds[linear] <= STORED_KINDS
+            found.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
+    return tuple(
+        PackedMatrix(
+            sum(part.shape[0] for part in parts), parts[0].shape[1], target != "embed" or tied,
+            sum(matrix_bytes(part.type if part.type in STORED_KINDS else "F32", *part.shape) for part in parts),
+        )
+        for target, parts in found.items() if any(part.type in STORED_KINDS for part in parts)
     )

@@ -8,6 +8,7 @@ memory-mapped, so peak memory is one copy of the weights and one tensor.
 from __future__ import annotations
 
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
 from ridgeline.process.log import get_logger
+from ridgeline.quant.layout import STORED_KINDS
 from ridgeline.quant.piece import Piece
 
 logger = get_logger("models")
@@ -186,6 +188,13 @@ def _fill(
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
             interleaved = gguf and config.family.gguf_permuted and _ROTATED.search(targets[0]) is not None
+            packing = stored.kept_packing(name) if isinstance(stored, GGUFSource) else ""
+            if packing and all(pieces[target].take_packed is not None for target in targets):
+                _fill_packed(name, [pieces[target] for target in targets], stored, interleaved, config.head_dim)
+                done += source.tensors[name].nbytes
+                if progress is not None:
+                    progress(done, total)
+                continue
             only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
             tensor = source.read(name, only)
             if interleaved:
@@ -205,15 +214,23 @@ def _fill(
                     if rows.data_ptr() != piece.target.data_ptr():
                         upload.copy(piece.target, rows[piece.kept])
                     checks.add(piece.target, name, source.tensors[name].file)
-                if piece.keep_packed is not None and isinstance(stored, GGUFSource) and stored.is_packed(name):
-                    packed, packing = stored.packed(name)
-                    packed = deinterleaved(packed, config.head_dim) if interleaved else packed
-                    piece.keep_packed(packed[first - piece.shape[0] : first], packing)
             done += source.tensors[name].nbytes
             if progress is not None:
                 progress(done, total)
         upload.finish()
         checks.finish()
+
+
+def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: bool, head_dim: int) -> None:
+    """The rows as the file packs them, for weights that stay packed."""
+    packed, packing = stored.packed(name)
+    packed = deinterleaved(packed, head_dim) if interleaved else packed
+    first = 0
+    for piece in pieces:
+        assert piece.take_packed is not None
+        if not piece.take_packed(packed[first : first + piece.shape[0]], packing):
+            _not_finite(name, stored.tensors[name].file, torch.float32)
+        first += piece.shape[0]
 
 
 _ROTATED = re.compile(r"\.qkv\.\w+:[qk]$")
@@ -227,7 +244,7 @@ def _canonical_source(
     quantisation, formats = config.quantisation, model.stored_formats()
     if quantisation is None or (isinstance(stored, GGUFSource) and not formats):
         return stored
-    weight = model.embed.weight
+    weight = model.norm.weight
     if not formats:
         dtype = str(weight.dtype)[6:]
         logger.info("%s weights are expanded to %s: this device has no kernels for them", quantisation.method, dtype)
@@ -358,9 +375,16 @@ class GGUFSource:
     def is_packed(self, name: str) -> bool:
         return self._file.tensors[name].type.startswith(("Q", "TQ", "MXFP4"))
 
+    def kept_packing(self, name: str) -> str:
+        """How a tensor is packed, if a CPU can keep it so."""
+        packing = self._file.tensors[name].type
+        return packing if packing in STORED_KINDS else ""
+
     def packed(self, name: str) -> tuple[Tensor, str]:
-        """A copy of the rows as they lie in the file, bytes [rows, row bytes], and how they are packed."""
-        return torch.from_numpy(self._file.raw(name).copy()), self._file.tensors[name].type
+        """The rows as they lie in the file, bytes [rows, row bytes], not to be written to; and how they are packed."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)             # that the mapped file is not writable
+            return torch.from_numpy(self._file.raw(name)), self._file.tensors[name].type
 
     def __enter__(self) -> GGUFSource:
         return self

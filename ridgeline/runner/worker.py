@@ -23,7 +23,7 @@ from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.start_phases import phase
 from ridgeline.quant.choose import schemes
-from ridgeline.quant.scheme import unquantised_scheme
+from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
 from ridgeline.runner.cuda_graphs import GraphForward
 from ridgeline.runner.device_rows import DeviceRows
@@ -76,7 +76,7 @@ def make_runner(
     meter = MemoryMeter(device)
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
-        plain = unquantised_scheme(device, dtype, options.execution.deterministic)
+        plain = plain_scheme(device, dtype, options.execution.deterministic, options.model.cpu_activations)
         formats = LinearFormats(model_config, options.model.quantization, device.type, comm.size)
         model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):

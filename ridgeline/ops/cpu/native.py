@@ -1,7 +1,7 @@
 """Loads the native library of CPU kernels.
 
-It is built at installation (`setup.py`) into this folder, or else by `ridgeline build` or the first engine on a CPU that needs it,
-into the cache. Without a C compiler every op runs its definition in torch, which is slower.
+It is built at installation (`setup.py`) into this folder, or else by `ridgeline build`, or by the first engine on a CPU, into the
+cache. Without a C compiler every op runs its definition in torch, which is slower.
 
 One library serves every processor of an architecture: functions are taken from the best level of instructions that this one has.
 The kernels use as many threads as torch does.
@@ -35,9 +35,18 @@ _SIGNATURES = {
     "greedy": [_POINTER] * 5 + [_INT] * 3,
     "rotary_write": [_POINTER] * 9 + [_INT] * 7 + [_FLOAT] * 2,
     "linear_row": [_POINTER] * 4 + [_INT] * 2,
-    "block_linear": [_POINTER] * 4 + [_INT] * 4,
+    "packed_linear": [_POINTER, _INT] + [_POINTER] * 3 + [_INT] * 5,
     "decode_attention": [_POINTER] * 8 + [_INT] * 10 + [_FLOAT] * 2,
     "prefill_attention": [_POINTER] * 8 + [_INT] * 9 + [_FLOAT] * 2,
+}
+# Compiled once, not for every level: they only move bytes, or call the others.
+_PLAIN = {
+    "relay_blocks": ([_POINTER] * 2 + [_INT] * 3, None),
+    "relay_codes": ([_POINTER] * 4, None),
+    "matrix_bytes": ([_POINTER], _INT),
+    "scales_finite": ([_POINTER], _INT),
+    "matrix_rows": ([_POINTER] * 3 + [_INT], None),
+    "run_program": ([_POINTER, _INT], None),             # recording.py
 }
 SPLIT = 128                          # as in step/decode_attention.c
 
@@ -114,8 +123,10 @@ def load(built: Path, level: str) -> SimpleNamespace:
         function = loaded[f"ridgeline_{name}_{level}"]
         function.argtypes, function.restype = arguments, None
         setattr(found, name, function)
-    found.run_program = loaded["ridgeline_run_program"]  # recording.py
-    found.run_program.argtypes, found.run_program.restype = [_POINTER, _INT], None
+    for name, (arguments, result) in _PLAIN.items():
+        function = loaded[f"ridgeline_{name}"]
+        function.argtypes, function.restype = arguments, result
+        setattr(found, name, function)
     return found
 
 
