@@ -1,5 +1,6 @@
 """The native CPU kernels beyond the op contract: long contexts, independence of neighbours and threads, broken rows, builds,
-and other machines: `native_check.c` and `product_check.c` compare them with plain loops for every vector width, under an emulator if need be.
+and other machines: `native_check.c` and `native_step_check.c` compare them with plain loops for every level of instructions, under
+an emulator if need be.
 """
 
 from __future__ import annotations
@@ -169,8 +170,8 @@ def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("machine", "level"), [
     (machine, level) for machine, levels in native_build.LEVELS.items() for level in levels
 ], ids=lambda value: getattr(value, "name", value))
-@pytest.mark.parametrize("program", ["native_check.c", "product_check.c"])
-def test_every_level(machine: str, level: native_build.Level, program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["native_check.c", "native_step_check.c"])
+def test_every_level(name: str, machine: str, level: native_build.Level, tmp_path: Path) -> None:
     emulator: list[str] = []
     compiler = "cc"
     if platform.machine() != machine:
@@ -184,7 +185,7 @@ def test_every_level(machine: str, level: native_build.Level, program: str, tmp_
     own = {"-O3": "-O1", "-fopenmp": "-Wno-unknown-pragmas", "-fPIC": "-static" if emulator else "-pthread"}
     flags = [own.get(flag, flag) for flag in native_build.FLAGS] + [*level.flags, f"-DLEVEL={level.name}"]
     checked = tmp_path / "check"
-    source = Path(__file__).with_name(program)
+    source = Path(__file__).with_name(name)
     subprocess.run([compiler, *flags, f"-I{native_build.SOURCES}", str(source), "-o", str(checked), "-lm"], check=True)
     done = subprocess.run([*emulator, str(checked)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ridgeline.ops.cpu import native
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT4", "INT8", "F16", "BF16", "F32")      # as in tiles.h
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT4", "INT8", "F16", "BF16", "F32")  # as in tiles.h
 BLOCKS = frozenset(KINDS[:8])        # that a GGUF file stores
 NUMBERS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 _SPANS = {"Q4_K": 8, "Q5_K": 8, "Q6_K": 8}

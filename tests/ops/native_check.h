@@ -1,9 +1,4 @@
-/* What the check programs share: random numbers and the comparison. */
-
-#include <math.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
+/* What the programs that check the native kernels share: noise, and how a wrong number is told. */
 
 static int failures;
 static uint64_t state = 1;
