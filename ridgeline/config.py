@@ -108,6 +108,10 @@ class ExecutionOptions:
         False, "batch-invariant kernels: an answer does not depend on the rest of the batch (GPU only); after chunked prefill, "
         "preemption or a prefix hit the last bit may still differ"
     )
+    speculative_config: str = option(
+        "", 'speculative decoding; answers stay the same. A method (auto, ngram, prediction, grammar or suffix), or JSON such as '
+        '{"method": "ngram", "num_speculative_tokens": 8}; empty: off',
+    )
     nvtx: bool = option(False, "mark every op with an NVTX range, for a profiler")
 
 
@@ -124,7 +128,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3",
          "qwen3", "step3", "step3p5"), "think",
     ),
-    "tool_call_parser": {"llama4_json": "llama3_json"},
+    "tool_call_parser": {"llama4_json": "llama3_json", "openai": "harmony"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
 

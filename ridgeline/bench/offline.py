@@ -46,7 +46,8 @@ class Contender(Protocol):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("model", nargs="?", default="",
+                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
     parser.add_argument("--workload", nargs="+", choices=sorted(PRESETS), help="default: all of them")
     parser.add_argument("--requests", type=int, nargs="+", help="numbers of concurrent requests, instead of a named workload")
     parser.add_argument("--input-len", type=int, nargs="+", default=[128], help="with --requests: prompt length")
