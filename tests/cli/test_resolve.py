@@ -187,7 +187,7 @@ def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:
     """What fits once does not fit twice, when each rank has a KV cache of half the size per block."""
     alone = resolved(model)
     weights = weight_bytes(alone.model, "float32", "cpu")
-    blocks = int((64 * MIB - weights) * 0.7) // (2 * 2 * 16 * 4 * 16 * 4)
+    blocks = int((64 * MIB - weights) * 0.7) // (2 * 2 * 16 * 4 * 16 * 2)
     assert resolved(model, num_gpu_blocks_override=blocks).num_blocks == blocks
     assert resolved(model, num_gpu_blocks_override=blocks, tensor_parallel_size=2).num_blocks == blocks
     with pytest.raises(ConfigError, match="num_gpu_blocks_override"):
