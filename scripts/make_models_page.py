@@ -98,7 +98,8 @@ def page() -> str:
         gguf = f"`{family.gguf}`" if family.gguf else "as `llama`" if family.name == "mistral" else "–"
         rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
-    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), kept=", ".join(sorted(STORED_KINDS)), methods=", ".join(READERS))
+    kept = ", ".join(sorted(STORED_KINDS))
+    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
 
 
 def main() -> int:
