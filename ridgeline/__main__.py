@@ -51,7 +51,8 @@ def overview(group: str = "") -> str:
     """All commands, or those of one group (`bench `)."""
     chosen = {name: help for name, (_, help) in COMMANDS.items() if name.startswith(group)}
     width = max(len(name) for name in chosen)
-    lines = [f"  {name:<{width}}  {help}" for name, help in chosen.items()]
+    others = {name: f" (also: {other})" for other, name in ALIASES.items()}
+    lines = [f"  {name:<{width}}  {help}{others.get(name, '')}" for name, help in chosen.items()]
     if group:
         usage = f"usage: ridgeline {group}COMMAND ..."
         return "\n".join([usage, "", *lines, "", f"`ridgeline {group}COMMAND --help` lists a command's options."])

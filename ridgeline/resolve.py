@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.config import EngineConfig
+from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config, weight_bytes
@@ -20,7 +21,7 @@ from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, cache_dtype
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, cache_dtype, page_bytes
 from ridgeline.sizes.ledger import GIB
 from ridgeline.sizes.op_costs import DTYPE_BYTES, QUANTISED_BYTES
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
@@ -94,14 +95,6 @@ class ResolvedConfig:
         )
 
 
-def page_bytes(groups: list[KVGroupSpec], element_size: int) -> int:
-    """Bytes of one block in all layer slots, keys and values; elements of one byte have a scale per token and head."""
-    spec = groups[0]
-    slots = max(len(group.layers) for group in groups)
-    head = spec.head_dim * element_size + (4 if element_size == 1 else 0)
-    return slots * 2 * spec.block_size * spec.num_kv_heads * head
-
-
 def model_path(config: EngineConfig) -> Path:
     """The model's directory or file; a name of the Hugging Face hub is looked up in the local cache."""
     return locate(config.model.model) if config.model.model else embedded.require()
@@ -112,6 +105,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     model = load_model_config(path)
     if config.model.structured_outputs_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
         raise ConfigError("structured_outputs_backend xgrammar is not installed: pip install 'ridgeline[xgrammar]'")
+    draft_options(config.execution.speculative_config)
     reasons: dict[str, str] = {}
     dtype = _dtype(config, model, device, reasons)
     groups = kv_groups(model, config.cache.block_size, config.parallel.tensor_parallel_size)
@@ -130,7 +124,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         config.execution.deterministic, reasons,
     )
     if config.execution.deterministic and device.kind == "cuda":
-        _check_deterministic(config, dtype)
+        _check_deterministic(config, dtype, model)
 
     max_num_seqs, budget, memory = _sizes(config, device, model, dtype, groups, longest, graphs, reasons)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
@@ -265,10 +259,10 @@ class Memory:
         if model.final_softcap is not None:
             logits = model.vocab_size * max(4, size)     # capped in float32
         partials = 0 if device.kind == "cpu" else partial_bytes(model, config.execution.deterministic) // ranks
-        width = 4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        width = 4 * model.hidden_size + attention_width(model, ranks)
         # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/linear/gemm_gated.py), but steps
         # just below that do, into other pieces of memory than the largest step has left.
-        per_token = (width + 3 * model.intermediate_size) * size
+        per_token = (width + model.mlp_elements) * size
         quantised = quantised_memory(model, config.model.quantization, device.kind, ranks)
         if quantised.codes:                              # rows as codes, beside the rows themselves
             per_token += model.hidden_size + model.intermediate_size
@@ -361,11 +355,23 @@ class Memory:
         return f" (other processes use {self.others / GIB:.2f} GiB of its share)" if self.others > 0 else ""
 
 
+def attention_width(model: ModelConfig, ranks: int) -> int:
+    """Numbers of a token between the linears around attention. A prompt's keys and values are widened from their latents; for
+    what earlier steps left in the cache its queries are absorbed as well, and their sums of latents widened."""
+    latent = model.latent
+    if latent is None:
+        return (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    heads = -(-model.num_heads // ranks)
+    projected = latent.query_rank + 2 * latent.width
+    return projected + heads * (2 * latent.head + 2 * latent.kv_rank + latent.nope + 3 * latent.value)
+
+
 def partial_bytes(model: ModelConfig, deterministic: bool) -> int:
     """Partial results of split-KV attention, per row: one for a shared prefix; for the row's own keys eight fixed splits if
     deterministic, else 1.5 on average, since every second row is split in two (ops/attention/split_kv.py)."""
     slots = 9.0 if deterministic else 2.5
-    return int(slots * model.num_heads * (2 ** (model.head_dim - 1).bit_length() + 2) * 4)
+    value = model.head_dim if model.latent is None else model.latent.kv_rank
+    return int(slots * model.num_heads * (2 ** (value - 1).bit_length() + 2) * 4)
 
 
 def _has_kernels(config: EngineConfig, model: ModelConfig, dtype: str) -> bool:
@@ -373,7 +379,12 @@ def _has_kernels(config: EngineConfig, model: ModelConfig, dtype: str) -> bool:
     return config.model.kernels == "auto" and dtype != "float64" and model.head_dim <= 256
 
 
-def _check_deterministic(config: EngineConfig, dtype: str) -> None:
+def _check_deterministic(config: EngineConfig, dtype: str, model: ModelConfig) -> None:
+    if model.latent is not None:
+        raise ConfigError(
+            "deterministic does not work with latent attention: a prompt's result depends on how it was cut into chunks, in its "
+            "last bits; leave it off"
+        )
     if dtype not in ("bfloat16", "float16"):
         raise ConfigError(f"deterministic has no kernels for {dtype}; use dtype bfloat16 or float16")
     if config.parallel.tensor_parallel_size > 1:

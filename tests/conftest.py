@@ -8,14 +8,19 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from reliability_rows import EVERY_COMMIT
 
 from ridgeline.process import embedded
 
 # A shell without a terminal starts background processes with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# An example may take as long as it does on a busy machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)      # before -m chooses
@@ -41,6 +46,18 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    if grammar_check := sys.modules.get("ridgeline.engine.client.grammar_check"):
+        # So may a grammar: its limit of CPU time stays, and those of wall-clock time that a test makes short.
+        _wait_for_grammars(grammar_check)
+
+
+def _wait_for_grammars(grammar_check: Any) -> None:
+    compile_within = grammar_check.GrammarChecker._compile
+
+    def patiently(self: Any, asked: Any, seconds: float, try_seconds: float = 0.0) -> Any:
+        return compile_within(self, asked, 60.0 if seconds > 0.5 else seconds, try_seconds)
+
+    grammar_check.GrammarChecker._compile = patiently
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,10 @@ LIMITS = {"file lines": 500, "function lines": 60, "kernel lines": 150, "branche
 WORDS = re.compile(r"\b(whoever|nobody|somebody|so many|such a one)\b", re.IGNORECASE)
 MOST_WORDS = 25
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.BoolOp, ast.comprehension, ast.match_case, ast.Assert)
+CLOCKS = {                          # functions that read one: nothing that may be early or late belongs in `make test`
+    "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time",
+    "thread_time_ns", "time", "time_ns", "clock_gettime", "getrusage", "cpu_times", "timeit",
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -121,6 +125,43 @@ def local_imports() -> Iterator[tuple[str, str, int]]:
                 yield "own imports in a function", f"{file}:{function}", count
 
 
+def clock_reads(tree: ast.Module) -> dict[str, int]:
+    """Tests that are not slow and read a clock, themselves or by a function of their file: how often."""
+    scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+    defined = {node.name: node for scope in scopes for node in scope.body if isinstance(node, Function)}
+    reads = dict.fromkeys(defined, 0)
+    uses: dict[str, set[str]] = {name: set() for name in defined}
+    for name, node in defined.items():
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute):
+                reads[name] += each.func.attr in CLOCKS
+            elif isinstance(each, (ast.Name, ast.Attribute)):
+                uses[name].add(each.id if isinstance(each, ast.Name) else each.attr)
+    is_slow = any(isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node) and "mark.slow" in ast.unparse(node)
+                  for node in tree.body)
+    found: dict[str, int] = {}
+    for name, node in defined.items():
+        marks = [ast.unparse(mark) for mark in node.decorator_list]
+        if not name.startswith("test_") or is_slow or "pytest.mark.slow" in marks:
+            continue
+        reached, more = {name}, {name}
+        while more:
+            more = defined.keys() & set[str]().union(*(uses[one] for one in more)) - reached
+            reached |= more
+        if total := sum(reads[each] for each in reached):
+            found[name] = total
+    return found
+
+
+def clocks_in_tests() -> Iterator[tuple[str, str, int]]:
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if not any(f".{clock}(" in text for clock in CLOCKS):
+            continue
+        for name, count in clock_reads(ast.parse(text)).items():
+            yield "reads of a clock in a quick test", f"{path.relative_to(ROOT / 'tests').as_posix()}:{name}", count
+
+
 def circles() -> list[str]:
     """Modules that import each other, also where an import stands inside a function; types alone do not count."""
     arrows: dict[str, set[str]] = {}
@@ -150,7 +191,7 @@ def offenders() -> dict[str, dict[str, int]]:
     for limit, place, size in sizes():
         if size > LIMITS[limit]:
             found.setdefault(limit, {})[place] = size
-    for limit, place, size in local_imports():
+    for limit, place, size in (*local_imports(), *clocks_in_tests()):
         found.setdefault(limit, {})[place] = size
     return found
 
@@ -207,6 +248,16 @@ def test_the_walks_see_what_they_are_for() -> None:
     assert set().union(*(imported(node) for node in ast.walk(tree))) == {"ridgeline.errors"}
     assert any(limit == "kernel lines" for limit, _, _ in sizes()) and len(trees()) > 300
     assert WORDS.search("Nobody knows") and not WORDS.search("no body")
+
+
+def test_a_quick_test_that_reads_a_clock_is_found() -> None:
+    """Whether it compares what it reads is not asked: count the work, use a clock that the test moves, or mark the test slow."""
+    source = "def took():\n    return time.thread_time()\n{mark}def test_a():\n    def f(): return took()\n    assert f() < 1\n"
+    assert clock_reads(ast.parse(source.format(mark=""))) == {"test_a": 1}
+    assert clock_reads(ast.parse(source.format(mark="@pytest.mark.slow\n"))) == {}
+    assert clock_reads(ast.parse("pytestmark = pytest.mark.slow\n" + source.format(mark=""))) == {}
+    assert clock_reads(ast.parse(source.format(mark="").replace("time.thread_time()", "clock.now"))) == {}
+    assert clock_reads(ast.parse("def test_a(child):\n    assert sum(child.cpu_times()[:2]) < 1")) == {"test_a": 1}
 
 
 def shrink() -> None:

@@ -50,7 +50,8 @@ PROMPT = 64                          # tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("model", nargs="?", default="",
+                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="use a public model's shapes with dummy weights")
     parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128], help="batch sizes to fill masks for")

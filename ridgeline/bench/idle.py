@@ -46,7 +46,7 @@ _FLOOR_PARTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; see also --shape")
+    parser.add_argument("model", nargs="?", default="", help="name in the HF cache, directory or .gguf file; see also --shape")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="use a public model's shapes with dummy weights")
     parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 256], help="batch sizes")

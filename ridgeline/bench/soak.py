@@ -48,7 +48,8 @@ _FILLING = 480                       # tokens of a prompt that only fills the po
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("model", nargs="?", default="",
+                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
     parser.add_argument("--url", default="", help="test a running server, such as http://127.0.0.1:8000; needs --pid")
     parser.add_argument("--pid", type=int, default=0, help="process id of that server's front end")
     parser.add_argument("--minutes", type=float, default=10.0, help="duration, including the warm-up")

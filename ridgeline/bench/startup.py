@@ -36,7 +36,8 @@ _LONGEST = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("model", nargs="?", default="",
+                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), help="use public models' shapes with dummy weights")
     parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
     parser.add_argument("--written", action="store_true",

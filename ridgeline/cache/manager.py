@@ -17,17 +17,20 @@ from dataclasses import dataclass, field
 
 from ridgeline.cache.block_pool import NULL_BLOCK, BlockPool, SlabPool
 from ridgeline.cache.prefix_cache import Node, NoPrefixCache, PrefixCache
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, group_blocks
+from ridgeline.messages import BlockOp
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, common_block_size, group_blocks
 
 
 @dataclass(slots=True, eq=False)
 class Hit:
-    """A prefix whose KV exists: whole blocks, one table per group (null behind a window)."""
+    """A prefix whose KV exists: whole blocks, one table per group (null behind a window), and maybe a part of one more, which
+    the sequence gets as a copy."""
 
     num_tokens: int
     tables: list[list[int]]
     node: Node | None                # where the sequence stands in the prefix tree; None = cannot be indexed further
     asked_tokens: int = 0            # how many tokens lookup() was given; 0 = from fork()
+    copied: list[int] = field(default_factory=list)      # per group: the block whose first tokens are copied behind the others
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +53,7 @@ class CacheCounters:
     hit_tokens: int = 0
     asked_tokens: int = 0
     forked_blocks: int = 0
+    copied_blocks: int = 0
     window_freed: int = 0
     evicted: int = 0
 
@@ -65,7 +69,7 @@ class KVManager:
     ) -> None:
         """`contiguous_tokens`: reserve one contiguous run for that many tokens per request (paging off)."""
         self.groups = groups
-        self.block_size = groups[0].block_size
+        self.block_size = common_block_size(groups)
         self.counters = CacheCounters()
         self._windows = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self.cache: PrefixCache = PrefixCache(len(groups)) if prefix_caching else NoPrefixCache()
@@ -123,6 +127,22 @@ class KVManager:
         length = self._valid_length(columns)
         return self._hit(columns[:length], self.cache.root(salt) if length == 0 else None)
 
+    def add_copy(self, hit: Hit, source: SequenceBlocks, computed: int) -> None:
+        """Behind the hit's whole blocks, the part of one more that a running sequence with the same prompt has: `computed` tokens
+        of the prompt have their KV from the steps before this one. The new sequence gets a copy, to write on in it."""
+        place, more = hit.num_tokens // self.block_size, computed - hit.num_tokens
+        if self.grows and 0 < more < self.block_size and place < source.num_blocks:
+            copied = [table[place] for table in source.tables]
+            if all(copied):
+                hit.num_tokens, hit.copied = computed, copied
+
+    def copies(self, hit: Hit, blocks: SequenceBlocks) -> list[BlockOp]:
+        """What the device has to copy before a sequence that started from this hit computes."""
+        place = hit.num_tokens // self.block_size
+        return [
+            BlockOp("copy", group, source, blocks.tables[group][place]) for group, source in enumerate(hit.copied)
+        ]
+
     def _valid_length(self, columns: Sequence[Sequence[int]]) -> int:
         """How many leading blocks can be used: all present in full groups, the last window's worth in window groups."""
         if not self._windows:
@@ -176,6 +196,7 @@ class KVManager:
 
     def _count(self, hit: Hit) -> None:
         counters = self.counters
+        counters.copied_blocks += len(hit.copied)
         if hit.asked_tokens:
             counters.lookups += 1
             counters.asked_tokens += hit.asked_tokens

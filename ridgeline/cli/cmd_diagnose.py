@@ -38,7 +38,8 @@ _COUNTERS = {"rows": "rows", "tokens": "tokens"}         # counter tracks below 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL | URL] [options]"
     parser.add_argument("model", nargs="?", default="", metavar="MODEL | URL",
-                        help="HF directory or .gguf file (default: the embedded model), or http://host:port of a server")
+                        help="name in the HF cache, directory or .gguf file (default: the embedded model), or the address of a "
+                             "server, http://host:port")
     load = parser.add_argument_group("workload, without a server")
     load.add_argument("--num-prompts", type=int, default=8, metavar="N", help="number of requests (default: 8)")
     load.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="prompt length (default: 128)")

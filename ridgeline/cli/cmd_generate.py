@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a line per prompt: {prompt | prompt_token_ids | messages, id, and any field of SamplingParams}",
     )
     parser.add_argument("output", metavar="OUTPUT.jsonl", type=Path, help="a line per answer, as they finish")
-    parser.add_argument("--model", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("--model", default="", help="name in the HF cache, directory or .gguf file; default: the embedded model")
     add_sampling_options(parser)
     add_engine_options(parser)
 
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     with source, target:
         path = model_path(config)
         load_model_config(path)                          # a wrong model fails with its own error, not the tokenizer's
-        processor = Processor.load(config.model, path)     # a wrong tokenizer or template fails before the weights load
+        # A wrong tokenizer or template fails before the weights load.
+        processor = Processor.load(config.model, path, config.execution.speculative_config)
         with progress_bar("loading", in_bytes=True) as tick:
             core = EngineCore.start(config, tick)
         defaults = {**DEFAULTS, **processor.sampling_defaults, **given}

@@ -31,6 +31,7 @@ from ridgeline.plan.public_models import CONFIGS, PlannedModel, find_model, is_s
 from ridgeline.plan.records import NotPredicted, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
+from ridgeline.quantize.card import CARD, planned_kl
 from ridgeline.sizes.hardware import DEVICES, Device, described, find_device
 
 BEYOND_BAR = 3                       # exit code
@@ -81,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                          help="model that proposes drafts (default: n-grams, at no cost)")
     numbers.add_argument("--parameters", type=float, metavar="N", help="parameter count for the textbook estimate, such as 70e9")
     numbers.add_argument("--kl", default="", metavar="FORMAT:NATS,…",
-                         help="KL divergences measured by ridgeline eval, for the plot: int4:0.03,fp8:0.002,kv-fp8:0.0005")
+                         help="measured KL divergences for the plot: int4:0.03,kv-fp8:0.0005, or models or cards of "
+                              "ridgeline quantize")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print everything as JSON")
     out.add_argument("--html", metavar="FILE", help="write Pareto plots and tables as one HTML page")
@@ -188,10 +190,15 @@ def parse_slo(words: str) -> Slo:
 
 
 def parse_kl(words: str) -> dict[str, float]:
-    """From words like int4:0.03,kv-fp8:0.0005."""
+    """From words like int4:0.03,kv-fp8:0.0005, and from cards of `ridgeline quantize` (a file, or the model's directory)."""
     known = {*WEIGHT_FORMATS, *(f"kv-{name}" for name in KV_FORMATS), "2:4"}
     found = {}
     for word in words.split(","):
+        path = Path(word.strip())
+        if path.suffix == ".json" or (path / CARD).is_file():
+            format, found_kl = planned_kl(path / CARD if path.is_dir() else path)
+            found[format] = found_kl
+            continue
         name, colon, number = word.strip().rpartition(":")
         if not colon or name not in known:
             raise ConfigError(f"{word!r} is not FORMAT:NATS, with one of {', '.join(sorted(known))}")

@@ -14,11 +14,16 @@ from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.slices import SLICES
 from ridgeline.evaluate.task import Task
-from ridgeline.quantize.card import PAGE, summary_line
-from ridgeline.quantize.recipes import RECIPES, read_recipe
+from ridgeline.quantize.card import PAGE, PLOTS, parse_limits, summary_line
+from ridgeline.quantize.recipes import AUTO, RECIPES, read_recipe
 from ridgeline.resolve import model_path
 
 CARD_TOKENS, CARD_CONTEXT = 1024, 256
+LIMIT_OPTIONS = {
+    "kl": ("--max-kl", "largest mean KL divergence, in nats: 0.05"),
+    "flips": ("--max-flips", "largest share of positions with another top token: 5%%"),
+    "ppl": ("--max-ppl-increase", "largest increase of the perplexity: 2%%"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     width = max(map(len, RECIPES))
     listed = "\n".join(f"  {name:<{width}}  {words}" for name, (_, _, words) in RECIPES.items())
+    listed += f"\n  {AUTO:<{width}}  a format for each linear, the fewest bytes that meet the limits below"
     parser.epilog = f"recipes:\n{listed}\n\nThe input is only read. A run that was stopped goes on when it is started again."
     group = parser.add_argument_group("quantisation")
     group.add_argument("--recipe", required=True, metavar="NAME|FILE.yaml",
@@ -42,16 +48,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help='text for GPTQ: a text file, or JSONL with a "text" per line (default: half of pydoc_data.topics)')
     group.add_argument("--calibration-tokens", type=int, default=8192, metavar="N",
                        help="tokens of it to use (default: %(default)s)")
+    limits = parser.add_argument_group("limits", "every slice of the card must meet them; with --recipe auto they choose formats")
+    for name, (option, words) in LIMIT_OPTIONS.items():
+        limits.add_argument(option, dest=f"limit_{name}", metavar="X", help=words)
     measured = parser.add_argument_group("card")
     measured.add_argument("--no-card", action="store_true", help="do not measure the quality; the output then has no card")
     measured.add_argument("--card-text", default="", metavar="FILE",
                           help="a text to measure on (default: half of pydoc_data.topics)")
     measured.add_argument("--card-tokens", type=int, default=CARD_TOKENS, metavar="N",
                           help="approximate number of tokens per slice (default: %(default)s)")
+    measured.add_argument("--card-needle", type=int, nargs="+", default=[], metavar="N",
+                          help="also hide a number in texts of N tokens, and count how often it is found")
     measured.add_argument("--json", action="store_true", help="print the card as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, f"limit_{name}") for name in LIMIT_OPTIONS}
+    limits = parse_limits(",".join(f"{name}:{value}" for name, value in given.items() if value is not None)) if any(
+        value is not None for value in given.values()) else {}
+    if limits and args.no_card:
+        raise ConfigError("limits are checked on the card: leave out --no-card")
     recipe = read_recipe(args.recipe, args.group, args.keep, args.keep_first, args.keep_last)
     for name in ("card_tokens", "calibration_tokens"):
         if getattr(args, name) < 2:
@@ -61,13 +77,14 @@ def run(args: argparse.Namespace) -> int:
     require_model(config)
     path = model_path(config)
     task = None if args.no_card else Task(
-        text=args.card_text, slices=tuple(SLICES), context=CARD_CONTEXT, tokens=args.card_tokens, seed=args.seed
+        text=args.card_text, slices=tuple(SLICES), context=CARD_CONTEXT, tokens=args.card_tokens, seed=args.seed,
+        needle=tuple(args.card_needle),
     )
     # This imports torch: errors in the command line are reported before.
     maker = importlib.import_module("ridgeline.quantize.quantize_model")
     made = maker.quantize(maker.Job(
         model=path, recipe=recipe, out=out, seed=args.seed, text=args.calibration, tokens=args.calibration_tokens, card=task,
-        show=not args.json,
+        limits=limits, show=not args.json,
     ))
     if args.json:
         print(json.dumps(made))
@@ -76,6 +93,6 @@ def run(args: argparse.Namespace) -> int:
     if made is not None:
         print(f"quality: {summary_line(made)}")
         print("not quantised: " + "; ".join(made["not_quantised"]))
-        print(f"card: {args.folder}/{PAGE}")
+        print(f"card: {args.folder}/{PAGE}, with plots {args.folder}/{PLOTS}")
     print(f"serve it: ridgeline serve {args.folder}")
     return 0

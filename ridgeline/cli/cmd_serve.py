@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
 
         def on_ready(service: Service, address: str) -> None:
             until_ready.close()
+            service.quality = quality
             if not say(welcome(service, address, quality)):
                 logger.warning("ready: %s/v1 (standard output cannot be written to)", address)
 

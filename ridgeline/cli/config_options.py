@@ -86,7 +86,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [options]"
     parser.add_argument(
         "model", nargs="?", default="", metavar="MODEL",
-        help="HF directory or .gguf file; default: the embedded SmolLM2-135M-Instruct",
+        help="a name in the Hugging Face cache, a directory or a .gguf file; default: the embedded SmolLM2-135M-Instruct",
     )
 
 

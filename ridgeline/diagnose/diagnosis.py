@@ -35,6 +35,7 @@ from ridgeline.roofline.steps import PHASES, PhaseSums
 from ridgeline.roofline.trace import KNOWN, Trace, own_times, read_trace
 from ridgeline.roofline.vectorised import ManyCosts, StepCosts
 from ridgeline.roofline.verdict import Setting, Window, judge
+from ridgeline.sizes.kv_spec import common_block_size
 
 PROFILED_STEPS = 96                  # most steps under the profiler
 WARM_UP = Load(prompts=2, tokens_in=24, tokens_out=4, seed=99)
@@ -252,7 +253,7 @@ def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int, peak
         device=config.device, max_rows=config.max_num_seqs, kv_usage=kv_usage, preemptions=preemptions,
         weight_bytes=run.log.weight_bytes, kv_bytes=run.log.shape.kv_bytes, graphs=config.graphs, overlap=config.depth > 0,
         prefix_caching=config.prefix_caching, ranks=config.options.parallel.tensor_parallel_size, dtype=config.dtype,
-        native=tuple(peaks.flops_s),
+        native=tuple(peaks.flops_s), speculation=engine.core.scheduler.drafter.active,
     )
 
 
@@ -269,6 +270,6 @@ def _mean_rows(log: StepLog) -> float:
 
 def _kv_usage(engine: Engine, log: StepLog) -> float:
     """Mean share of the KV blocks that sequences held in a step, from the lengths of its rows."""
-    size, blocks = engine.config.groups[0].block_size, max(1, engine.config.num_blocks - 1)
+    size, blocks = common_block_size(engine.config.groups), max(1, engine.config.num_blocks - 1)
     held: Sequence[int] = [int((-(-lengths // size)).sum()) for lengths in log.rows.lengths] or [0]
     return min(1.0, statistics.fmean(held) / blocks)

@@ -63,7 +63,8 @@ _HALF = {"gpu_memory_utilization": 0.42}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = dict.fromkeys(each.name for each in (*SCENARIOS, *GPU_SCENARIOS))
-    parser.add_argument("model", nargs="?", default="", help="HF directory or .gguf file; default: the embedded model")
+    parser.add_argument("model", nargs="?", default="",
+                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
     parser.add_argument("--shape", choices=sorted(SHAPES),
                         help="use a public model's shapes with dummy weights, instead of MODEL")
     parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")

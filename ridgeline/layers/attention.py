@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ridgeline.distributed.sharding import Shard
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Placement, QKVLinear, RowLinear
-from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.norm import RMSNorm, WideNorm
 from ridgeline.ops.attention.fused_decode import decode_attention, joined
 from ridgeline.ops.attention.paged_attention import paged_attention
 from ridgeline.ops.attention.qkv_write import rotary_write
+from ridgeline.quant.piece import Piece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,11 +38,28 @@ class AttentionSpec:
     window: int | None
     group: int                       # the layer's KV group: which block table and slots of the batch it uses
     rotation: Tensor                 # the table of its rope, shared between layers
+    sinks: bool = False              # every head has a score without a value, beside those of the keys
+
+
+class Sinks(nn.Module):
+    """One number for every query head of this rank."""
+
+    def __init__(self, rows: Shard, head_dim: int, place: Placement) -> None:
+        super().__init__()
+        self.rows, self.head_dim = rows, head_dim
+        dtype = torch.promote_types(place.dtype, torch.float32)
+        self.weight = nn.Parameter(torch.zeros(rows.size // head_dim, dtype=dtype, device=place.device), requires_grad=False)
+
+    def pieces(self) -> dict[str, Piece]:
+        total, start, stop = (each // self.head_dim for each in (self.rows.total, self.rows.start, self.rows.stop))
+        return {"weight:": Piece((total,), (slice(start, stop),), self.weight.data[: stop - start], (0.0, 1.0))}
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: AttentionSpec, norms: tuple[RMSNorm, RMSNorm] | None, place: Placement) -> None:
-        """`norms` are for q and k, on each head."""
+    def __init__(
+        self, spec: AttentionSpec, norms: tuple[RMSNorm, RMSNorm] | None, place: Placement, wide_eps: float | None = None
+    ) -> None:
+        """`norms` are for q and k, on each head; with `wide_eps`, they have one norm each over all heads."""
         super().__init__()
         self.spec = spec
         self.qkv = QKVLinear(
@@ -47,9 +67,20 @@ class Attention(nn.Module):
             place.inside("qkv"),
         )
         self.output = RowLinear(self.qkv.rows["q"], spec.hidden_size, spec.output_bias, place.inside("output"))
-        self.q_norm: RMSNorm | None
-        self.k_norm: RMSNorm | None
+        self.q_norm: RMSNorm | WideNorm | None
+        self.k_norm: RMSNorm | WideNorm | None
         self.q_norm, self.k_norm = norms or (None, None)
+        if wide_eps is not None:
+            comm, copies = place.comm, max(1, place.comm.size // spec.num_kv_heads)
+            self.q_norm = WideNorm(self.qkv.rows["q"], 1, wide_eps, comm, place.dtype, place.device)
+            self.k_norm = WideNorm(self.qkv.rows["k"], copies, wide_eps, comm, place.dtype, place.device)
+
+        self.sinks = Sinks(self.qkv.rows["q"], spec.head_dim, place) if spec.sinks else None
+
+    @property
+    def num_heads(self) -> int:
+        """On this rank."""
+        return self.qkv.num_heads
 
     def forward(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection [T, (heads + 2 KV heads) * dim] to the attention output [T, heads * dim]; writes K and V to the
@@ -58,30 +89,39 @@ class Attention(nn.Module):
         group = batch.groups[spec.group]
         if batch.work is None or not joined(batch.work, len(qkv), group.prefix):
             return self.read(self.write(qkv, batch, kv), batch, kv)
+        qkv = self._wide_normed(qkv)
         out = decode_attention(
             qkv, batch.positions, group.slots, spec.rotation, kv.k, kv.v, group.block_table, batch.query_start,
             batch.kv_len, heads=self.qkv.num_heads, kv_heads=self.qkv.num_kv_heads,
             query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             table_rows=batch.table_rows, work=batch.work, shares=group.shares, workspace=batch.workspace,
-            k_scale=kv.k_scale, v_scale=kv.v_scale, **self._norms(),
+            k_scale=kv.k_scale, v_scale=kv.v_scale, sinks=None if self.sinks is None else self.sinks.weight, **self._norms(),
         )
         return out.flatten(1)
 
     def _norms(self) -> dict[str, Any]:
-        if self.q_norm is None or self.k_norm is None:
+        if not isinstance(self.q_norm, RMSNorm) or not isinstance(self.k_norm, RMSNorm):
             return {}
         return {
             "q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps,
             "norm_offset": self.q_norm.offset,
         }
 
+    def _wide_normed(self, qkv: Tensor) -> Tensor:
+        """Norms over all heads change the projection before anything else reads it."""
+        if not isinstance(self.q_norm, WideNorm) or not isinstance(self.k_norm, WideNorm):
+            return qkv
+        queries, keys = self.qkv.rows["q"].size, self.qkv.rows["k"].size
+        q, k, v = qkv.split((queries, keys, keys), dim=-1)
+        return torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
+
     def write(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection [T, (heads + 2 KV heads) * dim]: writes K and V to the cache, returns q [T, heads, dim]."""
         spec = self.spec
         return rotary_write(
-            qkv, batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v, heads=self.qkv.num_heads,
-            kv_heads=self.qkv.num_kv_heads, k_scale=kv.k_scale, v_scale=kv.v_scale,
+            self._wide_normed(qkv), batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v,
+            heads=self.qkv.num_heads, kv_heads=self.qkv.num_kv_heads, k_scale=kv.k_scale, v_scale=kv.v_scale,
             **self._norms(),
         )
 
@@ -95,6 +135,6 @@ class Attention(nn.Module):
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             table_rows=batch.table_rows, work=batch.work, prefix=group.prefix, shares=group.shares,
             query_tiles=batch.query_tiles, workspace=batch.workspace,
-            k_scale=kv.k_scale, v_scale=kv.v_scale,
+            k_scale=kv.k_scale, v_scale=kv.v_scale, sinks=None if self.sinks is None else self.sinks.weight,
         )
         return out.flatten(1)

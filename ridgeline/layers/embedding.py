@@ -9,7 +9,7 @@ from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import Linear, Placement
 from ridgeline.ops.cpu.matrix import Matrix
-from ridgeline.ops.vocabulary import embedding
+from ridgeline.ops.vocabulary_ends import embedding
 from ridgeline.quant.cpu_packed import Kept
 from ridgeline.quant.piece import Piece
 
@@ -59,13 +59,12 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.matrix is not None:
-            x = self.matrix.rows(tokens)
-        elif self.comm.size == 1:
+            return self.matrix.rows(tokens, 1.0 if self.scale is None else self.scale)
+        if self.comm.size == 1:
             return embedding(self.weight, tokens, self.scale)
-        else:
-            local = tokens - self.shard.start
-            mine = (local >= 0) & (local < self.shard.filled)
-            x = self.comm.all_reduce(embedding(self.weight, local * mine) * mine.unsqueeze(-1))
+        local = tokens - self.shard.start
+        mine = (local >= 0) & (local < self.shard.filled)
+        x = self.comm.all_reduce(embedding(self.weight, local * mine) * mine.unsqueeze(-1))
         return x if self.scale is None else x * self.scale
 
 

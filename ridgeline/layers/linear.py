@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.sharding import Shard, even_shard, head_shards, whole
 from ridgeline.layers.batch import Batch
-from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm
+from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.cpu.matrix import Matrix
 from ridgeline.quant.piece import Piece
 from ridgeline.quant.scheme import Scheme
+
+AnyNorm = RMSNorm | LayerNorm | NoNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,11 @@ class Placement:
     def inside(self, name: str) -> Placement:
         """For what is inside the layer of that name."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
+
+
+def normed_rows(x: Tensor, residual: Tensor | None, norm: AnyNorm) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual)"""
+    return (norm(x), x) if residual is None else norm.add(x, residual)
 
 
 class SharedWeight(Protocol):
@@ -101,9 +109,12 @@ class Linear(nn.Module):
         return self.scheme.apply(self, x, batch)
 
     def normed(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, batch: Batch | None
+        self, x: Tensor, residual: Tensor | None, norm: AnyNorm, batch: Batch | None
     ) -> tuple[Tensor, Tensor]:
         """(the linear of norm(x + residual), x + residual). Without a residual, x is the whole residual stream."""
+        if not isinstance(norm, RMSNorm):
+            rows, stream = normed_rows(x, residual, norm)
+            return self(rows, batch), stream
         return self.scheme.apply_normed(self, x, residual, norm, batch)
 
 
@@ -115,9 +126,12 @@ class GateUpLinear(Linear):
         super().__init__({"gate": shard, "up": shard}, whole(inputs), bias, place)
 
     def normed_gated(
-        self, x: Tensor, residual: Tensor | None, norm: RMSNorm, activation: str, batch: Batch | None, following: Linear
+        self, x: Tensor, residual: Tensor | None, norm: AnyNorm, activation: str, batch: Batch | None, following: Linear
     ) -> tuple[Tensor, Tensor]:
         """(activation(gate) * up of norm(x + residual), x + residual); the first in the form that `following` takes"""
+        if not isinstance(norm, RMSNorm):
+            out, stream = self.normed(x, residual, norm, batch)
+            return gated_activation(out, activation), stream
         return self.scheme.apply_normed(self, x, residual, norm, batch, activation, following)
 
 
@@ -156,3 +170,11 @@ class RowLinear(Linear):
         if self.comm.size == 1 and self.scheme.adds(self, x):
             return self.scheme.apply_onto(self, residual, x), None
         return self(x, batch), residual
+
+    def behind(
+        self, residual: Tensor, x: Tensor, post_norm: nn.Module | None, batch: Batch | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(x, residual) after this linear and its norm; (stream, None) where it has added its output to the residual already."""
+        if post_norm is None:
+            return self.onto(residual, x, batch)
+        return post_norm(self(x, batch)), residual

@@ -1,12 +1,16 @@
-"""The gated MLP: down(activation(gate(x)) * up(x)), where x is the normed residual stream."""
+"""The MLP of a layer, from the residual stream to what is added to it: down(activation(gate(x)) * up(x)), or without a gate.
+
+Every MLP takes (x, residual) and gives (x, residual), norms included, so that a layer does not know which kind it has.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
-from ridgeline.layers.linear import GateUpLinear, Placement, RowLinear
-from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.linear import AnyNorm, GateUpLinear, Linear, Placement, RowLinear
+from ridgeline.ops.activation import gated_activation, plain_activation
 
 
 class GatedMLP(nn.Module):
@@ -16,6 +20,33 @@ class GatedMLP(nn.Module):
         self.gate_up = GateUpLinear(hidden_size, intermediate, bias, place.inside("gate_up"))
         self.down = RowLinear(self.gate_up.rows["gate"], hidden_size, bias, place.inside("down"))
 
-    def forward(self, x: Tensor, residual: Tensor | None, norm: RMSNorm, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(activation(gate) * up of norm(x + residual), x + residual): everything but the down projection."""
-        return self.gate_up.normed_gated(x, residual, norm, self.activation, batch, self.down)
+    def forward(
+        self, x: Tensor, residual: Tensor | None, norm: AnyNorm, post_norm: nn.Module | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        """x is to be added to the residual; with residual None, x is the whole stream. The result has the same form."""
+        out, stream = self.gate_up.normed_gated(x, residual, norm, self.activation, batch, self.down)
+        return self.down.behind(stream, out, post_norm, batch)
+
+    def of_normed(self, x: Tensor, batch: Batch) -> Tensor:
+        """Of rows that are normed already: for layers whose attention reads the same rows."""
+        return self.down(gated_activation(self.gate_up(x, batch), self.activation), batch)
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x)))"""
+
+    def __init__(self, hidden_size: int, intermediate: int, activation: str, bias: bool, place: Placement) -> None:
+        super().__init__()
+        self.activation = activation
+        shard = even_shard(intermediate, place.comm.rank, place.comm.size)
+        self.up = Linear({"": shard}, whole(hidden_size), bias, place.inside("up"))
+        self.down = RowLinear(shard, hidden_size, bias, place.inside("down"))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, norm: AnyNorm, post_norm: nn.Module | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        out, stream = self.up.normed(x, residual, norm, batch)
+        return self.down.behind(stream, plain_activation(out, self.activation), post_norm, batch)
+
+    def of_normed(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.down(plain_activation(self.up(x, batch), self.activation), batch)

@@ -17,17 +17,23 @@ MAX_HIDDEN = 1 << 20
 MAX_INTERMEDIATE = 1 << 24
 MAX_VOCABULARY = 1 << 24
 MAX_POSITIONS = 1 << 30
+MAX_EXPERTS = 4_096
 
 
 class Fields:
     """Checked access to a config's fields. `None` counts as absent, as it does in transformers."""
 
-    def __init__(self, where: str, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, where: str, raw: Mapping[str, Any], defaults: Mapping[str, Any], spelled: Mapping[str, str] | None = None
+    ) -> None:
+        """`spelled`: names of fields that are other than ours."""
         self.where = where
         self.raw = raw
         self.defaults = defaults
+        self.spelled = spelled or {}
 
     def get(self, name: str, default: Any = None) -> Any:
+        name = self.spelled.get(name, name)
         value = self.raw.get(name)
         if value is None:
             value = self.defaults.get(name)

@@ -18,12 +18,15 @@ from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.embedding import LMHead, VocabEmbedding
 from ridgeline.layers.kv import LayerKV
-from ridgeline.layers.linear import Linear, Placement, RowLinear
-from ridgeline.layers.mlp import GatedMLP
-from ridgeline.layers.norm import RMSNorm
+from ridgeline.layers.latent_layer import LatentAttention, LatentSizes
+from ridgeline.layers.linear import Linear, Placement, normed_rows
+from ridgeline.layers.mixture import ExpertWeights, Mixture, MixtureSpec
+from ridgeline.layers.mlp import GatedMLP, PlainMLP
+from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm, Times
 from ridgeline.layers.rotation_table import rotation_table
+from ridgeline.models.latent_config import LATENT_EPS
 from ridgeline.models.model_config import ModelConfig, layer_groups
-from ridgeline.ops.vocabulary import soft_cap
+from ridgeline.ops.vocabulary_ends import soft_cap
 from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantised import TENSORS as QUANTISED_TENSORS
@@ -31,23 +34,61 @@ from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Scheme
 
 
+def make_norm(config: ModelConfig, size: int, place: Placement) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream."""
+    if config.norm == "rms":
+        return RMSNorm(size, config.rms_norm_eps, config.norm_offset, place.dtype, place.device)
+    return LayerNorm(
+        size, config.rms_norm_eps, config.norm_offset, place.dtype, place.device, config.norm == "layer+bias"
+    )
+
+
+def post_norm(config: ModelConfig, place: Placement) -> nn.Module | None:
+    """What comes behind attention and behind the MLP, before their result is added to the stream."""
+    if config.post_norms:
+        return make_norm(config, config.hidden_size, place)
+    return None if config.residual_scale == 1.0 else Times(config.residual_scale)
+
+
+def make_attention(config: ModelConfig, spec: AttentionSpec, place: Placement) -> Attention | LatentAttention:
+    inside, latent = place.inside("attention"), config.latent
+    if latent is not None:
+        sizes = LatentSizes(
+            latent.query_rank, latent.kv_rank, latent.nope, latent.rope, latent.value, latent.interleaved, LATENT_EPS
+        )
+        return LatentAttention(spec, sizes, inside)
+    if not config.qk_norm:
+        return Attention(spec, None, inside, wide_eps=config.rms_norm_eps if config.wide_qk_norm else None)
+    norms = [RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset, place.dtype, place.device) for _ in range(2)]
+    return Attention(spec, (norms[0], norms[1]), inside)
+
+
+def make_mlp(config: ModelConfig, number: int, place: Placement) -> GatedMLP | PlainMLP | Mixture:
+    experts, inside = config.experts, place.inside("mlp")
+    if experts is None or number in experts.dense:
+        kind = GatedMLP if config.gated else PlainMLP
+        return kind(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias, inside)
+    routing = experts.routing
+    rule = {name: getattr(routing, name) for name in ("score", "normalise", "groups", "top_groups", "group_score", "scale")}
+    return Mixture(MixtureSpec(
+        config.hidden_size, experts.count, experts.used, experts.width, experts.shared, experts.shared_gate, config.activation,
+        experts.bias, experts.router_bias, routing.choice_bias, experts.zipf, experts.limit,
+        experts.alpha, rule,
+    ), inside)
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each between a norm and the residual stream."""
 
-    def __init__(self, config: ModelConfig, attention: AttentionSpec, place: Placement) -> None:
+    def __init__(self, config: ModelConfig, number: int, attention: AttentionSpec, place: Placement) -> None:
         super().__init__()
-
-        def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, config.rms_norm_eps, config.norm_offset, place.dtype, place.device)
-
-        qk_norms = (norm(config.head_dim), norm(config.head_dim)) if config.qk_norm else None
-        self.attention_norm = norm(config.hidden_size)
-        self.attention = Attention(attention, qk_norms, place.inside("attention"))
-        self.post_attention_norm = norm(config.hidden_size) if config.post_norms else None
-        self.mlp_norm = norm(config.hidden_size)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias,
-                            place.inside("mlp"))
-        self.post_mlp_norm = norm(config.hidden_size) if config.post_norms else None
+        has_norms = config.pre_norms or config.parallel
+        self.attention_norm = make_norm(config, config.hidden_size, place) if has_norms else NoNorm()
+        self.attention = make_attention(config, attention, place)
+        self.post_attention_norm = post_norm(config, place)
+        self.mlp_norm = make_norm(config, config.hidden_size, place) if config.pre_norms else NoNorm()
+        self.mlp = make_mlp(config, number, place)
+        self.post_mlp_norm = post_norm(config, place)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, kv: LayerKV, sampled: Batch | None = None
@@ -66,18 +107,32 @@ class DecoderLayer(nn.Module):
                 return residual, None
             batch = sampled
             out = self.attention.read(q, batch, kv)
-        x, stream = self._onto(residual, self.attention.output, out, self.post_attention_norm, batch)
-        out, stream = self.mlp(x, stream, self.mlp_norm, batch)
-        return self._onto(stream, self.mlp.down, out, self.post_mlp_norm, batch)
+        x, stream = self.attention.output.behind(residual, out, self.post_attention_norm, batch)
+        return self.mlp(x, stream, self.mlp_norm, self.post_mlp_norm, batch)
 
-    @staticmethod
-    def _onto(
-        residual: Tensor, linear: RowLinear, x: Tensor, post_norm: RMSNorm | None, batch: Batch
+
+class ParallelLayer(DecoderLayer):
+    """Attention and MLP read the same normed rows, and both results are added to the stream."""
+
+    def __init__(self, config: ModelConfig, number: int, attention: AttentionSpec, place: Placement) -> None:
+        super().__init__(config, number, attention, place)
+        del self.mlp_norm
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, kv: LayerKV, sampled: Batch | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(x, residual) after a linear; (stream, None) where the linear has added its output to the residual already."""
-        if post_norm is None:
-            return linear.onto(residual, x, batch)
-        return post_norm(linear(x, batch)), residual
+        rows, stream = normed_rows(x, residual, self.attention_norm)
+        qkv = self.attention.qkv(rows, batch)
+        if sampled is None:
+            out = self.attention(qkv, batch, kv)
+        else:
+            q = self.attention.write(qkv, batch, kv)
+            q, rows, stream = (each.index_select(0, batch.logits_index) for each in (q, rows, stream))
+            if not len(q):
+                return stream, None
+            batch = sampled
+            out = self.attention.read(q, batch, kv)
+        return self.attention.output(out, batch) + self.mlp.of_normed(rows, batch), stream
 
 
 class Decoder(nn.Module):
@@ -97,15 +152,23 @@ class Decoder(nn.Module):
         }
         self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, place)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, AttentionSpec(
+            (ParallelLayer if config.parallel else DecoderLayer)(config, number, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, window, group, rotations[rope],
+                config.sinks,
             ), place.inside(f"layers.{number}"))
             for number, (window, rope, group) in enumerate(
                 zip(config.windows, config.ropes, layer_groups(config), strict=True)
             )
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset, dtype, place.device)
+        self.norm = make_norm(config, config.hidden_size, place)
+        # How many experts each layer has read in the newest step; None: the model is no mixture.
+        self.expert_reads: Tensor | None = None
+        mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
+        if mixtures:
+            self.expert_reads = torch.zeros(len(mixtures), dtype=torch.int32, device=device)
+            for mixture, place_of in zip(mixtures, self.expert_reads.split(1), strict=True):
+                mixture.reads = place_of
         self.head = LMHead(self.embed, config.tied, place.inside("head"))
 
     @torch.inference_mode()
@@ -124,6 +187,8 @@ class Decoder(nn.Module):
         """Logits [S, vocabulary] of hidden states [S, hidden], on every rank: float32 or better on a CPU; on a GPU in the
         GEMM's output dtype, because the sampling kernels convert them as they read."""
         logits = self.head(rows, None)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         cap = self.config.final_softcap
         if logits.dtype not in (torch.float32, torch.float64) and (logits.is_cpu or cap is not None):
             logits = logits.float()
@@ -139,7 +204,7 @@ class Decoder(nn.Module):
         """After loading: convert every linear to the layout that its GEMM needs, one at a time."""
         self.embed.finish()
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, (Linear, ExpertWeights)):
                 module.finish()
 
     def numbers(self) -> dict[str, Tensor]:

@@ -3,8 +3,9 @@
 There is one decoder. A family is data: flags with Llama's behaviour as their default, and two name maps. It holds no
 sizes (those are a checkpoint's own, see `model_config.py`), no code and no torch.
 
-A name map goes from the checkpoint's module name to ours, both with `{}` for the layer. `:part` says which part of a
-fused parameter the tensor is, `:a+b` that it holds several parts, one after the other.
+A name map goes from the checkpoint's module name to ours, both with `{}` for the layer and, of experts, a second one for the
+expert. `:part` says which part of a fused parameter the tensor is, `:a+b` that it holds several parts, one after the other. A
+tensor that is no parameter of a module has its whole name there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ GGUF_NAMES = {
     "blk.{}.attn_q_norm": "layers.{}.attention.q_norm",
     "blk.{}.attn_k_norm": "layers.{}.attention.k_norm",
     "blk.{}.attn_output": "layers.{}.attention.output",
+    "blk.{}.attn_sinks": "layers.{}.attention.sinks",
     "blk.{}.post_attention_norm": "layers.{}.post_attention_norm",
     "blk.{}.ffn_norm": "layers.{}.mlp_norm",
     "blk.{}.ffn_gate": "layers.{}.mlp.gate_up:gate",
@@ -58,6 +60,59 @@ GGUF_NAMES = {
 # Rope frequencies come from the config.
 ROPE_TENSORS = (r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
 
+# A layer behind the last one that predicts the token after next (MTP): a draft head, which is not used yet.
+NEXT_TOKEN_LAYER = r"model\.layers\.{num_layers}\..*"
+
+# Of the experts: `{}` a second time, for the expert's number.
+EXPERT_NAMES = {
+    "model.layers.{}.mlp.gate": "layers.{}.mlp.router",
+    "model.layers.{}.mlp.experts.{}.gate_proj": "layers.{}.mlp.experts.{}.gate_up:gate",
+    "model.layers.{}.mlp.experts.{}.up_proj": "layers.{}.mlp.experts.{}.gate_up:up",
+    "model.layers.{}.mlp.experts.{}.down_proj": "layers.{}.mlp.experts.{}.down",
+    # Where all experts lie in one tensor (`FUSED_EXPERTS`).
+    "model.layers.{}.mlp.experts.{}.gate_up_proj": "layers.{}.mlp.experts.{}.gate_up:gate+up",
+}
+GGUF_EXPERT_NAMES = {
+    "blk.{}.ffn_gate_inp": "layers.{}.mlp.router",
+    "blk.{}.experts.{}.ffn_gate_exps": "layers.{}.mlp.experts.{}.gate_up:gate",
+    "blk.{}.experts.{}.ffn_up_exps": "layers.{}.mlp.experts.{}.gate_up:up",
+    "blk.{}.experts.{}.ffn_down_exps": "layers.{}.mlp.experts.{}.down",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """A tensor [experts, …] with the same parameter of all experts, and what each is called when they are taken apart."""
+
+    pattern: str                     # of the tensor's name; its groups fill `name`, where `{}` is the expert
+    name: str
+    transposed: bool = False         # [inputs, outputs]
+    paired: bool = False             # its outputs are gate, up, gate, up …
+
+
+# As transformers 5 and llama.cpp write them.
+FUSED_EXPERTS = (
+    FusedExperts(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight"),
+    FusedExperts(r"(blk\.\d+)\.(ffn_\w+_exps)\.(weight|bias)", r"\1.experts.{}.\2.\3"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRule:
+    """How a family's tokens choose experts, and what its experts are."""
+
+    score: str = "softmax"           # of the router's logits: "softmax" over all experts, or "sigmoid" of each
+    normalise: bool | None = None    # weights of the chosen ones sum to 1; None: norm_topk_prob says it
+    usually_normalised: bool = False     # … where a GGUF file does not say it either
+    choice_bias: bool = False        # a bias of the scores, for the choice alone
+    groups: bool = False             # choose among the experts of the best groups only
+    group_score: str = "best"        # a group's score is its best expert's, or the sum of its "best two"
+    scaled: bool = False             # weights are multiplied by routed_scaling_factor
+    shared_gate: bool = False        # the shared expert has a gate of one logit
+    router_bias: bool = False
+    bias: bool = False               # of the experts' linears
+    clamped: bool = False            # gate and up are clamped, as in gpt-oss
+
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
@@ -69,22 +124,40 @@ class Family:
     tied: bool = False               # the head is the embedding, where the checkpoint does not say
     qkv_bias: bool = False           # q, k and v have biases whatever the checkpoint says
     qk_norm: bool = False            # an RMS norm on every head of q and k, before the rotation
+    wide_qk_norm: bool = False       # … or one over all heads of q, and one over all of k
+    norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias"
+    pre_norms: bool = True           # norms before attention and before the MLP
     post_norms: bool = False         # norms also after attention and after the MLP
     norm_offset: float = 0.0         # norms multiply by weight + offset
+    parallel: bool = False           # attention and MLP read the same normed rows, and both are added
+    gated: bool = True               # the MLP has a gate
     scale_embeddings: bool = False   # embeddings are multiplied by sqrt(hidden_size)
+    multipliers: bool = False        # Granite's fields: of embeddings, of each addition to the stream, of scores, of logits
+    depth_scale: bool = False        # MiniCPM's: scale_emb, scale_depth / sqrt(layers), hidden_size / dim_model_base
+    logit_scale: bool = False        # this field multiplies the logits
     query_pre_attn_scalar: bool = False  # this field, not head_dim, scales the attention scores
+    sinks: bool = False              # every head has a score without a value, beside those of the keys
     softcaps: bool = False           # tanh caps on attention scores and on logits
     partial_rotary: bool = False     # only the first part of a head is rotated
+    interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint
     longrope: bool = False           # rope type "longrope"
+    nope: str = "none"               # layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window)
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma)
     full_every: int = 0              # with "pattern": every n-th layer sees everything
     local_rope: bool = False         # layers with a window have a rope of their own
+    latent: bool = False             # attention over one compressed vector per token (latent_config.py)
+    experts: ExpertRule | None = None    # a mixture of experts
 
     # What transformers assumes where config.json is silent, other than its usual defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    # Our name of a field (Llama's) -> the family's; "" where it has none and the field means nothing.
+    spelled: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    # Fields that would change the model and that this engine does not compute, with the one value that changes nothing.
+    only: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, hash=False, repr=False)
     gguf_names: Mapping[str, str] = field(default_factory=lambda: GGUF_NAMES, hash=False, repr=False)
     gguf_permuted: bool = False      # GGUF stores the q and k rows of this family interleaved
     # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
-    ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that are not loaded
+    fused_experts: tuple[FusedExperts, ...] = FUSED_EXPERTS
+    ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in

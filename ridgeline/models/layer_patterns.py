@@ -10,7 +10,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import MAX_POSITIONS, Fields
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.rope import Rope, make_rope, numbers_of, yarn_divisors, yarn_scale
+from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, yarn_divisors, yarn_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
@@ -36,7 +36,9 @@ def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | N
     if family.window == "upper":
         first = fields.integer("max_window_layers", minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    every = fields.integer("sliding_window_pattern", family.full_every)
+    pattern = fields.get("sliding_window_pattern")
+    # EXAONE writes "LLLG": the last of four is global.
+    every = len(pattern) if isinstance(pattern, str) and pattern else fields.integer("sliding_window_pattern", family.full_every)
     return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
 
 
@@ -86,7 +88,23 @@ def hf_ropes(
             words = f"yarn stretches the context to {stretched:g} tokens"
             raise ModelError(f"{fields.where}: {words}; at most {MAX_POSITIONS} are allowed")
         max_position = max(max_position, int(stretched))
-    return tuple(full if window is None else local for window in windows), max_position
+    turned = _turned_layers(fields, family, windows)
+    return tuple(
+        (full if window is None else local) if turns else no_rope(dim) for window, turns in zip(windows, turned, strict=True)
+    ), max_position
+
+
+def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> list[bool]:
+    """For each layer, whether it has a rope."""
+    if family.nope == "full":
+        return [window is not None or not any(windows) for window in windows]
+    if family.nope == "none":
+        return [True] * len(windows)
+    every = fields.integer("no_rope_layer_interval", 4)
+    listed = fields.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(len(windows))]
+    if not isinstance(listed, list) or len(listed) != len(windows) or not all(each in (0, 1) for each in listed):
+        raise ModelError(f"{fields.where}: no_rope_layers must list {len(windows)} times 0 or 1, got {listed!r}")
+    return [bool(each) for each in listed]             # despite the name, 1 is a layer with a rope
 
 
 def _rotated_dim(fields: Fields, family: Family, parameters: Mapping[str, Any], head_dim: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
-from ridgeline.models.checkpoints.gguf_formats import gguf_quantisation
+from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Quantisation
@@ -31,23 +30,21 @@ from ridgeline.models.config_fields import (
     Fields,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
+from ridgeline.models.expert_config import Experts, gguf_experts, read_experts
+from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.family import Family
-from ridgeline.models.gemma import GEMMA2, GEMMA3
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
+from ridgeline.models.latent_config import Latent, read_latent
 from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, hf_windows, windows_that_hide
-from ridgeline.models.llama import LLAMA
-from ridgeline.models.mistral import MISTRAL
-from ridgeline.models.phi3 import PHI3
-from ridgeline.models.qwen import QWEN2, QWEN3
-from ridgeline.models.rope import Rope
+from ridgeline.models.multipliers import read_multipliers
+from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
-from ridgeline.quant.layout import STORED_KINDS, fewest_outputs, matrix_bytes
+from ridgeline.quant.layout import fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 logger = get_logger("models")
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3)
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -55,23 +52,10 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2",
 }
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
-
-
-@dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """A matrix that a CPU keeps packed."""
-
-    outputs: int
-    inputs: int
-    is_linear: bool                  # and not only an embedding
-    nbytes: int
-
-    @property
-    def weights(self) -> int:
-        return self.outputs * self.inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +87,101 @@ class ModelConfig:
     final_softcap: float | None
     windows: tuple[int | None, ...]  # per layer; None sees everything
     ropes: tuple[Rope, ...]          # per layer
+    wide_qk_norm: bool = False       # norms of q and of k over all heads together
+    norm: str = "rms"                # "rms", "layer", "layer+bias"
+    pre_norms: bool = True
+    parallel: bool = False           # attention and MLP read the same normed rows
+    gated: bool = True               # the MLP has a gate
+    sinks: bool = False              # every head has a score without a value
+    residual_scale: float = 1.0      # of what attention and MLP add to the stream
+    logit_scale: float = 1.0
+    interleaved: bool = False        # the checkpoint has dimensions that rotate together side by side
+    experts: Experts | None = None   # a mixture in the place of most MLPs; `intermediate_size` is that of the others
     packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, those that stay packed on a CPU
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
+    latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
-        """(count, outputs, inputs) of the linears, fused as in the decoder; the last is the head."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return [
-            (self.num_layers, queries + 2 * keys, self.hidden_size),
-            (self.num_layers, self.hidden_size, queries),
-            (self.num_layers, 2 * self.intermediate_size, self.hidden_size),
-            (self.num_layers, self.hidden_size, self.intermediate_size),
-            (1, self.vocab_size, self.hidden_size),
+        """(count, outputs, inputs) of the linears, fused as in the decoder, experts included; the last is the head."""
+        return self._matrices(0 if self.experts is None else self.experts.count)
+
+    @property
+    def token_matrices(self) -> list[tuple[int, int, int]]:
+        """The same, of the experts only those that one token visits."""
+        return self._matrices(0 if self.experts is None else self.experts.used)
+
+    def _matrices(self, visited: int) -> list[tuple[int, int, int]]:
+        hidden, experts = self.hidden_size, self.experts
+        found = [
+            *((self.num_layers, outputs, inputs) for outputs, inputs in self.attention_matrices.values()),
+            (self.num_layers, hidden, self.num_heads * self.value_dim),
+            (self.num_plain, (1 + self.gated) * self.intermediate_size, hidden),
+            (self.num_plain, hidden, self.intermediate_size),
         ]
+        if experts is not None:
+            mixed = self.num_layers - self.num_plain
+            found += [(mixed, experts.count, hidden)] + [(mixed, 1, hidden)] * experts.shared_gate
+            found += [(mixed, 2 * experts.shared, hidden), (mixed, hidden, experts.shared)] * bool(experts.shared)
+            found += [(mixed * visited, 2 * experts.width, hidden), (mixed * visited, hidden, experts.width)]
+        return [*found, (1, self.vocab_size, hidden)]
+
+    @property
+    def num_plain(self) -> int:
+        """Layers with a plain MLP."""
+        return self.num_layers if self.experts is None else self.experts.dense_layers
+
+    @property
+    def mlp_elements(self) -> int:
+        """Numbers that the MLP of one token keeps at once: gate, up and their product; with experts, for each of those that it
+        visits the product and the result."""
+        plain = 3 * self.intermediate_size if self.num_plain else 0
+        experts = self.experts
+        if experts is None:
+            return plain
+        return max(plain, experts.used * (experts.width + self.hidden_size) + 3 * experts.shared + self.hidden_size)
+
+    @property
+    def value_dim(self) -> int:
+        """Of a head."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
+    def attention_matrices(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of a layer's linears before its attention."""
+        if self.latent is not None:
+            return self.latent.linears(self.hidden_size, self.num_heads)
+        return {"qkv": ((self.num_heads + 2 * self.num_kv_heads) * self.head_dim, self.hidden_size)}
 
     @property
     def num_parameters(self) -> int:
         """Weights and biases, the embedding counted once if the head shares it."""
-        norms = self.hidden_size * (4 if self.post_norms else 2) + 2 * self.head_dim * self.qk_norm
-        biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.qkv_bias
-        biases += self.hidden_size * self.output_bias + (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        each = self.hidden_size * (2 if self.norm == "layer+bias" else 1)
+        norms = each * self.norms_per_layer + 2 * self.head_dim * self.qk_norm
+        norms += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm + self.num_heads * self.sinks
+        if self.latent is not None:
+            norms += self.latent.kv_rank + self.latent.query_rank
+        biases = self.attention_matrices["qkv"][0] * self.qkv_bias
+        wide = (1 + self.gated) * self.intermediate_size
+        biases += self.hidden_size * self.output_bias
+        beside = self.num_plain * (wide + self.hidden_size) * self.mlp_bias + self._expert_biases
         embedding = 0 if self.tied else self.vocab_size * self.hidden_size
         matrices = sum(count * outputs * inputs for count, outputs, inputs in self.matrices)
-        return matrices + embedding + self.num_layers * (norms + biases) + self.hidden_size
+        return matrices + embedding + self.num_layers * (norms + biases) + beside + each
+
+    @property
+    def _expert_biases(self) -> int:
+        experts = self.experts
+        if experts is None:
+            return 0
+        of_layer = experts.count * (experts.router_bias + experts.routing.choice_bias)
+        of_layer += experts.count * (2 * experts.width + self.hidden_size) * experts.bias
+        return (self.num_layers - self.num_plain) * of_layer
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Of the hidden size."""
+        return 1 if self.parallel else 2 * self.pre_norms + 2 * self.post_norms
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -170,8 +225,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KVGroupSpec]:
     """The KV cache's groups on one rank. Shards are padded to equal size, so all ranks have the same groups."""
     kv = head_shards(config.num_heads, config.num_kv_heads, 0, tp_size)[1]
+    key, value = (config.head_dim, 0) if config.latent is None else (config.latent.width, config.latent.kv_rank)
     return [
-        KVGroupSpec(layers, window, block_size, kv.size, config.head_dim)
+        KVGroupSpec(layers, window, block_size, kv.size, key, value)
         for window, layers in group_layers(list(config.windows))
     ]
 
@@ -227,36 +283,36 @@ def hf_model_config(
 ) -> ModelConfig:
     """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one;
     `directory`: where the weights are."""
-    declared = _declared_family(raw, where)
-    family = family or declared
+    family = family or _declared_family(raw, where)
     if "auto_map" in raw:
         logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
     text = raw.get("text_config")
     if isinstance(text, dict):
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
-    fields = Fields(where, raw, family.defaults)
+    fields = Fields(where, raw, family.defaults, {"attention_out_bias": "attention_bias", **family.spelled})
+    _check_only(fields, family)
     for checked in (fields, Fields("generation_config.json", generation, {})):
         checked.ids("eos_token_id")
 
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", maximum=MAX_HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
+    latent = read_latent(fields, family.interleaved) if family.latent else None
+    num_kv_heads = 1 if latent is not None else fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer("hidden_size", maximum=MAX_HIDDEN)
-    head_dim = _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
+    head_dim = latent.head if latent is not None else _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
     windows = hf_windows(fields, family, num_layers)
     max_position = fields.integer("max_position_embeddings", maximum=MAX_POSITIONS)
-    ropes, max_position = hf_ropes(fields, family, head_dim, max_position, windows)
+    rotated = head_dim if latent is None else latent.rope
+    ropes, max_position = hf_ropes(fields, family, rotated, max_position, windows)
     windows = windows_that_hide(windows, max_position)
-
-    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
-    attention_bias = fields.flag("attention_bias")
+    experts = read_experts(fields, family.experts, num_layers) if family.experts is not None else None
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
+        intermediate_size=experts.dense_width if experts else fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -267,20 +323,54 @@ def hf_model_config(
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
         activation=_activation(fields, family),
-        qkv_bias=attention_bias or family.qkv_bias,
-        output_bias=attention_bias and not family.qkv_bias,
-        mlp_bias=fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm,
-        post_norms=family.post_norms,
         norm_offset=family.norm_offset,
-        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
-        attention_scale=scalar**-0.5,
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
+        interleaved=family.interleaved and latent is None,       # latents are rotated as they are
+        experts=experts,
         quantisation=read_quantisation(raw, where, directory),
+        latent=latent,
+        **_scales(fields, family, hidden_size, head_dim),
+        **_biases(fields, family),
+        **_layout(family),
     )
+
+
+def _check_only(fields: Fields, family: Family) -> None:
+    for name, value in family.only.items():
+        if fields.get(name, value) != value:
+            raise ModelError(
+                f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
+            )
+
+
+def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+    return {
+        "qkv_bias": fields.flag("attention_bias") or family.qkv_bias,
+        "output_bias": fields.flag("attention_out_bias"),
+        "mlp_bias": fields.flag("mlp_bias"),
+        "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
+    }
+
+
+def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> dict[str, Any]:
+    times = read_multipliers(fields, family)
+    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
+    attention = times.attention or scalar**-0.5
+    return {
+        "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
+        "attention_scale": attention * yarn_score_scale(fields.raw) if family.latent else attention,
+        "residual_scale": times.residual,
+        "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
+    }
+
+
+def _layout(family: Family) -> dict[str, Any]:
+    """What a family alone says of its layers."""
+    names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
+    return {name: getattr(family, name) for name in names}
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
@@ -326,18 +416,32 @@ def _softcap(fields: Fields, family: Family, name: str) -> float | None:
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
+def _gguf_family(architecture: object, mixed: bool, where: str) -> Family:
+    """Mixtral is a llama with experts."""
+    kind = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
+    for family in FAMILIES:
+        if family.gguf == kind.gguf and (family.experts is not None) == mixed:
+            return family
+    raise ModelError(f"{where}: {kind.gguf} {'with' if mixed else 'without'} experts is not supported")
+
+
+def _gguf_embedding(file: GGUFFile, where: str) -> GGUFTensor:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
+    return embedding
+
+
 def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     """From a GGUF file's metadata and, where that is silent, from the tensors that the file has."""
     architecture = file.metadata.get("general.architecture")
-    family = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
     fields = Fields(where, file.metadata, {})
 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    if fields.get(key("expert_count"), 0):
-        raise ModelError(f"{where}: {key('expert_count')} {fields.get(key('expert_count'))}: mixtures of experts are not "
-                         "supported")
+    family = _gguf_family(architecture, bool(fields.get(key("expert_count"), 0)), where)
+
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
@@ -347,26 +451,25 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     hidden_size = fields.integer(key("embedding_length"), maximum=MAX_HIDDEN)
     head_dim = _head_dim(fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
+    embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
     scale = head_dim**-0.5
     if family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN:
         scale = (hidden_size / num_heads) ** -0.5
-    softcaps = (fields.number(key("attn_logit_softcapping"), 50.0), fields.number(key("final_logit_softcapping"), 30.0))
+    experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
         family=family,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
+        intermediate_size=experts.dense_width if experts else fields.integer(
+            key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_position,
-        rms_norm_eps=fields.number(key("attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=fields.number(key(f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon")),
         dtype="bfloat16" if embedding.type == "BF16" else "float32" if embedding.type == "F32" else "float16",
         eos_token_ids=gguf_end_tokens(file.metadata),
         tied=not has("output.weight"),
@@ -375,33 +478,16 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         output_bias=has("blk.0.attn_output.bias"),
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
-        post_norms=family.post_norms,
         norm_offset=0.0,              # the converter has added it to the weights
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
         attention_scale=scale,
-        attention_softcap=softcaps[0] if family.softcaps else None,
-        final_softcap=softcaps[1] if family.softcaps else None,
+        attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
+        final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
-        packed=_packed_matrices(file, family),
+        interleaved=family.gguf_permuted,
+        experts=experts,
+        packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
-    )
-
-
-def _packed_matrices(file: GGUFFile, family: Family) -> tuple[PackedMatrix, ...]:
-    """Of linears with a packed part, and of the embedding. A tied head is the embedding."""
-    found: dict[str, list[GGUFTensor]] = {}
-    tied = "output.weight" not in file.tensors
-    for name, tensor in file.tensors.items():
-        module, _, parameter = name.rpartition(".")
-        target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
-        if target and parameter == "weight" and len(tensor.shape) == 2:
-            layer = re.search(r"\.\d+\.", module)
-            found.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
-    return tuple(
-        PackedMatrix(
-            sum(part.shape[0] for part in parts), parts[0].shape[1], target != "embed" or tied,
-            sum(matrix_bytes(part.type if part.type in STORED_KINDS else "F32", *part.shape) for part in parts),
-        )
-        for target, parts in found.items() if any(part.type in STORED_KINDS for part in parts)
+        **_layout(family),
     )

@@ -35,6 +35,11 @@ class Rope:
         return [f / d for f, d in zip(plain, divisors, strict=True)] if divisors else plain
 
 
+def no_rope(dim: int) -> Rope:
+    """A rotation by nothing, for layers without a rope: cosine 1 and sine 0 change no bit, and every kernel stays as it is."""
+    return Rope(1.0, dim, (math.inf,) * (dim // 2))
+
+
 def plain_frequencies(theta: float, dim: int) -> list[float]:
     return [theta ** (-2 * i / dim) for i in range(dim // 2)]
 
@@ -154,6 +159,15 @@ def yarn_divisors(
 
 def yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def yarn_score_scale(config: Mapping[str, Any]) -> float:
+    """What DeepSeek's models multiply attention scores by where their context is stretched: it makes up for a rope that is not
+    scaled, on keys that are rotated only in part."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    mscale_all = scaling.get("mscale_all_dim")
+    return 1.0 if kind == "default" or not mscale_all else yarn_scale(scaling["factor"], mscale_all) ** 2
 
 
 def longrope_scale(factor: float, original: float) -> float:

@@ -23,6 +23,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, Stored
 from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
+from ridgeline.models.fused_experts import SplitExperts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
 from ridgeline.process.log import get_logger
@@ -94,7 +95,7 @@ class Renamer:
     def __init__(self, config: ModelConfig, gguf: bool) -> None:
         self.names = config.family.gguf_names if gguf else config.family.names
         self.prefixes = config.family.prefixes
-        self.ignored = re.compile("|".join(config.family.ignored))
+        self.ignored = re.compile("|".join(config.family.ignored).replace("{num_layers}", str(config.num_layers)))
         self.tied = config.tied
 
     def pieces_of(self, name: str) -> list[str] | None:
@@ -105,32 +106,41 @@ class Renamer:
             if name.startswith(prefix):
                 name = stands_for + name.removeprefix(prefix)
                 break
+        alone, numbers = _numbered(name)
+        if alone in self.names:
+            return [self.names[alone].format(*numbers) + ":"]
         module, _, parameter = name.rpartition(".")
-        layer = re.search(r"\.(\d+)\.", module)
-        if layer is not None:
-            module = module[: layer.start()] + ".{}." + module[layer.end() :]
+        module, numbers = _numbered(module)
         target = self.names.get(module)
         if target is None:
             return None
         if target == "head" and self.tied:
             return []                # some checkpoints keep a second copy of a tied head
         target, _, parts = target.partition(":")
-        if layer is not None:
-            target = target.format(layer[1])
+        target = target.format(*numbers)
         return [f"{target}.{parameter}:{part}" for part in parts.split("+")]
 
     def checkpoint_name(self, piece: str) -> str:
         """The name that a checkpoint usually has for a piece: for messages."""
         path, _, part = piece.partition(":")
         module, _, parameter = path.rpartition(".")
-        layer = re.search(r"\.(\d+)\.", module)
-        if layer is not None:
-            module = module[: layer.start()] + ".{}." + module[layer.end() :]
+        module, numbers = _numbered(module)
         for name, target in self.names.items():
             base, _, parts = target.partition(":")
             if base == module and part in parts.split("+"):
-                return f"{name.format(layer[1]) if layer else name}.{parameter}"
+                return f"{name.format(*numbers)}.{parameter}"
         return piece
+
+
+def _numbered(module: str) -> tuple[str, list[str]]:
+    """A module's name with `{}` for the numbers of its layer and its expert, and these."""
+    numbers: list[str] = []
+
+    def take(found: re.Match[str]) -> str:
+        numbers.append(found[1])
+        return ".{}."
+
+    return re.sub(r"\.(\d+)\.", take, module), numbers
 
 
 def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer) -> dict[str, list[str]]:
@@ -180,17 +190,18 @@ def _fill(
 ) -> None:
     gguf = isinstance(stored, GGUFSource)
     renamer = Renamer(config, gguf)
-    source = _canonical_source(stored, config, renamer, pieces, model)
+    single = SplitExperts(stored, config.family.fused_experts) if config.experts is not None else stored
+    source = _canonical_source(single, config, renamer, pieces, model)
     matched = _match(pieces, source, renamer)
     total = sum(source.tensors[name].nbytes for name in matched)
     done = 0
     checks = FiniteChecks(_not_finite)
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
-            interleaved = gguf and config.family.gguf_permuted and _ROTATED.search(targets[0]) is not None
-            packing = stored.kept_packing(name) if isinstance(stored, GGUFSource) else ""
-            if packing and all(pieces[target].take_packed is not None for target in targets):
-                _fill_packed(name, [pieces[target] for target in targets], stored, interleaved, config.head_dim)
+            interleaved = config.interleaved and _ROTATED.search(targets[0]) is not None
+            takes = all(pieces[target].take_packed is not None for target in targets)
+            if takes and isinstance(stored, GGUFSource) and stored.stays_packed(name):
+                _fill_packed(name, [pieces[target] for target in targets], stored, config if interleaved else None)
                 done += source.tensors[name].nbytes
                 if progress is not None:
                     progress(done, total)
@@ -198,7 +209,7 @@ def _fill(
             only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
             tensor = source.read(name, only)
             if interleaved:
-                tensor = deinterleaved(tensor, config.head_dim)
+                tensor = deinterleaved(tensor, config.head_dim, config.ropes[0].dim)
             first = 0
             for target in targets:
                 piece = pieces[target]
@@ -221,28 +232,29 @@ def _fill(
         checks.finish()
 
 
-def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: bool, head_dim: int) -> None:
-    """The rows as the file packs them, for weights that stay packed."""
+def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: ModelConfig | None) -> None:
+    """The rows as the file packs them, for weights that stay packed; `interleaved`: rows of heads in GGUF's order."""
     packed, packing = stored.packed(name)
-    packed = deinterleaved(packed, head_dim) if interleaved else packed
+    packed = packed if interleaved is None else deinterleaved(packed, interleaved.head_dim, interleaved.ropes[0].dim)
     first = 0
     for piece in pieces:
         assert piece.take_packed is not None
         if not piece.take_packed(packed[first : first + piece.shape[0]], packing):
             _not_finite(name, stored.tensors[name].file, torch.float32)
         first += piece.shape[0]
+    stored.release(name)
 
 
 _ROTATED = re.compile(r"\.qkv\.\w+:[qk]$")
 
 
 def _canonical_source(
-    stored: SafetensorsSource | GGUFSource, config: ModelConfig, renamer: Renamer, pieces: dict[str, Piece],
+    stored: SafetensorsSource | GGUFSource | SplitExperts, config: ModelConfig, renamer: Renamer, pieces: dict[str, Piece],
     model: Decoder,
 ) -> Source:
     """Of a quantised checkpoint, the tensors of the formats that the model's linears keep."""
     quantisation, formats = config.quantisation, model.stored_formats()
-    if quantisation is None or (isinstance(stored, GGUFSource) and not formats):
+    if quantisation is None or (quantisation.method == "gguf" and not formats):
         return stored
     weight = model.norm.weight
     if not formats:
@@ -253,12 +265,14 @@ def _canonical_source(
     )
 
 
-def deinterleaved(rows: Tensor, head_dim: int) -> Tensor:
-    """Undo GGUF's order of a llama's q and k rows: pairs that rotate together lie side by side there, half a head apart
-    here.
+def deinterleaved(rows: Tensor, head_dim: int, rotated: int = 0) -> Tensor:
+    """Undo the order of q and k rows in GGUF files of llamas and in some families' checkpoints: dimensions that rotate together
+    lie side by side there, half of the rotated ones apart here. `rotated`: of a head, the first ones; 0: all.
     """
-    heads = rows.unflatten(0, (-1, head_dim // 2, 2))
-    return heads.transpose(1, 2).reshape(rows.shape)
+    rotated = rotated or head_dim
+    heads = rows.unflatten(0, (-1, head_dim))
+    turned = heads[:, :rotated].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((turned, heads[:, rotated:]), dim=1).reshape(rows.shape)
 
 
 def _not_finite(name: str, file: str, dtype: torch.dtype) -> None:
@@ -375,16 +389,19 @@ class GGUFSource:
     def is_packed(self, name: str) -> bool:
         return self._file.tensors[name].type.startswith(("Q", "TQ", "MXFP4"))
 
-    def kept_packing(self, name: str) -> str:
-        """How a tensor is packed, if a CPU can keep it so."""
-        packing = self._file.tensors[name].type
-        return packing if packing in STORED_KINDS else ""
+    def stays_packed(self, name: str) -> bool:
+        """Whether a CPU multiplies by the tensor as it is packed."""
+        return self._file.tensors[name].type in STORED_KINDS
 
     def packed(self, name: str) -> tuple[Tensor, str]:
         """The rows as they lie in the file, bytes [rows, row bytes], not to be written to; and how they are packed."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)             # that the mapped file is not writable
             return torch.from_numpy(self._file.raw(name)), self._file.tensors[name].type
+
+    def release(self, name: str) -> None:
+        """The tensor was copied: its pages of the mapped file are not needed any more."""
+        self._file.release(name)
 
     def __enter__(self) -> GGUFSource:
         return self

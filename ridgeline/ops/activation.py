@@ -28,6 +28,15 @@ def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
     raise ValueError(f"gated activation {kind!r} is unknown; silu, gelu_tanh and gelu are there")
 
 
+def plain_activation(x: Tensor, kind: str) -> Tensor:
+    """The activation of an MLP without a gate: torch's own kernels, in place where they can be."""
+    if kind == "relu2":
+        return F.relu(x).square_()
+    if kind == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return F.gelu(x) if kind == "gelu" else F.silu(x)
+
+
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BLOCK = 1024                         # columns per CTA

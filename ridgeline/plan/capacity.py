@@ -20,9 +20,9 @@ from ridgeline.models.model_config import weight_bytes as stored_bytes
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel
-from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes, page_bytes
+from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes
 from ridgeline.sizes import ledger
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
 
 RUNTIME = 760 * 2**20                # CUDA context and libraries, as the engine counts them
 DRAFT = "draft model"
@@ -56,8 +56,6 @@ class Capacity:
             0 if on_cpu else RUNTIME,
         )
         groups = kv_groups(config, BLOCK_SIZE, setup.ranks)
-        if setup.model.experts is not None:              # a token's activations in all the experts that it visits
-            config = replace(config, intermediate_size=setup.model.experts.widest)
         memory = Memory.of(options, facts, config, setup.dtype, groups, context, setup.graphs, budget)
         if not on_cpu:
             rotation = memory.weights - stored_bytes(config, setup.dtype, facts.kind, setup.ranks)
@@ -74,7 +72,7 @@ class Capacity:
     def kv_bytes_per_token(self) -> float:
         """On all devices together, for layers with full attention; sliding windows keep less."""
         slots = sum(len(group.layers) for group in self.groups) / max(len(group.layers) for group in self.groups)
-        copies = 1 if self.setup.model.latent is not None else self.setup.ranks      # every rank has the whole latent
+        copies = 1 if self.setup.model.config.latent is not None else self.setup.ranks   # every rank has the whole latent
         return (self.memory.per_block * slots * copies + self.draft_per_block * self.setup.ranks) / BLOCK_SIZE
 
     def blocks(self, batch: int) -> int:
@@ -142,8 +140,6 @@ def rank_bytes(model: PlannedModel, setup: Setup) -> int:
 def block_bytes(model: PlannedModel, setup: Setup, groups: list[KVGroupSpec]) -> int:
     """Of the KV cache's block on one device, in all layer slots."""
     each = kv_bytes(setup.kv, setup.kv_dtype, model.kv_scaled)
-    if model.latent is not None:
-        return round(BLOCK_SIZE * model.kv_elements * each)
     wide = WEIGHT_FORMATS[setup.dtype].bytes
     return round(page_bytes(groups, int(wide)) * each / wide)
 

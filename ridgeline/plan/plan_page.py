@@ -69,7 +69,7 @@ def _lead(told: dict[str, Any]) -> list[str]:
                   f"{', 2:4 sparse' if told['sparse'] else ''}, KV in {kv}. Requests "
                   f"of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out.", "quiet"),
     ]
-    lacking = [*([told["not_run"]] if told["not_run"] else []), *told["missing"]]
+    lacking = told["missing"]
     said += [paragraph(f"{', '.join(lacking)}: {_NOT_HERE}; only planned.", "alarm")] * bool(lacking)
     busy = f"Other programs had {told['taken']:.0%} of this machine's cores while it was measured: it is faster when quiet."
     return said + [paragraph(busy, "alarm")] * (told["taken"] > TAKEN)

@@ -70,7 +70,7 @@ def answer(question: Question) -> dict[str, Any]:
     book = textbook(setup, traffic.context, question.parameters)
     told: dict[str, Any] = {
         "model": setup.model.name, "parameters": setup.model.parameters, "active_parameters": setup.model.active_parameters,
-        "not_run": setup.model.not_run, "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks,
+        "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks,
         "kv_heads": setup.model.config.num_kv_heads,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
@@ -204,7 +204,6 @@ def text(told: dict[str, Any]) -> str:
         f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"
         + (f", {told['hit_rate']:.0%} of the prompt cached" if told["hit_rate"] else ""),
         *_uneven(told),
-        *([f"{told['not_run']}: only planned; this engine does not run it yet"] * bool(told["not_run"])),
         *([f"not in this engine yet: {', '.join(told['missing'])}"] * bool(told["missing"])),
         *([f"this machine is busy: other programs had {told['taken']:.0%} of its cores while it was measured, so it looks "
            "slower than it is when quiet"] * (told["taken"] > TAKEN)),

@@ -138,7 +138,7 @@ class Setup:
         config = self.model.config
         whole = decoder_shape(
             config, self.dtype, bytes_per_weight=weight_bytes(self.weights, self.sparse),
-            head_bytes=WEIGHT_FORMATS[self.dtype].bytes,
+            expert_bytes=weight_bytes(self.weights, self.sparse), head_bytes=WEIGHT_FORMATS[self.dtype].bytes,
         )
         whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled))
         return whole.shard(self.ranks) if self.ranks > 1 else whole

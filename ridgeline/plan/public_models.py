@@ -1,7 +1,5 @@
 """Public models by name: the fields of their config.json that size and speed depend on.
 
-Mixtures of experts (`experts.py`) and latent attention (`latent.py`) are planned as a dense decoder with that part replaced; the
-engine itself does not run such models yet.
 """
 
 from __future__ import annotations
@@ -12,97 +10,61 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline.errors import ConfigError, ModelError
+from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.quantisation import read_quantisation
+from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
-from ridgeline.plan.experts import Experts, read_experts
-from ridgeline.plan.latent import Latent, read_latent
 from ridgeline.quant.layout import STORED_KINDS
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
     name: str
-    config: ModelConfig              # of a mixture, the decoder with a single expert
-    experts: Experts | None = None
-    latent: Latent | None = None
+    config: ModelConfig
 
     @property
-    def not_run(self) -> str:
-        """Why this engine does not run it; empty: it does."""
-        reasons = ["a mixture of experts"] * (self.experts is not None) + ["latent attention"] * (self.latent is not None)
-        return " and ".join(reasons)
-
-    @property
-    def _matrices(self) -> tuple[int, int]:
-        """Elements of the layers' matrices: of attention, and of one MLP of width 1 in one layer."""
-        config = self.config
-        (count, qkv, hidden), (_, _, queries), *_ = config.matrices
-        attention = count * (qkv * hidden + hidden * queries)
-        if self.latent is not None:
-            norms = self.latent.query_rank + self.latent.kv_rank
-            attention = count * (self.latent.parameters(hidden, config.num_heads) - norms)
-        return attention, 3 * hidden
+    def experts(self) -> Experts | None:
+        return self.config.experts
 
     @property
     def linear_parameters(self) -> int:
         """Elements of the layers' matrices, all experts included."""
-        attention, each = self._matrices
-        config = self.config
-        if self.experts is None:
-            return attention + config.num_layers * each * config.intermediate_size
-        return attention + each * self.experts.stored(config.num_layers) + self._routers
-
-    @property
-    def _routers(self) -> int:
-        if self.experts is None:
-            return 0
-        return (self.config.num_layers - self.experts.dense_layers) * self.config.hidden_size * self.experts.count
-
-    @property
-    def _expert_biases(self) -> int:
-        """Of one expert in each layer that has any; `ModelConfig` counts one."""
-        config = self.config
-        mixed = config.num_layers - self.experts.dense_layers if self.experts is not None else 0
-        return mixed * (2 * config.intermediate_size + config.hidden_size) * config.mlp_bias
+        return sum(count * outputs * inputs for count, outputs, inputs in self.config.matrices[:-1])
 
     @property
     def parameters(self) -> int:
-        config = self.config
-        layers = sum(count * outputs * inputs for count, outputs, inputs in config.matrices[:-1])
-        beside = config.num_parameters - layers          # embedding, head, norms, biases
-        if self.latent is not None:
-            beside += config.num_layers * (self.latent.query_rank + self.latent.kv_rank)
-        return beside + self.linear_parameters + (self.experts.count - 1 if self.experts is not None else 0) * self._expert_biases
+        return self.config.num_parameters
 
     @property
     def active_parameters(self) -> int:
         """Parameters that one token uses; in a mixture, only its experts."""
-        if self.experts is None:
+        experts, config = self.config.experts, self.config
+        if experts is None:
             return self.parameters
-        layers, (_, each) = self.config.num_layers, self._matrices
-        unused = each * (self.experts.stored(layers) - self.experts.active(layers))
-        return self.parameters - unused - (self.experts.count - self.experts.used) * self._expert_biases
+        each = 3 * config.hidden_size * experts.width + (2 * experts.width + config.hidden_size) * experts.bias
+        return self.parameters - (config.num_layers - config.num_plain) * (experts.count - experts.used) * each
 
     @property
     def on_every_rank(self) -> int:
         """Parameters that tensor parallelism does not divide, beside norms: what compresses, and what chooses experts."""
-        down = self.latent.down(self.config.hidden_size) if self.latent is not None else 0
-        return self.config.num_layers * down + self._routers
+        config, experts = self.config, self.config.experts
+        down = config.latent.down(config.hidden_size) if config.latent is not None else 0
+        routers = (config.num_layers - config.num_plain) * config.hidden_size * experts.count if experts is not None else 0
+        return config.num_layers * down + routers
 
     @property
     def kv_elements(self) -> int:
         """Of one token in the cache, all layers together."""
         config = self.config
-        if self.latent is not None:
-            return config.num_layers * self.latent.width
+        if config.latent is not None:
+            return config.num_layers * config.latent.width
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim
 
     @property
     def kv_scaled(self) -> int:
         """Elements that share a scale in a narrow cache: one token's head, or its whole latent."""
-        return self.latent.width if self.latent is not None else self.config.head_dim
+        return self.config.latent.width if self.config.latent is not None else self.config.head_dim
 
 
 def _config(architecture: str, kind: str, sizes: tuple[int, ...], vocab: int, context: int, **more: Any
@@ -212,11 +174,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi-4-14b": _config("Phi3", "phi3", (5120, 17920, 40, 40, 10), 100352, 16384),
     "smollm2-135m": _config("Llama", "llama", (576, 1536, 30, 9, 3), 49152, 8192, tie_word_embeddings=True),
 }
-# Architectures that are planned and not run, as the dense ones that they are but for experts and latent.
-_AS_DENSE = {
-    "MixtralForCausalLM": "Mistral", "Qwen2MoeForCausalLM": "Qwen2", "Qwen3MoeForCausalLM": "Qwen3",
-    "GptOssForCausalLM": "Mistral", "DeepseekV2ForCausalLM": "Llama", "DeepseekV3ForCausalLM": "Llama",
-}
 
 
 def find_model(name: str) -> PlannedModel:
@@ -267,24 +224,8 @@ def _checkpoint_format(path: Path) -> str | None:
 
 
 def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
-    """As the engine reads it; experts and latent attention apart. Formats are chosen here, and no size depends on them."""
-    raw, where = {**raw, "quantization_config": None}, where or name
-    experts, latent = read_experts(raw, where), read_latent(raw, where)
-    if experts is None and latent is None:
-        return PlannedModel(name, hf_model_config(raw, {}, where=where))
-    architecture = (raw.get("architectures") or [""])[0]
-    if architecture not in _AS_DENSE:
-        raise ModelError(f"{where}: architecture {architecture!r} is not described; of mixtures and latent attention known are "
-                         f"{', '.join(_AS_DENSE)}")
-    # How positions are stretched changes no size, and the families differ in what they take there.
-    raw |= {"architectures": [f"{_AS_DENSE[architecture]}ForCausalLM"], "rope_scaling": None, "rope_parameters": None}
-    if experts is not None:
-        raw["intermediate_size"] = experts.width
-    if architecture.startswith("GptOss"):
-        raw["mlp_bias"] = True
-    if latent is not None:
-        raw |= {"head_dim": latent.value, "num_key_value_heads": raw.get("num_attention_heads")}
-    return PlannedModel(name, hf_model_config(raw, {}, where=where), experts, latent)
+    """As the engine reads it. Formats are chosen here, and no size depends on them."""
+    return PlannedModel(name, hf_model_config({**raw, "quantization_config": None}, {}, where=where or name))
 
 
 def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:

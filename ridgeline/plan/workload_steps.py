@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ridgeline.plan.latent import FEW_QUERIES
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.roofline.step_cost import LINEARS, DecoderShape, StepCounts, cost_of
 from ridgeline.sizes.batch_levelling import Level
 from ridgeline.sizes.graph_shapes import decode_sizes
+from ridgeline.sizes.latent_costs import FEW_QUERIES
 from ridgeline.sizes.op_costs import Attended
 
 Lengths = Sequence[tuple[int, int]]          # tokens in and out, of every request
-PRODUCTS = (*LINEARS, "head")
+PRODUCTS = (*LINEARS, "experts", "head")
 _SMALL = ("embedding", "norms", "rotary_write", "activation", "sample")
 # FLOPs that an SM's matrix units could do in the time of one of attention's exponentials (16 per cycle; 989 TFLOP/s are 4,270 per
 # cycle and SM): with narrow heads softmax takes longer than the matrix products.
@@ -99,9 +99,9 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
     # An exponential for each pair and head, whatever else attention computes there.
     exponentials = np.array([cost.ops["attention"].flops for cost in costs], float)
     exponentials *= _EXPONENTIAL_FLOPS / (4 * shape.head_dim + 5)
-    for special in (model.experts, model.latent) if model is not None else ():
-        if special is not None:
-            costs = [special.cost(cost, shape, each) for cost, each in zip(costs, listed, strict=True)]
+    if shape.latent is not None:
+        pairs = [(shape.layers - 1) * each.full.pairs + each.last.pairs for each in listed]
+        exponentials = np.array(pairs, float) * shape.heads * _EXPONENTIAL_FLOPS
 
     def each(name: str, field: str) -> list[float]:
         return [getattr(cost.ops[name], field) for cost in costs]

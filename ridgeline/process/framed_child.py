@@ -6,19 +6,24 @@ writing too: a child that was stopped, or that swaps, neither reads nor answers.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import struct
 import subprocess
 import time
 import weakref
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import IO, Any
 
 from ridgeline.process.children import start_child
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 20
+_PARTS_AT_ONCE = 64                  # in one call of the system
 
 
 def write_frame(stream: IO[bytes], data: bytes) -> None:
@@ -48,7 +53,8 @@ def _read(stream: IO[bytes], size: int) -> bytes | None:
 class FramedChild:
     """`python -m module arguments…`, as its owner holds it. One caller at a time. OSError if it cannot be started."""
 
-    def __init__(self, module: str, *arguments: str, **options: Any) -> None:
+    def __init__(self, module: str, *arguments: str, pipe_bytes: int = 0, **options: Any) -> None:
+        """`pipe_bytes`: how much the pipes hold, where the system lets them; 0: its default."""
         pipe = subprocess.PIPE
         self.process = start_child(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
         self.end = weakref.finalize(self, _end, self.process)
@@ -56,7 +62,11 @@ class FramedChild:
         self._target, self._source = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self._target, False)
         os.set_blocking(self._source, False)
-        self._unwritten = memoryview(b"")
+        if pipe_bytes and hasattr(fcntl, "F_SETPIPE_SZ"):
+            for each in (self._target, self._source):
+                with suppress(OSError):                  # more than this user may have
+                    fcntl.fcntl(each, fcntl.F_SETPIPE_SZ, pipe_bytes)
+        self._unwritten: deque[memoryview] = deque()
         self._received = bytearray()
         self._owed = 0                                   # answers under way that no caller waits for any more
 
@@ -64,13 +74,15 @@ class FramedChild:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def ask(self, frame: bytes, seconds: float, patient: bool = True) -> bytes:
-        """The answer. EOFError if the child is gone, TimeoutError after `seconds`; in both cases the child was ended.
+    def ask(self, frame: bytes | Sequence[bytes], seconds: float, patient: bool = True) -> bytes:
+        """The answer to a frame, given as one or in parts. EOFError if the child is gone, TimeoutError after `seconds`; in both
+        cases the child was ended.
 
         A caller that is not `patient` only gives up waiting: the child stays, and its late answer is dropped.
         """
         deadline = time.monotonic() + seconds
-        self._unwritten = memoryview(bytes(self._unwritten) + _LENGTH.pack(len(frame)) + frame)
+        parts = [frame] if isinstance(frame, bytes) else frame
+        self._unwritten += map(memoryview, (_LENGTH.pack(sum(map(len, parts))), *filter(None, parts)))
         self._owed += 1
         try:
             while self._owed:
@@ -123,11 +135,15 @@ class FramedChild:
     def _write(self) -> bool:
         """False: there is nothing left to write, or no one to read it."""
         try:
-            self._unwritten = self._unwritten[os.write(self._target, self._unwritten) :]
+            written = os.writev(self._target, list(islice(self._unwritten, _PARTS_AT_ONCE)))
+            while self._unwritten and written >= len(self._unwritten[0]):
+                written -= len(self._unwritten.popleft())
+            if written:
+                self._unwritten[0] = self._unwritten[0][written:]
         except BlockingIOError:
             return True
         except OSError:                                  # the child is gone; what it has answered can still be read
-            self._unwritten = memoryview(b"")
+            self._unwritten.clear()
         return bool(self._unwritten)
 
 

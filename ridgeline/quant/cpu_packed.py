@@ -1,6 +1,6 @@
-"""Weights that stay packed on a CPU: a linear keeps the blocks of its GGUF file, laid out for the native kernels, and nothing else.
+"""Weights that stay packed on a CPU: a linear keeps the blocks of its GGUF file, laid out for the native kernels, and no numbers.
 
-Numbers that a file does not pack (and those of every other checkpoint) are kept in float32, as `PackedFloat32` does. A linear with
+Numbers that a file does not pack (and those of every other checkpoint) are kept in float32, as by `PackedFloat32`. A linear with
 parts of both has one matrix with parts of both.
 """
 

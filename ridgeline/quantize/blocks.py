@@ -1,18 +1,25 @@
-"""The weights of an output, block by block: read, rounded, written. With GPTQ a layer is also run, so that the next one reads
-what the quantised layer gives."""
+"""The weights of an output, block by block: read, rounded, written. Methods that read text also run the layer, so that
+the next one reads what the quantised layer gives."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ridgeline.errors import ModelError
 from ridgeline.process.progress import progress_bar
-from ridgeline.quantize.calibration import Calibration
+from ridgeline.quant.format import WEIGHT
+from ridgeline.quantize.calibration import Calibration, Inputs
 from ridgeline.quantize.ct_writer import Linear, stored_bytes, stored_tensors
-from ridgeline.quantize.gptq_rounding import InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.folding import Fold, fold_layer, folds
+from ridgeline.quantize.methods.gptq_rounding import InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.rounding import Rounded, expanded, rounded
+from ridgeline.quantize.methods.scale_search import awq_scales, clipped, smooth_scales
+from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse, wanda_sparse
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
-from ridgeline.quantize.rounding import Rounded, expanded, rounded
+from ridgeline.quantize.recipes import READ_TEXT
 from ridgeline.quantize.workspace import Workspace
 
 STREAM = "calibration.stream"        # hidden states before the next layer; gone when the output is complete
@@ -33,7 +40,9 @@ def write_blocks(
         for place in left:
             tick(place, space.blocks)
             block = model.blocks[place]
-            space.write(place, _block(model, by_name, block, calibration))
+            tensors, errors = _block(model, by_name, block, calibration)
+            space.add_errors(errors)
+            space.write(place, tensors)
             if calibration is not None and block != OUTSIDE:
                 calibration.save(space.folder / STREAM)
         tick(space.blocks, space.blocks)
@@ -43,16 +52,18 @@ def write_blocks(
 @torch.inference_mode()
 def _block(
     model: PlainModel, by_name: dict[str, Linear], block: int, calibration: Calibration | None
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """What is written, and by module the error of its weights as a share of their size."""
     values = {name: model.read(name) for name in model.names(block)}
+    dtypes = {name: tensor.dtype for name, tensor in values.items()}
     runs = calibration if block != OUTSIDE else None
-    rounding = _Rounding(runs, values if any(
-        by_name[name].method == "gptq" for name in values if name in by_name) else {})
+    rounding = _Rounding(runs, {name: by_name[name] for name in values if name in by_name}, values)
     found: dict[str, Tensor] = {}
+    errors: dict[str, float] = {}
     for name in list(values):
         linear = by_name.get(name)
         if linear is None:
-            found[name] = values[name]
+            found[name] = values[name] = values[name].to(dtypes[name])
             continue
         assert linear.format is not None
         try:
@@ -60,29 +71,72 @@ def _block(
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from None
         found |= stored_tensors(linear, codes)
+        numbers = expanded(codes, linear.format, linear.inputs) if linear.quantised else codes[WEIGHT]
+        wide = values[name].float()
+        errors[linear.module] = float((numbers.float() - wide).norm() / wide.norm().clamp_min(1e-30))
         if runs is not None:
-            values[name] = expanded(codes, linear.format, linear.inputs)
+            values[name] = numbers
     if runs is not None:
         runs.move_on(values)
-    return {name: tensor.contiguous() for name, tensor in found.items()}
+    return {name: tensor.contiguous() for name, tensor in found.items()}, errors
 
 
 class _Rounding:
-    """By each linear's method. Linears that read the same inputs share a Hessian and its factor."""
+    """By each linear's method. Linears that read the same inputs share what was observed of them."""
 
-    def __init__(self, calibration: Calibration | None, values: dict[str, Tensor]) -> None:
-        self._calibration = calibration
-        self._moments = calibration.moments(values) if calibration is not None and values else {}
-        self._factors: dict[str, InverseFactor] = {}
+    def __init__(self, calibration: Calibration | None, linears: dict[str, Linear], values: dict[str, Tensor]) -> None:
+        """`values`: of all tensors of the block. Methods that move scales change them."""
+        self._calibration, self._observed = calibration, dict[str, Inputs]()
+        self._factors: dict[tuple[str, bool], InverseFactor] = {}
+        self._largest: dict[str, float] = {}
+        methods = {linear.method for linear in linears.values()}
+        if calibration is not None and methods & set(READ_TEXT):
+            self._observed = calibration.observe(values, moments=bool(methods & {"gptq", "wanda", "sparsegpt"}))
+            chosen = list(_chosen_scales(calibration, linears, values, self._observed))
+            if chosen:
+                fold_layer(calibration, values, chosen, self._observed)
+        for name, linear in linears.items():             # of NVFP4, whose second scale a fused matrix shares
+            top = float(values[name].abs().amax())
+            self._largest[linear.fused] = max(self._largest.get(linear.fused, 0.0), top)
 
     def __call__(self, linear: Linear, values: Tensor) -> Rounded:
         assert linear.format is not None
-        if linear.method != "gptq" or self._calibration is None:
-            return rounded(values, linear.format)
+        if linear.method == "magnitude":
+            return {WEIGHT: magnitude_sparse(values)}
+        if linear.method not in READ_TEXT or self._calibration is None:
+            return rounded(values, linear.format, self._largest[linear.fused])
         path = self._calibration.linear_of(linear.weight)
-        if path not in self._factors:
-            self._factors[path] = InverseFactor(self._moments.pop(path))
-        return gptq_rounded(values, self._factors[path], linear.format)
+        inputs = self._observed[path]
+        if linear.method == "wanda":
+            assert inputs.moments is not None
+            return {WEIGHT: wanda_sparse(values, inputs.moments)}
+        if linear.method == "sparsegpt":
+            return {WEIGHT: sparsegpt_sparse(values, self._factor(path, ordered=False)).to(values.dtype)}
+        if linear.method == "gptq":
+            return gptq_rounded(values, self._factor(path, ordered=True), linear.format)
+        if linear.method == "awq" and not linear.fused.endswith("attention.qkv.weight"):     # scores need large q and k
+            values = clipped(values, linear.format, inputs.sample)
+        return rounded(values, linear.format)
+
+    def _factor(self, path: str, ordered: bool) -> InverseFactor:
+        if (path, ordered) not in self._factors:
+            moments = self._observed[path].moments
+            assert moments is not None
+            self._factors[path, ordered] = InverseFactor(moments, ordered)
+        return self._factors[path, ordered]
+
+
+def _chosen_scales(
+    calibration: Calibration, linears: dict[str, Linear], values: dict[str, Tensor], observed: dict[str, Inputs]
+) -> Iterator[tuple[Fold, Tensor]]:
+    """Where all linears that read the same inputs are quantised by a method that moves scales."""
+    search = {"awq": awq_scales, "smoothquant": smooth_scales}
+    for fold in folds(calibration.model.config, calibration.rows(values)):
+        readers = [linears.get(name) for name in fold.readers]
+        methods = {linear.method if linear is not None else "" for linear in readers}
+        if len(methods) == 1 and (method := methods.pop()) in search:
+            weights = [(values[linear.weight], linear.format) for linear in readers if linear and linear.format]
+            yield fold, search[method](fold, weights, observed[fold.linear])
 
 
 def block_bytes(model: PlainModel, by_name: dict[str, Linear], block: int) -> int:

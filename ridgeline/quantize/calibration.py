@@ -1,4 +1,4 @@
-"""Calibration: runs text through the model layer by layer, and gathers the second moments of every linear's inputs.
+"""Calibration: runs text through the model layer by layer, and gathers what every linear reads.
 
 One layer's weights are in memory at a time, beside the hidden states of all passages. A layer reads what the quantised layers
 before it give, as it will when it serves.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ CONTEXT = 256                        # tokens of a passage
 FEWEST_TOKENS = 1024
 ROWS = 8                             # passages that are computed together
 PAGE = 16                            # tokens of a KV block
+SAMPLE = 1024                        # tokens whose inputs are kept, for methods that search scales
 SPLIT = 2                            # the default text: this part of it calibrates, the rest judges
 
 
@@ -65,18 +66,54 @@ def calibration_passages(path: str, tokenizer: Tokenizer, tokens: int, seed: int
     return [passage.tokens for passage in found]
 
 
-class Tapped(Unquantised):
-    """Plain products that add up the second moments of their inputs, while `moments` is a dictionary."""
+@dataclass(slots=True)
+class Inputs:
+    """What a linear reads, over all tokens of the text."""
 
-    moments: dict[nn.Module, Tensor] | None = None
+    mean: Tensor                     # of |x|, for each input
+    largest: Tensor                  # of |x|
+    moments: Tensor | None           # Σ x xᵀ, where a method needs it
+    sample: Tensor                   # some of the tokens, [tokens, inputs]
+
+    def divided(self, scales: Tensor) -> Inputs:
+        """Of x / scales. Moments are not kept: methods that move scales read the sample."""
+        return Inputs(self.mean / scales, self.largest / scales, None, self.sample / scales)
+
+
+class Tapped(Unquantised):
+    """Plain products that note their inputs, while `noted` is a dictionary."""
+
+    noted: dict[nn.Module, list[Inputs]] | None = None
+    moments = True
+    most_rows = SAMPLE               # of each call, that join the sample
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        if self.moments is not None:
+        if self.noted is not None:
             wide = x.float()
-            if linear not in self.moments:
-                self.moments[linear] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
-            self.moments[linear].addmm_(wide.t(), wide)
+            sizes = wide.abs()
+            before = self.noted.setdefault(linear, [])
+            sums = wide.new_zeros(x.shape[1], x.shape[1]) if self.moments and not before else None
+            if self.moments:
+                (before[0].moments if before else sums).addmm_(wide.t(), wide)      # type: ignore[union-attr]
+            rows = torch.linspace(0, len(x) - 1, min(self.most_rows, len(x))).long()
+            before.append(Inputs(sizes.sum(0), sizes.amax(0), sums, wide[rows]))
         return super().apply(linear, x, batch)
+
+
+def _together(found: list[Inputs], tokens: int) -> Inputs:
+    return Inputs(
+        torch.stack([each.mean for each in found]).sum(0) / tokens, torch.stack([each.largest for each in found]).amax(0),
+        found[0].moments, torch.cat([each.sample for each in found]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of a tensor of the checkpoint."""
+
+    name: str
+    first: int
+    end: int
 
 
 class Calibration:
@@ -117,15 +154,44 @@ class Calibration:
                 first += piece.shape[0]
 
     @torch.inference_mode()
-    def moments(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of the inputs of each linear of the current layer, by its path in a decoder of one layer."""
+    def observe(self, weights: Mapping[str, Tensor], moments: bool = True) -> dict[str, Inputs]:
+        """The inputs of each linear of the current layer, by its path in a decoder of one layer."""
         decoder = self._decoder(self.layer)
         self._fill(decoder, weights)
-        self._scheme.moments = {}
+        self._scheme.noted, self._scheme.moments = {}, moments
+        self._scheme.most_rows = -(-SAMPLE // len(self.groups))
         for group, stream in zip(self.groups, self.streams, strict=True):
             self._forward(decoder, group, stream.clone())
-        found, self._scheme.moments = self._scheme.moments, None
-        return {path: found[module] for path, module in decoder.named_modules() if module in found}
+        found, self._scheme.noted = self._scheme.noted, None
+        tokens = sum(len(stream) for stream in self.streams)
+        return {path: _together(found[module], tokens) for path, module in decoder.named_modules() if module in found}
+
+    @torch.inference_mode()
+    def output(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """What the current layer adds to the first passages, with these weights."""
+        decoder = self._decoder(self.layer)
+        self._fill(decoder, weights)
+        return self._forward(decoder, self.groups[0], self.streams[0].clone()) - self.streams[0]
+
+    @torch.inference_mode()
+    def through(self, streams: list[Tensor], weights: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """Other hidden states through the current layer; `weights`: other ones than the last that were used."""
+        decoder = self._decoder(self.layer)
+        if weights is not None:
+            self._fill(decoder, weights)
+        return [self._forward(decoder, group, stream.clone()) for group, stream in zip(self.groups, streams, strict=True)]
+
+    def rows(self, names: Iterable[str]) -> dict[str, Rows]:
+        """Where the current layer's tensors hold each piece of a decoder of one layer."""
+        pieces = model_pieces(self._decoder(self.layer))
+        found: dict[str, Rows] = {}
+        for name in names:
+            first = 0
+            for target in self._renamer.pieces_of(name) or ():
+                target = re.sub(r"^layers\.\d+\.", "layers.0.", target)
+                found[target] = Rows(name, first, first + pieces[target].shape[0])
+                first += pieces[target].shape[0]
+        return found
 
     def linear_of(self, name: str) -> str:
         """The path of the linear that a tensor of the checkpoint belongs to."""

@@ -16,7 +16,7 @@ from typing import Any
 from ridgeline.errors import ConfigError
 from ridgeline.process import integrity, platform
 
-CARD, PAGE = "quality.json", "QUALITY.md"
+CARD, PAGE, PLOTS = "quality.json", "QUALITY.md", "quality.html"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,37 @@ def require_quality(found: CardFound | None, limits: dict[str, float], model: st
     if found is None or not found.matches:
         why = "it has no card" if found is None else found.line
         raise ConfigError(f"--require-quality: {model}: {why}; `ridgeline quantize` makes one")
+    require_limits(found.card, limits, f"--require-quality: {model}")
+
+
+def require_limits(card: dict[str, Any], limits: dict[str, float], where: str) -> None:
     for name, limit in limits.items():
-        for part, row in found.card["quality"]["slices"].items():
+        for part, row in card["quality"]["slices"].items():
             value = LIMITS[name](row)
             if not value <= limit:
-                raise ConfigError(
-                    f"--require-quality: {model}: {name} of the slice {part} is {value:.4g}, the limit is {limit:g}"
-                )
+                raise ConfigError(f"{where}: {name} of the slice {part} is {value:.4g}, the limit is {limit:g}")
+
+
+# A format's name on a card -> as `ridgeline plan` calls it.
+PLANNED = {
+    "e4m3-row": "fp8", "e4m3-128x128": "fp8-block", "int8-row": "int8", "uint4": "int4", "e2m1-32": "mxfp4", "e2m1-16": "fp4",
+    "bf16 2:4": "2:4",
+}
+
+
+def planned_kl(file: Path) -> tuple[str, float]:
+    """(format as `ridgeline plan` calls it, mean KL) of a card."""
+    try:
+        card = json.loads(file.read_text(encoding="utf-8"))
+        names = {str(row["format"]).partition(",")[0] for row in card["linears"]}
+        formats = {PLANNED.get(name) or PLANNED.get(name.partition("-")[0]) for name in names}
+        kl = float(card["quality"]["all"]["kl"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is no card of ridgeline quantize ({type(error).__name__})") from None
+    format = formats.pop() if len(formats) == 1 else None
+    if format is None:
+        raise ConfigError(f"{file}: a card of {' and '.join(sorted(names))} is of no one format that plan knows")
+    return format, kl
 
 
 def _has(file: Path, expected: str) -> bool:
@@ -142,6 +166,9 @@ def page(card: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_card(card: dict[str, Any], folder: Path) -> None:
+def write_card(card: dict[str, Any], folder: Path, plots: str = "") -> None:
+    """`plots`: the page of card_page.py."""
+    if plots:
+        (folder / PLOTS).write_text(plots, encoding="utf-8")
     (folder / CARD).write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / PAGE).write_text(page(card), encoding="utf-8")

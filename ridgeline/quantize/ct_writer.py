@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.quantised.codes import packed_bits
-from ridgeline.quant.format import SCALE, WEIGHT, ZERO, Activation, WeightFormat
+from ridgeline.quant.format import BYTES, OUTER, SCALE, WEIGHT, ZERO, Activation, WeightFormat
 
-STORAGE = {"e4m3": "float-quantized", "int8": "int-quantized", "uint4": "pack-quantized", "e2m1": "mxfp4-pack-quantized"}
+STORAGE = {"e4m3": "float-quantized", "int8": "int-quantized", "uint4": "pack-quantized"}
 BITS = {"e4m3": (8, "float"), "int8": (8, "int"), "uint4": (4, "int"), "e2m1": (4, "float")}
 
 
@@ -31,18 +31,37 @@ class Linear:
     format: WeightFormat | None      # None: it keeps the model's dtype
     method: str = ""
     reason: str = ""                 # why it is not quantised
+    fused: str = ""                  # linears with the same word are one matrix in the engine
+    dtype: str = "float16"           # of the model
 
     @property
     def weight(self) -> str:
         return f"{self.module}.weight"
 
+    @property
+    def quantised(self) -> bool:
+        """It has codes: 2:4 sparsity alone leaves numbers."""
+        return self.format is not None and self.format.scales is not None
+
+
+def storage(format: WeightFormat) -> str:
+    """The name of the layout."""
+    assert format.scales is not None
+    if format.grid == "e2m1":
+        return "mxfp4-pack-quantized" if format.scales.outer is None else "nvfp4-pack-quantized"
+    return STORAGE[format.grid]
+
 
 def stored_tensors(linear: Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By full name. Scales of whole rows are [outputs, 1] there."""
+    """By full name. Scales of whole rows are [outputs, 1] there; NVFP4's second scale is one number, which divides."""
     assert linear.format is not None
-    weight, scale, name = tensors[WEIGHT], tensors[SCALE], linear.module
+    weight, name = tensors[WEIGHT], linear.module
+    if linear.format.scales is None:
+        return {f"{name}.weight": weight}
+    scale = tensors[SCALE]
     if linear.format.grid == "e2m1":
-        return {f"{name}.weight_packed": weight, f"{name}.weight_scale": scale}
+        outer = {f"{name}.weight_global_scale": 1 / tensors[OUTER][:1]} if OUTER in tensors else {}
+        return {f"{name}.weight_packed": weight, f"{name}.weight_scale": scale} | outer
     scale = scale[:, None] if scale.dim() == 1 else scale
     if linear.format.grid != "uint4":
         return {f"{name}.weight": weight, f"{name}.weight_scale": scale}
@@ -61,7 +80,10 @@ def stored_bytes(linear: Linear) -> int:
     """Of what `stored_tensors` writes."""
     assert linear.format is not None
     shape = (linear.outputs, linear.inputs)
-    found = sum(spec.nbytes(*shape) for spec in linear.format.tensors() if spec.name != ZERO)
+    if linear.format.scales is None:
+        return linear.outputs * linear.inputs * BYTES[linear.dtype]
+    found = sum(spec.nbytes(*shape) for spec in linear.format.tensors() if spec.name not in (ZERO, OUTER))
+    found += 4 * (linear.format.scales.outer is not None)
     if linear.format.grid == "uint4":
         found += 2 * 8                                   # weight_shape
         for spec in linear.format.tensors():
@@ -74,15 +96,18 @@ def stored_bytes(linear: Linear) -> int:
 # ── config.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def quantization_config(linears: Sequence[Linear], others: bool, version: str) -> dict[str, Any]:
-    """`others`: the checkpoint has linears besides these, of another modality."""
+def quantization_config(linears: Sequence[Linear], others: bool, version: str) -> dict[str, Any] | None:
+    """`others`: the checkpoint has linears besides these, of another modality. None: all keep the model's dtype (2:4)."""
     by_format: dict[WeightFormat, list[str]] = {}
     for linear in linears:
-        if linear.format is not None:
+        if linear.quantised:
+            assert linear.format is not None
             by_format.setdefault(linear.format, []).append(linear.module)
-    kept = [linear.module for linear in linears if linear.format is None]
+    if not by_format:
+        return None
+    kept = [linear.module for linear in linears if not linear.quantised]
     one = len(by_format) == 1 and not others
-    storages = {STORAGE[format.grid] for format in by_format}
+    storages = {storage(format) for format in by_format}
     groups = {}
     for number, (format, modules) in enumerate(by_format.items()):
         rest = [linear.module for linear in linears if linear.module not in set(modules)]
@@ -117,10 +142,12 @@ def _group(format: WeightFormat, targets: list[str]) -> dict[str, Any]:
         "group_size": columns if columns and rows == 1 else None, "block_structure": [rows, columns] if rows > 1 else None,
         "observer": "minmax",
     }
-    if format.grid == "e2m1":
+    if format.grid == "e2m1" and format.scales.outer is None:
         weights |= {"scale_dtype": "torch.uint8", "zp_dtype": None}
+    if format.scales.outer is not None:
+        weights |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": None}
     return {"targets": targets, "weights": weights, "input_activations": _inputs(format.activation), "output_activations": None,
-            "format": STORAGE[format.grid]}
+            "format": storage(format)}
 
 
 def _inputs(activation: Activation | None) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ COPIED = (
 )
 
 
-def write_small_files(path: Path, config: ModelConfig, quantization: dict[str, Any], folder: Path) -> None:
+def write_small_files(path: Path, config: ModelConfig, quantization: dict[str, Any] | None, folder: Path) -> None:
     """`path`: of the input; `folder`: where the output is being made."""
     if path.suffix == ".gguf":
         with GGUFFile(path) as file:
@@ -39,7 +39,7 @@ def write_small_files(path: Path, config: ModelConfig, quantization: dict[str, A
         for name in COPIED:
             if (path / name).is_file():
                 shutil.copyfile(path / name, folder / name)
-    _write_json(folder / "config.json", raw | {"quantization_config": quantization})
+    _write_json(folder / "config.json", raw | ({} if quantization is None else {"quantization_config": quantization}))
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -112,7 +112,8 @@ class PlainModel:
             module, layer = name.removesuffix(".weight"), None if head else self._layer(name)
             choice = recipe.choose(module, inputs, layer, self.config.num_layers)
             format = None if choice.format is None else stored_scales(choice.format, self._scale_dtype())
-            yield Linear(module, outputs, inputs, layer, format, choice.method, choice.reason)
+            yield Linear(module, outputs, inputs, layer, format, choice.method, choice.reason,
+                         pieces[0].partition(":")[0], self._scale_dtype())
 
     def _scale_dtype(self) -> str:
         return self.config.dtype if self.config.dtype in ("bfloat16", "float16", "float32") else "float32"

@@ -8,26 +8,37 @@ Peak memory is one layer, and with GPTQ the calibration's hidden states beside i
 from __future__ import annotations
 
 import platform as python_platform
+import shutil
+import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ridgeline.bench.lab.record import commit
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.evaluation import evaluate, slice_texts
 from ridgeline.evaluate.task import EMBEDDED, Task
 from ridgeline.evaluate.texts import fingerprint
 from ridgeline.process import embedded
-from ridgeline.quantize import card
+from ridgeline.quant.format import is_fp8_rows
+from ridgeline.quantize import auto_search, card
 from ridgeline.quantize.blocks import write_blocks
-from ridgeline.quantize.calibration import Calibration, calibration_passages, calibration_text, halves
+from ridgeline.quantize.calibration import (
+    FEWEST_TOKENS,
+    Calibration,
+    calibration_passages,
+    calibration_text,
+    halves,
+)
+from ridgeline.quantize.card_page import page as card_page
 from ridgeline.quantize.ct_writer import Linear, quantization_config
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.plain_model import PlainModel
-from ridgeline.quantize.recipes import QuantizeRecipe
+from ridgeline.quantize.recipes import AUTO, READ_TEXT, QuantizeRecipe
 from ridgeline.quantize.workspace import Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
@@ -43,11 +54,17 @@ class Job:
     text: str = ""                   # a file to calibrate with, where a method needs it; empty: a part of pydoc_data.topics
     tokens: int = 8192               # of it
     card: Task | None = None         # what the card measures; None: no card
+    limits: dict[str, float] = field(default_factory=dict)   # of card.LIMITS, that every slice must meet
+    name: str = ""                   # of the output on its card; empty: the directory's
     show: bool = True
 
 
 def quantize(job: Job) -> dict[str, Any] | None:
     """Writes the output; returns its card."""
+    return _search(job) if job.recipe.name == AUTO and not job.recipe.rules else _quantize(job)
+
+
+def _quantize(job: Job) -> dict[str, Any] | None:
     model = PlainModel(job.model)
     try:
         linears = model.linears(job.recipe)
@@ -66,12 +83,47 @@ def quantize(job: Job) -> dict[str, Any] | None:
         if job.card is not None:
             made = make_card(job, model, linears, space.folder)
             made["calibration"] = None if calibration is None else _calibration_facts(job, calibration)
-            card.write_card(made, space.folder)
+            made["errors"] = space.errors()
+            card.write_card(made, space.folder, card_page(made))
+            if job.limits and job.recipe.name != AUTO:
+                card.require_limits(made, job.limits, f"{space.folder} is complete but for its name")
         space.finish()
     finally:
         model.close()
     if made is not None:
         card.find_card(job.out)                          # hashes are remembered: the first start need not compute them
+    return made
+
+
+def _search(job: Job) -> dict[str, Any]:
+    """Several whole outputs, each beside the final place; the smallest that meets the limits gets its name."""
+    if job.card is None or not job.limits:
+        raise ConfigError("the recipe auto needs a limit that the card can check: --max-kl, --max-flips or --max-ppl-increase")
+    if job.out.exists():
+        raise ConfigError(f"{job.out} exists already: choose another --out, or delete it")
+    kept = job.out.with_name(f"{job.out.name}.costs.json")
+    passages = calibration_passages(job.text, Tokenizer.load(job.model), max(auto_search.TOKENS, FEWEST_TOKENS), job.seed)
+    units = auto_search.measured_units(job.model, job.recipe, passages, kept, job.show)
+    folders: list[Path] = []
+
+    def make(recipe: QuantizeRecipe) -> dict[str, Any]:
+        folder = job.out.with_name(f"{job.out.name}.try{len(folders) + 1}")
+        folders.append(folder)
+        there = card.find_card(folder)                   # of a run that was stopped
+        if there is not None and there.matches and there.card["recipe"] == recipe.as_data():
+            return there.card
+        shutil.rmtree(folder, ignore_errors=True)
+        made = _quantize(replace(job, recipe=recipe, out=folder, name=job.out.name))
+        assert made is not None
+        return made
+
+    made = auto_search.search(units, job.limits, job.recipe, make, say if job.show else lambda line: None)
+    best = next(folder for folder in folders if (there := card.find_card(folder)) and there.card == made)
+    best.rename(job.out)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    kept.unlink(missing_ok=True)
+    card.find_card(job.out)
     return made
 
 
@@ -83,7 +135,7 @@ def _run(job: Job, model: PlainModel, calibration: Calibration | None) -> dict[s
 
 
 def _calibration(job: Job, model: PlainModel, linears: list[Linear]) -> Calibration | None:
-    if not any(linear.method == "gptq" for linear in linears if linear.format is not None):
+    if not any(linear.method in READ_TEXT for linear in linears if linear.format is not None):
         return None
     return Calibration(model, calibration_passages(job.text, Tokenizer.load(job.model), job.tokens, job.seed))
 
@@ -94,6 +146,10 @@ def _calibration_facts(job: Job, calibration: Calibration) -> dict[str, Any]:
         "fingerprint": fingerprint(calibration_text(job.text)),
         "passages": sum(map(len, calibration.groups)), "tokens": sum(len(each) for group in calibration.groups for each in group),
     }
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 # ── what is said ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -138,11 +194,12 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
         judged.write_text(halves()[1], encoding="utf-8")
         task = replace(task, text=str(judged))
     found = evaluate({"model": str(folder)}, task, reference=given, show=job.show)
-    quality = {name: found[name] for name in ("slices", "all", "by_position", "worst_decile", "texts", "context", "overlap")}
+    parts = ("slices", "all", "by_position", "worst_decile", "texts", "context", "overlap", "needle")
+    quality = {name: found[name] for name in parts if name in found}
     quality["all"]["perplexity"] = quality["all"]["reference_perplexity"] * quality["all"]["perplexity_ratio"]
     files = model.files()
     return {
-        "card": 1, "model": job.out.name, "recipe": job.recipe.as_data(), "seed": job.seed,
+        "card": 1, "model": job.name or job.out.name, "recipe": job.recipe.as_data(), "seed": job.seed,
         "linears": formats_said(linears), "not_quantised": not_quantised_said(model, linears),
         "quality": quality,
         "size": {
@@ -151,6 +208,7 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
             "output_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         },
         "notes": _notes(model, linears),
+        "machine": {"commit": commit(), "system": python_platform.machine(), "gpu": _gpu()},
         "versions": {"ridgeline": __version__, "python": python_platform.python_version()}
         | {package: version(package) for package in ("torch", "safetensors", "tokenizers", "numpy")},
         "input": {"model": job.model.name, "dtype": model.config.dtype, "sha256": card.hashes(files)},
@@ -158,13 +216,19 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
     }
 
 
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
 def _notes(model: PlainModel, linears: list[Linear]) -> list[str]:
     notes = []
     if model.gguf and model.config.quantisation is not None:
         notes.append("the input is a GGUF file of packed weights, which were expanded first: figures are against these, not "
                      "against the model from which the file was made.")
-    kinds = {linear.format.activation.kind for linear in linears if linear.format and linear.format.activation}
-    if kinds and not torch.cuda.is_available():
-        notes.append("the figures were measured on a CPU, which keeps activations in float32; a GPU rounds them to "
-                     f"{' and '.join(sorted(kinds))} as well, which these figures do not hold.")
+    rounded = torch.cuda.is_available()
+    kinds = {linear.format.activation.kind for linear in linears if linear.format is not None and linear.format.activation
+             and not (rounded and is_fp8_rows(linear.format))}
+    if kinds:
+        notes.append("the figures were measured with activations as they are; an engine that rounds them to "
+                     f"{' and '.join(sorted(kinds))}, as the file asks for, adds an error that these figures do not hold.")
     return notes

@@ -16,8 +16,11 @@ import yaml
 from ridgeline.errors import ConfigError
 from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, GROUPS, INT8_ROW, MXFP4, Scales, WeightFormat, uint4
 
-METHODS = ("rtn", "gptq")
+METHODS = ("rtn", "gptq", "awq", "smoothquant")
+SPARSE = ("magnitude", "wanda", "sparsegpt")                             # methods of 2:4
+READ_TEXT = ("gptq", "awq", "smoothquant", "wanda", "sparsegpt")         # methods that need calibration text
 HEAD = "lm_head"
+AUTO = "auto"                        # formats by linear, the fewest bytes that meet limits of quality (auto_search.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Choice:
 
 
 INT4, INT4_ASYMMETRIC = uint4(128), uint4(128, zero="code")
+NVFP4 = WeightFormat("e2m1", Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0))))
+DENSE_24 = WeightFormat("bf16", sparse="2:4")
 RECIPES: dict[str, tuple[WeightFormat, str, str]] = {
     "fp8": (FP8_ROW, "rtn", "8-bit floats, a scale for each output; activations in fp8 for each token"),
     "fp8-block": (FP8_BLOCK, "rtn", "8-bit floats, a scale for each block of 128 x 128; activations in groups of 128"),
@@ -48,7 +53,14 @@ RECIPES: dict[str, tuple[WeightFormat, str, str]] = {
     "int4-rtn-asym": (INT4_ASYMMETRIC, "rtn", "4-bit integers in groups with zero points, rounded to nearest"),
     "int4-gptq": (INT4, "gptq", "4-bit integers in groups, symmetric, by GPTQ with calibration text"),
     "int4-gptq-asym": (INT4_ASYMMETRIC, "gptq", "4-bit integers in groups with zero points, by GPTQ with calibration text"),
+    "int4-awq": (INT4, "awq", "4-bit integers in groups, symmetric, by AWQ with calibration text"),
+    "int4-awq-asym": (INT4_ASYMMETRIC, "awq", "4-bit integers in groups with zero points, by AWQ with calibration text"),
+    "w8a8-smooth": (INT8_ROW, "smoothquant", "w8a8 after SmoothQuant with calibration text"),
     "mxfp4": (MXFP4, "rtn", "4-bit floats in groups of 32 with a power of two as scale"),
+    "nvfp4": (NVFP4, "rtn", "4-bit floats in groups of 16 with an 8-bit float as scale"),
+    "sparse24-magnitude": (DENSE_24, "magnitude", "2:4 sparse, the smaller weights become zero; kept in the model's dtype"),
+    "sparse24-wanda": (DENSE_24, "wanda", "2:4 sparse by Wanda with calibration text; kept in the model's dtype"),
+    "sparse24-sparsegpt": (DENSE_24, "sparsegpt", "2:4 sparse by SparseGPT with calibration text; kept in the model's dtype"),
 }
 
 
@@ -74,7 +86,9 @@ class QuantizeRecipe:
         if rule.format is None:
             return Choice(None, reason="kept as asked")
         choice = _fitted(rule, inputs)
-        return replace(choice, method="rtn") if layer is None else choice        # calibration ends with the last layer
+        if layer is None and choice.method in READ_TEXT:                         # calibration ends with the last layer
+            return replace(choice, method="rtn") if choice.method not in SPARSE else Choice(None, reason="the head")
+        return choice
 
     def as_data(self) -> dict[str, Any]:
         """For the card, and to know whether a run is the same."""
@@ -90,9 +104,12 @@ class QuantizeRecipe:
 
 def _fitted(rule: Rule, inputs: int) -> Choice:
     format = rule.format
-    assert format is not None and format.scales is not None
-    if format.grid == "e2m1":
-        return Choice(format, rule.method) if inputs % 32 == 0 else Choice(None, reason=f"{inputs} inputs do not divide into 32s")
+    assert format is not None
+    fixed = 4 if format.scales is None else format.scales.block[1] if format.grid == "e2m1" else 1
+    if inputs % fixed:
+        return Choice(None, reason=f"{inputs} inputs do not divide into {fixed}s")
+    if format.scales is None:
+        return Choice(format, rule.method)
     if format.grid != "uint4":
         return Choice(format, rule.method)
     sizes = GROUPS if rule.group is None else (rule.group,)
@@ -115,18 +132,31 @@ def read_recipe(
     for option, number in (("--keep-first", keep_first), ("--keep-last", keep_last)):
         if number < 0:
             raise ConfigError(f"{option} must be at least 0, got {number}")
+    if given == AUTO:
+        if group is not None:
+            raise ConfigError(f"--group cannot be given with {AUTO}, which chooses it")
+        return QuantizeRecipe(AUTO, (), keep, keep_first, keep_last)
     if given in RECIPES:
         rules: tuple[Rule, ...] = (_named("", given),)
     elif Path(given).suffix in (".yaml", ".yml", ".json"):
         rules = tuple(_rule(str(pattern), entry, given) for pattern, entry in _read_file(given).items())
         given = Path(given).name
     else:
-        raise ConfigError(f"there is no recipe {given!r}; there are {', '.join(RECIPES)}, or give a .yaml file")
+        raise ConfigError(f"there is no recipe {given!r}; there are {', '.join(RECIPES)}, {AUTO}, or give a .yaml file")
     if group is not None:
         if not any(rule.format is not None and rule.format.grid == "uint4" for rule in rules):
             raise ConfigError(f"--group changes 4-bit integers; {given} has none")
         rules = tuple(replace(rule, group=_group(group, "--group")) for rule in rules)
     return QuantizeRecipe(given, rules, keep, keep_first, keep_last)
+
+
+def exact_recipe(name: str, rules: Mapping[str, Rule | None], base: QuantizeRecipe) -> QuantizeRecipe:
+    """A rule for each module by its whole name; None: it keeps its dtype."""
+    found = tuple(
+        Rule(f"^{re.escape(module)}$", None) if rule is None else replace(rule, pattern=f"^{re.escape(module)}$")
+        for module, rule in rules.items()
+    )
+    return QuantizeRecipe(name, found, base.keep, base.keep_first, base.keep_last)
 
 
 def _named(pattern: str, name: str) -> Rule:
@@ -177,8 +207,10 @@ def _described(pattern: str, entry: dict[str, Any], where: str) -> Rule:
     if (bits, kind) not in formats:
         raise ConfigError(f"{where}: {bits!r} bits of type {kind!r} are not known; bits are 4, 8 or 16, and type int or float")
     format = formats[bits, kind]
-    if method == "gptq" and kind != "int":
-        raise ConfigError(f"{where}: gptq rounds integers, not type {kind!r}")
+    if method in ("gptq", "awq") and kind != "int":
+        raise ConfigError(f"{where}: {method} rounds integers, not type {kind!r}")
+    if method == "smoothquant" and (bits, kind) != (8, "int"):
+        raise ConfigError(f"{where}: smoothquant is for 8-bit integers, whose activations are rounded, too")
     if not symmetric and (bits, kind) != (4, "int"):
         raise ConfigError(f"{where}: only 4-bit integers can be asymmetric")
     if group is not None and (bits, kind) != (4, "int"):
@@ -200,7 +232,6 @@ def _check_pattern(pattern: str, where: str) -> None:
 
 
 def stored_scales(format: WeightFormat, dtype: str) -> WeightFormat:
-    """With scales in the model's dtype, as other engines expect them; powers of two stay."""
+    """With scales in the model's dtype, as other engines expect them; those of 4-bit floats stay."""
     scales = format.scales
-    assert scales is not None
-    return format if scales.dtype == "e8m0" else replace(format, scales=Scales(scales.block, dtype, scales.zero))
+    return format if scales is None or format.grid == "e2m1" else replace(format, scales=Scales(scales.block, dtype, scales.zero))

@@ -20,7 +20,7 @@ from torch import Tensor
 from ridgeline.errors import ConfigError
 from ridgeline.models.weights import INDEX
 
-RUN = "run.json"
+RUN, ERRORS = "run.json", "errors.json.writing"
 SPARE = 64 << 20                     # bytes that stay free on the disk
 
 
@@ -75,6 +75,17 @@ class Workspace:
             os.fsync(file.fileno())
         part.chmod((self.folder / RUN).stat().st_mode)   # the library writes files that only this user may read
         os.replace(part, self.file(block))
+
+    def add_errors(self, errors: Mapping[str, float]) -> None:
+        """Of the linears of a block, for the card."""
+        (self.folder / ERRORS).write_text(json.dumps(self.errors() | dict(errors)))
+
+    def errors(self) -> dict[str, float]:
+        try:
+            found: dict[str, float] = json.loads((self.folder / ERRORS).read_text())
+        except (OSError, ValueError):
+            found = {}
+        return found
 
     def require_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free

@@ -85,8 +85,8 @@ class Facts:
 
     @property
     def matrix_share(self) -> float:
-        """The share of matrix products in the busy time: linears, head and attention."""
-        products = sum(self.parts[name].seconds for name in ("linears and head", "attention") if name in self.parts)
+        """The share of matrix products in the busy time: linears, head, experts and attention."""
+        products = sum(self.parts[name].seconds for name in ("linears and head", "experts", "attention") if name in self.parts)
         return products / self.busy if self.busy else 0.0
 
     def share(self, seconds: float) -> float:

@@ -27,6 +27,7 @@ class StepRows:
     wants: list[np.ndarray] = field(default_factory=list)
     lengths: list[np.ndarray] = field(default_factory=list)
     shared: list[int] = field(default_factory=list)
+    experts: list[int] = field(default_factory=list)
 
     def add(self, plan: StepPlan, result: StepResult) -> None:
         self.counts.append(len(plan.rows))
@@ -34,6 +35,7 @@ class StepRows:
         self.wants.append(plan.want)
         self.lengths.append(result.lengths)
         self.shared.append(result.shared)
+        self.experts.append(result.experts)
 
     def costs(self, model: StepCosts) -> ManyCosts:
         counts = np.array(self.counts)
@@ -42,7 +44,7 @@ class StepRows:
         return model.of(
             counts, np.concatenate(self.new), np.concatenate(self.lengths).astype(np.int32),
             wants & np.int8(Want.TOKEN), np.array(self.shared),
-            every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0,
+            every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0, experts=np.array(self.experts),
         )
 
 

@@ -15,24 +15,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from ridgeline.distributed.sharding import even_shard, head_shards
+from ridgeline.models.expert_config import Experts
+from ridgeline.models.latent_config import Latent
 from ridgeline.models.model_config import ModelConfig
+from ridgeline.roofline.op_terms import OpCost as OpCost
+from ridgeline.roofline.op_terms import activations, each_token, in_layers, mixtures, norms
+from ridgeline.sizes.latent_costs import FEW_QUERIES, near_flops, wide_flops
 from ridgeline.sizes.op_costs import (
     DTYPE_BYTES,
     INDEX_BYTES,
     Attended,
     Cost,
     Rows,
-    gated_activation_cost,
     kv_bytes,
     linear_cost,
     paged_attention_cost,
-    rms_norm_cost,
     rotary_write_cost,
 )
 from ridgeline.sizes.sampling_costs import greedy_cost
 
 LINEARS = ("qkv", "output", "gate_up", "down")
-OPS = ("embedding", "norms", *LINEARS, "rotary_write", "attention", "activation", "head", "sample")
+MLP = ("gate_up", "down")
+OPS = ("embedding", "norms", *LINEARS, "rotary_write", "attention", "activation", "experts", "head", "sample")
 # What benchmarks show: the linears of the layers in one line.
 PARTS = {op: "linears" if op in LINEARS else op for op in OPS}
 
@@ -42,7 +46,7 @@ PARTS = {op: "linears" if op in LINEARS else op for op in OPS}
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """A dense decoder with gated MLPs, as far as its cost goes. Bytes per element may be fractions (packed formats with
+    """A decoder, as far as its cost goes. Bytes per element may be fractions (packed formats with
     their scales)."""
 
     hidden: int
@@ -70,22 +74,84 @@ class DecoderShape:
     mlp_bias: bool = False
     last_windowed: bool = False      # has the last layer a window?
     ranks: int = 1                   # this is the share of one of them
+    latent: Latent | None = None     # latent attention: `head_dim` is that of queries
+    gated: bool = True               # the MLP has a gate
+    norms: int = 2                   # of a layer, before attention and MLP
+    experts: Experts | None = None   # in the place of most MLPs; `intermediate` is the width of the others
+    expert_bytes: float | None = None                    # per element of the experts; as the linears'
 
     @property
     def linear_weights(self) -> int:
-        """Elements of the layers' matrices; embedding and head are not among them."""
-        return self.layers * sum(inputs * outputs for inputs, outputs, _ in self.linears.values())
+        """Elements of the layers' matrices; embedding, head and experts are not among them."""
+        dense = sum(inputs * outputs for inputs, outputs, _ in self.linears.values())
+        dense += sum(inputs * outputs for inputs, outputs in self.latent_linears)
+        return self.layers * dense + sum(
+            count * inputs * outputs for name in MLP for count, _, inputs, outputs, _ in self.mlps(name)
+        )
+
+    @property
+    def active_weights(self) -> int:
+        """Elements of the layers' matrices that one token computes with, its experts among them."""
+        experts = self.experts
+        mixed = 0 if experts is None else (self.layers - experts.dense_layers) * experts.used * 3 * self.hidden * experts.width
+        return self.linear_weights + mixed
+
+    @property
+    def expert_size(self) -> float:
+        """Bytes of one expert."""
+        if self.experts is None:
+            return 0.0
+        each = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
+        width, bias = self.experts.width, self.experts.bias
+        return 3 * self.hidden * width * each + (2 * width + self.hidden) * self.activation_bytes * bias
+
+    def expected_reads(self, tokens: int, last: int) -> float:
+        """Experts of all layers that a step reads, if routing is even; `last`: tokens that go on in the last layer."""
+        if self.experts is None:
+            return 0.0
+        mixed = self.layers - self.experts.dense_layers
+        is_last = self.layers - 1 not in self.experts.dense
+        return (mixed - is_last) * self.experts.visited(tokens) + is_last * self.experts.visited(last)
 
     @property
     def linears(self) -> dict[str, tuple[int, int, bool]]:
-        """Inputs, outputs and bias of a layer's linears."""
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        """Inputs, outputs and bias of the linears that every layer has: those of attention."""
+        latent, value = self.latent, self.head_dim
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim
+        if latent is not None:
+            outputs, value = (latent.query_rank or self.heads * latent.head) + latent.width, latent.value
         return {
-            "qkv": (self.hidden, query + 2 * key_value, self.qkv_bias),
-            "output": (query, self.hidden, self.output_bias),
-            "gate_up": (self.hidden, 2 * self.intermediate, self.mlp_bias),
-            "down": (self.intermediate, self.hidden, self.mlp_bias),
+            "qkv": (self.hidden, outputs, self.qkv_bias),
+            "output": (self.heads * value, self.hidden, self.output_bias),
         }
+
+    def mlps(self, name: str) -> list[tuple[int, bool, int, int, bool]]:
+        """Of "gate_up" or "down": layers that have such a linear, whether the last is among them, inputs, outputs, bias. A router
+        and the gate of a shared expert count with gate_up."""
+        hidden, experts = self.hidden, self.experts
+
+        def linears(width: int, count: int, last: bool, bias: bool) -> list[tuple[int, bool, int, int, bool]]:
+            size = (hidden, (1 + self.gated) * width) if name == "gate_up" else (width, hidden)
+            return [(count, last, *size, bias)] if count and width else []
+
+        if experts is None:
+            return linears(self.intermediate, self.layers, True, self.mlp_bias)
+        mixed, last = self.layers - experts.dense_layers, self.layers - 1 not in experts.dense
+        found = linears(self.intermediate, experts.dense_layers, not last, self.mlp_bias)
+        found += linears(experts.shared, mixed, last, False)
+        if name == "gate_up":
+            found.append((mixed, last, hidden, experts.count, experts.router_bias))
+            found += [(mixed, last, hidden, 1, False)] * experts.shared_gate
+        return found
+
+    @property
+    def latent_linears(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of what widens: queries, and last keys and values, which are always plain numbers."""
+        latent = self.latent
+        if latent is None:
+            return []
+        queries = [(latent.query_rank, self.heads * latent.head)] if latent.query_rank else []
+        return [*queries, (latent.kv_rank, self.heads * (latent.nope + latent.value))]
 
     @property
     def head_element_bytes(self) -> float:
@@ -93,6 +159,8 @@ class DecoderShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        if self.latent is not None:
+            return round(self.layers * self.latent.width * self.kv_bytes)
         return kv_bytes(
             tokens=1, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, element_bytes=self.kv_bytes
         )
@@ -100,8 +168,14 @@ class DecoderShape:
     def shard(self, ranks: int) -> DecoderShape:
         """One rank's share under tensor parallelism, the fullest where it does not divide."""
         query, key_value = head_shards(self.heads, self.kv_heads, 0, ranks)
+        experts = self.experts
+        if experts is not None:
+            width, shared, dense = (
+                even_shard(each, 0, ranks).size for each in (experts.width, experts.shared, experts.dense_width)
+            )
+            experts = replace(experts, width=width, shared=shared, dense_width=dense)
         return replace(
-            self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks,
+            self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks, experts=experts,
             intermediate=even_shard(self.intermediate, 0, ranks).size, vocab=even_shard(self.vocab, 0, ranks).size,
         )
 
@@ -113,7 +187,7 @@ def kv_element_bytes(kv_dtype: str, head_dim: int) -> float:
 
 def decoder_shape(
     model: ModelConfig, dtype: str, bytes_per_weight: float | None = None, kv_dtype: str | None = None,
-    block_size: int = 16, head_bytes: float | None = None,
+    block_size: int = 16, head_bytes: float | None = None, expert_bytes: float | None = None,
 ) -> DecoderShape:
     """A model as the cost model sees it; weights in `dtype` unless said otherwise."""
     size = DTYPE_BYTES[dtype]
@@ -122,11 +196,14 @@ def decoder_shape(
         hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,
         kv_heads=model.num_kv_heads, head_dim=model.head_dim, layers=model.num_layers, vocab=model.vocab_size,
         weight_bytes=size if bytes_per_weight is None else bytes_per_weight,
-        kv_bytes=kv_element_bytes(kv_dtype or dtype, model.head_dim), activation_bytes=size,
+        kv_bytes=kv_element_bytes(kv_dtype or dtype, model.head_dim if model.latent is None else model.latent.width),
+        activation_bytes=size, latent=model.latent,
         window=windows[0] if windows else None, window_layers=len(windows), block_size=block_size,
         head_bytes=head_bytes, embedding_bytes=size, rotary_dim=model.ropes[0].dim, activation=model.activation,
         softcap=model.attention_softcap, qk_norm=model.qk_norm, post_norms=model.post_norms, qkv_bias=model.qkv_bias,
         output_bias=model.output_bias, mlp_bias=model.mlp_bias, last_windowed=model.windows[-1] is not None,
+        gated=model.gated, norms=1 if model.parallel else 2 * model.pre_norms, experts=model.experts,
+        expert_bytes=None if model.experts is None else size if expert_bytes is None else expert_bytes,
     )
 
 
@@ -144,8 +221,8 @@ class StepCounts:
     windowed: Attended = field(default_factory=Attended)
     last: Attended = field(default_factory=Attended)     # in the last layer
     shared: int = 0                  # KV positions that need not be read again, in layers without a window
-    # What only planning asks: of `full`, pairs of rows with few queries; requests that begin in this step, and their tokens.
-    few_pairs: int = field(default=0, compare=False)
+    few_pairs: int = field(default=0, compare=False)         # of `full`, those of rows with few queries (latent attention)
+    # What only planning asks: requests that begin in this step, and their tokens.
     admitted: int = field(default=0, compare=False)
     admitted_tokens: int = field(default=0, compare=False)
     cached_tokens: int = field(default=0, compare=False)     # of these, in the prefix cache already
@@ -173,33 +250,8 @@ def step_counts(
         Attended.of(rows, shape.window, shape.block_size) if shape.window_layers else Attended(),
         Attended.of(last_rows, shape.window if shape.last_windowed else None, shape.block_size),
         shared,
+        Attended.of([row for row in rows if row[0] <= FEW_QUERIES], None, shape.block_size).pairs if shape.latent else 0,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class OpCost:
-    """One kind of op in a step."""
-
-    calls: int = 0                   # how often the decoder calls it
-    flops: int = 0
-    weights: int = 0                 # bytes of weights read: linears, head, embedding rows, norms, biases …
-    kv_read: int = 0                 # … of the cache read, scales included …
-    kv_written: int = 0              # … written …
-    activations: int = 0             # … and of everything else, in and out
-
-    @property
-    def bytes(self) -> int:
-        return self.weights + self.kv_read + self.kv_written + self.activations
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(self.flops, self.bytes)
-
-    def __add__(self, other: OpCost) -> OpCost:
-        return OpCost(
-            self.calls + other.calls, self.flops + other.flops, self.weights + other.weights,
-            self.kv_read + other.kv_read, self.kv_written + other.kv_written, self.activations + other.activations,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +276,8 @@ class StepCost:
 
     @property
     def linear_flops(self) -> int:
-        return sum(self.ops[name].flops for name in LINEARS)
+        """Experts are linears too."""
+        return sum(self.ops[name].flops for name in (*LINEARS, "experts"))
 
     @property
     def attention_flops(self) -> int:
@@ -247,7 +300,8 @@ def step_cost(
     return cost_of(shape, step_counts(shape, rows, logits, shared, every_hidden))
 
 
-def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
+def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None = None) -> StepCost:
+    """`experts_read`: of all layers together, where it is known; by default what even routing would read."""
     size, layers = shape.activation_bytes, shape.layers
     tokens, last, logits = counts.tokens, counts.last_tokens, counts.logits
     behind = bool(last)                                  # without logits the last layer ends once K and V are written
@@ -261,21 +315,15 @@ def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
         return each_token(calls, times, none, one)
 
     def matrix(name: str) -> OpCost:
-        calls, times = (layers, layers * tokens) if name == "qkv" else (
-            layers - 1 + behind, (layers - 1) * tokens + last
-        )
+        calls, times = (layers, layers * tokens) if name == "qkv" else in_layers(counts, layers, True)
         return linear(calls, times, *shape.linears[name], shape.weight_bytes)
 
-    def each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) -> OpCost:
-        """An op over tokens: `none` is its cost without any, which is the weights that it reads."""
-        moved = times * (one.bytes - none.bytes - written)
-        return OpCost(calls, times * one.flops, calls * none.bytes, 0, times * written, moved)
-
-    def norm(calls: int, times: int, residual: bool) -> OpCost:
-        none, one = (
-            rms_norm_cost(tokens=count, width=shape.hidden, residual=residual, element_bytes=size) for count in (0, 1)
+    def mlp(name: str) -> OpCost:
+        return sum(
+            (linear(*in_layers(counts, count, has_last), inputs, outputs, bias, shape.weight_bytes)
+             for count, has_last, inputs, outputs, bias in shape.mlps(name)),
+            OpCost(),
         )
-        return each_token(calls, times, none, one)
 
     def attention(attended: Attended, window: int | None, shared: int) -> OpCost:
         attended = replace(attended, keys=attended.keys - shared)
@@ -308,19 +356,9 @@ def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
             norm=shape.qk_norm, element_bytes=size, kv_element_bytes=shape.kv_bytes,
         )
 
-    def activation(count: int) -> Cost:
-        return gated_activation_cost(
-            tokens=count, intermediate=shape.intermediate, kind=shape.activation, element_bytes=size
-        )
-
     written = kv_bytes(
         tokens=1, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=shape.kv_bytes
     )
-    # The first norm has no residual to add; of the last layer's norms the one before attention sees every token, and the
-    # others, as the one behind the stack, those that go on. Norms behind a linear add nothing.
-    norms = norm(1, tokens, False) + norm(2 * layers - 2 + 2 * behind, (2 * layers - 2) * tokens + 2 * last, True)
-    if shape.post_norms:
-        norms += norm(2 * (layers - 1 + behind), 2 * ((layers - 1) * tokens + last), False)
     turn = each_token(layers, layers * tokens, Cost(), rotary(1), written)
     if shape.qk_norm:
         qk = layers * 2 * shape.head_dim * size
@@ -332,17 +370,54 @@ def cost_of(shape: DecoderShape, counts: StepCounts) -> StepCost:
     return StepCost(
         {
             "embedding": OpCost(1, 0, tokens * row, 0, 0, tokens * (shape.hidden * size + INDEX_BYTES)),
-            "norms": norms,
-            **{name: matrix(name) for name in LINEARS},
+            "norms": norms(shape, counts),
+            **{name: matrix(name) for name in ("qkv", "output")},
+            **{name: mlp(name) for name in MLP},
             "rotary_write": turn,
             "attention": attend,
-            "activation": each_token(layers - 1 + behind, tokens * (layers - 1) + last, Cost(), activation(1)),
+            "activation": activations(shape, counts),
+            "experts": mixtures(shape, counts, experts_read),
             "head": linear(bool(logits), logits, shape.hidden, shape.vocab, False, shape.head_element_bytes),
             "sample": OpCost(bool(logits), choice.flops, 0, 0, 0, choice.bytes),
-        },
+        } | ({} if shape.latent is None else latent_ops(shape, counts, shape.latent, matrix("qkv"))),
         collectives,
         (spoken * shape.hidden + logits * shape.vocab * shape.ranks) * size if shape.ranks > 1 else 0,
     )
+
+
+def latent_ops(shape: DecoderShape, counts: StepCounts, latent: Latent, down: OpCost) -> dict[str, OpCost]:
+    """What is there in place of a dense decoder's projections (`down` is what compresses), rotation and attention.
+
+    Keys and values are widened once for each token, or queries and results instead, which costs as much. What a later chunk of
+    a prompt computes against the latents of earlier ones is counted as if they were widened, and widening them again is not.
+    """
+    layers, tokens, heads, size = shape.layers, counts.tokens, shape.heads, shape.activation_bytes
+    projections = down
+    for place, (inputs, outputs) in enumerate(reversed(shape.latent_linears)):
+        stored = size if place == 0 else shape.weight_bytes
+        projections += OpCost(
+            layers, 2 * layers * tokens * inputs * outputs, round(layers * inputs * outputs * stored), 0, 0,
+            layers * tokens * (inputs + outputs) * size,
+        )
+    few, many = counts.few_pairs, counts.full.pairs - counts.few_pairs
+    near, wide = near_flops(latent.kv_rank, latent.rope), wide_flops(latent.nope, latent.rope, latent.value)
+    pairs = (layers - 1) * (few * near + many * wide) + counts.last.pairs * near
+    keys = (layers - 1) * (counts.full.keys - counts.shared) + max(0, counts.last.keys - counts.shared)
+    behind = (layers - 1) * tokens + counts.last_tokens
+    turned = 3 * (heads + 1) * latent.rope + 4 * latent.kv_rank + 3
+    moved = 2 * heads * latent.rope + latent.width
+    return {
+        "qkv": projections,
+        "attention": OpCost(
+            layers - 1 + bool(counts.last_tokens), heads * pairs, 0, round(keys * latent.width * shape.kv_bytes), 0,
+            behind * heads * (latent.head + latent.value) * size,
+        ),
+        "rotary_write": OpCost(
+            layers, layers * tokens * turned, layers * latent.kv_rank * size, 0,
+            round(layers * tokens * latent.width * shape.kv_bytes),
+            layers * tokens * (moved * size + latent.rope * max(size, 4) + 2 * INDEX_BYTES),
+        ),
+    }
 
 
 # ── the machine, and what follows from both ──────────────────────────────────────────────────────────────────────────

@@ -24,11 +24,12 @@ _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$|^cuMemcpy(Dto|Hto)[HD](_v2)?$")
 # Which part of a step a kernel belongs to, by its name; the first that fits.
 PARTS = (
     ("communication", _COLLECTIVE.pattern),
-    ("attention", r"attention|attn|flash|fmha|^(decode|prefill|prefix|prompt)_kernel"),
+    ("experts", r"_experts_"),
+    ("attention", r"attention|attn|flash|fmha|^(decode|prefill|prefix|prompt|latent_(decode|older|prompt))_kernel"),
     ("linears and head", r"gemm|gemv|fp8_rows|_expand_|_few_rows_"),
     ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
     ("norms", r"norm"),
-    ("rotary and kv_write", r"rotary|rope|kv_write|write_kv|reshape_and_cache"),
+    ("rotary and kv_write", r"rotary|rope|kv_write|latent_write|write_kv|reshape_and_cache"),
     ("activation", r"activation|silu|gelu|gated"),
     ("linears and head", r"nvjet|cutlass|cublas|linear|splitk|matmul|xmma|dot_kernel"),
     ("copies", r"memcpy|memset|copy_kernel|fill"),
@@ -39,7 +40,8 @@ OP_PARTS = {
     "rms_norm": "norms", "gated_activation": "activation", "rotary": "rotary and kv_write",
     "kv_write": "rotary and kv_write", "rotary_write": "rotary and kv_write", "paged_attention": "attention",
     "decode_attention": "attention", "greedy": "sampling", "sample": "sampling", "apply_mask": "sampling",
-    "logprobs": "sampling",
+    "logprobs": "sampling", "experts": "experts", "route_experts": "experts", "latent_write": "rotary and kv_write",
+    "latent_attention": "attention",
 }
 # And for torch's, where nothing is marked around them.
 _TORCH_PARTS = (
@@ -50,7 +52,7 @@ _TORCH_PARTS = (
 COSTS_OF = {
     "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
     "activation": ("activation",), "linears and head": ("qkv", "output", "gate_up", "down", "head"), "sampling": ("sample",),
-    "embedding": ("embedding",),
+    "embedding": ("embedding",), "experts": ("experts",),
 }
 _HOLDS_OTHERS = ("decode_attention",)                    # ops that may call others: those count, not they
 

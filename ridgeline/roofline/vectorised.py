@@ -2,7 +2,7 @@
 
 A step's cost is an affine function of sums over its rows (tokens, logits, pairs, keys, blocks …). The coefficients come from
 calling step_cost.py, one sum at a time; then any number of steps is one small matrix product. Exact: every number is an integer
-below 2⁵³.
+below 2⁵³. Only the experts that a step reads are no such function: they are counted on the device, or expected of even routing.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ridgeline.roofline.step_cost import LINEARS, OPS, DecoderShape, OpCost, StepCounts, cost_of
+from ridgeline.sizes.latent_costs import FEW_QUERIES
 from ridgeline.sizes.op_costs import Attended
 
 TERMS = tuple(each.name for each in fields(OpCost))
-_HEAD = OPS.index("head")
+_HEAD, _EXPERTS = OPS.index("head"), OPS.index("experts")
 _LINEARS = [OPS.index(name) for name in LINEARS]
 
 
@@ -33,6 +34,7 @@ class _Sums:
     windowed: tuple[np.ndarray, ...] # … with one …
     last: tuple[np.ndarray, ...]     # … and in the last
     shared: np.ndarray
+    few: np.ndarray                  # of the pairs without a window, those of rows with few queries
     goes_on: np.ndarray              # is there a token behind the last layer's attention?
     has_logits: np.ndarray
 
@@ -40,7 +42,7 @@ class _Sums:
         """[steps, sums], float64."""
         columns = (
             self.tokens, self.rows, self.logits, self.last_tokens, self.last_rows, *self.full, *self.windowed, *self.last,
-            self.shared, self.goes_on, self.has_logits,
+            self.shared, self.few, self.goes_on, self.has_logits,
         )
         made = np.empty((_NUM_SUMS, len(self.tokens)))
         for place, column in enumerate(columns):
@@ -48,8 +50,8 @@ class _Sums:
         return made.T
 
 
-_NUM_SUMS = 17
-_LAST_TOKENS, _LOGITS, _GOES_ON, _HAS_LOGITS = 3, 2, 15, 16
+_NUM_SUMS = 18
+_LAST_TOKENS, _LOGITS, _GOES_ON, _HAS_LOGITS = 3, 2, 16, 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +85,27 @@ class StepCosts:
 
     def of(
         self, counts: np.ndarray, new: np.ndarray, kv_len: np.ndarray, logits: np.ndarray, shared: np.ndarray,
-        every_hidden: np.ndarray,
+        every_hidden: np.ndarray, experts: np.ndarray | None = None,
     ) -> ManyCosts:
-        """Per step: its number of rows, KV positions read once for several rows, and whether every hidden state is needed. Per
-        row, all steps concatenated: its tokens, its KV length with these, and how many of the last have logits."""
+        """Per step: its number of rows, KV positions read once for several rows, whether every hidden state is needed, and
+        experts that it read, if that was counted (0: it was not). Per row, all steps concatenated: its tokens, its KV length with
+        these, and how many of the last have logits."""
         sums = self._sums(new, kv_len, logits, counts, shared, every_hidden)
         found = self._constant + sums.matrix() @ self._coefficients
         columns = np.split(found, len(TERMS), axis=1)
+        if self.shape.experts is not None:
+            columns[TERMS.index("weights")][:, _EXPERTS] = self._expert_bytes(sums, experts)
         if self._read_bytes is not None:
             self._reweigh(columns[TERMS.index("weights")], sums)
         return ManyCosts(tuple(columns), sums.tokens, sums.logits, counts)
+
+    def _expert_bytes(self, sums: _Sums, counted: np.ndarray | None) -> np.ndarray:
+        expected = np.array([
+            self.shape.expected_reads(tokens, last)
+            for tokens, last in zip(sums.tokens.tolist(), sums.last_tokens.tolist(), strict=True)
+        ])
+        read = expected if counted is None else np.where(counted > 0, counted, expected)
+        return np.round(read * self.shape.expert_size)
 
     @property
     def weight_bytes(self) -> float:
@@ -133,7 +146,7 @@ class StepCosts:
             seen = keys, keys, total(np.floor_divide(full, np.int32(shape.block_size), out=full)) + counts
             some = counts > 0
             return _Sums(
-                counts, counts, counts, counts, counts, seen, (none, none, none), seen, shared, some, some
+                counts, counts, counts, counts, counts, seen, (none, none, none), seen, shared, keys, some, some
             )
         new, kv, logits = new.astype(np.int64), kv.astype(np.int64), logits.astype(np.int64)
         last = np.where(np.repeat(every_hidden, counts), new, logits) if every_hidden.any() else logits
@@ -142,10 +155,11 @@ class StepCosts:
             return tuple(total(each) for each in _attended(queries, kv, window, shape.block_size))
 
         num_logits, goes_on = total(logits), total(last)
+        few = attended(np.where(new <= FEW_QUERIES, new, 0), None)[0] if shape.latent is not None else none
         return _Sums(
             total(new), counts, num_logits, goes_on, total((last > 0).astype(np.int64)), attended(new, None),
             attended(new, shape.window) if shape.window_layers else (none, none, none),
-            attended(last, shape.window if shape.last_windowed else None), shared, goes_on > 0, num_logits > 0,
+            attended(last, shape.window if shape.last_windowed else None), shared, few, goes_on > 0, num_logits > 0,
         )
 
     def _coefficient(self, index: int) -> np.ndarray:
@@ -183,14 +197,14 @@ def _attended(new: np.ndarray, kv: np.ndarray, window: int | None, block_size: i
 
 def _counts(vector: Sequence[int]) -> StepCounts:
     tokens, rows, logits, last_tokens, last_rows, *rest = vector
-    full, windowed, last, shared = rest[0:3], rest[3:6], rest[6:9], rest[9]
+    full, windowed, last, shared, few = rest[0:3], rest[3:6], rest[6:9], rest[9], rest[10]
     return StepCounts(
         tokens, logits, last_tokens, Attended(rows, tokens, *full), Attended(rows, tokens, *windowed),
-        Attended(last_rows, last_tokens, *last), shared,
+        Attended(last_rows, last_tokens, *last), shared, few,
     )
 
 
 def _outputs(shape: DecoderShape, counts: StepCounts) -> np.ndarray:
     """[terms · ops], a term's ops side by side."""
-    ops = cost_of(shape, counts).ops
+    ops = cost_of(shape, counts, experts_read=0.0).ops
     return np.array([getattr(ops[name], term) for term in TERMS for name in OPS], np.float64)

@@ -12,14 +12,18 @@ from torch import Tensor
 from ridgeline.layers.batch import Batch
 from ridgeline.ops.attention import kernel_prefill_hopper
 from ridgeline.ops.attention.attention_arguments import (
+    PREFIX_QUERIES,
     AttentionWork,
+    AttentionWorkspace,
+    DecodeShape,
     SharedPrefix,
+    decode_shape,
     make_workspace,
     prefix_tile_rows,
     workspace_floats,
 )
 from ridgeline.ops.attention.prefill_tiles import cut_queries, most_tiles
-from ridgeline.ops.attention.split_kv import SHARE_UNIT, DeviceShares, num_items, programs_at_once, share_out
+from ridgeline.ops.attention.split_kv import SHARE_UNIT, DeviceShares, num_items, share_out
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.runner.row_tables import RowTables
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
@@ -30,35 +34,58 @@ from ridgeline.sizes.kv_spec import KVGroupSpec
 Decoding = tuple[SharedPrefix | None, DeviceShares | None]       # of one group
 
 
+def _workspace(
+    groups: list[KVGroupSpec], shapes: list[DecodeShape], max_rows: int, prefix_tiles: int, deterministic: bool, drafts: bool,
+    device: torch.device,
+) -> AttentionWorkspace:
+    """One for all groups, which attend one after another."""
+    floats = max(
+        workspace_floats(
+            max_rows, shape.heads, group.num_kv_heads, group.value_dim, multiprocessors=multiprocessors(device),
+            prefix_tiles=prefix_tiles, deterministic=deterministic, drafts=drafts, programs=shape.programs,
+        ) for group, shape in zip(groups, shapes, strict=True)
+    )
+    return make_workspace(floats, max_rows, max(shape.columns for shape in shapes), device)
+
+
+def _prefixes(group: KVGroupSpec, shape: DecodeShape, shared: bool) -> SharedPrefixes:
+    if shared and group.kind == "full" and shape.group <= PREFIX_QUERIES:
+        return SharedPrefixes(group.block_size, prefix_tile_rows(shape.group))
+    return NoSharedPrefixes()
+
+
+def _tile_group(groups: list[KVGroupSpec], shapes: list[DecodeShape], device: torch.device) -> int | None:
+    """Query heads per KV head, where prompts are attended to tile by tile of a list, one for all groups; None: there is none."""
+    sizes = {shape.group for shape in shapes}
+    wanted = len(sizes) == 1 and all(
+        kernel_prefill_hopper.wants_tiles(device, shape.group, group.head_dim, group.block_size)
+        for group, shape in zip(groups, shapes, strict=True)
+    )
+    return sizes.pop() if wanted else None
+
+
 class AttentionSchedule:
     def __init__(
         self, groups: list[KVGroupSpec], max_rows: int, device: torch.device, heads: int, shared_prefixes: bool,
         deterministic: bool, drafts: bool = False,
     ) -> None:
         """`drafts`: decode rows may have several queries."""
-        kv_heads, head_dim, block_size = groups[0].num_kv_heads, groups[0].head_dim, groups[0].block_size
-        self._tile_rows = prefix_tile_rows(heads // kv_heads)
+        shapes = [decode_shape(group, heads, multiprocessors(device)) for group in groups]
+        self._tile_rows = min(prefix_tile_rows(shape.group) for shape in shapes)
         self.prefixes = [
-            SharedPrefixes(block_size, self._tile_rows) if shared_prefixes and group.window is None and not deterministic
-            else NoSharedPrefixes() for group in groups
+            _prefixes(group, shape, shared_prefixes and not deterministic)
+            for group, shape in zip(groups, shapes, strict=True)
         ]
-        self.workspace = None
-        if device.type != "cpu":
-            floats = workspace_floats(
-                max_rows, heads, kv_heads, head_dim, multiprocessors=multiprocessors(device),
-                prefix_tiles=-(-max_rows // self._tile_rows) + SPARE_TILES if shared_prefixes else 0,
-                deterministic=deterministic, drafts=drafts,
-            )
-            self.workspace = make_workspace(floats, max_rows, kv_heads, device)
+        self.workspace = None if device.type == "cpu" else _workspace(
+            groups, shapes, max_rows, -(-max_rows // self._tile_rows) + SPARE_TILES if shared_prefixes else 0, deterministic,
+            drafts, device,
+        )
         self.deterministic = deterministic
         # Tokens by which rows may grow before their keys are shared out anew; deterministic, shares follow from lengths alone.
         self.growth = 0 if deterministic else SHARE_UNIT
-        # Query heads per KV head, where prompts are attended to tile by tile of a list; None: there is no list.
-        self._tile_group: int | None = None
-        if not deterministic and kernel_prefill_hopper.wants_tiles(device, heads // kv_heads, head_dim, block_size):
-            self._tile_group = heads // kv_heads
+        self._tile_group = None if deterministic else _tile_group(groups, shapes, device)
         self._windows = [group.window for group in groups]
-        self._programs = programs_at_once(multiprocessors(device), kv_heads)     # CTAs that attend at once, per KV head
+        self._programs = [shape.programs for shape in shapes]    # per group: CTAs that attend at once, for each KV head
         self._on_cpu = device.type == "cpu"
 
     def num_bytes(self, max_rows: int, max_step_tokens: int) -> int:
@@ -67,7 +94,7 @@ class AttentionSchedule:
         num_tiles = -(-max_rows // self._tile_rows) + SPARE_TILES
         size = groups * (4 * (4 * num_tiles + 2 * max_rows) + 6 * 16)
         # How decodes are shared out: of all layers but the last, and of that one.
-        items = max(num_items(rows, self._programs, self.deterministic) for rows in range(1, max_rows + 1))
+        items = max(num_items(rows, each, self.deterministic) for rows in range(1, max_rows + 1) for each in self._programs)
         size += groups * 2 * (4 * (items + 2 * max_rows) + 3 * 16)
         if self._tile_group is not None:
             size += 16 * (most_tiles(max_step_tokens, max_rows, self._tile_group) + 1)
@@ -83,8 +110,8 @@ class AttentionSchedule:
         found = zip(self.prefixes, batch.groups, strict=True)
         return max((prefixes.saved for prefixes, group in found if group.prefix is not None), default=0)
 
-    def work(self, num_decodes: int, longest: int, queries: int = 1) -> AttentionWork | None:
-        return None if self._on_cpu else AttentionWork(num_decodes, longest, self.deterministic, queries)
+    def work(self, num_decodes: int, longest: int, queries: int = 1, older: bool = True) -> AttentionWork | None:
+        return None if self._on_cpu else AttentionWork(num_decodes, longest, self.deterministic, older, queries)
 
     def put_tiles(
         self, staging: Staging, rows: np.ndarray, query_start: np.ndarray, kv_len: np.ndarray, first: int, shape: Shape | None
@@ -97,7 +124,7 @@ class AttentionSchedule:
         return staging.put(cut_queries(query_start[first:], kv_len[first:], rows[first:], group, size))
 
     def put_decodes(
-        self, staging: Staging, tables: RowTables, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int, drafts: bool = False
+        self, staging: Staging, tables: RowTables, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int, queries: int = 1
     ) -> list[Decoding]:
         """For the decode rows: the shared prefix of each group, and the split-KV shares of the rest."""
         if not num_decodes or self._on_cpu:
@@ -106,25 +133,25 @@ class AttentionSchedule:
         live = decodes[decodes != len(tables.given)]
         own = kv_len[:num_decodes]
         put: list[Decoding] = []
-        for prefixes, table, window in zip(self.prefixes, tables.blocks, self._windows, strict=True):
+        for group, (prefixes, table) in enumerate(zip(self.prefixes, tables.blocks, strict=True)):
             # The kernel of shared prefixes has one query per row: rows with drafts read theirs themselves.
-            found = None if drafts else prefixes.find(table, live, tables.length[live], len(rows))
+            found = None if queries > 1 else prefixes.find(table, live, tables.length[live], len(rows))
             if found is None:
-                put.append((None, self._put_shares(staging, window, own)))
+                put.append((None, self._put_shares(staging, group, own, queries)))
             else:
                 prefix = SharedPrefix(*(staging.put(array) for array in found.arrays()))
-                put.append((prefix, self._put_shares(staging, None, own - found.prefix_len[: len(own)])))
+                put.append((prefix, self._put_shares(staging, group, own - found.prefix_len[: len(own)])))
         return put
 
     def put_shares(self, staging: Staging, lengths: np.ndarray) -> list[DeviceShares | None]:
         """Of rows with one query each, in every group."""
-        return [] if self._on_cpu else [self._put_shares(staging, window, lengths) for window in self._windows]
+        return [] if self._on_cpu else [self._put_shares(staging, group, lengths) for group in range(len(self._windows))]
 
-    def _put_shares(self, staging: Staging, window: int | None, lengths: np.ndarray) -> DeviceShares | None:
+    def _put_shares(self, staging: Staging, group: int, lengths: np.ndarray, queries: int = 1) -> DeviceShares | None:
         if not len(lengths):
             return None
-        read = lengths + self.growth
+        read, window = lengths + self.growth, self._windows[group]
         if window is not None:
-            read = np.minimum(read, window)
-        shares = share_out(read, self._programs, self.deterministic)
+            read = np.minimum(read, window + queries - 1)
+        shares = share_out(read, self._programs[group], self.deterministic)
         return DeviceShares(*(staging.put(array) for array in (shares.item_row, shares.first_item, shares.size)))

@@ -24,7 +24,7 @@ from ridgeline.runner.row_tables import RowTables
 from ridgeline.runner.shared_prefix import SharedPrefixes
 from ridgeline.runner.staging import Staging
 from ridgeline.sizes.graph_shapes import Shape, decode_sizes
-from ridgeline.sizes.kv_spec import KVGroupSpec
+from ridgeline.sizes.kv_spec import KVGroupSpec, common_block_size
 
 TOKEN = np.int8(Want.TOKEN)
 EVERY_HIDDEN = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)     # what needs all tokens after the last layer
@@ -88,7 +88,7 @@ class DeviceRows:
         self.depth = depth                               # steps that may be in flight when another is packed
         self.max_rows = max_rows                         # also the number of the row for padding
         self.device = device
-        self.tables = RowTables(len(groups), groups[0].block_size, max_rows, max_model_len, device)
+        self.tables = RowTables(len(groups), common_block_size(groups), max_rows, max_model_len, device)
         self.schedule = AttentionSchedule(groups, max_rows, device, heads, shared_prefixes, deterministic, drafts)
         self.last_token = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._prompts: dict[Shape, Batch] = {}           # of single prompts: by shape, all tensors are the same
@@ -215,7 +215,7 @@ class DeviceRows:
         staging.begin()
         changes = tables.changes(staging)
         places, lengths, slots = self._put_moving(numbers.positions, kv_len, numbers.slots)
-        decoding = schedule.put_decodes(staging, tables, rows, kv_len, num_decodes, layout.width is not None)
+        decoding = schedule.put_decodes(staging, tables, rows, kv_len, num_decodes, layout.queries)
         tokens, borders, logits = staging.put(numbers.tokens), staging.put(numbers.query_start), staging.put(numbers.logits)
         sample_rows, table_rows = staging.put(numbers.sampled), staging.put(rows.astype(np.int32))
         newest = None if numbers.newest is None else staging.put(numbers.newest)
@@ -235,6 +235,7 @@ class DeviceRows:
         if len(alone):
             self.last_token.index_copy_(0, *single)
         tables.length[rows[layout.live]] = numbers.ends[layout.live]
+        older = shape is not None or bool((numbers.ends - layout.counts)[num_decodes:].any())
         batch = Batch(
             tokens=tokens,
             positions=places,
@@ -255,7 +256,7 @@ class DeviceRows:
             newest=newest,
             table_rows=table_rows,
             query_tiles=query_tiles,
-            work=schedule.work(num_decodes, layout.longest, layout.queries),
+            work=schedule.work(num_decodes, layout.longest, layout.queries, older),
             workspace=schedule.workspace,
         )
         if goes_on is not None:

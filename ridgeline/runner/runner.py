@@ -69,6 +69,7 @@ class _Step:
     prepared: Prepared | None = None # how its rows choose, where that is done before their masks are there
     prompt_logprobs: dict[int, Fetched] = field(default_factory=dict)
     hidden: dict[int, Fetched] = field(default_factory=dict)
+    experts: Fetched | None = None   # of a mixture: experts that each layer read
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
     at_once: np.ndarray | None = None    # with drafts: rows whose tokens the sampler does not count before they are accepted
     settled: bool = False            # with drafts: rows know how many were accepted
@@ -125,6 +126,8 @@ class Runner:
         step = _Step(
             plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays, waited
         )
+        if self.model.expert_reads is not None:
+            step.experts = Fetched(self.model.expert_reads)
         if computed.logits is not None and work.positions is None:
             step.prepared = self._sampler.prepare(work.rows)
         if starts is not None and computed.hidden is not None:
@@ -326,6 +329,7 @@ class Runner:
             rejected=new.rejected,
             device_seconds=device_seconds,
             shared=step.shared,
+            experts=0 if step.experts is None else int(step.experts.arrays()[0].sum()),
             replayed=step.replayed,
             communication=step.waited,
         )

@@ -15,7 +15,6 @@ from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Progress, load_weights
-from ridgeline.ops.attention.attention_arguments import PREFIX_QUERIES
 from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import Site, kernels_are_used, log_compilations, set_kernels, set_nvtx
@@ -80,11 +79,9 @@ def make_runner(
         formats = LinearFormats(model_config, options.model.quantization, device.type, comm.size)
         model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):
-        heads = model.layers[0].attention.qkv.num_heads
-        shares = config.shared_prefixes and heads // config.groups[0].num_kv_heads <= PREFIX_QUERIES
         rows = DeviceRows(
             config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.depth, device,
-            heads, shares, options.execution.deterministic,
+            model.layers[0].attention.num_heads, config.shared_prefixes, options.execution.deterministic,
         )
         sampler = Sampler(
             config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype

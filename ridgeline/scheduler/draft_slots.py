@@ -36,7 +36,8 @@ def give_drafts(
         most[place] *= sequences[place].prefill.logprobs_sent
     arrived = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     asked = DecodingRows(
-        sequences, np.clip(most, 0, most_queries(len(places)) - 1), table.known[rows[places]] - arrived, room, int(tokens.sum())
+        sequences, np.clip(most, 0, most_queries(len(places)) - 1), table.known[rows[places]] - arrived, room,
+        int(tokens.sum()), int(table.computed[rows[places]].sum()),
     )
     found = drafter.plan(asked)
     if found is None:

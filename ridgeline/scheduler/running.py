@@ -35,6 +35,7 @@ class Running:
         table.hold(row, blocks.num_blocks)
         table.committed[row] = blocks.committed
         self.delta.added.append(row_added(sequence, start))
+        self.delta.block_ops += self._manager.copies(hit, blocks)
         return row
 
     def leave(self, sequence: Sequence) -> None:
@@ -79,9 +80,11 @@ class Running:
         hit = self._manager.lookup(sequence.tokens, salt, limit if use_cache and sequence.request.prefix_caching else 0)
         leader = sequence.leader
         if leader is not None and leader.blocks is not None:
-            forked = self._manager.fork(leader.blocks, salt, min(limit, leader.num_prompt))
+            limit = min(limit, leader.num_prompt)
+            forked = self._manager.fork(leader.blocks, salt, limit)
             if forked.num_tokens > hit.num_tokens:
-                return forked
+                hit = forked
+            self._manager.add_copy(hit, leader.blocks, min(limit, int(self.rows.computed[leader.row])))
         return hit
 
     def victim(self, asking: Sequence) -> Sequence | None:

@@ -19,8 +19,8 @@ from ridgeline.server.api.dialects import ANTHROPIC, LLAMA, OLLAMA, RESPONSES
 from ridgeline.server.api.llamacpp import llama_server
 from ridgeline.server.api.ollama import ollama_models, ollama_prepare
 from ridgeline.server.api.openai import responses_continued
-from ridgeline.server.api.openai.embeddings import embed
-from ridgeline.server.api.vllm.score import score
+from ridgeline.server.api.openai.embeddings import embed, read_embedding
+from ridgeline.server.api.vllm.score import read_pairs, score
 from ridgeline.server.background_responses import Responses
 from ridgeline.server.endpoints import Generation, Invocations, Question
 from ridgeline.server.http.error_bodies import body_for
@@ -37,7 +37,8 @@ def make_app(service: Service) -> Starlette:
     completion = Generation(service, prepare.prepare_completion, prompt_field="prompt")
     messages = Generation(service, prepare.prepare_messages, ANTHROPIC)
     responses = Responses(service, prepare.prepare_response, RESPONSES, "input")
-    embeddings, scores = Question(service, embed, prompt_field="input"), Question(service, score)
+    embeddings = Question(service, read_embedding, prompt_field="input", then=embed)
+    scores = Question(service, read_pairs, then=score)
     app = Starlette(
         routes=[
             _post("/v1/chat/completions", chat),
@@ -78,9 +79,11 @@ def _ollama(service: Service) -> list[Route]:
     return [
         _post("/api/chat", Generation(service, ollama_prepare.prepare_chat, OLLAMA, "messages")),
         _post("/api/generate", Generation(service, ollama_prepare.prepare_generate, OLLAMA, "prompt")),
-        _post("/api/embed", Question(service, ollama_prepare.embed, OLLAMA, "input")),
-        _post("/api/embeddings", Question(service, ollama_prepare.old_embed, OLLAMA, "prompt")),
-        _post("/api/show", Question(service, models.show, OLLAMA)),
+        _post("/api/embed", Question(service, ollama_prepare.read_embed, OLLAMA, "input", ollama_prepare.embed)),
+        _post("/api/embeddings", Question(
+            service, ollama_prepare.read_old_embed, OLLAMA, "prompt", ollama_prepare.old_embed,
+        )),
+        _post("/api/show", Question(service, ollama_models.read_show, OLLAMA, then=models.show)),
         Route("/api/tags", models.tags),
         Route("/api/ps", models.running),
         Route("/api/version", models.version),
@@ -140,7 +143,7 @@ def _pages(service: Service) -> list[Route]:
 
     async def roofline(request: Request) -> Response:
         seconds = roofline_endpoint.window_seconds(request.query_params.get("seconds"))
-        return json_response(roofline_endpoint.document(llm, service.name, service.state, seconds))
+        return json_response(roofline_endpoint.document(llm, service.name, service.state, seconds, service.quality))
 
     async def page(request: Request) -> Response:
         return dashboard.page()

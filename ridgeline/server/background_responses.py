@@ -17,7 +17,7 @@ from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
 from ridgeline.server.api.openai.responses_continued import found
-from ridgeline.server.api.prepare import Job
+from ridgeline.server.api.prepared import Job
 from ridgeline.server.endpoints import BYTES_PER_VALUE, Generation, num_values
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import caller_of
@@ -50,7 +50,7 @@ class Responses(Generation):
         writer = job.writer
         assert isinstance(writer, ResponsesWriter)
         with ExitStack() as places:
-            places.enter_context(self._service.slots.taking(len(job.prompts) * job.params.n))
+            places.enter_context(self._service.slots.taking(len(job.prompts) * job.params.n, already=1, goes_on=True))
             body = writer.stored_as("queued")
             if body is None:
                 raise Unsupported("background needs a place in the store of responses, and there is none", field="background")

@@ -8,7 +8,7 @@ Each request runs under a watch for its client: a client that hangs up has its r
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,11 @@ from ridgeline.engine.client.answer_stream import AnswerStream, Batch
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, RequestError
 from ridgeline.server.api.dialects import CHAT, Dialect
-from ridgeline.server.api.prepare import Job
-from ridgeline.server.http.failures import describe
+from ridgeline.server.api.prepared import Job, Prepared
+from ridgeline.server.http.body import field_names
+from ridgeline.server.http.failures import as_requested, describe
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
@@ -40,6 +41,7 @@ from ridgeline.server.observe import prometheus
 from ridgeline.server.server_errors import WrongMediaType
 from ridgeline.server.service import Service
 
+BYTES_PER_NUMBER = 16                # of JSON, for each number or character of an answer, with the time it takes
 EVENTS_AT_ONCE = 4                   # written before the next check whether the client keeps up
 BYTES_PER_VALUE = 64                 # of JSON, for each log-probability in an answer
 
@@ -76,32 +78,54 @@ class Endpoint(ABC):
 
 
 class Question(Endpoint):
-    """An endpoint whose answer is one struct."""
+    """An endpoint whose answer is one struct, or its JSON."""
 
     def __init__(
-        self, service: Service, answer: Callable[[Service, Caller, bytes], Awaitable[Any]], dialect: Dialect = CHAT,
-        prompt_field: str | None = None,
+        self, service: Service, read: Callable[[Service, Caller, bytes], Awaitable[Any]], dialect: Dialect = CHAT,
+        prompt_field: str | None = None, then: Callable[[Service, Caller, Any], Awaitable[Any]] | None = None,
     ) -> None:
+        """`read`: the answer to a body; or, if the engine is needed, what `then` makes the answer of."""
         super().__init__(service, dialect, prompt_field)
-        self._make = answer
+        self._read = read
+        self._then = then
 
     async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
-        answer = await self._make(self._service, caller_of(scope), body.data)
-        body.release()
+        caller = caller_of(scope)
+        answer = await self._service.reader.read(self._read, self._service, caller, body)
+        body.release()                                   # an engine may take minutes
+        if self._then is not None:
+            answer = await self._then(self._service, caller, answer)
         if isinstance(answer, Binary):
             await send_bytes(send, answer)
         else:
-            await send_json(send, 200, msgspec.json.encode(answer))
+            await send_json(send, 200, await encoded(answer))
+
+
+async def encoded(answer: Any) -> bytes:
+    """As JSON. Only a text or a list of numbers makes an answer long, and is looked at before it is encoded."""
+    if isinstance(answer, bytes):
+        return answer
+    return await away_if_long(BYTES_PER_NUMBER * num_items(answer), lambda: msgspec.json.encode(answer))
+
+
+def num_items(answer: Any) -> int:
+    """About how many numbers and characters an answer has, by its struct's own fields and the first items of its lists."""
+    values = [getattr(answer, name) for name in getattr(answer, "__struct_fields__", ())]
+    total = sum(len(value) for value in values if isinstance(value, str))
+    for items in (value for value in values if isinstance(value, list) and value):
+        inner = items[0]
+        total += len(items) * (len(inner) if isinstance(inner, list | str) else 1 + num_items(inner))
+    return total
 
 
 class Generation(Endpoint):
     """An endpoint that generates tokens."""
 
     def __init__(
-        self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Job | bytes]], dialect: Dialect = CHAT,
-        prompt_field: str | None = None,
+        self, service: Service, prepare: Callable[[Service, Caller, bytes], Awaitable[Prepared | bytes]],
+        dialect: Dialect = CHAT, prompt_field: str | None = None,
     ) -> None:
-        """`prepare`: the request as a job; or its answer, where there is nothing to generate."""
+        """`prepare`: the request, ready to run; or its answer, where there is nothing to generate."""
         super().__init__(service, dialect, prompt_field)
         self._prepare = prepare
 
@@ -111,12 +135,12 @@ class Generation(Endpoint):
 
     async def _generate(self, scope: Scope, body: Body, send: Send) -> None:
         caller = caller_of(scope)
-        job = await self._prepare(self._service, caller, body.data)
+        prepared = await self._service.reader.read(self._prepare, self._service, caller, body)
         body.release()
-        if isinstance(job, bytes):
-            await send_json(send, 200, job)
+        if isinstance(prepared, bytes):
+            await send_json(send, 200, prepared)
             return
-        await self._run(scope, caller, job, send)
+        await self._run(scope, caller, prepared.job(self._service), send)
 
     async def _run(self, scope: Scope, caller: Caller, job: Job, send: Send) -> None:
         count = len(job.prompts) * job.params.n
@@ -211,17 +235,14 @@ class Invocations(Endpoint):
         self._endpoints = endpoints
 
     async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
-        def names() -> Collection[str]:
-            try:
-                return msgspec.json.decode(body.data, type=dict[str, msgspec.Raw]).keys()
-            except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-                raise BadRequest(f"the body is not a JSON object: {error}") from None
-
-        given = await away_if_long(len(body.data), names)
+        given = await self._service.reader.read(field_names, self._service, caller_of(scope), body)
         chosen = next((endpoint for name, endpoint in self._endpoints.items() if name in given), None)
         if chosen is None:
             raise BadRequest(f"the body needs one of {', '.join(self._endpoints)}, which says what kind of request it is")
-        await chosen._answer(scope, body, send)
+        try:
+            await chosen._answer(scope, body, send)
+        except RequestError as error:
+            raise as_requested(error, chosen._prompt_field, chosen._dialect.names) from None
 
 
 # A browser sends one of these with every request of a page.

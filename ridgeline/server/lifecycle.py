@@ -28,6 +28,8 @@ from ridgeline.errors import ConfigError
 from ridgeline.process import spare_files
 from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
+from ridgeline.server.body_process import settings_of
+from ridgeline.server.body_work import RESULTS
 from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.connection_limits import LINGERING, limited_protocol
 from ridgeline.server.http.gate import Gate
@@ -35,6 +37,7 @@ from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.http.root_path import RootPath
 from ridgeline.server.last_exit import LastExit
+from ridgeline.server.long_bodies import LongBodies
 from ridgeline.server.observe import admin
 from ridgeline.server.observe.tracing import start_tracing
 from ridgeline.server.options import ServerOptions
@@ -51,8 +54,8 @@ KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048                       # connections that may wait to be accepted
 ACCEPTED_AT_ONCE = 32                # per turn of the event loop: a flood of them must not hold up open ones
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
-# Open besides connections: 26 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
-OTHER_FILES = 28 + spare_files.COUNT + LINGERING
+# Open besides connections: 28 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
+OTHER_FILES = 30 + spare_files.COUNT + LINGERING
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
 EXIT_SECONDS = 1.5                   # beyond the drain time and the goodbyes, after which the process ends whatever still runs
 SWITCH_SECONDS = 0.001               # a thread that reads a long request gives way to the event loop after this
@@ -216,10 +219,12 @@ def run(
     give_back_large_blocks()
     sys.setswitchinterval(SWITCH_SECONDS)
     service = Service(llm, options, name, keys or Keys(), tracing=tracing)
+    service.reader = LongBodies(RESULTS, lambda: settings_of(service), service.stored)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
             runner.run(admin.beside(llm, options.admin_socket, serve(service, listener, on_loading, on_ready)))
     finally:
+        service.reader.close()
         tracing.close()
 
 

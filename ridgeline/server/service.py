@@ -18,6 +18,7 @@ from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.http.stream import HeldBodies
+from ridgeline.server.long_bodies import BodyReader
 from ridgeline.server.observe.tracing import NoTracing
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import STOPPED, ModelNotFound, Unavailable
@@ -43,7 +44,9 @@ class Service:
     keys: Keys = field(default_factory=Keys)
     slots: Slots = field(default_factory=Slots)
     bodies: HeldBodies = field(default_factory=HeldBodies)
+    reader: BodyReader = field(default_factory=BodyReader)
     tracing: NoTracing = field(default_factory=NoTracing)
+    quality: str = ""                # of quantised weights, from their card
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     stored: ResponseStore = field(init=False)

@@ -1,8 +1,10 @@
 """The shape of the KV cache: a list of groups, known to both halves of the engine.
 
 A group is a set of layers whose KV lives and dies together: full attention keeps everything, a sliding window frees
-what lies behind it. Every group has the same number of layer slots per page (some may stay unused), so a page has the
-same size in every group and one pool of page ids serves them all.
+what lies behind it, latent attention keeps one vector per token that is key and value at once. Every group has the same
+number of layer slots per page (some may stay unused) and a page is as large as the largest group needs, so one pool of
+page ids serves them all. A second model (a draft) has groups of its own and pages under the same ids and tables: its bytes
+are added to those of a block.
 """
 
 from __future__ import annotations
@@ -16,7 +18,44 @@ class KVGroupSpec:
     window: int | None               # sliding window in tokens; None = full attention
     block_size: int                  # tokens per block
     num_kv_heads: int                # on this rank
-    head_dim: int
+    head_dim: int                    # elements of a key
+    latent_value: int = 0            # > 0: this many first elements of a key are its value, and no other values are stored
+
+    @property
+    def kind(self) -> str:
+        if self.latent_value:
+            return "latent"
+        return "full" if self.window is None else "window"
+
+    @property
+    def value_dim(self) -> int:
+        return self.latent_value or self.head_dim
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a token and KV head: key and value, or one that is both."""
+        return 1 if self.latent_value else 2
+
+    @property
+    def geometry(self) -> tuple[int, int, int]:
+        """Groups that agree in it can have their pages in the same places of one buffer."""
+        return self.num_kv_heads, self.head_dim, self.latent_value
+
+    def layer_bytes(self, element_size: int) -> int:
+        """Bytes of one block in one layer; elements of one byte have a float32 scale per vector."""
+        vector = self.head_dim * element_size + (4 if element_size == 1 else 0)
+        return self.vectors * self.block_size * self.num_kv_heads * vector
+
+
+def common_block_size(groups: list[KVGroupSpec]) -> int:
+    """Tokens per block, the same in all groups: a sequence's tables have one length."""
+    (size,) = {group.block_size for group in groups}
+    return size
+
+
+def page_bytes(groups: list[KVGroupSpec], element_size: int) -> int:
+    """Bytes of one block in all layer slots. Every group can use every page, so the largest one counts."""
+    return max(len(group.layers) for group in groups) * max(group.layer_bytes(element_size) for group in groups)
 
 
 def cache_dtype(asked: str, dtype: str, device: str, kernels: str = "auto") -> str:

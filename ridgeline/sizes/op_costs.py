@@ -114,7 +114,7 @@ ROTARY_CASES = (
 # ── gated activation ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 # x/(1+exp(-x));  0.5·x·(1+tanh(c·(x+0.044715·x³)));  0.5·x·(1+erf(x/√2))
-ACTIVATION_FLOPS = {"silu": 4, "gelu_tanh": 9, "gelu": 5}
+ACTIVATION_FLOPS = {"silu": 4, "gelu_tanh": 9, "gelu": 5, "relu2": 2}
 
 
 def gated_activation_cost(*, tokens: int, intermediate: int, kind: str, element_bytes: int) -> Cost:
@@ -235,6 +235,7 @@ def paged_attention_cost(
     scattered: bool = False,
     shared: Sequence[tuple[Sequence[int], int]] = (),
     kv_dtype: str | None = None,
+    sinks: bool = False,
 ) -> Cost:
     """Each KV byte is read once per row, however many heads and queries look at it; once for all rows that share it.
 
@@ -246,7 +247,7 @@ def paged_attention_cost(
     keys = attended.keys - sum((len(members) - 1) * tokens for members, tokens in shared)
     # Per pair and head: two dot products; scale, maximum, subtraction, exponential, sum; tanh and two scalings.
     per_pair = 4 * head_dim + 5 + (3 if softcap is not None else 0)
-    flops = heads * (pairs * per_pair + queries * head_dim)
+    flops = heads * (pairs * per_pair + queries * (head_dim + 2 * sinks))
     if kv_dtype is not None:
         kv_element_bytes = QUANTISED_BYTES[kv_dtype]
     kv = kv_bytes(
@@ -257,6 +258,7 @@ def paged_attention_cost(
         kv += 2 * keys * kv_heads * SCALE_BYTES
     numbers = 2 + scattered                              # per row: its length, its queries, its table
     tables = (blocks + numbers * attended.rows + 1) * LENGTH_BYTES
+    tables += heads * SCALE_BYTES * sinks
     return Cost(flops, 2 * queries * heads * head_dim * element_bytes + kv + tables)
 
 
@@ -309,6 +311,8 @@ PAGED_ATTENTION_CASES = (
     Case("fp8-pairs-window", _attention(
         [(1, 12), (1, 70), (3, 8)], head_dim=32, window=6, kv_dtype=E4M3,
     ), dtypes=("float64", "bfloat16")),
+    Case("sinks", _attention([(1, 10), (5, 5), (4, 9), (2, 13)], sinks=True)),
+    Case("sinks-shares", _attention([(1, 300), (1, 65), (1, 2)], block_size=16, window=150, sinks=True)),
     Case("decode-1", _attention([(1, 256)], **_SMOLLM2), timed=True),
     Case("decode-8", _attention([(1, 250 + row) for row in range(8)], **_SMOLLM2), timed=True),
     Case("decode-32", _attention([(1, 240 + row) for row in range(32)], **_SMOLLM2), timed=True),
@@ -347,6 +351,7 @@ DECODE_ATTENTION_CASES = (
     Case("wide-group", _decode([7, 20], heads=20, kv_heads=1, head_dim=24, rotary_dim=24, norm=True)),
     Case("window-softcap", _decode([14, 3, 18, 40], window=5, softcap=3.0)),
     Case("padded", _decode([12, 0, 5, 0], scattered=True)),
+    Case("sinks", _decode([12, 0, 5, 200], sinks=True)),
     Case("many-shares", _decode([400, 65, 2], heads=64, kv_heads=1, block_size=16, norm=True)),  # merged in two turns
     Case("shared", _decode([21, 20, 3, 9, 17], scattered=True, shared=(((0, 1, 4), 16), ((2,), 0)), norm=True)),
     Case("shared-long", _decode(

@@ -66,6 +66,17 @@ class Tokenizer:
         self._chat = ChatTemplate(vocabulary.chat_templates, vocabulary.special_tokens)
         added = vocabulary.core.get_added_tokens_decoder().values()
         self._special = Special(token.content for token in added if token.special)
+        self._spelt_out = self._as_text(self._special.texts)
+
+    def _as_text(self, texts: list[str]) -> dict[str, list[int]]:
+        """The ids of each text as ordinary characters. Here, where no other thread uses the tokenizer: a copy of it that reads
+        special tokens as text takes seconds to make, and chats would wait for the first that needs it."""
+        self._core.encode_special_tokens = True
+        try:
+            made = self._core.encode_batch_fast(texts, add_special_tokens=False)
+        finally:
+            self._core.encode_special_tokens = False
+        return {text: encoding.ids for text, encoding in zip(texts, made, strict=True)}
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -111,7 +122,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """`parse_special=False` reads the text of control tokens, such as <|im_end|>, as ordinary characters."""
-        core = self._encoder(parse_special)
+        core = self._encoder(parse_special or not self._special.are_in(text))
         began = time.thread_time()
         try:
             if len(text) < _LONG_TEXT:
@@ -308,7 +319,10 @@ class Tokenizer:
             return text if quoted is None else quoted.shown(text)
         if quoted is None:
             return self.encode(text, add_special_tokens)
-        ids = [id for part, plain in quoted.parts(text) for id in self.encode(part, False, parse_special=not plain)]
+        parts = list(quoted.parts(text))
+        # At once: the library gives other threads a turn in each call, and takes milliseconds to get its own back.
+        rest = iter(self.encode_batch([part for part, plain in parts if not plain], False))
+        ids = [id for part, plain in parts for id in (self._spelt_out[part] if plain else next(rest))]
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
 

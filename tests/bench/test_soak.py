@@ -186,7 +186,7 @@ def test_a_client_knows_what_it_must_be_answered(kind: str, reply: bytes, wrong:
     assert traffic.sent[kind] == 1
     assert len(told) == bool(wrong) and all(wrong in reason for reason in told), told
     if not wrong:
-        assert [0 < each.seconds < 10 for each in traffic.timed] == [True] * (kind in ("stream", "whole"))
+        assert [each.seconds > 0 for each in traffic.timed] == [True] * (kind in ("stream", "whole"))
 
 
 def test_metrics_are_summed_over_labels() -> None:

@@ -287,6 +287,33 @@ def test_a_hit_holds_its_blocks_before_it_allocates() -> None:
     assert manager.lookup(array("i", range(16)), "", 16).num_tokens == 8
 
 
+def test_a_fork_gets_a_copy_of_what_a_block_holds_in_part() -> None:
+    manager = KVManager(groups_of((None, 40), 4), 20, prefix_caching=False)
+    source, _ = run_through(manager, list(range(10)))
+    hit = manager.fork(source, "", 9)
+    manager.add_copy(hit, source, 9)
+    forked = manager.start(hit, 10)
+    assert hit.num_tokens == 9 and forked is not None
+    assert [(op.kind, op.group, op.source, op.target) for op in manager.copies(hit, forked)] == [
+        ("copy", group, source.tables[group][2], forked.tables[group][2]) for group in range(2)
+    ]
+    assert forked.committed == 2 and manager.counters.copied_blocks == 2
+
+
+def test_a_whole_block_or_one_that_is_not_there_is_not_copied() -> None:
+    manager = KVManager(groups_of((None,), 4), 20, prefix_caching=False)
+    source, _ = run_through(manager, list(range(10)))
+    for limit, computed in ((9, 8), (9, 4), (8, 8)):     # nothing beyond the shared blocks; less than they hold
+        hit = manager.fork(source, "", limit)
+        manager.add_copy(hit, source, computed)
+        assert hit.num_tokens == 8 and not hit.copied
+    contiguous = KVManager(groups_of((None,), 4), 40, prefix_caching=False, contiguous_tokens=12)
+    kept, _ = run_through(contiguous, list(range(10)))
+    hit = contiguous.fork(kept, "", 9)
+    contiguous.add_copy(hit, kept, 3)
+    assert hit.num_tokens == 0 and not hit.copied        # a reservation is written from its first token on
+
+
 def test_a_fork_shares_whole_blocks_only() -> None:
     """The block at the end of the prompt is computed again: two answers will write different tokens into it."""
     manager = KVManager(groups_of((None,), 4), 20, prefix_caching=False)

@@ -75,7 +75,7 @@ def test_a_launch_that_fails_is_tried_again(error: Exception, monkeypatch: pytes
         await engine.start(nothing)
         monkeypatch.setattr(Child, "errors", [error, error])
         await lose(engine)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (engine.is_up and engine.num_restarts):
                 await asyncio.sleep(0.001)
         assert engine.state == "ok"
@@ -96,7 +96,7 @@ def test_the_next_engine_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyP
         await engine.start(nothing)
         seen = [engine.process.sizes]                    # type: ignore[union-attr]
         await lose(engine)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (engine.is_up and engine.num_restarts):
                 await asyncio.sleep(0.001)
         seen.append(engine.process.sizes)                # type: ignore[union-attr]
@@ -129,7 +129,7 @@ def test_launches_that_keep_failing_are_the_end_with_a_reason(monkeypatch: pytes
         await engine.start(nothing)
         monkeypatch.setattr(Child, "errors", [OSError(errno.EMFILE, "Too many open files")] * 50)
         await lose(engine)
-        reason = await asyncio.wait_for(engine.died(), 20)
+        reason = await asyncio.wait_for(engine.died(), 60)
         assert engine.state == "dead"
         await engine.shutdown()
         return str(reason)
@@ -147,7 +147,7 @@ def test_supervision_that_fails_itself_ends_the_engine(monkeypatch: pytest.Monke
         engine = make(monkeypatch, replay=faulty)
         await engine.start(nothing)
         await lose(engine)
-        return str(await asyncio.wait_for(engine.died(), 20))
+        return str(await asyncio.wait_for(engine.died(), 60))
 
     assert "a fault of ours" in asyncio.run(scene())
 
@@ -204,7 +204,7 @@ def test_a_stopped_engine_is_gone_within_three_seconds_of_the_drain(monkeypatch:
     async def scene() -> int | None:
         child = EngineChild("module", EngineConfig.of(), lambda m: None, lambda: None)
         os.kill(child.pid, signal.SIGSTOP)
-        await asyncio.wait_for(child.stop(gently=True), 30)
+        await asyncio.wait_for(child.stop(gently=True), 60)
         return child._child.returncode
 
     assert asyncio.run(scene()) == -signal.SIGKILL

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from counted_work import work_of
 from llguidance import LLExecutor
 from served_model import write_model
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -126,11 +127,15 @@ def circular() -> dict[str, Any]:
     ],
 )
 def test_what_is_refused_at_once_and_by_name(given: Any, words: str) -> None:
-    started = time.thread_time()
-    with pytest.raises(BadRequest, match=r"^structured_outputs") as refused:
-        SamplingParams(structured_outputs=given)
-    assert words in str(refused.value) and "\n" not in str(refused.value)
-    assert time.thread_time() - started < 1.0
+    """However deep or large: nothing looks at all of it before it is refused."""
+
+    def ask() -> None:
+        with pytest.raises(BadRequest, match=r"^structured_outputs") as refused:
+            SamplingParams(structured_outputs=given)
+        assert words in str(refused.value) and "\n" not in str(refused.value)
+
+    work = work_of(ask)
+    assert work.lines < 50_000 and work.allocated < 20 * MAX_GRAMMAR_BYTES, work
 
 
 def test_it_crosses_the_wire_and_equal_schemas_are_equal() -> None:
@@ -594,19 +599,56 @@ LONG: dict[str, Callable[[int], dict[str, Any]]] = {     # a grammar with a text
 }
 
 
-@pytest.mark.reliability("R-20c")
-@pytest.mark.parametrize("spelled_by", ["the library", "Python"])
-@pytest.mark.parametrize("what", LONG)
-def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: str) -> None:
-    """[R-20] Of a mask: its CPU time, the least of many."""
+def long_texts(what: str, spelled_by: str, sizes: tuple[int, ...]) -> tuple[list[Matcher], Masks]:
     words = [b"aa", b"ab", b"cd", b"ef", b"gh", b"abcd", b"99", b"  ", b"((", b".get"]
     vocabulary = worded(*words, *([b"ab"] if spelled_by == "Python" else []))
     assert (vocabulary.ranks() is None) == (spelled_by == "Python")
-    backend, masks, following = LLGuidance(vocabulary), Masks(len(vocabulary.pieces), 1), list[Matcher]()
-    for size in (5_000, 10_000, 20_000):
+    backend, made = LLGuidance(vocabulary), list[Matcher]()
+    for size in sizes:
         asked = SamplingParams(structured_outputs=LONG[what](size))  # type: ignore[arg-type]
         assert asked.structured_outputs is not None
-        following.append(Matcher(compile_grammar(backend, asked.structured_outputs), asked, vocabulary.end_ids))
+        made.append(Matcher(compile_grammar(backend, asked.structured_outputs), asked, vocabulary.end_ids))
+    return made, Masks(len(vocabulary.pieces), 1)
+
+
+@pytest.mark.reliability("R-20c")
+@pytest.mark.parametrize("what", ["const", "one letter", "blanks", "choice", "enum"])   # the library asks nothing for the others
+def test_twice_the_forced_text_is_twice_the_work_of_python(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """[R-20] Bytes that are spelled for the masks of an answer: a text once, and not its rest again for every token."""
+    spelled, spell = list[int](), Pieces._spell
+    monkeypatch.setattr(Pieces, "_spell", lambda self, data: spelled.append(len(data)) or spell(self, data))
+    sizes = (5_000, 10_000, 20_000)
+    following, masks = long_texts(what, "Python", sizes)
+    for size, at in zip(sizes, following, strict=True):
+        spelled.clear()
+        for _ in range(15):
+            assert at.accept(nexts(masks, at)[-1]), at.error
+        assert size - 10 <= sum(spelled) <= 2 * size + 10, (spelled, size)       # an enum has two texts
+
+
+@pytest.mark.reliability("R-20c")
+@pytest.mark.parametrize("mark", [b"", b".get"], ids=["as GPT-2", "as since GPT-4"])
+@pytest.mark.parametrize("text", ["a", "9", "(", " ", "\n", "é"])
+def test_the_library_merges_within_short_pieces_only(text: str, mark: bytes) -> None:
+    """[R-20] Merging is quadratic in the length of a piece, so a long text is cut into pieces, of 129 characters at most: there
+    are tokens of every power of two, and none that is longer is used."""
+    unit = text.encode()
+    powers = (unit * 2**power for power in range(1, 10))
+    vocabulary = worded(*([unit] if len(unit) > 1 else []), *powers, *([mark] if mark else []))
+    assert vocabulary.ranks() is not None
+    ids = LLGuidance(vocabulary).tokenizer.tokenize_str(text * 4_096)
+    pieces = [vocabulary.pieces[token] for token in ids]
+    assert b"".join(pieces) == unit * 4_096
+    assert max(len(piece.decode()) for piece in pieces) <= 129
+
+
+@pytest.mark.slow                                        # it measures CPU time
+@pytest.mark.reliability("R-20c")
+@pytest.mark.parametrize("spelled_by", ["the library", "Python"])
+@pytest.mark.parametrize("what", LONG)
+def test_twice_the_forced_text_takes_about_twice_the_time(what: str, spelled_by: str) -> None:
+    """[R-20] Of a mask: its CPU time, the least of many."""
+    following, masks = long_texts(what, spelled_by, (5_000, 10_000, 20_000))
     least = [float("inf")] * len(following)
 
     def is_linear() -> bool:
@@ -622,7 +664,7 @@ def test_twice_the_forced_text_is_about_twice_the_work(what: str, spelled_by: st
                 least[place] = min(least[place], time.thread_time() - began)
             assert at.accept(nexts(masks, at)[-1]), at.error
     assert is_linear(), least
-    assert least[-1] < 0.02                              # it was 0.16 s, spelled in one piece
+    assert least[-1] < 0.06                              # it was 0.16 s, spelled in one piece, and is 0.01 to 0.02 s
 
 
 def test_a_text_that_no_token_can_say_fails_its_own_answer() -> None:
@@ -794,12 +836,26 @@ def test_hostile_grammars_end_no_more_than_the_other_compiler(other_checker: Gra
 
 @pytest.mark.reliability("S-09", "B-04")
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarChecker, name: str) -> None:
-    """What counts is the CPU time that the compiler's process spends on it: wall-clock time depends on the machine's load."""
+def test_hostile_grammars_are_refused_or_taken(checker: GrammarChecker, name: str) -> None:
+    """Each within the limits of CPU time and memory that its compiler has (see the test of the copy with limits)."""
+    try_hostile(checker, name)
+
+
+@pytest.mark.slow                                        # it measures CPU time
+@pytest.mark.reliability("S-09", "B-04")
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_take_bounded_cpu_time(checker: GrammarChecker, name: str) -> None:
+    """Of the compiler's process; wall-clock time depends on the machine's load."""
     checker.check(StructuredOutputs(choice=[name]))      # the process is there
     assert checker._compiler is not None
     process = psutil.Process(checker._compiler.process.pid)
     began = sum(process.cpu_times()[:4])
+    try_hostile(checker, name)
+    if process.is_running():                             # it was ended if it did not answer in time
+        assert sum(process.cpu_times()[:4]) - began < 1.5 + 0.5
+
+
+def try_hostile(checker: GrammarChecker, name: str) -> None:
     try:
         params = SamplingParams(structured_outputs=HOSTILE[name])  # type: ignore[arg-type]
         assert params.structured_outputs is not None
@@ -808,8 +864,6 @@ def test_hostile_grammars_are_refused_or_taken_in_bounded_time(checker: GrammarC
         assert str(refused).startswith("structured_outputs") and "\n" not in str(refused)
     except Overloaded as refused:                        # the other tests have the CPUs
         assert "too busy" in str(refused)
-    if process.is_running():                             # it was ended if it did not answer in time
-        assert sum(process.cpu_times()[:4]) - began < 1.5 + 0.5
     checker.check(StructuredOutputs(regex="[0-9]+"))     # other requests notice nothing
 
 
@@ -955,7 +1009,7 @@ def test_grammars_that_take_long_are_paced_while_others_generate(
 
     def seconds(text: str, others: bool = True, ends: float | None = None) -> float:
         began = asleep.now
-        checker.check_soon(StructuredOutputs(regex=text), lambda: others, ends).result(10)
+        checker.check_soon(StructuredOutputs(regex=text), lambda: others, ends).result(60)
         return asleep.now - began
 
     spent = 0.05
@@ -985,7 +1039,7 @@ def test_grammars_that_are_tried_are_paced_too(tokenizer: Tokenizer, monkeypatch
     checker._try_allowance = grammar_check._Allowance(0.1, 0.02, 1.0)
     waiting = [checker.check_soon(StructuredOutputs(regex=f"b{n}"), lambda: True) for n in range(6)]
     for each in waiting:
-        each.result(10)
+        each.result(60)
     assert asleep.now - 1000.0 == pytest.approx(0.8, abs=0.06)   # 0.12 s of CPU time: 0.02 were saved, the last is not paid yet
     checker.close()
 
@@ -1105,16 +1159,15 @@ def test_waiting_grammars_are_told_in_time_whatever_holds_up_the_compiler(
     try:
         for each in waiting:
             with pytest.raises(Overloaded):
-                each.result(30)
+                each.result(60)
     finally:
         go_on.set()
 
 
 @pytest.mark.reliability("B-04")
 def test_too_many_waiting_grammars_are_turned_away(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    checker = GrammarChecker(tokenizer)
-    monkeypatch.setattr(GrammarChecker, "_compile", lambda *_: time.sleep(0.02) or grammar_check._Verdict(""))
-
+    checker, go_on = GrammarChecker(tokenizer), threading.Event()
+    monkeypatch.setattr(GrammarChecker, "_compile", lambda *_: go_on.wait(60) and grammar_check._Verdict(""))
     monkeypatch.setattr(grammar_check, "_PENDING_BYTES", 60_000)
 
     async def ask() -> list[Any]:
@@ -1124,6 +1177,7 @@ def test_too_many_waiting_grammars_are_turned_away(tokenizer: Tokenizer, monkeyp
             waiting.append(asyncio.wrap_future(checker.check_soon(each)))
         with pytest.raises(Overloaded, match="waiting to be compiled"):
             checker.check_soon(asked[-1])
+        go_on.set()
         await asyncio.gather(*waiting)
         assert checker.check_soon(asked[0]).done()       # known by now
         return [await asyncio.wrap_future(checker.check_soon(asked[-1]))]
@@ -1145,7 +1199,7 @@ def test_the_worker_ends_with_its_parent(checker: GrammarChecker) -> None:
     process = made._compiler.process
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 # -- what is remembered ------------------------------------------------------------------------------------------------

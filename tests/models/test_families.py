@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ridgeline.errors import ModelError
+from ridgeline.models.expert_config import Experts
 from ridgeline.models.family import Family
 from ridgeline.models.model_config import (
     FAMILIES,
@@ -50,7 +51,10 @@ MARGIN = 8                           # in units of one model's own noise: two mo
 CLEARLY = 100                        # a switched-off flag must show this many times above the tolerance
 
 # What is not a flag: names, and facts about files.
-NOT_FLAGS = {"name", "architectures", "gguf", "defaults", "names", "gguf_names", "gguf_permuted", "prefixes", "ignored"}
+NOT_FLAGS = {
+    "name", "architectures", "gguf", "defaults", "names", "gguf_names", "gguf_permuted", "prefixes", "ignored", "spelled", "only",
+    "fused_experts",
+}
 
 
 class AllFloat64(TorchFunctionMode):
@@ -91,21 +95,30 @@ class Case:
         return self.tolerance32 * EPSILON_RATIO
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    made: dict[str, Case] = {}
-    for name in CHECKPOINTS:
-        path = save_checkpoint(name, tmp_path_factory.mktemp(name), spelling=4, dtype=torch.float64)
+class Cases(dict[str, Case]):
+    """By the name of a checkpoint, each made when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def __missing__(self, name: str) -> Case:
+        path = save_checkpoint(name, self.directory / name, spelling=4, dtype=torch.float64)
         with torch.no_grad():
             oracle32 = build_model(name)(torch.tensor([TOKENS]), use_cache=False).logits[0]
             with AllFloat64():
                 oracle64 = build_model(name, torch.float64)(torch.tensor([TOKENS]), use_cache=False).logits[0]
-        made[name] = Case(
+        self[name] = Case(
             path, oracle32, oracle64,
             teacher_forced_logits(load(path, torch.float32), TOKENS, PREFILL),
             teacher_forced_logits(load(path, torch.float64), TOKENS, PREFILL),
         )
-    return made
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return Cases(tmp_path_factory.mktemp("families"))
 
 
 @pytest.mark.reliability("P-06")
@@ -178,6 +191,8 @@ def test_switching_off_a_flag_shows(cases: dict[str, Case], name: str, flag: str
 PLAIN_FACTS: dict[str, Any] = {
     "tied": False, "qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "post_norms": False,
     "norm_offset": 0.0, "embedding_scale": 1.0, "attention_softcap": None, "final_softcap": None, "activation": "silu",
+    "wide_qk_norm": False, "norm": "rms", "pre_norms": True, "parallel": False, "gated": True, "residual_scale": 1.0,
+    "logit_scale": 1.0, "interleaved": False, "sinks": False,
 }
 
 
@@ -194,19 +209,47 @@ def fact_changes(config: ModelConfig) -> dict[str, ModelConfig]:
             changes["which layers slide"] = dataclasses.replace(config, windows=shifted)
         wider = tuple(window and window + 1 for window in config.windows)
         changes["window + 1"] = dataclasses.replace(config, windows=wider)
-    for fact, plain in {"divisors": (), "long_divisors": (), "scale": 1.0, "dim": config.head_dim, "theta": 777.0}.items():
+    if config.latent is not None:
+        turned = dataclasses.replace(config.latent, interleaved=not config.latent.interleaved)
+        changes["which elements rotate together"] = dataclasses.replace(config, latent=turned)
+    whole = config.head_dim if config.latent is None else None           # of a latent's keys no other part can rotate
+    for fact, plain in {"divisors": (), "long_divisors": (), "scale": 1.0, "dim": whole, "theta": 777.0}.items():
         ropes = tuple(plainer(rope, fact, plain) for rope in config.ropes)
         if ropes != config.ropes:
             changes[f"rope {fact}"] = dataclasses.replace(config, ropes=ropes)
     if len(set(config.ropes)) > 1:
         changes["local rope"] = dataclasses.replace(config, ropes=(config.ropes[-1],) * config.num_layers)
+    changes |= {fact: dataclasses.replace(config, experts=changed) for fact, changed in expert_changes(config.experts).items()}
     changes["attention scale"] = dataclasses.replace(config, attention_scale=config.attention_scale * 1.01)
     changes["epsilon"] = dataclasses.replace(config, rms_norm_eps=config.rms_norm_eps * 2)
     return changes
 
 
+def expert_changes(experts: Experts | None) -> dict[str, Experts]:
+    """Every way to choose experts, or to compute them, that is plainer or other by one fact."""
+    if experts is None:
+        return {}
+    routing = experts.routing
+    others: dict[str, Any] = {
+        "score": "softmax" if routing.score == "sigmoid" else "sigmoid", "normalise": not routing.normalise,
+        "scale": routing.scale * 1.01,
+    }
+    if routing.choice_bias:
+        others["choice_bias"] = False
+    if routing.groups > 1:
+        others |= {"groups": 1, "top_groups": routing.groups, "group_score": "best" if routing.choice_bias else "best two"}
+    changes = {f"routing {name}": dataclasses.replace(experts, routing=dataclasses.replace(routing, **{name: other}))
+               for name, other in others.items()}
+    plain_experts = {"shared": 0, "shared_gate": False, "dense": (), "bias": False, "router_bias": False, "limit": None}
+    for name, plain in plain_experts.items():
+        if getattr(experts, name) != plain:
+            changes[name] = dataclasses.replace(experts, **{name: plain})
+    changes["used"] = dataclasses.replace(experts, used=experts.used - 1)
+    return changes
+
+
 def plainer(rope: Rope, fact: str, plain: Any) -> Rope:
-    if fact == "dim" and rope.divisors:
+    if fact == "dim" and (rope.divisors or plain is None):
         return rope                  # divisors belong to a number of dimensions
     if fact == "divisors" and rope.long_divisors:
         return rope                  # not used here: the context is longer than the original
@@ -236,7 +279,7 @@ def test_short_longrope_is_chosen_by_the_longest_context(cases: dict[str, Case],
 
 
 @pytest.mark.reliability("P-08")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen2", "deepseek_v2-lite"])
 def test_a_batch_of_unequal_rows_gives_each_row_its_own_logits(cases: dict[str, Case], name: str) -> None:
     model = load(cases[name].path, torch.float64)
     lengths = {0: 1, 1: 23, 2: 9}
@@ -255,7 +298,7 @@ def test_a_batch_of_unequal_rows_gives_each_row_its_own_logits(cases: dict[str, 
 
 
 def test_chunked_prefill_gives_the_same_logits(cases: dict[str, Case]) -> None:
-    for name in ("gemma3", "phi3", "qwen2"):
+    for name in ("gemma3", "phi3", "qwen2", "deepseek_v2", "deepseek_v3"):
         sequences = PagedSequences(load(cases[name].path, torch.float64), block_size=3)
         chunks = [TOKENS[:5], TOKENS[5:6], TOKENS[6:19], TOKENS[19:]]
         logits = torch.cat([sequences.step({0: chunk})[0] for chunk in chunks])

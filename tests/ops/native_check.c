@@ -63,7 +63,7 @@ static void check_packed(int kind, int64_t inputs, int64_t span) {
     float *x = noises(MOST_TOKENS * inputs), *bias = noises(outputs), out[MOST_TOKENS * (OUTPUTS + 5)];
     float *w = malloc(outputs * inputs * sizeof(float));
     for (int64_t o = 0; o < outputs; o++) numbers[o] = o;
-    ridgeline_matrix_rows(parts, numbers, w, outputs);
+    ridgeline_matrix_rows(parts, numbers, w, outputs, 1.0f);
     for (int integers = 0; integers < 2; integers++)
         for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += 7) {
             KERNEL(packed_linear)(parts, 2, x, bias, out, tokens, inputs, outputs, inputs, integers);
@@ -86,7 +86,7 @@ static void check_packed(int kind, int64_t inputs, int64_t span) {
 static void check_products(void) {
     enum { INPUTS = 157, OUTPUTS = 11 };
     for (int kind = 0; kind < KINDS; kind++)
-        if (kind == INT4 || kind == INT8) check_packed(kind, 160, 1), check_packed(kind, 256, 4);
+        if (kind == INT4 || kind == INT8) check_packed(kind, 157, 1), check_packed(kind, 256, 4);
         else check_packed(kind, FORMATS[kind].span == 8 ? 512 : 160, FORMATS[kind].span);
     float *x = noises(INPUTS), *bias = noises(OUTPUTS), *w = noises(OUTPUTS * INPUTS), out[OUTPUTS];
     KERNEL(linear_row)(x, w, bias, out, INPUTS, OUTPUTS);

@@ -1,6 +1,6 @@
 """The native CPU kernels beyond the op contract: long contexts, independence of neighbours and threads, broken rows, builds,
-and other machines: `native_check.c` and `native_step_check.c` compare them with plain loops for every vector width, under an
-emulator if need be.
+and other machines: `native_check.c` and `native_step_check.c` compare them with plain loops for every level of instructions,
+under an emulator if need be.
 """
 
 from __future__ import annotations

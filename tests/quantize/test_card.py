@@ -13,7 +13,8 @@ from ridgeline.cli import cmd_serve
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.process import platform
-from ridgeline.quantize.card import CARD, PAGE, find_card, hashes, output_files, parse_limits, write_card
+from ridgeline.quantize.card import CARD, PAGE, PLOTS, find_card, hashes, output_files, parse_limits, write_card
+from ridgeline.quantize.card_page import page
 
 ROW = {"tokens": 510, "kl": 0.0123, "kl_p99": 0.2, "top1": 0.97, "reference_perplexity": 14.0, "perplexity": 14.5}
 
@@ -120,3 +121,24 @@ def test_a_quantised_model_without_a_card_is_a_warning(model: Path, caplog: pyte
     assert "(compressed-tensors) and have no card" in caplog.text
     caplog.clear()
     assert cmd_serve.quality_line(EngineConfig.of(model=str(model.parent / "made/plain"))) == "" and not caplog.text
+
+
+def test_the_page_of_plots(model: Path) -> None:
+    made = card(model)
+    passages = [{"slice": "code", "number": 1, "kl": 0.5, "top1": 0.9, "begins": "def <f>"}]
+    made["quality"] |= {
+        "by_position": [{"from": 1, "to": 1, "tokens": 2, "kl": 0.3, "top1": 1.0}, {"from": 2, "to": 3, "tokens": 4, "kl": 0.1,
+                                                                                   "top1": 1.0}],
+        "worst_decile": {"kl": 0.5, "passages": passages},
+        "needle": {"found": 0.5, "picked": 1.0, "trials": 2,
+                   "cells": [{"length": 256, "depth": 0.5, "found": 0.5, "picked": 1.0}]},
+    }
+    made["errors"] = {f"model.layers.{layer}.mlp.down_proj": 0.1 + layer / 100 for layer in range(4)}
+    shown = page(made)
+    assert "Error of the weights by layer" in shown and "KL by position" in shown and "def &lt;f&gt;" in shown
+    assert "picked among others" in shown and "tiny-int4: what quantisation cost" in shown
+    write_card(made, model, shown)
+    assert (model / PLOTS).read_text() == shown and find_card(model).matches     # type: ignore[union-attr]
+    made["quality"] |= {"by_position": [], "worst_decile": {}}
+    del made["errors"], made["quality"]["needle"]
+    assert "<svg height" not in page(made)

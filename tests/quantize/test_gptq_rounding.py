@@ -16,11 +16,11 @@ from ridgeline.quant.format import WeightFormat
 from ridgeline.quantize import calibration as calibrating
 from ridgeline.quantize import quantize_model
 from ridgeline.quantize.calibration import Calibration, calibration_passages, halves
-from ridgeline.quantize.gptq_rounding import InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.gptq_rounding import InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.rounding import expanded, rounded
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
 from ridgeline.quantize.recipes import read_recipe
-from ridgeline.quantize.rounding import expanded, rounded
 from ridgeline.quantize.workspace import Workspace
 
 SEQUENCES = [random_tokens(20 + number, seed=number) for number in range(11)]      # more than one group, of several lengths
@@ -95,13 +95,17 @@ def test_moments_are_those_of_the_inputs(tmp_path: Path) -> None:
     run.begin()
     before = [stream.clone() for stream in run.streams]
     weights = {name: model.read(name) for name in model.names(0)}
-    moments = run.moments(weights)
-    assert set(moments) == {f"layers.0.{name}" for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")}
+    observed = run.observe(weights)
+    assert set(observed) == {f"layers.0.{name}" for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")}
     assert all(torch.equal(*pair) for pair in zip(before, run.streams, strict=True))
     x = torch.cat(before)
     normed = x * (x.pow(2).mean(1, keepdim=True) + model.config.rms_norm_eps).rsqrt()
     normed = normed * weights["model.layers.0.input_layernorm.weight"]
-    torch.testing.assert_close(moments[run.linear_of("model.layers.0.self_attn.k_proj.weight")], normed.t() @ normed)
+    found = observed[run.linear_of("model.layers.0.self_attn.k_proj.weight")]
+    torch.testing.assert_close(found.moments, normed.t() @ normed)
+    torch.testing.assert_close(found.mean, normed.abs().mean(0))
+    torch.testing.assert_close(found.largest, normed.abs().amax(0))
+    torch.testing.assert_close(found.sample, normed)     # so few tokens are all kept
     model.close()
 
 

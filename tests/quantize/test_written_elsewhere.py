@@ -22,10 +22,10 @@ from ridgeline.quant.format import SCALE, WEIGHT, ZERO
 from ridgeline.quantize.card import find_card
 from ridgeline.quantize.ct_writer import Linear, quantization_config
 from ridgeline.quantize.hf_files import gguf_config, write_tokenizer
+from ridgeline.quantize.methods.rounding import rounded
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
 from ridgeline.quantize.recipes import RECIPES, read_recipe, stored_scales
-from ridgeline.quantize.rounding import rounded
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
 

@@ -269,7 +269,7 @@ def stolen_processors() -> Iterator[None]:
 
 @pytest.mark.reliability("R-11b")
 @pytest.mark.slow
-def test_stolen_processors_and_standstills_time_nobody_out(model: Path) -> None:
+def test_stolen_processors_and_standstills_time_no_request_out(model: Path) -> None:
     """A minute beside others that use every processor. Both processes stand still now and then, as one does that collects
     garbage or is swapped out: the front end for longer than an engine may be silent, the engine for less."""
     given = ("--load-format", "dummy", "--num-gpu-blocks-override", "600", "--max-num-seqs", "8", "--dtype", "float32")

@@ -214,7 +214,7 @@ def test_huge_and_malformed_requests_cost_little() -> None:
 
 
 @pytest.mark.reliability("H-02b")
-def test_two_thousand_slow_clients_hold_up_nobody() -> None:
+def test_two_thousand_slow_clients_hold_up_no_other() -> None:
     async def slow(front: Front, beginning: bytes) -> float:
         """A byte every five seconds; how long it was put up with."""
         async with connected(front) as (reader, writer):

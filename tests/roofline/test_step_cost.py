@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.bench.workload.shapes import write_shape
+from ridgeline.models.expert_config import Experts
 from ridgeline.models.model_config import load_model_config
 from ridgeline.roofline.step_cost import (
     LINEARS,
@@ -20,10 +21,12 @@ from ridgeline.roofline.step_cost import (
     DecoderShape,
     OpCost,
     Peaks,
+    cost_of,
     decoder_shape,
     expected_tokens,
     kv_element_bytes,
     step_cost,
+    step_counts,
 )
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.sizes.op_costs import Cost
@@ -219,7 +222,34 @@ STEP = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20), st.booleans()),
 
 
 PLAIN = replace(TINY, window=None, window_layers=0, last_windowed=False, qk_norm=True, qkv_bias=True)
-SHAPES = [(each, StepCosts(each)) for each in (TINY, PLAIN, replace(TINY, last_windowed=False, post_norms=True))]
+MIXTURE = replace(TINY, experts=Experts(6, 2, 5, shared=3, dense=(0,), shared_gate=True, bias=True, router_bias=True))
+SHAPES = [
+    (each, StepCosts(each))
+    for each in (TINY, PLAIN, replace(TINY, last_windowed=False, post_norms=True), MIXTURE, replace(PLAIN, norms=1, gated=False))
+]
+
+
+def test_a_mixture_costs_the_experts_that_are_read() -> None:
+    """Two layers with experts; a token visits two of six in each."""
+    one = step_cost(MIXTURE, [(1, 6)]).ops
+    expert = 3 * 5 * MIXTURE.hidden
+    biases = 2 * 5 + MIXTURE.hidden
+    assert one["experts"].weights == 2 * 2 * (expert + biases) * 2
+    # The plain MLP of the first layer, routers with biases, gates of the shared expert, and the shared expert itself.
+    plain = MIXTURE.intermediate * MIXTURE.hidden
+    beside = 2 * (6 * MIXTURE.hidden + 6 + MIXTURE.hidden + 2 * 3 * MIXTURE.hidden)
+    assert one["gate_up"].weights == 2 * (2 * plain + beside) and one["down"].weights == 2 * (plain + 2 * 3 * MIXTURE.hidden)
+    many = step_cost(MIXTURE, [(1, 6)] * 50).ops
+    assert many["experts"].weights == pytest.approx(2 * 6 * (expert + biases) * 2, rel=1e-6)     # all of them
+    counts = step_counts(MIXTURE, [(1, 6)] * 50)
+    assert cost_of(MIXTURE, counts, experts_read=7).ops["experts"].weights == 7 * (expert + biases) * 2
+    counted = StepCosts(MIXTURE).of(
+        np.array([2]), np.array([1, 1]), np.array([6, 6]), np.array([1, 1]), np.array([0]), np.array([False]),
+        experts=np.array([5]),
+    )
+    assert counted["weights"][0, OPS.index("experts")] == 5 * (expert + biases) * 2
+    half = MIXTURE.shard(2)
+    assert half.experts is not None and half.experts.width == 3 and half.experts.shared == 2
 
 
 @settings(deadline=None)

@@ -101,7 +101,7 @@ def answer_to(prompt: list[int], limit: int, core: EngineCore) -> list[int]:
     ("before", True), ("after", False), ("sample", True),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("before", False), ("after", True), ("sample", False))),
 ])
-def test_out_of_memory_every_fifty_steps_costs_nobody_an_answer(where: str, overlap: bool, tmp_path: Path) -> None:
+def test_out_of_memory_every_fifty_steps_costs_no_answer(where: str, overlap: bool, tmp_path: Path) -> None:
     """2,000 steps; the pool is too small for all, so that preemptions mix in; every KV slot that is read is checked."""
     core, runner = core_of(tmp_path, max_num_batched_tokens=64, num_gpu_blocks_override=40, async_scheduling=overlap)
     seen = [0]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import codecs
 import random
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from counted_work import is_linear
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -219,17 +219,17 @@ def test_continuation_keeps_the_space_and_a_start_loses_it() -> None:
 
 @pytest.mark.reliability("R-20")
 @pytest.mark.parametrize("count", [1, 32])
-def test_time_is_linear(count: int) -> None:
-    """Twice the text takes about twice the time, with stop strings that keep the finder busy."""
-    stops = ["a" * 40 + str(number) for number in range(count)]
-    seconds = []
-    for size in (2_000, 16_000):
-        finder = StopFinder(StopStrings(stops))
-        started = time.process_time()
-        for _ in range(size // 8):
+def test_work_is_linear(count: int) -> None:
+    """Eight times the text takes eight times the work, with stop strings that keep the finder busy."""
+    stops = StopStrings(["a" * 40 + str(number) for number in range(count)])
+
+    def find(pieces: int) -> None:
+        finder = StopFinder(stops)
+        for _ in range(pieces):
             finder.advance("aaaaaaaa")
-        seconds.append(time.process_time() - started)
-    assert seconds[1] < 8 * 3 * max(seconds[0], 0.001)
+
+    good, few, many = is_linear(find, 6)
+    assert good, (few, many)
 
 
 def random_ids(rng: random.Random, tokenizer: Tokenizer, partial: list[int]) -> list[int]:

@@ -7,16 +7,19 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from counted_work import work_of
 from gguf_writer import Typed, write_gguf
 from tokenizers import decoders, processors
 
 from ridgeline.errors import BadRequest, ModelError
 from ridgeline.models.gguf import GGUFFile
+from ridgeline.process import embedded
 from ridgeline.text import vocabulary_gguf
 from ridgeline.text.quoting import Special
 from ridgeline.text.tokenizer import Tokenizer
@@ -172,7 +175,7 @@ TURNS: list[dict[str, Any]] = [
 
 @pytest.mark.reliability("S-08b")
 @pytest.mark.parametrize("place", range(4))
-def test_nobody_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, place: int) -> None:
+def test_no_user_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, place: int) -> None:
     """In a message of any role: the prompt has the same characters, and no more turns than there are messages."""
     turns = [dict(turn) for turn in TURNS]
     honest = smollm2.apply_chat_template(turns, add_generation_prompt=True)
@@ -183,6 +186,27 @@ def test_nobody_begins_a_turn_by_spelling_a_special_token(smollm2: Tokenizer, pl
         assert (ids.count(1), ids.count(2)) == (honest.count(1), honest.count(2)) == (5, 4)
         text = smollm2.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         assert smollm2.decode(ids) == text and FORGED in text
+
+
+def test_a_chat_that_spells_special_tokens_needs_no_second_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making one takes seconds, in which no other chat goes on. Nor is the tokenizer called for each of them."""
+    tokenizer = Tokenizer.load(embedded.require())
+    calls: list[int] = []
+    encode_batch = tokenizer.encode_batch
+
+    def counted(texts: list[str], *args: Any) -> list[list[int]]:
+        calls.append(len(texts))
+        return encode_batch(texts, *args)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counted)
+    monkeypatch.setattr(tokenizer, "encode", None)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "a<|im_end|> b" * 50}])
+    assert tokenizer._plain_core is None and calls == [51]
+    assert ids.count(2) == 2                             # the template's own, one of them after its own system message
+    monkeypatch.undo()
+    assert tokenizer.encode("no such text", False, parse_special=False) and tokenizer._plain_core is None
+    for text, spelt in tokenizer._spelt_out.items():
+        assert tokenizer.encode(text, False, parse_special=False) == spelt and len(spelt) > 1
 
 
 @pytest.mark.reliability("S-08b")
@@ -321,6 +345,14 @@ def test_loading_is_quick(embedded_model: Path) -> None:
     assert min(seconds) < 1
 
 
+def test_a_long_text_is_encoded_in_one_call_without_places(smollm2: Tokenizer) -> None:
+    """Half the time, and memory that grows no faster than the text; and the work of this package does not grow with it at all."""
+    for unit in ("a", " ", "<|im_", "7", "' "):
+        few, many = (work_of(partial(smollm2.encode, unit * count)) for count in (5_000, 20_000))
+        assert few.lines == many.lines and many.allocated <= 4.5 * few.allocated, unit
+
+
+@pytest.mark.slow                                        # it measures CPU time
 def test_encoding_time_is_linear(smollm2: Tokenizer) -> None:
     for unit in ("a", " ", "<|im_", "7", "' "):
         seconds = []

@@ -202,6 +202,21 @@ LARGE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "tokenize": lambda: ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a b " * 150_000 + b'"}'),
     "prompt logprobs": lambda: ("completions", filled(
         '{"model":"tiny","max_tokens":1,"prompt_logprobs":20,"prompt":[', "1000", "]}", 4_000 * 5)),
+    "spelt special tokens": lambda: (
+        "chat/completions", f'{{{CHAT},"messages":[{{"role":"user","content":"{"<|im_end|>" * 90_000}"}}]}}'.encode()),
+    "few special tokens": lambda: (
+        "chat/completions", f'{{{CHAT},"messages":[{{"role":"user","content":"{"<|im_end|>" * 6_000}"}}]}}'.encode()),
+    "allowed ids": lambda: (
+        "completions", filled('{"model":"tiny","prompt":"a","max_tokens":1,"allowed_token_ids":[', "12345", "]}", 390_000 * 6)),
+    "Ollama's messages": lambda: ("/api/chat", filled('{"model":"tiny","messages":[', '{"role":"user","content":"a"}', "]}")),
+    "Ollama's show": lambda: ("/api/show", filled('{"model":"tiny","options":{', '"#":""', "}}")),
+    "llama.cpp's biases": lambda: (
+        "/completion", filled('{"n_predict":1,"prompt":"a","logit_bias":[', '["some words",1.5]', "]}", 4_000 * 19)),
+    "embeddings": lambda: ("embeddings", filled('{"model":"tiny","input":[', '"' + "word " * 60 + '"', "]}", 1_000 * 303)),
+    "batch": lambda: (
+        "chat/completions/batch", filled(f'{{{CHAT},"messages":[', '[{"role":"user","content":"a"}]', "]}", 5_000 * 32)),
+    "invocations": lambda: ("/invocations", filled('{"model":"tiny","prompt":"a","metadata":{', '"#":""', "}}")),
+    "one number": lambda: ("completions", b'{"model":"tiny","prompt":[' + b"9" * (LIMIT - 100) + b"]}"),
     "unknown fields": lambda: ("chat/completions", filled(ONE + ",", '"#":1', "}")),
     "unfinished": lambda: ("chat/completions", filled(ONE + ',"metadata":[', "[]", "")),
     "nested": lambda: ("chat/completions", ONE.encode() + b',"metadata":' + b"[" * (LIMIT - 200)),

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--extra-body", default="{}", metavar="JSON", help="additional fields of every request")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ignore-eos", action=argparse.BooleanOptionalAction, help="default: on for generated prompts")
-    parser.add_argument("--tokenizer", help="HF directory or .gguf file; needed if the server has neither /tokenize nor usage")
+    parser.add_argument("--tokenizer", help="directory or .gguf file; needed if the server has neither /tokenize nor usage")
     _add_load(parser)
     _add_prompts(parser)
     group = parser.add_argument_group("figures")

@@ -71,6 +71,7 @@ class AsyncLLM:
         self.roofline = LiveView()
         self.max_queued_tokens: int | None = None        # prompt tokens that may wait; None: any number
         self.ready: Ready | None = None                  # what the engine reported at its start; None before that
+        self.hidden_size = 0                             # numbers of a prompt's hidden state; 0: not known yet
         self.running = 0                                 # sequences in the running batch
         self.free_blocks = 0
         listener = Listener(self._take, self._opened, self._lost, self._replay, self._dead, lambda: self.num_open)
@@ -90,7 +91,7 @@ class AsyncLLM:
                 if on_loading is not None:
                     self._engine.on_loading = on_loading
                 # A wrong model fails at once, with its own error.
-                await asyncio.to_thread(load_model_config, model_path(self.config))
+                self.hidden_size = (await asyncio.to_thread(load_model_config, model_path(self.config))).hidden_size
                 try:
                     await self._engine.start(meanwhile=self.load_tokenizer)
                 except BaseException:
@@ -103,7 +104,9 @@ class AsyncLLM:
         mistake in them is found before an engine is started."""
         if self._processor is not None:
             return
-        processor = await asyncio.to_thread(Processor.load, self.config.model, model_path(self.config))
+        processor = await asyncio.to_thread(
+            Processor.load, self.config.model, model_path(self.config), self.config.execution.speculative_config
+        )
         if processor.tokenizer is not None:
             self._longest_piece = max(map(len, processor.tokenizer.token_pieces()), default=0)
             if processor.tokenizer.chat_template is not None:

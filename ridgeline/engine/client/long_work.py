@@ -144,6 +144,11 @@ def checkpoint() -> None:
         raise GivenUp
 
 
+def is_away() -> bool:
+    """Whether this is one of the threads for long work."""
+    return getattr(_current, "job", None) is not None
+
+
 def num_done() -> int:
     """How much long work was done so far."""
     return LONG_WORK.num_done + HUGE_WORK.num_done

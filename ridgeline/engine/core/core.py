@@ -17,6 +17,7 @@ import numpy as np
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.grammar_check import vocabulary_of
+from ridgeline.engine.core.drafters import make_drafter
 from ridgeline.engine.core.executor import Executor, make_executor
 from ridgeline.engine.core.grammars import Grammars
 from ridgeline.engine.core.oom_backoff import Thrift
@@ -37,6 +38,7 @@ from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
 from ridgeline.sizes.abilities import matrix_dtype
 from ridgeline.sizes.hardware import data_sheet
+from ridgeline.sizes.kv_spec import common_block_size
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -246,6 +248,7 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         time_model=_time_model(config),
         use_priorities=options.scheduler.scheduling_policy == "priority",
         seed=options.model.seed,
+        drafter=make_drafter(config),
     )
 
 
@@ -255,9 +258,11 @@ def _enough_rows(config: ResolvedConfig) -> int | None:
     sheet = data_sheet(config.device_name)
     if sheet is None or config.dtype not in sheet.flops:
         return None
-    weights = sum(count * outputs * inputs for count, outputs, inputs in config.model.matrices)
+    weights = sum(count * outputs * inputs for count, outputs, inputs in config.model.token_matrices)
     flops = 2 * weights / config.options.parallel.tensor_parallel_size
     ridge = sheet.ridge(config.dtype) * DTYPE_BYTES[config.dtype] / 2
+    if config.model.experts is not None:                 # an expert gets only its share of the rows
+        ridge *= config.model.experts.count / config.model.experts.used
     return math.ceil(max(_BEYOND_RIDGE * ridge, _STEP_SECONDS * sheet.rate(config.dtype) / flops))
 
 
@@ -265,7 +270,7 @@ def _time_model(config: ResolvedConfig) -> StepTimeModel:
     if not config.step_seconds:
         return NoTimeModel()
     model = config.model
-    alike = keys_like_a_token(model.matrices, model.windows.count(None), model.num_heads, model.head_dim)
+    alike = keys_like_a_token(model.token_matrices, model.windows.count(None), model.num_heads, model.head_dim)
     return MeasuredStepTime(config.step_seconds, alike, FEWEST[config.device])
 
 
@@ -273,7 +278,7 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     """Counts what one rank computes and moves. Its model knows how many bytes GEMMs read of a weight; without one, as when
     steps are only planned, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
-    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=config.groups[0].block_size)
+    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=common_block_size(config.groups))
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)
@@ -307,6 +312,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "logprob_token_ids": params.logprob_token_ids or [],
         "logit_bias": list(params.logit_bias or {}),
         "bad_words": [token for word in request.bad_words_token_ids for token in word],
+        "prediction": request.predicted_token_ids,
         "resumed": [token for produced in (request.resumed or {}).values() for token in produced],
     }
     for name, tokens in lists.items():

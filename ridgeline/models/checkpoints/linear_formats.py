@@ -44,17 +44,38 @@ class Chosen:
 
 def linears(config: ModelConfig, ranks: int = 1) -> Iterator[LinearShape]:
     """Of the layers, and the head where it has a weight of its own."""
-    heads, kv_heads = head_shards(config.num_heads, config.num_kv_heads, 0, ranks)
-    q, kv = heads.size * config.head_dim, kv_heads.size * config.head_dim
+    heads, _ = head_shards(config.num_heads, config.num_kv_heads, 0, ranks)
+    behind = heads.size * config.value_dim
     wide = even_shard(config.intermediate_size, 0, ranks).size
     hidden = config.hidden_size
     for layer in range(config.num_layers):
-        yield LinearShape(f"layers.{layer}.attention.qkv", {"q": q, "k": kv, "v": kv}, hidden, hidden)
-        yield LinearShape(f"layers.{layer}.attention.output", {"": hidden}, config.num_heads * config.head_dim, q)
-        yield LinearShape(f"layers.{layer}.mlp.gate_up", {"gate": wide, "up": wide}, hidden, hidden)
+        for name, parts, inputs in _attention(config, ranks):
+            yield LinearShape(f"layers.{layer}.attention.{name}", parts, inputs, inputs)
+        yield LinearShape(f"layers.{layer}.attention.output", {"": hidden}, config.num_heads * config.value_dim, behind)
+        if config.experts is not None and layer not in config.experts.dense:
+            continue                                     # experts keep the model's dtype, and so does what is beside them
+        if config.gated:
+            yield LinearShape(f"layers.{layer}.mlp.gate_up", {"gate": wide, "up": wide}, hidden, hidden)
+        else:
+            yield LinearShape(f"layers.{layer}.mlp.up", {"": wide}, hidden, hidden)
         yield LinearShape(f"layers.{layer}.mlp.down", {"": hidden}, config.intermediate_size, wide)
     if not config.tied:
         yield LinearShape(HEAD, {"": even_shard(config.vocab_size, 0, ranks).size}, hidden, hidden)
+
+
+def _attention(config: ModelConfig, ranks: int) -> list[tuple[str, dict[str, int], int]]:
+    """(name, outputs by part, inputs) of the linears before attention. What widens a latent's keys and values is multiplied by in
+    two parts: it is always plain numbers, and no linear of this list."""
+    heads, kv_heads = head_shards(config.num_heads, config.num_kv_heads, 0, ranks)
+    q, kv, latent = heads.size * config.head_dim, kv_heads.size * config.head_dim, config.latent
+    if latent is None:
+        return [("qkv", {"q": q, "k": kv, "v": kv}, config.hidden_size)]
+    if not latent.query_rank:
+        return [("qkv", {"q": q, "kv_down": latent.width}, config.hidden_size)]
+    return [
+        ("qkv", {"q_down": latent.query_rank, "kv_down": latent.width}, config.hidden_size),
+        ("q_up", {"": q}, latent.query_rank),
+    ]
 
 
 class LinearFormats:
@@ -113,12 +134,15 @@ class LinearFormats:
     def _modules_of(self, path: str) -> list[str]:
         layer = re.search(r"\.(\d+)\.", path)
         base = path if layer is None else path[: layer.start()] + ".{}." + path[layer.end() :]
-        number = "" if layer is None else layer[1]
-        return [name.format(number) for name in self._modules.get(base, [])]
+        number, own = "" if layer is None else layer[1], self._shapes[path].parts
+        return [
+            name.format(number) for parts, name in self._modules.get(base, []) if set(parts.split("+")) <= set(own)
+        ]
 
 
-def _modules(config: ModelConfig) -> dict[str, list[str]]:
-    """Our linear -> the checkpoint's modules that hold it, `{}` for the layer: one for each part, or one for all."""
+def _modules(config: ModelConfig) -> dict[str, list[tuple[str, str]]]:
+    """Our linear -> (parts, module) of the checkpoint's modules that hold it, `{}` for the layer: one for each part, or one for
+    all. A family may have names for parts that a model of it lacks."""
     gguf = bool(config.quantisation is not None and config.quantisation.method == "gguf")
     found: dict[str, dict[str, str]] = {}
     for name, target in (config.family.gguf_names if gguf else config.family.names).items():
@@ -127,9 +151,9 @@ def _modules(config: ModelConfig) -> dict[str, list[str]]:
     known = config.quantisation.by_name if config.quantisation is not None else {}
     chosen = {}
     for base, by_parts in found.items():
-        fused = [name for parts, name in by_parts.items() if "+" in parts]
-        separate = [name for parts, name in by_parts.items() if "+" not in parts]
-        if gguf and fused and fused[0].format(0) not in known:
+        fused = [(parts, name) for parts, name in by_parts.items() if "+" in parts]
+        separate = [(parts, name) for parts, name in by_parts.items() if "+" not in parts]
+        if gguf and fused and fused[0][1].format(0) not in known:
             fused = []                                   # a file has either names
         chosen[base] = fused or separate
     return chosen

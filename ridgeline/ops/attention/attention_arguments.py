@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention.split_kv import DeviceShares, num_items, programs_at_once, share_out
+from ridgeline.ops.attention.split_kv import DeviceShares, Shares, num_items, programs_at_once, share_out
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.ops.registry import TRITON_INTERPRETED
 from ridgeline.sizes.graph_shapes import most_queries
+from ridgeline.sizes.kv_spec import KVGroupSpec
 
 PREFIX_QUERIES = 128                 # (row, head of a group) pairs in a tile of rows that share a prefix
 
@@ -28,6 +29,7 @@ class AttentionWork:
     num_decodes: int                 # leading rows with at most `queries` queries each; padding among them has kv_len 0
     longest_query: int               # no later row has more queries than this; 0: there are none
     deterministic: bool = False      # a row's result depends on that row alone, to the last bit
+    older: bool = True               # a later row may have keys of earlier steps
     queries: int = 1                 # of a decode row: 1, or with drafts as many as any of them has
 
 
@@ -125,12 +127,48 @@ class AttentionWorkspace:
     arrived: Tensor                  # int32 [rows * kv_heads], zeros
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """How the decodes of one KV group are spread over CTAs."""
+
+    heads: int                       # query heads, padding included
+    columns: int                     # CTAs of a share of keys: one per KV head, or per tile of heads that read one latent
+    programs: int                    # of each column, those that run at once
+    group: int                       # query heads per KV head
+
+
+def decode_shape(spec: KVGroupSpec, heads: int, multiprocessors: int) -> DecodeShape:
+    if spec.latent_value:
+        tile = latent_tile_heads(heads)
+        columns = -(-heads // tile)
+        return DecodeShape(columns * tile, columns, _latent_programs(heads, multiprocessors), heads)
+    programs = programs_at_once(multiprocessors, spec.num_kv_heads)
+    return DecodeShape(heads, spec.num_kv_heads, programs, heads // spec.num_kv_heads)
+
+
+def latent_tile_heads(heads: int) -> int:
+    """Heads of a CTA that reads latents. Sums of 64 heads would not fit into its registers."""
+    return 16 if heads <= 16 else 32
+
+
+def _latent_programs(heads: int, multiprocessors: int) -> int:
+    """CTAs that run at once for each tile of heads. Three stages of 32 latents are half of an SM's shared memory."""
+    tile = latent_tile_heads(heads)
+    return max(1, (2 if tile == 16 else 1) * multiprocessors // -(-heads // tile))
+
+
+def latent_shares(lengths: list[int], heads: int, device: torch.device) -> DeviceShares:
+    """As `device_shares`, of decodes over latents."""
+    return _on_device(share_out(np.array(lengths, np.int32), _latent_programs(heads, sm_count(device))), device)
+
+
 def workspace_floats(
     max_rows: int, heads: int, kv_heads: int, head_dim: int, *, multiprocessors: int, prefix_tiles: int = 0,
-    deterministic: bool = False, drafts: bool = False,
+    deterministic: bool = False, drafts: bool = False, programs: int | None = None,
 ) -> int:
-    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind. `drafts`: with several queries."""
-    programs = programs_at_once(multiprocessors, kv_heads)
+    """Most float32 partials that a launch with up to `max_rows` decodes leaves behind. `drafts`: with several queries.
+    `programs`: CTAs at once, for each column of a DecodeShape; as of KV heads, by default."""
+    programs = programs or programs_at_once(multiprocessors, kv_heads)
     slots = 0
     for rows in range(1, max_rows + 1):
         before = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors) if prefix_tiles else 0
@@ -156,16 +194,21 @@ def tile_dim(head_dim: int) -> int:
 
 def device_shares(
     lengths: list[int], kv_heads: int, window: int | None, prefix: SharedPrefix | None, deterministic: bool,
-    device: torch.device,
+    device: torch.device, queries: int = 1,
 ) -> DeviceShares:
-    """Split-KV shares of decodes with these lengths. The engine keeps its own on the device (runner/device_rows.py).
+    """Split-KV shares of decodes with these lengths. The engine keeps its own on the device (runner/attention_schedule.py).
 
     The keys of a shared prefix are left out: another kernel reads them.
     """
-    read = np.array(lengths, np.int32) if window is None else np.minimum(np.array(lengths, np.int32), window)
+    read = np.array(lengths, np.int32)
+    if window is not None:
+        read = np.minimum(read, window + queries - 1)
     if prefix is not None:
         read = read - prefix.prefix_len.cpu().numpy()[: len(read)]
-    found = share_out(read, programs_at_once(sm_count(device), kv_heads), deterministic)
+    return _on_device(share_out(read, programs_at_once(sm_count(device), kv_heads), deterministic), device)
+
+
+def _on_device(found: Shares, device: torch.device) -> DeviceShares:
     return DeviceShares(*(torch.from_numpy(each).to(device) for each in (found.item_row, found.first_item, found.size)))
 
 

@@ -40,12 +40,18 @@ PREFIX_MINIMUM = 256                 # keys of a prefix that are worth a CTA
 # ── tile sizes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int) -> tuple[int, int, Launch]:
+def decode_tiles(
+    dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int, members: int = 0
+) -> tuple[int, int, Launch]:
     """(keys per tile, partial values that a merge takes at once, launch options), as measured on an H200. `pairs`: rows times
-    KV heads, or 0 in deterministic mode, where the number of rows may not matter. `processors`: SMs."""
+    KV heads, or 0 in deterministic mode, where the number of rows may not matter. `processors`: SMs. `members`: with
+    drafts, queries times heads of a group; those options are not measured yet."""
     if dtype == torch.float32:
         # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
         return 32, 4096, {"num_warps": 4, "num_stages": 2}
+    if members:                                          # their sums need registers, and no warp has fewer than 16 of them
+        warps = 2 if members <= 16 else 4 if members * head_dim <= 64 * 128 and not narrow else 8
+        return 64 if narrow else 32, 4096, {"num_warps": warps, "num_stages": 3 if head_dim <= 128 else 2}
     if narrow:                                           # as many bytes as tiles of 32 wide keys, for any number of rows
         return 64, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
     if pairs > 40 * processors and 64 < head_dim <= 128:
@@ -93,6 +99,7 @@ class _Call:
     scale: float
     window: int | None
     softcap: float | None
+    sinks: Tensor | None
 
     @property
     def kv_heads(self) -> int:
@@ -118,6 +125,11 @@ class _Call:
         if self.softcap is None:
             return self.scale * LOG2E, 0.0, self.table.stride(0)
         return 2 * LOG2E * self.scale / self.softcap, self.softcap * LOG2E, self.table.stride(0)
+
+    @property
+    def sink_argument(self) -> Tensor:
+        """The sinks, or any tensor if there are none."""
+        return self.kv_len if self.sinks is None else self.sinks
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -157,6 +169,7 @@ def paged_attention_triton(
     work: AttentionWork | None = None, prefix: SharedPrefix | None = None, query_tiles: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, workspace: AttentionWorkspace | None = None,
     out: Tensor | None = None, shares: DeviceShares | None = None, fresh: FreshTokens | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`fresh`, for decodes alone: q is the projection [R, H + 2 KH, D], and its keys and values go into the cache here."""
     if work is None:
@@ -169,14 +182,14 @@ def paged_attention_triton(
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
     call = _Call(
         q, k_cache, v_cache, block_table, out, query_start, kv_len, table_rows, k_scale, v_scale, work, heads, scale, window,
-        softcap,
+        softcap, sinks,
     )
     if work.num_decodes:
-        if window is not None or work.deterministic:
+        if window is not None or work.deterministic or work.queries > 1:
             prefix = None
         if shares is None:
             lengths = (kv_len.tolist() if kv_len_host is None else kv_len_host)[: work.num_decodes]
-            shares = device_shares(lengths, kv_heads, window, prefix, work.deterministic, kv_len.device)
+            shares = device_shares(lengths, kv_heads, window, prefix, work.deterministic, kv_len.device, work.queries)
         _attend_decodes(call, shares, prefix, workspace, fresh)
     if work.num_decodes < kv_len.shape[0]:
         _attend_prompts(call, query_tiles)
@@ -190,14 +203,16 @@ def _attend_decodes(
     call: _Call, shares: DeviceShares, prefix: SharedPrefix | None, workspace: AttentionWorkspace | None,
     fresh: FreshTokens | None,
 ) -> None:
-    """The rows with one query each. Another kernel reads a shared prefix, and leaves partial results for this one to merge."""
+    """The rows that decode, with one query each or with drafts. Another kernel reads a shared prefix, and leaves partial results
+    for this one to merge."""
     q, out, heads, kv_heads, group = call.q, call.out, call.heads, call.kv_heads, call.group
     head_dim, decodes = q.shape[2], call.work.num_decodes
     items = shares.item_row.shape[0]
     sms = sm_count(q.device)
     tiles = 0 if prefix is None else prefix.tile_row.shape[0]
     cut = prefix_shares(decodes, group, kv_heads, sms) if tiles else 0
-    slots = decodes * cut + items
+    queries = 1 << (call.work.queries - 1).bit_length()
+    slots = decodes * cut + items * queries
     if workspace is None:
         workspace = make_workspace(partial_floats(slots, heads, head_dim), decodes, kv_heads, q.device)
     elif workspace.partials.shape[0] < partial_floats(slots, heads, head_dim):
@@ -208,14 +223,17 @@ def _attend_decodes(
         prefix_keys = _attend_prefix(call, prefix, cut, parts)
     new_tensors, new_constants = _fresh_arguments(fresh, call)
     pairs = 0 if call.work.deterministic else decodes * kv_heads
-    tile_group = 1 << (group - 1).bit_length()
-    tile_keys, tile_values, launch = decode_tiles(q.dtype, head_dim, call.narrow, pairs, sms)
+    tile_group = 1 << (queries * group - 1).bit_length()
+    tile_keys, tile_values, launch = decode_tiles(
+        q.dtype, head_dim, call.narrow, pairs, sms, queries * group if queries > 1 else 0
+    )
     kernel_decode.decode_kernel[kv_heads, items](
-        q, call.k_cache, call.v_cache, out, call.table, call.rows, call.kv_len,
+        q, call.k_cache, call.v_cache, out, call.table, call.rows, call.query_start, call.kv_len,
         call.kv_len if prefix is None else prefix.prefix_len, shares.item_row, shares.first_item, shares.size, *call.scales,
-        *parts, workspace.arrived, cut, decodes * kv_heads * cut, *new_tensors, *call.scoring, q.stride(0), q.stride(1),
-        out.stride(0), out.stride(1), *call.strides, **call.constants, **new_constants,
-        KV_HEADS=kv_heads, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None,
+        *parts, workspace.arrived, cut, decodes * kv_heads * cut, *new_tensors, *call.scoring, call.sink_argument, q.stride(0),
+        q.stride(1), out.stride(0), out.stride(1), *call.strides, **call.constants, **new_constants,
+        KV_HEADS=kv_heads, QUERIES=queries, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None,
+        SINKS=call.sinks is not None,
         HAS_PREFIX=tiles > 0, PAIRED=call.paired, MINIMUM_PREFIX=PREFIX_MINIMUM, TILE_PREFIX=prefix_keys,
         TILE_QUERIES=max(16, tile_group), TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
         TILE_SLOTS=max(1, tile_values // (tile_group * tile_dim(head_dim))), **launch, **dependent_launch(q.device),
@@ -263,7 +281,7 @@ def _attend_prompts(call: _Call, tiles: Tensor | None) -> None:
     tokens, _, head_dim = q.shape
     decodes, rows = work.num_decodes, call.kv_len.shape[0] - work.num_decodes
     stored = (call.k_cache.element_size() == 1) == (call.k_scale is not None)        # eight bits have scales, others none
-    plain = stored and call.window is None and call.softcap is None and not work.deterministic
+    plain = stored and call.window is None and call.softcap is None and call.sinks is None and not work.deterministic
     if tiles is not None and plain and kernel_prefill_hopper.suits(q, call.k_cache, call.v_cache, out):
         kernel_prefill_hopper.prompt_attention(
             q, call.k_cache, call.v_cache, call.table, tiles, out, call.scale, call.k_scale, call.v_scale
@@ -275,7 +293,8 @@ def _attend_prompts(call: _Call, tiles: Tensor | None) -> None:
         tile_tokens = tile_queries // call.group
         kernel_prefill.prefill_kernel[(tokens - decodes) // tile_tokens + rows, call.kv_heads](
             q, call.k_cache, call.v_cache, out, call.table, call.rows, call.query_start, call.kv_len, *call.scales, rows,
-            decodes, *call.scoring, q.stride(0), q.stride(1), out.stride(0), out.stride(1), *call.strides,
+            decodes, *call.scoring, call.sink_argument, q.stride(0), q.stride(1), out.stride(0), out.stride(1), *call.strides,
             **call.constants, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None, TILE_ROWS=256,
+            SINKS=call.sinks is not None,
             TILE_TOKENS=tile_tokens, TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys, **launch,
         )

@@ -42,6 +42,7 @@ def paged_attention_reference(
     k_scale: Tensor | None = None,       # float32 [blocks, block_size, KH] of quantised caches
     v_scale: Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
+    sinks: Tensor | None = None,         # [H]: of every head a score without a value, beside those of the keys
     out: Tensor | None = None,           # where the result goes; None: into a new tensor
 ) -> Tensor:
     """softmax(softcap(scale * q k^T) + mask) v -> [T, H, D]. A row without keys (padding) gives zeros.
@@ -54,7 +55,7 @@ def paged_attention_reference(
         block_table = block_table.index_select(0, table_rows)
     if k_cache.dtype != q.dtype:
         k_cache, v_cache, block_table = _widened(q.dtype, k_cache, v_cache, block_table, k_scale, v_scale)
-    how = (scale, window, softcap)
+    how = (scale, window, softcap, sinks)
     if out is None and 0 not in kv_len_host:
         return _attend_rows(q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host, kv_len_host, *how)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
@@ -74,13 +75,14 @@ def paged_attention_reference(
 def _attend_rows(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor,
     query_start_host: list[int], kv_len_host: list[int], scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Rows that all have keys."""
     rows = len(kv_len_host)
     if rows == 1:
-        return _attend_row(q, k_cache, v_cache, block_table[0], kv_len_host[0], scale, window, softcap)
+        return _attend_row(q, k_cache, v_cache, block_table[0], kv_len_host[0], scale, window, softcap, sinks)
     if q.shape[0] == rows and _is_similar(kv_len_host):  # plain decode: the rows are the queries
-        return _attend_decode(q, k_cache, v_cache, block_table, kv_len, kv_len_host, scale, window, softcap)
+        return _attend_decode(q, k_cache, v_cache, block_table, kv_len, kv_len_host, scale, window, softcap, sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     decode = [row for row in range(rows) if query_start_host[row + 1] - query_start_host[row] == 1]
     groups = [group for group in _length_groups(decode, kv_len_host) if len(group) > 1]
@@ -89,13 +91,13 @@ def _attend_rows(
         queries = query_start[chosen].long()
         out[queries] = _attend_decode(
             q[queries], k_cache, v_cache, block_table[chosen], kv_len[chosen],
-            [kv_len_host[row] for row in group], scale, window, softcap,
+            [kv_len_host[row] for row in group], scale, window, softcap, sinks,
         )
     for row in set(range(rows)).difference(*groups):
         start, end = query_start_host[row], query_start_host[row + 1]
         if start < end:
             out[start:end] = _attend_row(
-                q[start:end], k_cache, v_cache, block_table[row], kv_len_host[row], scale, window, softcap
+                q[start:end], k_cache, v_cache, block_table[row], kv_len_host[row], scale, window, softcap, sinks
             )
     return out
 
@@ -133,7 +135,7 @@ def _length_groups(rows: list[int], kv_len: list[int]) -> list[list[int]]:
 
 def _attend_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_len: Tensor, kv_len_host: list[int],
-    scale: float, window: int | None, softcap: float | None,
+    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:
     """One query per row, all rows at once. The heads that share a KV head stand where queries usually do."""
     rows, heads, head_dim = q.shape
@@ -155,13 +157,14 @@ def _attend_decode(
     k = _gather_slots(k_cache, slots).view(rows, span, kv_heads, head_dim)
     v = _gather_slots(v_cache, slots).view(rows, span, kv_heads, head_dim)
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    out = _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, False, scale, softcap)
+    sinks = None if sinks is None else sinks.view(1, kv_heads, -1, 1)
+    out = _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, False, scale, softcap, sinks)
     return out.reshape(rows, heads, head_dim)
 
 
 def _attend_row(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, blocks: Tensor, kv_len: int,
-    scale: float, window: int | None, softcap: float | None,
+    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:
     """One row with any number of queries."""
     queries, heads, head_dim = q.shape
@@ -176,11 +179,13 @@ def _attend_row(
     k, v = k.transpose(0, 1), v.transpose(0, 1)                              # [KH, L, D]
     if queries == 1:
         grouped = q.view(1, kv_heads, group, head_dim)
-        return _attend(grouped, k[None], v[None], None, False, scale, softcap).reshape(q.shape)
+        own = None if sinks is None else sinks.view(1, kv_heads, group, 1)
+        return _attend(grouped, k[None], v[None], None, False, scale, softcap, own).reshape(q.shape)
+    own = None if sinks is None else sinks.view(kv_heads, group, 1, 1)
     # KV heads stand where the batch does, and each is repeated over its group without a copy.
     q = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = k[:, None].expand(-1, group, -1, -1), v[:, None].expand(-1, group, -1, -1)
-    if start == 0 and (window is None or window >= kv_len) and softcap is None:
+    if start == 0 and (window is None or window >= kv_len) and softcap is None and sinks is None:
         out = _attend(q, k, v, None, True, scale, None)
         return out.permute(2, 0, 1, 3).reshape(queries, heads, head_dim)
     pieces = []
@@ -197,7 +202,7 @@ def _attend_row(
         if window is not None:
             mask &= key > position - window
         seen = slice(low - first, high - first)
-        out = _attend(q[:, :, begin:end], k[:, :, seen], v[:, :, seen], mask, False, scale, softcap)
+        out = _attend(q[:, :, begin:end], k[:, :, seen], v[:, :, seen], mask, False, scale, softcap, own)
         pieces.append(out.permute(2, 0, 1, 3).reshape(end - begin, heads, head_dim))
     return torch.cat(pieces)
 
@@ -209,13 +214,19 @@ def _gather_slots(cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Dense attention of q [A, B, n, D] over k, v [A, B, L, D]; mask is true where a query may look."""
-    if softcap is None:
+    """Dense attention of q [A, B, n, D] over k, v [A, B, L, D]; mask is true where a query may look, sinks are like scores [A, B,
+    n, 1]."""
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.matmul(q.to(wide), k.to(wide).transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(2, 3))
+    scores = scores.mul_(scale) if softcap is None else scores.mul_(scale / softcap).tanh_().mul_(softcap)
     if mask is not None:
         scores = scores.masked_fill_(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(wide).expand(*scores.shape[:3], 1)), dim=-1)
+        return torch.matmul(scores.softmax(dim=-1)[..., :-1], v.to(wide)).to(q.dtype)
     return torch.matmul(scores.softmax(dim=-1), v.to(wide)).to(q.dtype)

@@ -59,6 +59,7 @@ def decode_attention_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The result of attention [T, H, D]. K and V are in the cache afterwards; those of padding need not be."""
     q = rotary_write(
@@ -69,6 +70,7 @@ def decode_attention_reference(
         q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
         kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows, work=work,
         prefix=prefix, shares=shares, k_scale=k_scale, v_scale=v_scale, workspace=workspace,
+        sinks=sinks,
     )
 
 
@@ -111,7 +113,7 @@ def joined(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> boo
 
 
 def _one_query_each(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> bool:
-    return work.num_decodes == tokens and prefix is None and not work.deterministic
+    return work.num_decodes == tokens and work.queries == 1 and prefix is None and not work.deterministic
 
 
 def _triton_supports(site: Site) -> bool:

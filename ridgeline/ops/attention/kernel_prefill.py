@@ -11,6 +11,7 @@ from ridgeline.ops.attention.kernel_decode import (
     attend_keys,
     fetch_tile,
     first_blocks,
+    from_sinks,
     load_query,
     share_of,
 )
@@ -22,15 +23,15 @@ from ridgeline.ops.registry import tl, triton_kernel
 @triton_kernel(do_not_specialize=["rows", "first_row", "table_stride"])
 def prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, query_start_ptr, kv_len_ptr,
-    k_scale_ptr, v_scale_ptr, rows, first_row, score_scale, softcap, table_stride,
+    k_scale_ptr, v_scale_ptr, rows, first_row, score_scale, softcap, table_stride, sinks_ptr,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride,
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr, NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
-    UPCAST: tl.constexpr,
+    SCALED: tl.constexpr, NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, SINKS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
+    TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One CTA: one tile of TILE_TOKENS tokens of one row, one KV head. The `rows` rows from `first_row` on; all rows before it
     have one query each.
@@ -73,8 +74,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     q_offset = token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
     q, score_scale = load_query(q_ptr, q_offset, live, score_scale, NARROW, UPCAST)
 
-    maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
-    total = tl.zeros([TILE_QUERIES], tl.float32)
+    maximum, total = from_sinks(sinks_ptr + head, pair < TILE_TOKENS * GROUP, SINKS, TILE_QUERIES)
     accumulated = tl.zeros([TILE_QUERIES, TILE_DIM], tl.float32)
     first_position = kv_len - queries + tile_token                       # of the tile's first query, and of its last
     last_position = tl.minimum(first_position + TILE_TOKENS, kv_len) - 1

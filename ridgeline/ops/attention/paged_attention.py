@@ -75,7 +75,7 @@ def paged_attention_native(
 
 
 # Options that the native kernels do not read; the others do not change the result.
-NOT_NATIVE = ("k_scale", "v_scale", "out")
+NOT_NATIVE = ("k_scale", "v_scale", "out", "sinks")
 
 
 def _native_supports(site: Site) -> bool:
@@ -90,7 +90,7 @@ def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, rows: tuple[tuple[int, int], ...], heads: int, kv_heads: int, head_dim: int, block_size: int,
     window: int | None, softcap: float | None, scattered: bool = False,
-    shared: tuple[tuple[tuple[int, ...], int], ...] = (), kv_dtype: str | None = None,
+    shared: tuple[tuple[tuple[int, ...], int], ...] = (), kv_dtype: str | None = None, sinks: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Scattered blocks, NaN in every slot that no query may read, and block 0 (NaN too) where a table has no block."""
     k_cache, v_cache, table = _filled_pages(generator, rows, kv_heads, head_dim, block_size, window, shared)
@@ -129,6 +129,8 @@ def _inputs(
     if kv_dtype is not None:
         k_cache, kwargs["k_scale"] = _stored(k_cache, getattr(torch, kv_dtype), generator, device)
         v_cache, kwargs["v_scale"] = _stored(v_cache, getattr(torch, kv_dtype), generator, device)
+    if sinks:
+        kwargs["sinks"] = torch.randn(heads, generator=generator).to(device, torch.promote_types(dtype, torch.float32))
     args = (
         torch.randn((query_start[-1], heads, head_dim), generator=generator).to(device, dtype),
         k_cache.to(device),

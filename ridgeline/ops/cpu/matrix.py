@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ridgeline.ops.cpu import native
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT4", "INT8", "F16", "BF16", "F32")      # as in tiles.h
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT4", "INT8", "F16", "BF16", "F32")  # as in tiles.h
 BLOCKS = frozenset(KINDS[:8])        # that a GGUF file stores
 NUMBERS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 _SPANS = {"Q4_K": 8, "Q5_K": 8, "Q6_K": 8}
@@ -72,11 +72,11 @@ class Matrix:
         self.address = ctypes.addressof(self.segments)
         self.nbytes = sum(part.data.nbytes for part in self.parts)
 
-    def rows(self, numbers: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32 [count, inputs]: the outputs of these numbers (int64)."""
+    def rows(self, numbers: Tensor, scale: float = 1.0) -> Tensor:
+        """float32 [count, inputs]: the outputs of these numbers (int64), times `scale`."""
         numbers = numbers.contiguous()
-        out = torch.empty(len(numbers), self.inputs) if out is None else out
-        native.library().matrix_rows(self.address, numbers.data_ptr(), out.data_ptr(), len(numbers))
+        out = torch.empty((len(numbers), self.inputs), dtype=torch.float32)
+        native.library().matrix_rows(self.address, numbers.data_ptr(), out.data_ptr(), len(numbers), scale)
         return out
 
     def numbers(self) -> Tensor:

@@ -39,14 +39,14 @@ _SIGNATURES = {
     "decode_attention": [_POINTER] * 8 + [_INT] * 10 + [_FLOAT] * 2,
     "prefill_attention": [_POINTER] * 8 + [_INT] * 9 + [_FLOAT] * 2,
 }
-# Compiled once, not for every level: they only move bytes, or call the others.
-_PLAIN = {
+# Compiled once, not for every level.
+_PLAIN: dict[str, tuple[list[Any], Any]] = {
     "relay_blocks": ([_POINTER] * 2 + [_INT] * 3, None),
     "relay_codes": ([_POINTER] * 4, None),
     "matrix_bytes": ([_POINTER], _INT),
     "scales_finite": ([_POINTER], _INT),
-    "matrix_rows": ([_POINTER] * 3 + [_INT], None),
-    "run_program": ([_POINTER, _INT], None),             # recording.py
+    "matrix_rows": ([_POINTER] * 3 + [_INT, _FLOAT], None),
+    "run_program": ([_POINTER, _INT], None),                             # recording.py
 }
 SPLIT = 128                          # as in step/decode_attention.c
 
@@ -118,9 +118,11 @@ def load(built: Path, level: str) -> SimpleNamespace:
     for runtime in _openmp_runtimes():
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(built))
+    falls_to = next((each.falls_to for each in native_build.levels() if each.name == level), "")
     found = SimpleNamespace()
     for name, arguments in _SIGNATURES.items():
-        function = loaded[f"ridgeline_{name}_{level}"]
+        own = f"ridgeline_{name}_{level}"
+        function = loaded[own if hasattr(loaded, own) else f"ridgeline_{name}_{falls_to}"]
         function.argtypes, function.restype = arguments, None
         setattr(found, name, function)
     for name, (arguments, result) in _PLAIN.items():

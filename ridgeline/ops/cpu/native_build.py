@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).with_name("src")
-ONCE = ("pool.c", "program.c", "relay.c", "gather.c")         # all others are compiled for every level
+ONCE = ("pool.c", "program.c", "relay.c", "gather.c")                    # all others are compiled for every level
 # No flag that reorders additions or ignores NaN: a broken row must show, and a row alone equals the row in a batch.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 
 
-UNROLLED = ("product.c",)            # by hand: -O3 takes minutes on it and gains nothing
+PRODUCTS = ("product.c",)            # unrolled by hand: -O3 takes minutes on it and gains nothing
 
 
 class Level(NamedTuple):
     name: str
     flags: tuple[str, ...]           # of the compiler
     needs: frozenset[str]            # of the processor, as Linux names them
+    falls_to: str = ""               # the level whose functions it uses but for those of PRODUCTS
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
@@ -36,7 +37,7 @@ _HAS_AVX512 = _HAS_AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 # The best level first; every processor of the architecture has the last one.
 LEVELS = {
     "x86_64": (
-        Level("vnni", (*_AVX512, "-mavx512vnni"), _HAS_AVX512 | {"avx512_vnni"}),
+        Level("vnni", (*_AVX512, "-mavx512vnni"), _HAS_AVX512 | {"avx512_vnni"}, "avx512"),
         Level("avx512", _AVX512, _HAS_AVX512),
         Level("avx2", _AVX2, _HAS_AVX2),
         Level("base", (), frozenset()),
@@ -78,12 +79,13 @@ def compile_into(target: Path) -> None:
     _check(compiler)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         folder = Path(scratch)
-        jobs = [
+        jobs: list[tuple[Path, Level | None]] = [
             (source, level) for source in sources() if source.suffix == ".c"
             for level in ((None,) if source.name in ONCE else levels())
+            if level is None or not level.falls_to or source.name in PRODUCTS
         ]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            objects = list(threads.map(lambda job: _compile(compiler, *job, folder), jobs))
+            objects = list(threads.map(lambda job: _compile(compiler, job[0], job[1], folder), jobs))
         linked = folder / "native.so"
         # Linked without -fopenmp: its symbols are found in torch's runtime when the library is loaded.
         _run(compiler, ["-shared", *map(str, objects), "-o", str(linked), "-lm", "-lpthread"], "the objects")
@@ -93,7 +95,7 @@ def compile_into(target: Path) -> None:
 def _compile(compiler: str, source: Path, level: Level | None, folder: Path) -> Path:
     made = folder / f"{'-'.join(source.relative_to(SOURCES).with_suffix('').parts)}-{level.name if level else 'once'}.o"
     own = [*level.flags, f"-DLEVEL={level.name}"] if level else []
-    if source.name in UNROLLED:
+    if source.name in PRODUCTS:
         own.append("-O2")
     _run(compiler, [*FLAGS, *own, "-c", str(source), "-o", str(made)], source.name)
     return made

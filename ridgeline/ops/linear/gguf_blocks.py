@@ -51,7 +51,7 @@ def block_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None, i
     if x.stride(1) != 1:
         x = x.contiguous()
     tokens = x.shape[0]
-    out = torch.empty((tokens, matrix.outputs))
+    out = torch.empty((tokens, matrix.outputs), dtype=torch.float32)
     native.library().packed_linear(
         matrix.address, len(matrix.parts), x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), tokens,
         matrix.inputs, matrix.outputs, x.stride(0), integers,
@@ -73,17 +73,23 @@ def random_part(generator: torch.Generator, kind: str, outputs: int, inputs: int
         dtype = next(dtype for dtype, name in NUMBERS.items() if name == kind)
         part.put_numbers((random(outputs, inputs) * size).to(dtype))
     elif kind in BLOCKS:
-        each, wide = (256 if kind.endswith("_K") else 32), BLOCK_BYTES[kind]
-        blocks = torch.randint(256, (outputs, inputs // each, wide), generator=generator, dtype=torch.uint8)
-        for place, scale in _scale_places(kind).items():
-            blocks[..., place : place + 2] = (random(outputs, inputs // each, 1) * size * scale).half().view(torch.uint8)
-        part.put_blocks(blocks.flatten(1))
+        part.put_blocks(random_blocks(generator, kind, outputs, inputs))
     else:
         codes = torch.randint(256 if kind == "INT8" else 16, (outputs, inputs), generator=generator, dtype=torch.uint8)
         groups = -(-inputs // group)
         scale = (torch.rand(outputs, groups, generator=generator) + 0.5) * size / (74 if kind == "INT8" else 10)
         part.put_codes(codes, scale, None if kind == "INT8" else random(outputs, groups) * size / 2)
     return part
+
+
+def random_blocks(generator: torch.Generator, kind: str, outputs: int, inputs: int) -> Tensor:
+    """uint8 [outputs, bytes], as a GGUF file stores them"""
+    each, size = (256 if kind.endswith("_K") else 32), inputs**-0.5
+    blocks = torch.randint(256, (outputs, inputs // each, BLOCK_BYTES[kind]), generator=generator, dtype=torch.uint8)
+    for place, scale in _scale_places(kind).items():
+        numbers = torch.randn(outputs, inputs // each, 1, generator=generator) * size * scale
+        blocks[..., place : place + 2] = numbers.half().view(torch.uint8)
+    return blocks.flatten(1)
 
 
 def _scale_places(kind: str) -> dict[int, float]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from ridgeline.distributed.comm import Communicator
+from ridgeline.layers.linear import Linear
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.compile_ahead import CompileAhead
@@ -138,7 +139,7 @@ def _one_of_each(model: Decoder) -> list[int]:
     last, of few tokens."""
     kinds = []
     for window, layer in zip(model.config.windows, model.layers, strict=True):
-        linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        linears = [module for module in layer.modules() if isinstance(module, Linear)]
         kinds.append((window, *(id(linear.scheme) for linear in linears)))       # linears of one format share a scheme
     first = {kind: number for number, kind in reversed(list(enumerate(kinds))) if number}
     return sorted({0, len(kinds) - 1, *first.values()})

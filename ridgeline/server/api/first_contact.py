@@ -31,4 +31,4 @@ def routes(service: Service) -> list[Route]:
     async def docs(request: Request) -> Response:
         return docs_page(prefix)
 
-    return [Route("/", index), Route("/v1", index), Route("/docs", docs), Route("/dashboard/", with_slash)]
+    return [Route("/", index), Route("/v1", index), Route("/v1/", index), Route("/docs", docs), Route("/dashboard/", with_slash)]

@@ -17,10 +17,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput, predicted_tokens
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
+from ridgeline.server.api.other_names import GRAMMARS, OtherNames
+from ridgeline.server.api.request_checks import forget, refuse
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
@@ -28,7 +30,6 @@ from ridgeline.version import __version__
 LOWEST_LOGPROB = -9999.0             # JSON has no infinity
 DONE = b"[DONE]"
 MARK = "\x00text\x00"                # stands for an event's text; nothing after it contains it
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512     # entries, and characters of each
 PADDING = 64                         # with include_obfuscation, events are padded to multiples of this length
 
 # The engine checks token ids against the vocabulary; larger numbers than these could not be sent to it.
@@ -47,7 +48,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class GenerationRequest(OtherNames, forbid_unknown_fields=True, kw_only=True):
     """The fields of both endpoints. None means the default, as if the field were missing."""
 
     model: str | None = None
@@ -86,6 +87,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     cache_salt: str | None = None
     ttft_deadline_ms: Deadline | None = None
     return_timings: bool | None = None
+    speculative: bool | int | None = None                # false: no drafts for this request; a number: at most that many a step
     techniques: dict[str, bool] | None = None            # switched for this request only; see server/observe/prometheus
 
     response_format: Any = None
@@ -122,11 +124,12 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     guided_whitespace_pattern: Any = None
 
     HINTS: ClassVar[tuple[str, ...]] = (
+        *OtherNames.HINTS,
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "prompt_cache_options", "guided_decoding_backend", "request_id", "session_id", "stream_interval",
         "mm_processor_kwargs", "media_io_kwargs",
     )
-    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {    # with the values of each that change nothing and are accepted
+    REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = OtherNames.REFUSED | {       # with values that change nothing: accepted
         "thinking_token_budget": (), "kv_transfer_params": ({},), "vllm_xargs": ({},),
         "lora_request": (), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
         "guided_whitespace_pattern": (),
@@ -136,6 +139,7 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         """Refuse fields that are known and not supported."""
         refuse(self, self.REFUSED)
         forget(self, self.HINTS)
+        self.take_other_names(self)
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", field="stream_options")
         if self.prompt_logprobs == EVERY:
@@ -157,6 +161,8 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         if self.truncate_prompt_tokens not in (None, FIT):
             given["truncate_prompt_tokens"] = self.truncate_prompt_tokens
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        if self.allowed_token_ids is not None:
+            given["allowed_token_ids"] = list(dict.fromkeys(self.allowed_token_ids))     # a client may send one a million times
         try:
             return SamplingParams(**dict(defaults) | given | other)
         except BadRequest as error:
@@ -169,9 +175,9 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         asked: dict[str, dict[str, Any]] = {}
         if self.structured_outputs is not None:
             asked["structured_outputs"] = self.structured_outputs
-        for kind in ("json", "regex", "choice", "grammar"):
-            if (value := getattr(self, f"guided_{kind}")) is not None:
-                asked[f"guided_{kind}"] = {kind: value}
+        for name, kind in GRAMMARS.items():
+            if (value := getattr(self, name)) is not None:
+                asked[name] = {kind: value}
         if (form := _response_format(self.response_format)) is not None:
             asked["response_format"] = form
         if not asked:
@@ -187,6 +193,19 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
                 raise BadRequest(message, field="structured_outputs")
         return structured_outputs(name, **fields)
 
+    def forget_params(self) -> None:
+        """Free what the sampling parameters hold. Which field has set the grammar stays known."""
+        self.stop = self.stop_token_ids = self.bad_words = self.logit_bias = None
+        self.allowed_token_ids = self.logprob_token_ids = None
+        for name in GRAMMARS:
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, type(value)())
+        if self.structured_outputs is not None:
+            self.structured_outputs = {}
+        if self.response_format is not None:
+            sets_one = self.response_format.get("type") != "text"
+            self.response_format = {"type": "json_object"} if sets_one else None
+
     @contextmanager
     def naming_its_grammar(self) -> Iterator[None]:
         """The engine calls every grammar structured_outputs; errors name the field that this request has."""
@@ -195,46 +214,20 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
         except BadRequest as error:
             if not error.field.startswith("structured_outputs.") or self.structured_outputs is not None:
                 raise
-            older = (f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar"))
-            name = next((name for name in older if getattr(self, name) is not None), "tools")
+            name = next((name for name in GRAMMARS if getattr(self, name) is not None), "tools")
             if _response_format(self.response_format) is not None:
                 name = "response_format"
             raise error.renamed(error.field, name) from None
 
 
-def refuse(request: Any, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Unsupported for a field that is set to anything but one of its neutral values."""
-    for name, neutral in fields.items():
-        value = getattr(request, name)
-        if value is not None and value not in neutral:
-            raise Unsupported(f"{name} is not supported by this server; leave it out", field=name)
-
-
 EVERY = -1                           # as prompt_logprobs
-def forget(request: Any, hints: Iterable[str]) -> None:
-    """Free the hints: they may be megabytes, and an answer may take minutes."""
-    for name in hints:
-        setattr(request, name, None)
-
-
-def check_metadata(metadata: Mapping[str, str] | None) -> None:
-    """BadRequest for more than OpenAI's API takes: it is repeated in every answer, and stored with it."""
-    given = metadata or {}
-    if len(given) > MAX_METADATA:
-        raise BadRequest(f"metadata has {len(given)} entries; at most {MAX_METADATA} are allowed", field="metadata")
-    for name, value in given.items():
-        if len(name) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
-            message = f"metadata: a key has at most {MAX_METADATA_KEY} characters, a value {MAX_METADATA_VALUE}"
-            raise BadRequest(f"{message}; {shown(name[:MAX_METADATA_KEY])} has more", field="metadata")
-
-
 FIT = -1                             # as truncate_prompt_tokens: cut the prompt to fit the context
 
 _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias",
     "ignore_eos", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "truncation_side", "logprob_token_ids",
+    "include_stop_str_in_output", "truncation_side", "logprob_token_ids", "speculative",
 )
 
 
@@ -312,7 +305,7 @@ class Usage(msgspec.Struct):
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
         completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
         cached = sum(output.num_cached_tokens for output in outputs)
-        details = CompletionTokensDetails(reasoning)
+        details = CompletionTokensDetails(reasoning, 0, *predicted_tokens(outputs))
         return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
     def only(self, completion_tokens: int) -> None:

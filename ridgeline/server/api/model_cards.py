@@ -23,6 +23,7 @@ class ModelCard(msgspec.Struct):
     owned_by: str = "ridgeline"
     parent: None = None
     permission: tuple[()] = ()
+    quality: str = ""                    # what quantised weights cost, from their card
 
 
 def routes(service: Service) -> list[Route]:
@@ -30,7 +31,8 @@ def routes(service: Service) -> list[Route]:
         service.require_ready()
         llm = service.llm
         assert llm.ready is not None
-        return ModelCard(name, service.created, llm.ready.max_model_len, llm.config.model.model or service.name)
+        return ModelCard(name, service.created, llm.ready.max_model_len, llm.config.model.model or service.name,
+                         quality=service.quality)
 
     def anthropic_card(name: str) -> anthropic.ModelInfo:
         mine = card(name)

@@ -1,34 +1,33 @@
 """From a request's body to what the engine runs: parsed, checked, its prompt as token ids, with the writer of its answer.
 
     body ─ parse_body ─▶ ChatRequest, CompletionRequest ─ params() ─▶ SamplingParams ─┐
-                         other dialects ─ chat() ─▶ ChatRequest ─ chat template ─▶ prompts ─▶ Job
+                         other dialects ─ chat() ─▶ ChatRequest ─ chat template ─▶ prompts ─▶ Prepared
 
-No ASGI. Sending a Job to the engine and its answer to the client is server/endpoints' work.
+No ASGI, no engine: for long bodies these functions run in a process of their own (server/long_bodies). Sending a request to the
+engine and its answer to the client is server/endpoints' work.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
-from ridgeline.engine.client.long_work import LONG_BYTES, away_if_long, checkpoint
+from ridgeline.engine.client.long_work import away_if_long, checkpoint
 from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.anthropic import messages_api as anthropic
-from ridgeline.server.api.generation import FIT, GenerationRequest, Writer, forget
+from ridgeline.server.api.generation import FIT, GenerationRequest
 from ridgeline.server.api.openai import responses_answer
-from ridgeline.server.api.openai.chat import ChatRequest, ChatWriter
-from ridgeline.server.api.openai.completions import CompletionRequest, CompletionWriter, middle_marks
+from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.completions import CompletionRequest, middle_marks
 from ridgeline.server.api.openai.responses_continued import Continued, recalled_bytes
 from ridgeline.server.api.openai.responses_request import ResponsesRequest
+from ridgeline.server.api.prepared import ChatForm, CompletionForm, MessagesForm, Prepared, ResponsesForm
+from ridgeline.server.api.request_checks import forget
 from ridgeline.server.api.vllm.batch_chat import BatchChatRequest
 from ridgeline.server.api.vllm.tokenize import (
     DetokenizeReply,
@@ -38,24 +37,11 @@ from ridgeline.server.api.vllm.tokenize import (
     TokenizeRequest,
 )
 from ridgeline.server.http.body import parse_body
-from ridgeline.server.http.stream import Headers
 from ridgeline.server.parse.tool_prompt import in_plain_text, mended, tells_of_tools
-from ridgeline.server.parse.tools import needs_plain_text, reading
+from ridgeline.server.parse.tools import Reading, needs_plain_text, reading
 from ridgeline.server.service import Service
 
 BYTES_PER_TOKEN = 16                 # of a list of tokens and their texts, as JSON
-
-
-@dataclass(slots=True)
-class Job:
-    """A request that was parsed and checked: what to run, and the writer of its answer."""
-
-    request: GenerationRequest
-    params: SamplingParams
-    prompts: list[Prompt]
-    writer: Writer
-    headers: Headers
-    background: bool = False         # the client does not wait for the answer
 
 
 def templated(service: Service, request: ChatRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -80,21 +66,17 @@ async def prompt_tokens(service: Service, request: ChatRequest, size: int) -> li
     return await service.llm.chat_tokens(messages, num_bytes=size, **given)
 
 
-async def chat_job(
-    service: Service, request: ChatRequest, params: SamplingParams, prefix: str, writer: Callable[..., ChatWriter], size: int
-) -> Job:
-    """The job of a chat request, in whichever dialect it came. `size`: the bytes of its body."""
+async def chat_prompt(
+    service: Service, request: ChatRequest, params: SamplingParams, size: int
+) -> tuple[list[int], Reading]:
+    """A chat's prompt, and how its answers are parsed. `size`: the bytes of its body. The request forgets its prompt."""
     read = await away_if_long(size, lambda: reading(request.tool_use(), params, service.options, service.tokenizer))
     tokens = await prompt_tokens(service, request, size)
     fit(service, request, params)
     if service.tokenizer is not None:
         read.follow(tokens, params, service.tokenizer)
-    request_id = f"{prefix}{secrets.token_hex(12)}"
-    made = writer(request, params, request_id, service.name, service.tokenizer, read)
-    if service.options.enable_force_include_usage and request.stream_options is None:
-        made.force_usage()
     request.forget_prompt()
-    return Job(request, params, [tokens], made, [(b"x-request-id", request_id.encode())])
+    return tokens, read
 
 
 def checked_params(service: Service, request: ChatRequest | CompletionRequest) -> SamplingParams:
@@ -104,16 +86,17 @@ def checked_params(service: Service, request: ChatRequest | CompletionRequest) -
         return request.params(service.llm.sampling_defaults)
 
 
-async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job:
+async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Prepared:
     def work() -> tuple[ChatRequest, SamplingParams]:
         request = parse_body(ChatRequest, body, service.options.strict_messages)
         return request, checked_params(service, request)
 
     request, params = await away_if_long(len(body), work)
-    return await chat_job(service, request, params, "chatcmpl-", ChatWriter, len(body))
+    tokens, read = await chat_prompt(service, request, params, len(body))
+    return Prepared(ChatForm(request, read), params, [tokens], "chatcmpl-")
 
 
-async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Job:
+async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Prepared:
     """Several conversations, one choice each."""
     def work() -> tuple[list[ChatRequest], SamplingParams]:
         asked = parse_body(BatchChatRequest, body, service.options.strict_messages)
@@ -122,30 +105,29 @@ async def prepare_batch(service: Service, caller: Caller, body: bytes) -> Job:
 
     requests, params = await away_if_long(len(body), work)
     service.slots.check(len(requests) * params.n)
-    job = await chat_job(service, requests[0], params, "chatcmpl-", ChatWriter, len(body))
+    tokens, read = await chat_prompt(service, requests[0], params, len(body))
+    prepared = Prepared(ChatForm(requests[0], read), params, [tokens], "chatcmpl-")
     for each in requests[1:]:
         await asyncio.sleep(0)                           # short conversations are rendered here: others get a turn between them
-        job.prompts.append(await prompt_tokens(service, each, len(body)))
-    return job
+        prepared.prompts.append(await prompt_tokens(service, each, len(body)))
+    return prepared
 
 
-async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Job:
+async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Prepared:
     def work() -> tuple[CompletionRequest, SamplingParams, list[Prompt]]:
         request = parse_body(CompletionRequest, body)
         return request, checked_params(service, request), list(request.prompts())
 
     request, params, prompts = await away_if_long(len(body), work)
-    request_id = f"cmpl-{secrets.token_hex(12)}"
-    writer = CompletionWriter(request, params, request_id, service.name, service.tokenizer)
-    if service.options.enable_force_include_usage and request.stream_options is None:
-        writer.force_usage()
     service.slots.check(len(prompts) * params.n)
     if request.suffix:
         prompts = await around_gaps(service, prompts, request.suffix)
     elif request.add_special_tokens is False:
         prompts = [await without_special(service, each) for each in prompts]
     fit(service, request, params)
-    return Job(request, params, prompts, writer, [(b"x-request-id", request_id.encode())])
+    request.prompt = request.suffix = ""                 # they are in the prompts
+    request.forget_params()
+    return Prepared(CompletionForm(request), params, prompts, "cmpl-")
 
 
 async def around_gaps(service: Service, prompts: list[Prompt], suffix: str) -> list[Prompt]:
@@ -192,16 +174,18 @@ def as_chat(service: Service, asked: ChatLike) -> tuple[ChatRequest, SamplingPar
     return request, checked_params(service, request)
 
 
-async def prepare_messages(service: Service, caller: Caller, body: bytes) -> Job:
+async def prepare_messages(service: Service, caller: Caller, body: bytes) -> Prepared:
     def work() -> tuple[anthropic.MessagesRequest, ChatRequest, SamplingParams]:
         asked = parse_body(anthropic.MessagesRequest, body, service.options.strict_messages)
         made = as_chat(service, asked)
-        asked.messages, asked.tools = [], None           # they are in the chat request …
+        asked.messages, asked.system, asked.tools = [], None, None       # they are in the chat request …
+        asked.output_config = asked.output_format = None
         forget(asked, asked.HINTS)                       # … and these in none
         return asked, *made
 
     asked, request, params = await away_if_long(len(body), work)
-    return await chat_job(service, request, params, "msg_", partial(anthropic.MessagesWriter, asked), len(body))
+    tokens, read = await chat_prompt(service, request, params, len(body))
+    return Prepared(MessagesForm(request, read, asked), params, [tokens], "msg_")
 
 
 async def count_tokens(service: Service, caller: Caller, body: bytes) -> anthropic.TokenCount:
@@ -224,19 +208,16 @@ async def response_chat(
         continued = Continued(asked, service.stored, key)
         return continued, *as_chat(service, continued)
 
-    size = len(body)
-    if size <= LONG_BYTES:
-        size += recalled_bytes(asked, service.stored, key)
+    size = len(body) + recalled_bytes(asked, service.stored, key)
     return *await away_if_long(size, work), size
 
 
-async def prepare_response(service: Service, caller: Caller, body: bytes) -> Job:
+async def prepare_response(service: Service, caller: Caller, body: bytes) -> Prepared:
     continued, request, params, size = await response_chat(service, caller, body)
     continued.asked.input = ""                           # it is in the chat request
-    writer = partial(responses_answer.ResponsesWriter, continued.asked, continued.keep)
-    job = await chat_job(service, request, params, "resp_", writer, size)
-    job.background = bool(continued.asked.background)
-    return job
+    tokens, read = await chat_prompt(service, request, params, size)
+    form = ResponsesForm(request, read, continued.asked, continued.kept)
+    return Prepared(form, params, [tokens], "resp_", bool(continued.asked.background))
 
 
 async def count_input(service: Service, caller: Caller, body: bytes) -> responses_answer.InputTokens:

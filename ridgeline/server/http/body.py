@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_ty
 import msgspec
 from msgspec.inspect import DictType, FloatType, IntType, ListType, NoneType, StructType, Type, UnionType, type_info
 
-from ridgeline.engine.client.long_work import LONG_BYTES, checkpoint
+from ridgeline.engine.client.long_work import LONG_BYTES, away_if_long, checkpoint, is_away
 from ridgeline.errors import BadRequest, UnknownField
 from ridgeline.server.http.json_size import check_size
 
@@ -50,7 +50,7 @@ def parse_body(kind: type[T], body: bytes, strict: bool = False) -> T:
     if len(body) > LONG_BYTES:
         check_size(body)
         checkpoint()
-    with _DECODING if len(body) > LONG_BYTES else nullcontext():
+    with _DECODING if len(body) > LONG_BYTES and is_away() else nullcontext():       # the event loop never waits for a thread
         request = _decoded(kind, body, strict)
     request.check()
     return request
@@ -72,6 +72,19 @@ def _decoded(kind: type[T], body: bytes, strict: bool) -> T:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     return request
+
+
+async def field_names(service: object, caller: object, body: bytes) -> list[str]:
+    """The names of a body's own fields."""
+    def work() -> list[str]:
+        if len(body) > LONG_BYTES:
+            check_size(body)
+        try:
+            return list(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise BadRequest(f"the body is not a JSON object: {error}") from None
+
+    return await away_if_long(len(body), work)
 
 
 @cache

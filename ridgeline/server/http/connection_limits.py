@@ -53,17 +53,19 @@ class Slots:
             raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
 
     @contextmanager
-    def taking(self, count: int, already: int = 0) -> Iterator[None]:
-        """Room for `count` answers, of which `already` were taken before."""
+    def taking(self, count: int, already: int = 0, goes_on: bool = False) -> Iterator[None]:
+        """Room for `count` answers, of which `already` were taken before. `goes_on`: those places are given back in a moment, and
+        these answers stay."""
         self.check(count)
         if self.taken + count - already > self.limit:
             message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
             raise Overloaded(message, self.predicted_wait())
-        self.taken += count - already
+        more = count if goes_on else count - already
+        self.taken += more
         try:
             yield
         finally:
-            self.taken -= count - already
+            self.taken -= more
 
 
 class LimitExceeded(Exception):

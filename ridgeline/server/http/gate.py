@@ -27,7 +27,7 @@ from ridgeline.server.options import ServerOptions
 
 # For load balancers; and pages without data: the dashboard's data needs a key.
 OPEN_PATHS = frozenset({
-    "/", "/v1", "/docs", "/health", "/health/live", "/health/ready", "/ping", "/dashboard", "/dashboard/",
+    "/", "/v1", "/v1/", "/docs", "/health", "/health/live", "/health/ready", "/ping", "/dashboard", "/dashboard/",
 })
 LOG = "ridgeline.log"                # in the scope: what the access log will say of this request
 CALLER = "ridgeline.caller"          # in the scope: the request's Caller

@@ -53,24 +53,30 @@ class Body:
     """A request's body. `release()` frees it as soon as the request is made: an answer may take minutes."""
 
     def __init__(self, held: HeldBodies) -> None:
-        self.data = b""
+        self.parts: list[bytes] = []                     # as they came: joining 16 MB takes 30 ms
+        self.size = 0
         self._held = held
         self._counted = 0
 
+    @property
+    def data(self) -> bytes:
+        """All of it, as one."""
+        if len(self.parts) > 1:
+            self.parts = [b"".join(self.parts)]
+        return self.parts[0] if self.parts else b""
+
     async def read(self, receive: Receive) -> None:
         """All of it; connection_limits limits its size while it arrives. Overloaded if too many long ones arrive at once."""
-        parts: list[bytes] = []
-        size, more = 0, True
+        more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
+            self.parts.append(message.get("body", b""))
+            self.size += len(self.parts[-1])
             more = message.get("more_body", False)
-            if size > LONG_BYTES:                        # short ones are limited by their number
-                self._count(size)
-        self.data = b"".join(parts)
+            if self.size > LONG_BYTES:                   # short ones are limited by their number
+                self._count(self.size)
 
     def _count(self, size: int) -> None:
         self._held.num_bytes += size - self._counted
@@ -79,7 +85,7 @@ class Body:
             raise Overloaded(f"bodies of {self._held.num_bytes >> 20} MiB are being read; try again later")
 
     def release(self) -> None:
-        self.data = b""
+        self.parts, self.size = [], 0
         self._held.num_bytes -= self._counted
         self._counted = 0
 

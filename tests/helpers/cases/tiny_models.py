@@ -32,6 +32,7 @@ BASE = {
     "num_key_value_heads": 2, "max_position_embeddings": MAX_POSITION, "rms_norm_eps": 1e-5, "bos_token_id": 1,
     "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": "eager",
 }
+EAGER_EXPERTS = {"experts_implementation": "eager"}      # the others compute in 32 bits at most
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": ORIGINAL_CONTEXT}
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT,
@@ -39,6 +40,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_pos
 LINEAR = {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.2, 3.9]}
 PLAIN = {"rope_type": "default", "rope_theta": 1e3}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 14, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6,
+          "v_head_dim": 10}
+DEEPSEEK_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+DEEPSEEK_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 20,
+                    "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}
 GEMMA_ROPES = {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2}}
 
@@ -64,6 +70,53 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
                           "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {"rope_parameters": GEMMA_ROPES, "head_dim": 16, "query_pre_attn_scalar": 24,
                           "sliding_window": WINDOW, "num_hidden_layers": 7}),
+    "deepseek_v2": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": DEEPSEEK_YARN, "attention_bias": True,
+                                                               "topk_method": "group_limited_greedy"}),
+    "deepseek_v2-lite": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN, "q_lora_rank": None,
+                                                                    "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": DEEPSEEK_YARN}),
+    "deepseek_v3-halves": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN, "rope_interleave": False}),
+    "glm4_moe_lite": ("Glm4MoeLite", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN}),
+    "minicpm3": ("MiniCPM3", LATENT | {"rope_parameters": YARN, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32}),
+    "smollm3": ("SmolLM3", {"rope_parameters": PLAIN, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
+    "seed_oss": ("SeedOss", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True, "attention_dropout": 0.0}),
+    "ernie4_5": ("Ernie4_5", {"rope_parameters": PLAIN, "head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "arcee": ("Arcee", {"rope_parameters": YARN, "mlp_bias": True}),
+    "olmo2": ("Olmo2", {"rope_parameters": PLAIN}),
+    "olmo3": ("Olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}, "num_hidden_layers": 5,
+                        "sliding_window": WINDOW}),
+    "granite": ("Granite", {"rope_parameters": PLAIN, "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
+                            "attention_multiplier": 0.2, "logits_scaling": 0.5, "tie_word_embeddings": True}),
+    "glm": ("Glm", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "head_dim": 16}),
+    "glm4": ("Glm4", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "head_dim": 16}),
+    "cohere": ("Cohere", {"rope_parameters": PLAIN, "logit_scale": 0.8}),
+    "cohere2": ("Cohere2", {"rope_parameters": PLAIN, "logit_scale": 0.8, "sliding_window": WINDOW, "num_hidden_layers": 5}),
+    "starcoder2": ("Starcoder2", {"rope_parameters": PLAIN, "sliding_window": WINDOW}),
+    "exaone4": ("Exaone4", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_hidden_layers": 5}),
+    "nemotron": ("Nemotron", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "mixtral": ("Mixtral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_local_experts": 5,
+                            "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", {"rope_parameters": PLAIN, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+                               "shared_expert_intermediate_size": 28, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("Qwen3Moe", {"rope_parameters": PLAIN, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
+                               "moe_intermediate_size": 20, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "olmoe": ("Olmoe", {"rope_parameters": PLAIN, "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}),
+    "granitemoe": ("GraniteMoe", {"rope_parameters": PLAIN, "num_local_experts": 6, "num_experts_per_tok": 2,
+                                  "intermediate_size": 20, "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
+                                  "attention_multiplier": 0.2, "logits_scaling": 0.5, "tie_word_embeddings": True}),
+    "glm4_moe": ("Glm4Moe", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "head_dim": 16, "use_qk_norm": True,
+                             "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+                             "topk_group": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
+                             "routed_scaling_factor": 1.7}),
+    "gpt_oss": ("GptOss", {"rope_parameters": YARN | {"truncate": False}, "head_dim": 16, "num_local_experts": 6,
+                           "num_experts_per_tok": 2, "intermediate_size": 20, "sliding_window": WINDOW, "swiglu_limit": 1.5}),
+}
+# Fields that config.json of these families leaves to the class, and that the family declares.
+LEFT_OUT = {
+    "gemma2": ("tie_word_embeddings", "hidden_activation"), "gemma3_text": ("tie_word_embeddings", "hidden_activation"),
+    "smollm3": ("tie_word_embeddings",), "ernie4_5": ("tie_word_embeddings",), "arcee": ("hidden_act",),
+    "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
+    "nemotron": ("hidden_act",), "minicpm3": ("tie_word_embeddings",), "exaone4": ("sliding_window_pattern",),
 }
 
 
@@ -82,9 +135,10 @@ def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any)
 
     kind, differences = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
-    config = config_class(**BASE | differences | overrides)
+    eager = EAGER_EXPERTS if any("expert" in name for name in differences) else {}
+    config = config_class(**BASE | eager | differences | overrides)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
-    randomise(model, seed=sorted(CHECKPOINTS).index(name), norm_mean=0.0 if kind.startswith("Gemma") else 1.0)
+    randomise(model, seed=sorted(CHECKPOINTS).index(name), norm_mean=0.0 if kind.startswith(("Gemma", "Nemotron")) else 1.0)
     return model
 
 
@@ -103,7 +157,10 @@ def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
         elif "embed_tokens" in name or "lm_head" in name:
             noise(parameter, 0.0, 0.4)
         else:
-            noise(parameter, 0.0, 1.5 * parameter.shape[1] ** -0.5)
+            noise(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            noise(buffer, 0.0, 0.2)
 
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
@@ -120,10 +177,12 @@ def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
         rope.pop("original_max_position_embeddings", None)
     kind = rope.pop("rope_type")
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    if config.get("rope_interleave"):
+        del config["rope_interleave"]
     config.pop("layer_types", None)
     config.pop("_sliding_window_pattern", None)
-    if config["model_type"].startswith("gemma"):
-        del config["tie_word_embeddings"], config["hidden_activation"]
+    for name in LEFT_OUT.get(config["model_type"], ()):
+        del config[name]
     config["torch_dtype"] = config.pop("dtype")
     config["transformers_version"] = "4.50.0"
     return config
@@ -155,7 +214,8 @@ class PagedSequences:
             shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
             for layer in spec.layers:
                 # NaN: a read of a slot that was never written shows.
-                self.kv[layer] = LayerKV(*(torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)))
+                pages = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(spec.vectors)]
+                self.kv[layer] = LayerKV(pages[0], pages[-1][..., : spec.value_dim])
         generator = torch.Generator().manual_seed(0)
         self.free = [torch.randperm(self.num_blocks - 1, generator=generator).add(1).tolist() for _ in self.specs]
         self.tables: dict[int, list[list[int]]] = {}

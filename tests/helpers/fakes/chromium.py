@@ -46,7 +46,7 @@ class Browser:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(10)
+        self._process.wait(60)
         os.close(self._to)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -40,7 +40,7 @@ class Seen:
 class FakeServer:
     def __init__(
         self, script: Callable[[int, dict[str, Any]], Script], *, refuses: tuple[str, ...] = (), tokenizes: bool = False,
-        key: str = "", stalls: tuple[float, float] | None = None, cached: int = 0,
+        key: str = "", cached: int = 0,
     ) -> None:
         self.script = script
         self.seen: list[Seen] = []
@@ -49,7 +49,6 @@ class FakeServer:
         self._tokenizes = tokenizes
         self._key = key
         self._cached = cached                            # tokens of every prompt, as if a prefix cache had them
-        self.stalls = stalls                             # from when to when nothing is written, by perf_counter
         self._writers: list[asyncio.StreamWriter] = []
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -69,12 +68,12 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
     def timed(self) -> list[Seen]:
         """Requests of the runs themselves: without the first questions and the warm-up."""
@@ -122,8 +121,6 @@ class FakeServer:
         for gap in [script.first, *script.gaps]:
             due += gap
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            if self.stalls and self.stalls[0] <= time.perf_counter() < self.stalls[1]:
-                await asyncio.sleep(self.stalls[1] - time.perf_counter())
             text = " word" * script.tokens_per_event
             choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
             if body.get("return_token_ids"):

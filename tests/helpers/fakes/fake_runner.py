@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ridgeline.messages import Logprobs, RowAdded, StepPlan, StepResult, Want
+from ridgeline.messages import BlockOp, Logprobs, RowAdded, StepPlan, StepResult, Want
 from ridgeline.sizes.kv_spec import KVGroupSpec
 
 
@@ -87,6 +87,7 @@ class FakeRunner:
             if index != len(table):
                 raise SlotError(f"row {row} got table entry {index}, it has {len(table)}")
             table.append(block)
+        self._copy(plan.block_ops)
         if len(set(plan.rows.tolist())) != len(plan.rows):
             raise SlotError("a row is scheduled twice")
         step = _Step(plan)
@@ -110,6 +111,21 @@ class FakeRunner:
             raise SlotError(f"step {plan.step}: a row sees what another one of single tokens writes")
         self._check(step)
         self._submitted = step
+
+    def _copy(self, block_ops: list[BlockOp]) -> None:
+        """All sources are read before any target is written."""
+        if len({op.target for op in block_ops}) != len(block_ops):
+            raise SlotError("two blocks are copied to the same place")
+        copied = {}
+        for op in block_ops:
+            if op.kind != "copy" or not (0 < op.source < self.num_blocks and 0 < op.target < self.num_blocks):
+                raise SlotError(f"{op} cannot be")
+            size = self.groups[op.group].block_size
+            for offset in range(size):
+                held = self.slots.get(op.source * size + offset)
+                if held is not None:
+                    copied[op.target * size + offset] = held
+        self.slots |= copied
 
     def _slot(self, row: _Row, group: int, position: int) -> int:
         size = self.groups[group].block_size

@@ -149,17 +149,23 @@ class ScriptedServer:
 
     async def _serve(self) -> None:
         self._server = HttpServer(self.service)
+        self._loop = asyncio.get_running_loop()
         await self.llm.start()
         self.service.open()
         self._started.set()
         await self._server.serve(sockets=[self._listener])
 
+    def run_what_is_due(self) -> None:
+        """Some turns of the server's loop: callbacks that wait in it have run afterwards."""
+        for _ in range(5):
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(60)
+
     def __enter__(self) -> ScriptedServer:
         self._thread.start()
-        assert self._started.wait(20)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()

@@ -72,7 +72,7 @@ class ServerProcess:
     def stop(self, number: int = signal.SIGINT) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(120)
 
     def __enter__(self) -> ServerProcess:
         self.wait_ready()

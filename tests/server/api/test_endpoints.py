@@ -204,7 +204,7 @@ def test_the_server_keeps_to_its_document(model: Path, mode: str) -> None:
     answers: Counter[int] = Counter()
 
     def check(case: Any) -> None:
-        answers[case.call_and_validate(checks=checks, timeout=10).status_code] += 1
+        answers[case.call_and_validate(checks=checks, timeout=60).status_code] += 1
 
     options = ("--load-format", "dummy", "--num-gpu-blocks-override", "200", "--max-num-seqs", "8", "--max-model-len", "128")
     with ServerProcess(str(model), *options) as server:

@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
         yield made
 
 
-@pytest.mark.parametrize("path", ["/", "/v1"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/"])
 def test_the_printed_address_leads_somewhere(server: ScriptedServer, path: str) -> None:
     seen = httpx.get(server.url + path, headers=BROWSER, follow_redirects=True)
     assert seen.status_code == 200 and seen.url.path == "/dashboard" and "<html" in seen.text

@@ -16,19 +16,22 @@ import httpx
 import openai
 import pytest
 import tokenizers
+from msgspec import UNSET
 from scripted_server import ScriptedServer
 from served_model import ServerProcess, write_model
 
 from ridgeline.engine.client.request_context import LOCAL
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api.openai.chat import ChatRequest
+from ridgeline.server.api.openai.chat import ChatRequest, ChatWriter
 from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.api.prepare import prepare_completion
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.failures import param_of
 from ridgeline.server.options import ServerOptions
+from ridgeline.server.parse.incremental import Content, Reasoning
+from ridgeline.server.parse.tools import Reading
 
 TEMPLATE = (
     "{# <tool_call> </think> #}"
@@ -629,3 +632,66 @@ def test_hints_are_not_kept_while_the_answer_is_made(kind: Any) -> None:
     hints = dict.fromkeys(kind.HINTS, "x")
     request = parse_body(kind, json.dumps({**prompt, **hints}).encode())
     assert all(getattr(request, name) is None for name in kind.HINTS)
+
+
+# -- names of llama.cpp and SGLang -------------------------------------------------------------------------------------
+
+
+def chat_of(**more: Any) -> ChatRequest:
+    return parse_body(ChatRequest, json.dumps({"messages": [{"role": "user", "content": "a"}], **more}).encode())
+
+
+def test_names_of_llama_cpp_are_ours() -> None:
+    params = chat_of(n_predict=5, repeat_penalty=1.5, repeat_last_n=64, grammar='root ::= "a"').params({})
+    assert (params.max_tokens, params.repetition_penalty) == (5, 1.5)
+    assert params.structured_outputs is not None and params.structured_outputs.grammar == 'root ::= "a"'
+    schema = chat_of(json_schema={"const": 4}).params({}).structured_outputs
+    assert schema is not None and json.loads(str(schema.json)) == {"const": 4}
+    assert chat_of(n_predict=-1).params({}).max_tokens is None
+    assert chat_of(repeat_penalty=1.5, repeat_last_n=0).params({}).repetition_penalty == 1.0
+    assert chat_of(repeat_penalty=1.5, repetition_penalty=1.2).params({}).repetition_penalty == 1.2
+    with pytest.raises(BadRequest, match="two names of the same field"):
+        chat_of(n_predict=5, max_tokens=6)
+    with pytest.raises(BadRequest, match="each say what the answer must look like"):
+        chat_of(grammar="root ::= [a-z]", guided_regex="a").params({})
+
+
+def test_samplers_of_llama_cpp_may_be_off() -> None:
+    chat_of(mirostat=0, dry_multiplier=0.0, xtc_probability=0, dynatemp_range=0, top_n_sigma=-1, samplers=["top_k"])
+    for name in ("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_n_sigma"):
+        with pytest.raises(Unsupported, match=f"{name} is not supported"):
+            chat_of(**{name: 2})
+
+
+def test_an_error_names_the_field_that_set_the_grammar() -> None:
+    request = chat_of(grammar="x")
+    with pytest.raises(BadRequest) as error, request.naming_its_grammar():
+        raise BadRequest("structured_outputs.grammar is wrong", field="structured_outputs.grammar")
+    assert error.value.field == "grammar" and str(error.value) == "grammar is wrong"
+    request.params({})
+    request.forget_params()
+    assert request.grammar == "" and request.guided_regex is None
+
+
+def test_what_the_parameters_hold_is_not_kept_twice() -> None:
+    request = chat_of(stop=["a"], bad_words=["b"], allowed_token_ids=[3, 3, 2, 3], logit_bias={"5": 1.0})
+    params = request.params({})
+    request.forget_params()
+    assert (params.stop, params.bad_words, params.allowed_token_ids, params.logit_bias) == (["a"], ["b"], [3, 2], {5: 1.0})
+    assert request.stop is request.bad_words is request.allowed_token_ids is request.logit_bias is None
+
+
+@pytest.mark.parametrize("more", [{"separate_reasoning": False}, {"reasoning_format": "none"}, {}, {"reasoning_format": "auto"}])
+def test_reasoning_may_be_part_of_the_content(more: dict[str, Any]) -> None:
+    request = chat_of(**more)
+    writer = ChatWriter(request, request.params({}), "id", "tiny", None, Reading(reasoning=True))
+    events: list[Any] = [Reasoning("so "), Content("yes")]
+    joined = more.get("separate_reasoning") is False or more.get("reasoning_format") == "none"
+    message = writer._message(events)
+    assert message.content == ("so yes" if joined else "yes")
+    assert message.reasoning_content == (UNSET if joined else "so ")
+    assert [delta.content for delta in writer._deltas(events)] == (["so ", "yes"] if joined else [None, "yes"])
+
+
+def test_thinking_is_switched_by_a_field_of_its_own() -> None:
+    assert chat_of(enable_thinking=False).template()["chat_template_kwargs"] == {"enable_thinking": False}

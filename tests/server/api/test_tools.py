@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from counted_work import is_linear
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from served_model import write_model
@@ -257,20 +257,19 @@ def test_one_named_function_is_the_whole_text() -> None:
 
 @pytest.mark.reliability("R-20")
 @pytest.mark.parametrize("make", [HERMES, PYTHONIC, MISTRAL], ids=["hermes", "pythonic", "mistral"])
-def test_time_is_linear_and_depth_is_no_stack(make: Make) -> None:
-    def seconds(count: int) -> float:
+def test_work_is_linear_and_depth_is_no_stack(make: Make) -> None:
+    def parse(count: int) -> None:
         deep, wide = "[" * count, '"ab", ' * count
         texts = (
             f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}', f'[TOOL_CALLS][{{"name": "f", "arguments": {{"a": [{wide}',
             f"[f(a={deep}", f"[f(a=[{wide}", "<tool_call>" * count, "[TOOL_CALLS]" * count, "<" * count,
         )
-        begun = time.thread_time()
         for text in texts:
             read(make, [text])
-        return time.thread_time() - begun
 
-    seconds(1_000)
-    assert min(seconds(8_000) for _ in range(3)) < 8 * min(seconds(2_000) for _ in range(3))
+    good, few, many = is_linear(parse, 40)
+    assert good, (few, many)
+    parse(2_000)                                         # deeper than Python's stack
 
 
 def test_reasoning_tokens_are_counted_by_where_they_begin() -> None:

@@ -81,7 +81,7 @@ def test_recorded_tools_are_taken_without_a_template_for_them(plain: Any) -> Non
 
 
 def replay(server: Any, asked: dict[str, Any]) -> None:
-    reply = httpx.post(server.url + asked["path"], json=asked["body"], timeout=30)
+    reply = httpx.post(server.url + asked["path"], json=asked["body"], timeout=60)
     assert reply.status_code == 200, reply.text
     if asked["body"].get("stream"):
         ends = {"/v1/responses": "response.completed", "/v1/messages": "message_stop"}
@@ -102,13 +102,13 @@ def test_claude_code_runs_its_shell(tmp_path: Path) -> None:
         return CALL.format(name="Bash", arguments='{"command": "echo forty-two"}')
 
     with serving(tmp_path, script) as server:
-        told = events(httpx.post(server.url + first["path"], json=first["body"], timeout=30))
+        told = events(httpx.post(server.url + first["path"], json=first["body"], timeout=60))
         starts = [event["content_block"] for event in told if event["type"] == "content_block_start"]
         assert [block["type"] for block in starts] == ["text", "tool_use"] and starts[1]["name"] == "Bash"
         last = next(event for event in told if event["type"] == "message_delta")
         assert last["delta"]["stop_reason"] == "tool_use"
         assert last["context_management"] == {"applied_edits": []}       # it asked for an edit, and none was made
-        told = events(httpx.post(server.url + second["path"], json=second["body"], timeout=30))
+        told = events(httpx.post(server.url + second["path"], json=second["body"], timeout=60))
         assert "".join(event["delta"].get("text", "") for event in told if event["type"] == "content_block_delta") == "It is 42."
 
 
@@ -116,12 +116,12 @@ def test_codex_runs_its_shell_and_calls_a_function_of_a_namespace(tmp_path: Path
     first, second = recorded("codex-cli")
     said: list[str] = [CALL.format(name="multi_agent_v1.close_agent", arguments='{"target": "a"}'), "It is 42."]
     with serving(tmp_path, lambda _: said.pop(0)) as server:
-        told = events(httpx.post(server.url + first["path"], json=first["body"], timeout=30))
+        told = events(httpx.post(server.url + first["path"], json=first["body"], timeout=60))
         item = next(e["item"] for e in told if e["type"] == "response.output_item.done" and e["item"]["type"] == "function_call")
         assert (item["namespace"], item["name"], item["arguments"]) == ("multi_agent_v1", "close_agent", '{"target": "a"}')
         back = [item, {"type": "function_call_output", "call_id": item["call_id"], "output": "closed"}]
         again = second["body"] | {"input": second["body"]["input"] + back}
-        told = events(httpx.post(server.url + second["path"], json=again, timeout=30))
+        told = events(httpx.post(server.url + second["path"], json=again, timeout=60))
         assert told[-1]["response"]["output"][0]["content"][0]["text"] == "It is 42."
         assert '"multi_agent_v1.close_agent"' in server.llm.prompts[-1] and "closed" in server.llm.prompts[-1]
         assert "web_search" not in server.llm.prompts[-1]

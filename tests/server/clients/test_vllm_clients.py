@@ -28,11 +28,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0, timeout=60)
 
 
 def complete(url: str, **body: Any) -> dict[str, Any]:
-    reply = httpx.post(f"{url}/v1/completions", json={"model": NAME} | body, timeout=30)
+    reply = httpx.post(f"{url}/v1/completions", json={"model": NAME} | body, timeout=60)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 
@@ -79,7 +79,7 @@ def test_scores_are_the_log_likelihoods(url: str) -> None:
     context = httpx.post(f"{url}/tokenize", json={"prompt": first}).json()["count"]
     expected = loglikelihoods(url, tokens, [context] * 3, 0)
     for body in ({"text_1": first, "text_2": second}, {"text_1": [first] * 3, "text_2": second}):
-        reply = httpx.post(f"{url}/v1/score", json={"model": NAME} | body, timeout=30).json()
+        reply = httpx.post(f"{url}/v1/score", json={"model": NAME} | body, timeout=60).json()
         assert reply["object"] == "list" and reply["usage"]["prompt_tokens"] == sum(map(len, tokens))
         for place, (entry, (total, greedy)) in enumerate(zip(reply["data"], expected, strict=True)):
             assert (entry["index"], entry["object"], entry["greedy"]) == (place, "score", greedy)
@@ -95,7 +95,7 @@ def test_scores_are_the_log_likelihoods(url: str) -> None:
     ({"text_1": "a " * 20_000, "text_2": "b"}, "the prompt is too long", None),
 ])
 def test_scores_that_cannot_be(url: str, body: dict[str, Any], says: str, param: str | None) -> None:
-    reply = httpx.post(f"{url}/v1/score", json=body, timeout=30)
+    reply = httpx.post(f"{url}/v1/score", json=body, timeout=60)
     assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text
     assert reply.json()["error"]["param"] == param
 

@@ -48,7 +48,7 @@ def server(model: Path, log: Path) -> Iterator[ServerProcess]:
 def url(server: ServerProcess) -> Iterator[str]:
     """The address; afterwards no request and no block may be left in the engine, and the server is well."""
     yield server.url
-    wait_until(lambda: is_idle(server.url), 30)
+    wait_until(lambda: is_idle(server.url))
 
 
 def health(url: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def body(number: int, **more: Any) -> dict[str, Any]:
     return {"prompt": f"stream {number}", "max_tokens": LENGTH, "ignore_eos": True, "stream": True, **how, **more}
 
 
-def events_of(url: str, asked: dict[str, Any], begun: list[float] | None = None) -> list[Any]:
+def events_of(url: str, asked: dict[str, Any], begun: list[bool] | None = None) -> list[Any]:
     """The data of every event, read to the end."""
     events: list[Any] = []
     with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as reply:
@@ -81,7 +81,7 @@ def events_of(url: str, asked: dict[str, Any], begun: list[float] | None = None)
             if line.startswith("data: "):
                 events.append(line[6:])
                 if begun is not None and len(events) == 5:
-                    begun.append(time.monotonic())
+                    begun.append(True)
     assert events[-1] == "[DONE]" or "error" in events[-1]
     return [json.loads(each) for each in events if each != "[DONE]"]
 
@@ -105,11 +105,11 @@ def test_streams_survive_a_lost_engine(server: ServerProcess, url: str, number: 
     numbers = range(6)
     with ThreadPoolExecutor(6) as threads:
         whole = list(threads.map(lambda number: events_of(url, body(number)), numbers))
-        engine, begun = engine_of(server), list[float]()
+        engine, begun = engine_of(server), list[bool]()
         asked = [threads.submit(events_of, url, body(each), begun) for each in numbers]
         wait_until(lambda: begun and health(url)["requests"] == 6)
         engine.send_signal(number)
-        wait_until(lambda: health(url)["status"] in ("restarting", "stalled"), 12)
+        wait_until(lambda: health(url)["status"] in ("restarting", "stalled"))
         assert httpx.get(f"{url}/health").status_code == 503
         refused = httpx.post(f"{url}/v1/completions", json=body(0))
         assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 5
@@ -141,7 +141,7 @@ def test_a_storm_of_disconnects(server: ServerProcess, url: str, stream: bool) -
     before = psutil.Process(server.process.pid).num_fds()
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(leave, range(80)))
-    wait_until(lambda: is_idle(url), 20)
+    wait_until(lambda: is_idle(url))
     wait_until(lambda: psutil.Process(server.process.pid).num_fds() <= before + 2)
 
 
@@ -164,8 +164,9 @@ def held_open(url: str, count: int, **more: Any) -> Iterator[None]:
 
 @pytest.mark.reliability("H-06")
 def test_slow_readers_do_not_hold_up_others(url: str) -> None:
+    alone = "".join(texts(events_of(url, body(2, max_tokens=50))))
     with held_open(url, 4):                              # to the end of the other's answer nothing of theirs is read
-        assert len(texts(events_of(url, body(2, max_tokens=50)))) > 20
+        assert "".join(texts(events_of(url, body(2, max_tokens=50)))) == alone
 
 
 @pytest.mark.reliability("H-07", "B-05")
@@ -213,7 +214,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once(url: str) -> None:
          "n", "logprobs", "stop", "bad_words", "logit_bias", "prompts"],
 )
 def test_malformed_and_huge_bodies(url: str, content: bytes, status: int) -> None:
-    reply = httpx.post(f"{url}/v1/completions", content=content, headers={"content-type": "application/json"}, timeout=30)
+    reply = httpx.post(f"{url}/v1/completions", content=content, headers={"content-type": "application/json"}, timeout=60)
     assert reply.status_code == status and reply.json()["error"]["message"]
     assert "\n" not in reply.json()["error"]["message"]
 
@@ -221,9 +222,7 @@ def test_malformed_and_huge_bodies(url: str, content: bytes, status: int) -> Non
 def test_the_access_log_tells_of_every_request(url: str, log: Path) -> None:
     asked = httpx.post(f"{url}/v1/completions", json=body(0, stream=False, max_tokens=3), headers={"x-request-id": "mine-7"})
     assert asked.headers["x-request-id"] == "mine-7"
-    deadline = time.monotonic() + 10.0                   # the line is written once the answer has left
-    while '"mine-7"' not in log.read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: '"mine-7"' in log.read_text())    # the line is written once the answer has left
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     line = next(each for each in lines if each["request_id"] == "mine-7")
     assert line["status"] == 200 and line["path"] == "/v1/completions" and line["bytes_out"] == len(asked.content)
@@ -253,7 +252,7 @@ def test_keys_timeouts_and_drain_over_tls(
     server = ServerProcess(str(model), *OPTIONS, *options)
     url = server.wait_ready()
     assert url.startswith("https://")
-    with httpx.Client(base_url=url, verify=cert, timeout=30) as client:
+    with httpx.Client(base_url=url, verify=cert, timeout=60) as client:
         assert client.get("/health").status_code == 200
         assert client.get("/v1/models").status_code == 401
         client.headers["authorization"] = "Bearer sk-two"
@@ -277,7 +276,7 @@ def test_keys_timeouts_and_drain_over_tls(
             server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-    assert server.process.wait(20) == 0
+    assert server.process.wait(60) == 0
 
 
 @pytest.mark.reliability("B-18b")
@@ -287,13 +286,13 @@ def test_a_server_whose_engine_cannot_come_back_says_so_and_leaves(model: Path, 
     server = ServerProcess(str(own), *OPTIONS, "--max-engine-restarts", "2")
     url = server.wait_ready()
     got: list[Any] = []
-    begun: list[float] = []
+    begun: list[bool] = []
     reader = threading.Thread(target=lambda: got.extend(events_of(url, body(1, max_tokens=CONTEXT - 100), begun)))
     reader.start()
     wait_until(lambda: begun)
     (own / "config.json").write_text("{}")               # what was there at the first start is there no more
     engine_of(server).kill()
-    reader.join(30)
+    reader.join(60)
     assert got[-1]["error"]["type"] == "service_unavailable_error"
-    assert server.process.wait(20) != 0
+    assert server.process.wait(60) != 0
     assert server.process.stderr is not None and "after 2 restarts" in server.process.stderr.read().splitlines()[-1]

@@ -19,8 +19,12 @@ import pytest
 from scripted_server import ScriptedServer
 from served_model import wait_until, write_model
 
+from ridgeline.engine.client.long_work import num_done
 from ridgeline.errors import Overloaded
 from ridgeline.server import give_back
+from ridgeline.server.api.openai.embeddings import Embedding, EmbeddingReply, EmbeddingUsage
+from ridgeline.server.api.vllm.tokenize import DetokenizeReply, TokenizeReply
+from ridgeline.server.endpoints import Question, encoded, num_items
 from ridgeline.server.give_back import GROWTH, LONGEST_WAIT, MUCH_GROWTH, MemoryKeeper
 from ridgeline.server.http import connection_limits, stream
 from ridgeline.server.http.connection_limits import LimitedProtocol, limited_protocol
@@ -105,7 +109,7 @@ def settled(server: ScriptedServer) -> None:
     """Nothing of a request or a connection runs any more."""
     wait_until(lambda: not server.service.slots.taken and not server._server.server_state.connections)
     wait_until(lambda: not server._server.server_state.tasks)
-    time.sleep(0.05)                                     # callbacks that are already due
+    server.run_what_is_due()
 
 
 @pytest.mark.reliability("H-01c")
@@ -340,6 +344,44 @@ def test_a_body_that_is_too_much_is_told_so() -> None:
         body._count(11)
     body.release()
     assert body._held.num_bytes == 0
+
+
+def test_an_endpoint_lets_go_of_the_body_before_the_engine_is_asked(server: ScriptedServer) -> None:
+    """An embedding may wait for minutes, and the bodies of others count against the same limit."""
+    held: list[int] = []
+
+    async def read(service: Any, caller: Any, body: bytes) -> bytes:
+        held.append(service.bodies.num_bytes)
+        return b"{}"
+
+    async def then(service: Any, caller: Any, read: bytes) -> bytes:
+        held.append(service.bodies.num_bytes)
+        return read
+
+    async def receive() -> dict[str, Any]:
+        if not held:
+            return {"type": "http.request", "body": LONG.encode()}
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {"headers": [(b"content-type", b"application/json")], "path": "/x"}
+    asyncio.run(Question(server.service, read, then=then)(scope, receive, send))         # type: ignore[arg-type]
+    assert held == [len(LONG), 0]
+
+
+def test_a_long_answer_is_encoded_away_from_the_event_loop() -> None:
+    few, many = [0.5] * 8, [0.5] * 4096
+    for numbers, away in ((few, 0), (many, 1)):
+        reply = EmbeddingReply([Embedding(0, numbers)] * 4, "tiny", EmbeddingUsage(1, 1))
+        before = num_done()
+        assert len(json.loads(asyncio.run(encoded(reply)))["data"][3]["embedding"]) == len(numbers)
+        assert num_done() - before == away
+    assert num_items(DetokenizeReply("x" * 70_000, "")) == 70_000
+    assert num_items(TokenizeReply(3, 9, [1, 2, 3], ["ab", "c", "d"])) == 3 + 6
+    assert asyncio.run(encoded(b"{}")) == b"{}"
 
 
 # -- giving back -------------------------------------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.engine.client.long_work import LONG_BYTES
+from ridgeline.engine.client.long_work import LONG_BYTES, LongWork
 from ridgeline.errors import BadRequest
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest
@@ -102,3 +105,20 @@ def test_short_bodies_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_number_of_ids_to_detokenize_is_limited() -> None:
     with pytest.raises(BadRequest, match="tokens has 300000 entries"):
         parse_body(DetokenizeRequest, json.dumps({"tokens": [1] * 300_000}).encode())
+
+
+def test_the_event_loop_does_not_wait_for_a_thread_that_decodes() -> None:
+    """A short request in another dialect may become a long one in chat's."""
+    text = json.dumps({"prompt": "x" * (LONG_BYTES + 1)}).encode()
+    with bodies._DECODING:
+        done = threading.Thread(target=parse_body, args=(CompletionRequest, text), daemon=True)      # as the event loop would
+        done.start()
+        done.join(20)
+        assert not done.is_alive()
+        work = LongWork().run(partial(parse_body, CompletionRequest, text))
+        away = threading.Thread(target=asyncio.run, args=(work,), daemon=True)
+        away.start()
+        away.join(0.2)
+        assert away.is_alive()                           # one long body at a time
+    away.join(20)
+    assert not away.is_alive()

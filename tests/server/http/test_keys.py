@@ -296,7 +296,7 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(tmp_path: Pat
     assert (first["request_id"], first["path"], first["key"], first["tokens"], first["client"]) == (
         "mine", "/v1/models", 1, 5, "127.0.0.9"
     )
-    assert first["bytes_out"] == 4 and 0 <= first["first_byte_seconds"] <= first["seconds"] < 5
+    assert first["bytes_out"] == 4 and 0 <= first["first_byte_seconds"] <= first["seconds"]
     assert len(lines[2]["path"]) == 200 and file.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="access_log /nowhere/log cannot be written"):
         ask(options=ServerOptions(access_log="/nowhere/log"))

@@ -9,13 +9,13 @@ import logging
 import resource
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
+from served_model import wait_until
 
 from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server.http import connection_limits
@@ -67,21 +67,27 @@ class Server:
         self._thread.start()
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=30)
+        return socket.create_connection(self.address, timeout=60)
 
     def stop(self) -> None:
         self._server.force_exit = self._server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HEAD_SECONDS", "BODY_SECONDS", "WRITE_SECONDS", "LINGER_SECONDS"):
-            patch.setattr(connection_limits, name, 0.3)
+        patch.setattr(connection_limits, "LINGER_SECONDS", 0.3)
         made = Server()
         yield made
         made.stop()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's limits of time are short. Only where they are what is tested: a busy machine exceeds them, too."""
+    for name in ("HEAD_SECONDS", "BODY_SECONDS", "WRITE_SECONDS"):
+        monkeypatch.setattr(connection_limits, name, 0.3)
 
 
 def talk(server: Server, *pieces: bytes) -> bytes:
@@ -123,14 +129,25 @@ CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
         ([HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\naaaaaa"], 400),
         ([b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(60)], 400),
         ([b"nonsense\r\n\r\n"], 400),
-        ([HEAD], 408),
-        ([HEAD + b"content-length: 5\r\n\r\nab"], 408),
-        ([CHUNKED, b"5\r\nab"], 408),
     ],
     ids=["header", "endless header", "many headers", "all headers", "url", "length", "chunks", "chunk extension",
-         "trailer", "two lengths", "unequal lengths", "tls", "nonsense", "half a head", "half a body", "half a chunk"],
+         "trailer", "two lengths", "unequal lengths", "tls", "nonsense"],
 )
 def test_a_request_that_is_too_much_is_told_so_and_cut_off(server: Server, pieces: list[bytes], status: int) -> None:
+    told_and_cut_off(server, pieces, status)
+
+
+@pytest.mark.reliability("H-01", "B-01")
+@pytest.mark.parametrize(
+    "pieces", [[HEAD], [HEAD + b"content-length: 5\r\n\r\nab"], [CHUNKED, b"5\r\nab"]],
+    ids=["half a head", "half a body", "half a chunk"],
+)
+@pytest.mark.usefixtures("impatient")
+def test_a_request_that_does_not_end_is_told_so_and_cut_off(server: Server, pieces: list[bytes]) -> None:
+    told_and_cut_off(server, pieces, 408)
+
+
+def told_and_cut_off(server: Server, pieces: list[bytes], status: int) -> None:
     reply = talk(server, *pieces)
     head, _, body = reply.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status), reply[:200]
@@ -139,6 +156,7 @@ def test_a_request_that_is_too_much_is_told_so_and_cut_off(server: Server, piece
 
 @pytest.mark.reliability("H-02")
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"\r\n\r\n\r\n"], ids=["nothing", "a line", "lines"])
+@pytest.mark.usefixtures("impatient")
 def test_a_silent_connection_is_closed(server: Server, sent: bytes) -> None:
     assert talk(server, sent) == b""
 
@@ -153,34 +171,35 @@ def test_requests_within_the_limits_pass_on_one_connection(server: Server) -> No
             assert reply.startswith(b"HTTP/1.1 200 ") and b"\r\n%d\r\n" % size in reply
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_refused_body_is_a_lost_client_to_the_application(server: Server) -> None:
     before = server.app.gone
     assert talk(server, HEAD + b"content-length: 5\r\n\r\nab").startswith(b"HTTP/1.1 408")
-    assert server.app.gone == before + 1
+    wait_until(lambda: server.app.gone == before + 1)
 
 
 @pytest.mark.reliability("H-06", "B-10")
+@pytest.mark.usefixtures("impatient")
 def test_a_client_that_does_not_read_is_dropped(server: Server) -> None:
     before = server.app.gone
     with server.connect() as connection:
         connection.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
-        deadline = time.monotonic() + 30
-        while server.app.gone == before:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: server.app.gone > before)
 
 
 @pytest.mark.reliability("B-07")
 def test_connections_are_counted(server: Server) -> None:
+    connections = server._server.server_state.connections
+    wait_until(lambda: not connections)
     open_ones = [server.connect() for _ in range(MAX_CONNECTIONS)]
     try:
-        time.sleep(0.05)
+        wait_until(lambda: len(connections) == MAX_CONNECTIONS)
         reply = talk(server)
         assert reply.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in reply
     finally:
         for connection in open_ones:
             connection.close()
-    time.sleep(0.05)
+    wait_until(lambda: not connections)
     assert talk(server, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 

@@ -77,11 +77,11 @@ def is_idle(url: str) -> bool:
 
 @pytest.fixture
 def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def post(url: str, path: str, body: Any, **settings: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/{path}", json=body, timeout=30, **settings)
+    return httpx.post(f"{url}/v1/{path}", json=body, timeout=60, **settings)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -451,7 +451,7 @@ def test_a_stream_for_http_1_0_ends_with_its_connection(url: str) -> None:
     written = json.dumps(body | {"stream": True}).encode()
     head = "POST /v1/chat/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(f"{head}Content-Length: {len(written)}\r\n\r\n".encode() + written)
         got = b"".join(iter(lambda: connection.recv(65536), b""))
     answer, _, content = got.partition(b"\r\n\r\n")
@@ -471,7 +471,7 @@ def test_paths_that_are_not_there(url: str, method: str, path: str, status: int)
 @pytest.mark.reliability("H-07", "B-05")
 def test_a_full_queue_refuses_at_once(url: str) -> None:
     endless = {"prompt": "ab", "n": QUEUE, "max_tokens": CONTEXT - 100, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as stream:
+    with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=60) as stream:
         lines = stream.iter_lines()                      # held: without it the client would hang up
         assert next(lines).startswith("data: ")
         reply = post(url, "completions", {"prompt": "a"})
@@ -546,7 +546,7 @@ def test_the_server_listens_on_one_local_port_only(server: ServerProcess, url: s
 
 def run_server(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ridgeline", "serve", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=one_thread(), check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_thread(), check=False)
 
 
 @pytest.mark.reliability("R-09")
@@ -597,10 +597,10 @@ def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
     begun = threading.Event()
     reader = threading.Thread(target=events_of, args=(url, got, begun))
     reader.start()
-    assert begun.wait(20)
+    assert begun.wait(60)
     engine = next(each for each in family if "ridgeline.engine.core.engine_process" in each.cmdline())
     engine.kill()
-    reader.join(10)
+    reader.join(60)
     last = [line for line in got if line][-1]
     error = json.loads(last.removeprefix("data: "))["error"]
     assert error["message"] == "the engine has stopped" and error["code"] == "engine_not_available"
@@ -609,14 +609,14 @@ def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
     refused = post(url, "completions", {"prompt": "a"})
     assert refused.status_code == 503 and refused.json()["error"]["message"] == "the engine has stopped"
     assert refused.headers["retry-after"]
-    assert server.process.wait(20) == 1
+    assert server.process.wait(60) == 1
     assert server.process.stderr is not None
     assert server.process.stderr.read().splitlines()[-1] == "ridgeline: error: the engine's process was killed by SIGKILL"
     assert_gone(family, folders)
 
 
 @pytest.mark.reliability("B-12", "R-05")
-@pytest.mark.parametrize("drain", [0, 30], ids=["at once", "drain"])
+@pytest.mark.parametrize("drain", [0, 200], ids=["at once", "drain"])
 def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -> None:
     server = ServerProcess(str(model), *OPTIONS, "--drain-timeout", str(drain))
     url = server.wait_ready()
@@ -626,14 +626,14 @@ def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -
     begun = threading.Event()
     reader = threading.Thread(target=events_of, args=(url, got, begun))
     reader.start()
-    assert begun.wait(20)
+    assert begun.wait(60)
     server.process.send_signal(signal.SIGTERM)
     if drain:
         wait_until(lambda: not accepts(url))
         assert server.process.poll() is None             # the stream goes on ...
         server.process.send_signal(signal.SIGINT)        # ... until a second signal
-    assert server.process.wait(20) == 0
-    reader.join(10)
+    assert server.process.wait(60) == 0
+    reader.join(60)
     last = [line for line in got if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine has stopped"
     assert_gone(family, folders)

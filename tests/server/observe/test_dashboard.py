@@ -292,12 +292,14 @@ class TestTold:
         made.server.server_close()
 
     def test_idle_has_no_distance_to_the_roof_and_no_slope(self, told: Told, browser: Browser) -> None:
+        told.answer["quality"] = "int4-gptq: KL 0.02"
         told.answer["verdict"] |= {"headroom": 41.0, "parts": {"implementation": 0.95, "host": 0.05}}
         told.answer["utilisation"] |= {"steps": 9, "tokens_per_second": 6.12, "computed_tokens_per_second": 6.12}
         told.history({"at": 25, "busy": 1, "sampled_s": 8}, {"at": 24, "busy": 1, "sampled_s": 8})
         shown = browser.page(1280, 900)
         shown.open(f"{told.url}/dashboard")
         shown.wait("document.getElementById('term').textContent === 'nothing: idle'")
+        assert shown.evaluate("document.getElementById('quality').textContent") == "int4-gptq: KL 0.02"
         assert shown.evaluate("document.getElementById('parts').hidden && document.getElementById('advice').hidden")
         assert shown.evaluate("document.getElementById('tokens').textContent") == "0"
         assert "6.12 while there was work" in shown.evaluate("document.getElementById('tokens-note').textContent")

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -126,9 +127,9 @@ def test_a_histograms_bounds_are_inclusive() -> None:
     assert (histogram.counts, histogram.sum, histogram.count) == ([2, 2, 1], 14.0, 5)
 
 
-def test_a_requests_times() -> None:
-    serving = ServingMetrics()
-    now = time.monotonic()
+def test_a_requests_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving, now = ServingMetrics(), 1000.0
+    monkeypatch.setattr("ridgeline.metrics.time", SimpleNamespace(monotonic=lambda: now))
     times = serving.sent(num_prompt=7, num_answers=2, arrived=now - 1.0)
     times.sent = now - 0.9
     serving.started(times, now - 0.5)
@@ -471,12 +472,19 @@ def test_the_numbers_are_those_of_what_was_asked(server: str) -> None:
     before = scrape(server)
     for _ in range(2):
         complete(server, prompt=[9] * 40, n=2)
-    wait_until(lambda: scrape(server)["ridgeline:useful_tokens_total"] > before["ridgeline:useful_tokens_total"])
-    time.sleep(0.15)                                     # the engine's last word about it
-    after = scrape(server)
+    after = before
 
     def grown(name: str) -> float:
         return after[name] - before[name]
+
+    def has_reported() -> bool:
+        """The engine's last word about it: both prompts, and nothing runs."""
+        nonlocal after
+        after = scrape(server)
+        idle = after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0
+        return idle and grown("vllm:prefix_cache_queries_total") >= 80
+
+    wait_until(has_reported)
 
     assert grown("vllm:prompt_tokens_total") == 80 and grown("vllm:generation_tokens_total") == 32
     assert grown("vllm:request_success_total{finished_reason=length}") == 4
@@ -633,8 +641,11 @@ def test_counters_outlive_the_engine(tmp_path: Path) -> None:
                     os.kill(llm._engine.process.pid, signal.SIGKILL)
                 outputs = await stream.complete()
                 tokens.append(len(outputs[0].outputs[0].token_ids))
-                await asyncio.sleep(0.2)                 # the engine's last report
-                seen.append(samples(written(families(llm), COMMON)))
+                least = 31 if killed else 30
+                async with asyncio.timeout(60):          # the engine's last report
+                    while (told := samples(written(families(llm), COMMON)))["vllm:iteration_tokens_total_count"] < least:
+                        await asyncio.sleep(0.01)
+                seen.append(told)
                 assert llm.ready is not None and "prefix caching" not in llm.ready.techniques    # the next engine, too
         return seen, tokens
 

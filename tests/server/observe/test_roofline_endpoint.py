@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,13 +53,23 @@ def result(rows: list[tuple[int, int]], seconds: float, **more: Any) -> StepResu
                       device_seconds=seconds, **more)
 
 
+@contextmanager
+def clock() -> Iterator[list[float]]:
+    """The recorder's clock: it goes on when it is told to."""
+    now = [100.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps_file, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        yield now
+
+
 def recorder(*steps: tuple[list[tuple[int, int]], float, dict[str, Any]]) -> StepRecorder:
     made = StepRecorder(LLAMA_8B, "bfloat16")
     made.use(H200)
-    for number, (rows, seconds, more) in enumerate(steps):
-        made.planned(plan(rows, more.pop("logits", None)))
-        time.sleep(max(0.002, seconds))
-        made.took(result(rows, seconds, **more), 3, number < len(steps) - 1)
+    with clock() as now:
+        for number, (rows, seconds, more) in enumerate(steps):
+            made.planned(plan(rows, more.pop("logits", None)))
+            now[0] += max(0.002, seconds)
+            made.took(result(rows, seconds, **more), 3, number < len(steps) - 1)
     made.fold()
     return made
 
@@ -77,7 +88,7 @@ def test_a_step_is_recorded_with_what_it_costs() -> None:
     assert sums.compute == pytest.approx(cost.matrix_flops / 793e12) and sums.memory == pytest.approx(cost.bytes / 4.38e12)
     roof = sums.on_compute + sums.on_weights + sums.on_kv + sums.on_activations
     assert roof == pytest.approx(sum(best.floor(cost).values()))
-    assert sums.device == 0.001 and sums.seconds >= 0.002 and sums.queued == pytest.approx(3 * sums.seconds)
+    assert sums.device == 0.001 and sums.seconds == pytest.approx(0.002) and sums.queued == pytest.approx(3 * sums.seconds)
     [point] = made.points
     assert dict(zip(POINT, point, strict=True))["flops"] == cost.matrix_flops and len(point) == len(POINT)
 
@@ -127,6 +138,23 @@ def test_what_ranks_wait_for_each_other_is_told_apart(tmp_path: Path) -> None:
     assert judge(replace(window, seconds=0.01, busy=0.01), Setting(ranks=2)).term == "communication"
 
 
+def test_a_step_with_drafts_is_a_decode_and_rejected_ones_are_waste() -> None:
+    """Two rows decode, one of them with three drafts of which one is accepted: five positions, three tokens of answers."""
+    made = StepRecorder(LLAMA_8B, "bfloat16")
+    rows = [(1, 100), (4, 103)]
+    asked = plan(rows)
+    asked.width = np.array([0, 3], np.int32)
+    found = result([(1, 100), (4, 101)], 0.001, rejected=2)      # 99 tokens, then its newest and one draft
+    found.num_new = np.array([1, 2], np.int32)
+    made.planned(asked)
+    made.took(found, 0, False)
+    made.fold()
+    sums, cost = made.sums["decode"], step_cost(LLAMA_8B, rows, [1, 4])
+    assert (sums.steps, sums.rows, sums.tokens, sums.sampled, sums.rejected) == (1, 2, 5, 3, 2)
+    assert sums.flops == cost.matrix_flops and sums.kv_read == cost.total.kv_read
+    assert sums.rejected_flops == pytest.approx(sums.flops * 2 / 5)
+
+
 def test_time_without_work_belongs_to_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(steps_file, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -167,8 +195,10 @@ def test_a_host_that_was_late_beats_nothing() -> None:
     """It took the step before in late, and so sees only a part of a step that took 4 ms on the device."""
     made = StepRecorder(LLAMA_8B, "bfloat16")
     made.use(H200)
-    made.planned(plan(decode(1, 1000)))
-    made.took(result(decode(1, 1000), 0.004), 0, False)  # at once: the host's clock has microseconds for it
+    with clock() as now:
+        made.planned(plan(decode(1, 1000)))
+        now[0] += 5e-6
+        made.took(result(decode(1, 1000), 0.004), 0, False)
     made.fold()
     assert made.sums["decode"].device < 0.002 and not made.beaten
 
@@ -433,7 +463,8 @@ def test_metrics_agree_with_the_roofline(server: str) -> None:
 
 
 def test_a_server_that_is_still_loading_has_a_roofline() -> None:
-    found = document(AsyncLLM(), "tiny", "loading")
+    found = document(AsyncLLM(), "tiny", "loading", quality="int4: KL 0.1")
+    assert found.quality == "int4: KL 0.1"
     assert found.state == "loading" and found.utilisation["steps"] == 0 and found.verdict["term"] == "idle"
     assert found.machine["read_bytes_s"] == 0 and found.machine["ridge"] is None and found.kv["held"] == []
     assert msgspec.json.decode(msgspec.json.encode(found), type=RooflineReply)

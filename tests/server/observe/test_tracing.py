@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served_model import ServerProcess, write_model
+from served_model import ServerProcess, wait_until, write_model
 
 from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
 from ridgeline.errors import BadRequest, ConfigError
@@ -93,7 +92,7 @@ def values(span: Any) -> dict[str, Any]:
 def test_spans_of_a_server(collector: Collector, tmp_path: Path) -> None:
     model = write_model(tmp_path / "tiny")
     options = ["--load-format", "dummy", "--num-gpu-blocks-override", "200", "--otlp-traces-endpoint", collector.address]
-    with ServerProcess(str(model), *options) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+    with ServerProcess(str(model), *options) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         asked = {"prompt": "Hello", "max_tokens": 5, "ignore_eos": True, "temperature": 0.5, "top_p": 0.9}
         before = time.time_ns()
         client.post("/v1/completions", json=asked, headers={"traceparent": TRACEPARENT}).raise_for_status()
@@ -103,9 +102,7 @@ def test_spans_of_a_server(collector: Collector, tmp_path: Path) -> None:
         assert client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": -1}).status_code == 400
         with client.stream("POST", "/v1/completions", json=asked | {"max_tokens": 3000, "stream": True}) as reply:
             next(reply.iter_lines())                     # and gone
-        deadline = time.monotonic() + 10
-        while client.get("/health").json()["requests"] and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: not client.get("/health").json()["requests"])
         client.post("/tokenize", json={"prompt": "Hello"}).raise_for_status()
     one, several, bad, left = collector.requests()       # the server sent the last of them as it ended
     assert set(collector.paths) == {"/v1/traces"} and collector.resources[0]["service.name"] == "ridgeline"
@@ -119,7 +116,7 @@ def test_spans_of_a_server(collector: Collector, tmp_path: Path) -> None:
     assert said["gen_ai.request.id"].startswith("cmpl-")
     assert (said["gen_ai.request.temperature"], said["gen_ai.request.top_p"], said["gen_ai.request.max_tokens"]) == (0.5, 0.9, 5)
     assert (said["gen_ai.usage.prompt_tokens"], said["gen_ai.usage.completion_tokens"], said["gen_ai.request.n"]) == (5, 5, 1)
-    assert 0 < said["gen_ai.latency.time_to_first_token"] <= said["gen_ai.latency.e2e"] < 30
+    assert 0 < said["gen_ai.latency.time_to_first_token"] <= said["gen_ai.latency.e2e"]
     phases = {each.name: each for each in collector.below(one)}
     assert list(phases) == ["queue", "prefill", "decode"]
     assert phases["queue"].end_time_unix_nano == pytest.approx(phases["prefill"].start_time_unix_nano, abs=2)
@@ -207,14 +204,23 @@ def test_a_bad_traceparent_begins_a_trace_of_its_own() -> None:
 
 
 def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ridgeline.server.observe.tracing._FLUSH_SECONDS", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as silent:               # it takes what is sent, and the exporter waits 10 s
-        tracing = start_tracing(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces", "m")
-        began = time.monotonic()
-        with tracing.request():
-            tracing.ran("r", SamplingParams(), [output(timed(), 4)])
-        tracing.close()
-        assert time.monotonic() - began < 8
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    asked, answers, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Silent(SpanExporter):
+        def export(self, spans: Any) -> Any:
+            asked.set()
+            answers.wait(60)
+            ended.set()
+
+    monkeypatch.setattr("ridgeline.server.observe.tracing._FLUSH_SECONDS", 0.05)
+    tracing = Tracing(Silent(), "m")
+    with tracing.request():
+        tracing.ran("r", SamplingParams(), [output(timed(), 4)])
+    tracing.close()
+    assert not ended.is_set() and asked.wait(60)
+    answers.set()
 
 
 # -- on or off ---------------------------------------------------------------------------------------------------------

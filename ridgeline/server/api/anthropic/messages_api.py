@@ -15,8 +15,9 @@ from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.generation import Deadline, goes_on, refuse
+from ridgeline.server.api.generation import Deadline, goes_on
 from ridgeline.server.api.openai.chat import ChatWriter
+from ridgeline.server.api.request_checks import refuse
 from ridgeline.server.http.error_bodies import anthropic_body
 from ridgeline.server.parse.partial_json import completed
 

@@ -14,7 +14,7 @@ import msgspec
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import shown
-from ridgeline.server.api.generation import refuse
+from ridgeline.server.api.request_checks import forget, refuse
 
 NEVER = -100.0                       # the bias of a token that must not come
 MOST_BIASES = 4096
@@ -98,6 +98,11 @@ class LlamaRequest(msgspec.Struct, kw_only=True):
         """Whether the answer is a list: there are several prompts, or several answers to one."""
         return len(prompts(self.prompt)) > 1 or (self.n_cmpl or 1) > 1
 
+    def forget_prompt(self) -> None:
+        """Free what only the prompts needed; their number stays."""
+        self.prompt, self.grammar, self.json_schema, self.logit_bias = [""] * len(prompts(self.prompt)), None, None, None
+        forget(self, self.HINTS)
+
     def completion(self) -> dict[str, Any]:
         """As fields of /v1/completions, but for the prompt, the limit and the biases, which need a tokenizer."""
         names = (
@@ -151,7 +156,7 @@ def _is_bias(pair: Any) -> bool:
 
 async def _others_turn(place: int) -> None:
     """Short texts are tokenised on the event loop: other requests get a turn now and then."""
-    if place % 64 == 63:
+    if place % 8 == 7:
         await asyncio.sleep(0)
 
 

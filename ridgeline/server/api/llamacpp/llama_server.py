@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,11 +12,12 @@ from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import Unsupported
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api.llamacpp.llama_answers import LlamaWriter, settings
+from ridgeline.server.api.llamacpp.llama_answers import settings
 from ridgeline.server.api.llamacpp.llama_requests import LlamaRequest, Slot, TemplateReply, prompt_of, prompts
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest
-from ridgeline.server.api.prepare import Job, checked_params, prompt_tokens
+from ridgeline.server.api.prepare import checked_params, prompt_tokens
+from ridgeline.server.api.prepared import LlamaForm, Prepared
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.stream import json_response
 from ridgeline.server.server_errors import Unavailable, WrongPath
@@ -26,7 +25,7 @@ from ridgeline.server.service import Service
 from ridgeline.version import __version__
 
 
-async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Job:
+async def prepare_completion(service: Service, caller: Caller, body: bytes) -> Prepared:
     def work() -> tuple[LlamaRequest, CompletionRequest]:
         asked = parse_body(LlamaRequest, body)
         return asked, msgspec.convert(asked.completion(), CompletionRequest)
@@ -39,21 +38,19 @@ async def prepare_completion(service: Service, caller: Caller, body: bytes) -> J
     params = checked_params(service, request)
     if asked.limit is None:
         params.max_tokens = service.llm.sampling_defaults.fields.get("max_tokens")
-    assert service.llm.ready is not None
-    request_id = f"cmpl-{secrets.token_hex(12)}"
-    longest = service.llm.ready.max_model_len
-    writer = LlamaWriter(asked, longest, request, params, request_id, service.name, service.tokenizer)
-    return Job(request, params, made, writer, [(b"x-request-id", request_id.encode())])
+    asked.forget_prompt()
+    request.forget_params()
+    return Prepared(LlamaForm(request, asked), params, made, "cmpl-")
 
 
-async def prepare_alias(service: Service, caller: Caller, body: bytes) -> Job:
+async def prepare_alias(service: Service, caller: Caller, body: bytes) -> Prepared:
     """/completions is another name of /completion in llama.cpp. OpenAI's clients with a base URL without /v1 arrive here:
     they name a model, and could not read the answer."""
-    job = await prepare_completion(service, caller, body)
-    if job.request.model:
+    prepared = await prepare_completion(service, caller, body)
+    if prepared.form.request.model:
         message = "POST /completions with a model does not exist here; did you mean /v1/completions, or llama.cpp's /completion?"
         raise WrongPath(message)
-    return job
+    return prepared
 
 
 async def apply_template(service: Service, caller: Caller, body: bytes) -> TemplateReply:

@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.models.model_config import load_model_config
 from ridgeline.resolve import model_path
@@ -134,6 +135,13 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 
+async def read_show(service: Service, caller: Caller, body: bytes) -> str:
+    """The model's name, which is known here."""
+    asked = await away_if_long(len(body), lambda: parse_body(ShowRequest, body))
+    service.check_name(plain_name(asked.model or asked.name or ""))
+    return service.name
+
+
 class Models:
     """The endpoints about the model."""
 
@@ -166,9 +174,7 @@ class Models:
             for name in self._names()[:1]
         ]))
 
-    async def show(self, service: Service, caller: Caller, body: bytes) -> Shown:
-        asked = parse_body(ShowRequest, body)
-        service.check_name(plain_name(asked.model or asked.name or ""))
+    async def show(self, service: Service, caller: Caller, asked: str) -> Shown:
         facts = await self._known()
         defaults = service.llm.sampling_defaults.fields
         return Shown(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
+import asyncio
 import time
-from functools import partial
+from typing import cast
 
 import msgspec
 
@@ -13,7 +13,7 @@ from ridgeline.engine.client.processor import Prompt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import FIT
-from ridgeline.server.api.ollama.ollama_answers import OllamaWriter, empty_answer, nanoseconds
+from ridgeline.server.api.ollama.ollama_answers import empty_answer, nanoseconds
 from ridgeline.server.api.ollama.ollama_requests import (
     EmbedRequest,
     OldEmbedRequest,
@@ -23,9 +23,11 @@ from ridgeline.server.api.ollama.ollama_requests import (
     plain_name,
 )
 from ridgeline.server.api.openai.chat import ChatRequest
-from ridgeline.server.api.openai.embeddings import EmbeddingRequest, vectors_of
-from ridgeline.server.api.prepare import Job, around_gaps, as_chat, chat_job
+from ridgeline.server.api.openai.embeddings import EmbeddingRequest, EmbeddingTokens, embedding_of, vectors_of
+from ridgeline.server.api.prepare import around_gaps, as_chat, chat_prompt
+from ridgeline.server.api.prepared import OllamaForm, Prepared
 from ridgeline.server.http.body import parse_body
+from ridgeline.server.parse.tools import Reading
 from ridgeline.server.service import Service
 
 
@@ -41,7 +43,7 @@ class OldEmbedReply(msgspec.Struct):
     embedding: list[float]
 
 
-async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job | bytes:
+async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Prepared | bytes:
     def work() -> tuple[OllamaChatRequest, ChatRequest, SamplingParams] | bytes:
         asked = parse_body(OllamaChatRequest, body)
         if not asked.messages:
@@ -52,10 +54,11 @@ async def prepare_chat(service: Service, caller: Caller, body: bytes) -> Job | b
     if isinstance(made, bytes):
         return made
     asked, request, params = made
-    return await chat_job(service, request, params, "ollama-", partial(OllamaWriter, asked.model, False), len(body))
+    tokens, read = await chat_prompt(service, request, params, len(body))
+    return Prepared(OllamaForm(request, read, asked.model, False), params, [tokens], "ollama-")
 
 
-async def prepare_generate(service: Service, caller: Caller, body: bytes) -> Job | bytes:
+async def prepare_generate(service: Service, caller: Caller, body: bytes) -> Prepared | bytes:
     def work() -> tuple[OllamaGenerateRequest, ChatRequest, SamplingParams] | bytes:
         asked = parse_body(OllamaGenerateRequest, body)
         if not asked.prompt and not asked.suffix:
@@ -66,20 +69,16 @@ async def prepare_generate(service: Service, caller: Caller, body: bytes) -> Job
     if isinstance(made, bytes):
         return made
     asked, request, params = made
-    writer = partial(OllamaWriter, asked.model, True)
+    read, prompt = Reading(), cast(Prompt, asked.prompt or "")
     if not asked.is_raw:
-        job = await chat_job(service, request, params, "ollama-", writer, len(body))
-        if asked.context:
-            job.prompts = [[*asked.context, *job.prompts[0]]]
-        return job
-    prompt: Prompt = asked.prompt or ""
-    if asked.suffix:
+        tokens, read = await chat_prompt(service, request, params, len(body))
+        prompt = [*(asked.context or ()), *tokens]
+    elif asked.suffix:
         prompt, = await around_gaps(service, [prompt], asked.suffix)
     elif asked.context:
         prompt = [*asked.context, *await service.llm.text_tokens(asked.prompt or "", False)]
-    request_id = f"ollama-{secrets.token_hex(12)}"
-    answer = writer(request, params, request_id, service.name, service.tokenizer)
-    return Job(request, params, [prompt], answer, [(b"x-request-id", request_id.encode())])
+    request.forget_prompt()
+    return Prepared(OllamaForm(request, read, asked.model, True), params, [prompt], "ollama-")
 
 
 def _loaded(service: Service, asked: OllamaRequest, generates: bool) -> bytes:
@@ -88,25 +87,34 @@ def _loaded(service: Service, asked: OllamaRequest, generates: bool) -> bytes:
     return empty_answer(asked.model, generates, unloads=asked.keep_alive in (0, "0", "0s"))
 
 
-async def embed(service: Service, caller: Caller, body: bytes) -> EmbedReply:
-    began = time.monotonic()
+async def read_embed(service: Service, caller: Caller, body: bytes) -> EmbeddingTokens:
     asked = await away_if_long(len(body), lambda: parse_body(EmbedRequest, body))
     service.check_name(plain_name(asked.model))
     texts = [asked.input] if isinstance(asked.input, str) else asked.input or []
-    if not texts:
-        return EmbedReply(asked.model, [], nanoseconds(time.monotonic() - began), 0, 0)
     request = EmbeddingRequest(
         input=list(texts), dimensions=asked.dimensions or None, truncate_prompt_tokens=None if asked.truncate is False else FIT,
     )
-    vectors = await vectors_of(service, caller, request)
-    listed = [vector.tolist() for vector in vectors.made]
-    return EmbedReply(asked.model, listed, nanoseconds(time.monotonic() - began), 0, vectors.num_tokens)
+    if not texts:
+        return EmbeddingTokens(request, [], asked.model)
+    return await embedding_of(service, request, len(body), asked.model)
 
 
-async def old_embed(service: Service, caller: Caller, body: bytes) -> OldEmbedReply:
+async def embed(service: Service, caller: Caller, read: EmbeddingTokens) -> EmbedReply:
+    began = time.monotonic()
+    vectors = await vectors_of(service, caller, read)
+    listed = await asyncio.to_thread(vectors.as_lists)
+    return EmbedReply(read.model, listed, nanoseconds(time.monotonic() - began), 0, vectors.num_tokens)
+
+
+async def read_old_embed(service: Service, caller: Caller, body: bytes) -> EmbeddingTokens:
     asked = await away_if_long(len(body), lambda: parse_body(OldEmbedRequest, body))
     service.check_name(plain_name(asked.model))
+    request = EmbeddingRequest(input=asked.prompt or "", normalize=False, truncate_prompt_tokens=FIT)
     if not asked.prompt:
-        return OldEmbedReply([])
-    request = EmbeddingRequest(input=asked.prompt, normalize=False, truncate_prompt_tokens=FIT)
-    return OldEmbedReply((await vectors_of(service, caller, request)).made[0].tolist())
+        return EmbeddingTokens(request, [])
+    return await embedding_of(service, request, len(body))
+
+
+async def old_embed(service: Service, caller: Caller, read: EmbeddingTokens) -> OldEmbedReply:
+    vectors = (await vectors_of(service, caller, read)).as_lists()
+    return OldEmbedReply(vectors[0] if vectors else [])

@@ -13,7 +13,8 @@ import msgspec
 
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import shown
-from ridgeline.server.api.generation import Integer, refuse
+from ridgeline.server.api.generation import Integer
+from ridgeline.server.api.request_checks import refuse
 
 LATEST = ":latest"                   # the tag that a name has in Ollama if it has no other
 

@@ -38,6 +38,7 @@ from ridgeline.server.api.openai.chat_answers import (
     ToolCallDelta,
     TopLogprob,
 )
+from ridgeline.server.api.other_names import GRAMMARS
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Event, Reasoning
 from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
@@ -146,8 +147,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None               # false: the reasoning is part of the content
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None       # llama.cpp's name of the same
+    enable_thinking: bool | None = None                  # a variable of the template
 
-    prediction: Any = None               # a hint: it could only change the speed
+    prediction: Any = None               # text that the answer is expected to follow; it changes only the speed
 
     modalities: Any = None
     audio: Any = None
@@ -155,7 +159,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     moderation: Any = None
     chat_template: Any = None
 
-    HINTS: ClassVar[tuple[str, ...]] = (*GenerationRequest.HINTS, "prediction")
     TOLERANT: ClassVar[tuple[str, ...]] = ("messages",)
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {
         "modalities": (["text"],),
@@ -178,6 +181,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
         most = limits.pop() if limits else defaults.get("max_tokens")
         params = self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
         params.structured_outputs = self._language()
+        params.prediction = predicted_text(self.prediction)
+        self.prediction = None                           # it may be megabytes, and is in the parameters
         return params
 
     @property
@@ -188,8 +193,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """The answer's grammar: calls if they are required, else the requested one; with tools, either."""
         use, asked = self.tool_use(), self.structured()
         if (schema := use.schema()) is not None:
-            names = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-            given = next((name for name in names if getattr(self, name) is not None), "")
+            given = next((name for name in ("structured_outputs", *GRAMMARS) if getattr(self, name) is not None), "")
             if given:                                    # response_format only concerns answers without calls
                 message = f"{given} leaves no room for the calls that tool_choice requires; give one of the two"
                 raise BadRequest(message, field=given)
@@ -237,6 +241,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
             variables["reasoning_effort"] = self.reasoning_effort
             if self.reasoning_effort == "none":
                 variables |= {"enable_thinking": False, "thinking": False}
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = self.enable_thinking
         if self.verbosity is not None:
             variables["verbosity"] = self.verbosity
         if self.documents is not None:
@@ -254,14 +260,34 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def forget_prompt(self) -> None:
         """Free what only the prompt needed: it is made, and the answer may take minutes."""
-        self.messages, self.documents, self.tools, self.chat_template_kwargs = [], None, None, None
+        self.messages = self.messages[-1:] if self.echo else []
+        self.documents = self.tools = self.chat_template_kwargs = None
+        self.functions = self.functions and self.functions[:1]           # answers have the names of that time
+        self.forget_params()
 
     def echoed(self) -> str:
         """The text before the answer: the last message, if echo is set and the answer continues it."""
+        if not self.echo:
+            return ""
         last = self.messages[-1]
-        if not self.echo or last.role != "assistant" or last.content is None:
+        if last.role != "assistant" or last.content is None:
             return ""
         return last.content if isinstance(last.content, str) else "\n".join(str(part.get("text")) for part in last.content)
+
+
+def predicted_text(given: Any) -> str | None:
+    """OpenAI's prediction: {"type": "content", "content": text or a list of text parts}."""
+    match given:
+        case None:
+            return None
+        case {"type": "content", "content": str(text)}:
+            return text
+        case {"type": "content", "content": list(parts)} if all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+        ):
+            return "".join(part["text"] for part in parts)
+    message = 'prediction must be {"type": "content", "content": …} with a text or a list of text parts; got ' + shown(given)
+    raise BadRequest(message, field="prediction")
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
@@ -287,6 +313,7 @@ class ChatWriter(Writer):
         self._echoed = request.echoed()
         self._old_names = bool(request.functions)                # function_call instead of tool_calls
         self._hide_reasoning = request.include_reasoning is False
+        self._joins_reasoning = request.separate_reasoning is False or request.reasoning_format == "none"
 
     # -- streamed ------------------------------------------------------------------------------------------------------
 
@@ -352,7 +379,7 @@ class ChatWriter(Writer):
             if calls:
                 yield self._call_delta(calls)
                 calls = []
-            if isinstance(event, Content):
+            if isinstance(event, Content) or self._joins_reasoning:
                 yield ChatDelta(content=event.text)
             elif not self._hide_reasoning:
                 yield ChatDelta(reasoning_content=event.text, reasoning=event.text)
@@ -393,8 +420,9 @@ class ChatWriter(Writer):
         return choice
 
     def _message(self, events: list[Event]) -> AssistantMessage:
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        thought = "".join(event.text for event in events if isinstance(event, Reasoning))
+        shown = (Content, Reasoning) if self._joins_reasoning else (Content,)
+        content = "".join(event.text for event in events if isinstance(event, shown))
+        thought = "".join(event.text for event in events if isinstance(event, Reasoning) and Reasoning not in shown)
         calls: list[ToolCall] = []
         arguments: dict[int, list[str]] = {}
         for event in events:

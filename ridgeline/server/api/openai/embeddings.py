@@ -124,9 +124,6 @@ class Vectors:
     def _finished(self, vector: np.ndarray) -> np.ndarray:
         """With as many numbers as were asked for, and length 1."""
         if (wanted := self.request.dimensions) is not None:
-            if not 1 <= wanted <= len(vector):
-                message = f"dimensions must be between 1 and {len(vector)}, which this model's vectors have; got {wanted}"
-                raise BadRequest(message, field="dimensions")
             vector = vector[:wanted]
         length = float(np.linalg.norm(vector))
         return vector / length if length > 0 and self.request.normalizes else vector
@@ -135,17 +132,47 @@ class Vectors:
         kind, order = self.request.embed_dtype or "float32", self.request.endianness or "native"
         return [vector_bytes(vector, kind, order) for vector in self.made]
 
+    def as_lists(self) -> list[list[float]]:
+        return [vector.tolist() for vector in self.made]
+
     def as_json(self) -> list[Embedding]:
         if self.request.encoding_format == "base64":
             written: list[Any] = [base64.b64encode(each).decode() for each in self.as_bytes()]
         else:
-            written = [vector.tolist() for vector in self.made]
+            written = self.as_lists()
         return [Embedding(place, each) for place, each in enumerate(written)]
 
 
-async def embed(service: Service, caller: Caller, body: bytes) -> EmbeddingReply | Binary:
+class EmbeddingTokens(msgspec.Struct):
+    """A request, and its prompts apart: a text, token ids, or token ids as bytes where another process has tokenised the text."""
+
+    request: EmbeddingRequest
+    prompts: list[Any]
+    model: str = ""                  # its name in the request, where the answer repeats it
+
+
+async def read_embedding(service: Service, caller: Caller, body: bytes) -> EmbeddingTokens:
     request = await away_if_long(len(body), lambda: parse_body(EmbeddingRequest, body))
-    vectors = await vectors_of(service, caller, request, len(body))
+    return await embedding_of(service, request, len(body))
+
+
+async def embedding_of(service: Service, request: EmbeddingRequest, size: int, model: str = "") -> EmbeddingTokens:
+    """All that can be refused before the engine is asked. `size`: bytes of the body."""
+    service.check_routing(request.model, request.priority)
+    longest = service.llm.hidden_size
+    if longest and request.dimensions is not None and request.dimensions > longest:
+        message = f"dimensions must be between 1 and {longest}, which this model's vectors have; got {request.dimensions}"
+        raise BadRequest(message, field="dimensions")
+    prompts: list[Prompt] = await away_if_long(size, lambda: list(request.prompts()))
+    if request.add_special_tokens is False:
+        prompts = [await plain_tokens(service, each) for each in prompts]
+    request.input = ""
+    return EmbeddingTokens(request, prompts, model)
+
+
+async def embed(service: Service, caller: Caller, read: EmbeddingTokens) -> EmbeddingReply | Binary:
+    request = read.request
+    vectors = await vectors_of(service, caller, read)
     name, now = f"embd-{secrets.token_hex(12)}", int(time.time())
     usage = EmbeddingUsage(vectors.num_tokens, vectors.num_tokens)
     if request.encoding_format in ("bytes", "bytes_only"):
@@ -168,19 +195,15 @@ def _binary(vectors: Vectors, name: str, now: int, model: str, usage: EmbeddingU
     return Binary(b"".join(parts), [(b"metadata", msgspec.json.encode(about))])
 
 
-async def vectors_of(service: Service, caller: Caller, request: EmbeddingRequest, size: int = 0) -> Vectors:
-    """`size`: bytes of the body, if it may be long."""
-    service.check_routing(request.model, request.priority)
+async def vectors_of(service: Service, caller: Caller, read: EmbeddingTokens) -> Vectors:
+    request, prompts = read.request, read.prompts
     assert service.llm.ready is not None
     params = request.params(service.llm.ready.max_model_len)
-    prompts: list[Prompt] = await away_if_long(size, lambda: list(request.prompts()))
-    if request.add_special_tokens is False:
-        prompts = [await plain_tokens(service, each) for each in prompts]
     vectors = Vectors(request)
     # Clients send a thousand texts at once. Taking half of the slots at a time leaves the other half to other clients.
     most = max(1, service.slots.limit // 2)
     for begin in range(0, len(prompts), most):
-        part = prompts[begin : begin + most]
+        part = [token_ids(each) if isinstance(each, bytes) else each for each in prompts[begin : begin + most]]
         with service.slots.taking(len(part), already=1):
             stream = await service.llm.stream(
                 part, params, priority=request.priority or 0, cache_salt=request.cache_salt or "", arrived=prometheus.arrived(),
@@ -192,6 +215,14 @@ async def vectors_of(service: Service, caller: Caller, request: EmbeddingRequest
                 stream.close()
         await asyncio.to_thread(vectors.add, outputs)    # thousands of numbers per vector
     return vectors
+
+
+def token_bytes(ids: list[int]) -> bytes:
+    return np.array(ids, "<u4").tobytes()
+
+
+def token_ids(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<u4").tolist()
 
 
 async def plain_tokens(service: Service, prompt: Prompt) -> Prompt:

@@ -33,24 +33,30 @@ class Output(msgspec.Struct):
     status: str = "completed"
 
 
-@dataclass(slots=True)
-class Keeper:
-    """Stores one response when it is complete. It holds what is stored, and not the request."""
+class Kept(msgspec.Struct):
+    """What is stored with a response: not the request, only its items."""
 
-    store: ResponseStore
-    key: int
+    key: int                         # the number of its API key
     given: bytes                     # the input's items …
     before: bytes                    # … and those of the conversation before them
     ids: list[str]                   # of the input's items
     again: bool = False              # it runs in the background: it is stored before its end, too
+
+
+@dataclass(slots=True)
+class Keeper:
+    """Stores one response when it is complete."""
+
+    store: ResponseStore
+    kept: Kept
     is_stored: bool = False
 
     def __call__(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
-        ids = [*self.ids, *(item["id"] for item in output)]
-        if self.is_stored and not self.store.delete(name, self.key):
+        kept = self.kept
+        if self.is_stored and not self.store.delete(name, kept.key):
             return False                                 # deleted before its end
-        self.is_stored = self.again
-        return self.store.put(name, self.key, response, self.given, self.before, ids)
+        self.is_stored = kept.again
+        return self.store.put(name, kept.key, response, kept.given, kept.before, [*kept.ids, *(item["id"] for item in output)])
 
 
 class Continued:
@@ -62,7 +68,7 @@ class Continued:
         self._key = key
         self._before = b"[]"
         self._earlier: list[InputItem] = []
-        self.keep: Keeper | None = None
+        self.kept: Kept | None = None
         if asked.previous_response_id is not None:
             self._before = self._recalled(asked.previous_response_id)
             self._earlier = msgspec.json.decode(self._before, type=list[InputItem])
@@ -76,7 +82,7 @@ class Continued:
             given = msgspec.json.encode(items)
             if self._store.could_keep(len(given) + len(self._before)):
                 ids, again = [item["id"] for item in items], bool(self.asked.background)
-                self.keep = Keeper(self._store, self._key, given, self._before, ids, again)
+                self.kept = Kept(self._key, given, self._before, ids, again)
         return chat
 
     def _recalled(self, name: str) -> bytes:
@@ -132,12 +138,9 @@ _BESIDE = ("role", "content", "call_id", "name", "namespace", "arguments", "outp
 
 
 def recalled_bytes(asked: ResponsesRequest, store: ResponseStore, key: int) -> int:
-    """The bytes of stored responses that this request refers to."""
-    names = {asked.previous_response_id}
-    if isinstance(asked.input, list):
-        names |= {store.with_item(item.id, key) for item in asked.input if item.refers and item.id is not None}
-    entries = [store.get(name, key) for name in names if name is not None]
-    return sum(entry.size for entry in entries if entry is not None)
+    """The bytes of stored responses that this request refers to. NeedsStored if another process has them, or should read them."""
+    items = asked.input if isinstance(asked.input, list) else []
+    return store.size_of(asked.previous_response_id, [item.id for item in items if item.refers and item.id is not None], key)
 
 
 def _output(entry: Stored) -> list[dict[str, Any]]:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.server.api.generation import Deadline, check_metadata, forget, refuse
+from ridgeline.server.api.generation import Deadline
 from ridgeline.server.api.openai.chat import MEDIA
+from ridgeline.server.api.request_checks import check_metadata, forget, refuse
 
 _LOGPROBS = "message.output_text.logprobs"
 # Reasoning is always sent in plain text; the tools of the other entries do not exist here.

@@ -6,6 +6,7 @@ API key with the most bytes (or responses) is dropped. A key sees only its own r
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -15,6 +16,15 @@ from dataclasses import dataclass, field
 OVERHEAD = 1_024                     # bytes per entry beside its text …
 ITEM_OVERHEAD = 384                  # … and per item id in the index
 KEPT_SECONDS = 3_600.0               # after its end
+
+
+class NeedsStored(Exception):
+    """The request refers to stored responses, which the process that reads it must be given."""
+
+    def __init__(self, name: str | None, items: list[str]) -> None:
+        super().__init__()
+        self.name = name
+        self.items = items
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,7 @@ class ResponseStore:
         self._holders: dict[int, Holder] = {}                    # by key; only keys with responses
         self._lock = threading.Lock()
         self.num_bytes = 0
+        self.most_recalled: float = math.inf     # bytes of stored responses that a request may recall in this process
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -93,6 +104,20 @@ class ResponseStore:
             self._make_room()
             holder = self._holders.get(key)
             return next(reversed(holder.items[item])) if holder is not None and item in holder.items else None
+
+    def referred(self, name: str | None, items: Iterable[str], key: int) -> dict[str, Stored]:
+        """The key's responses, by id: the one of that name, and those with these items. What is not stored is left out."""
+        names = {name, *(self.with_item(item, key) for item in items)}
+        found = {each: self.get(each, key) for each in names if each is not None}
+        return {each: entry for each, entry in found.items() if entry is not None}
+
+    def size_of(self, name: str | None, items: Iterable[str], key: int) -> int:
+        """The bytes of these responses. NeedsStored if they are too many to be read in this process."""
+        items = list(items)
+        size = sum(entry.size for entry in self.referred(name, items, key).values())
+        if size > self.most_recalled:
+            raise NeedsStored(name, items)
+        return size
 
     def delete(self, name: str, key: int) -> bool:
         """Delete it; False: there is none."""

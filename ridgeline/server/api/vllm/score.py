@@ -86,16 +86,30 @@ async def tokens_of(service: Service, pairs: list[tuple[str, str]]) -> list[tupl
     return made
 
 
-async def score(service: Service, caller: Caller, body: bytes) -> ScoreReply:
+class Pairs(msgspec.Struct):
+    """A request with its texts as tokens: of both texts of a pair, and where those of the second begin."""
+
+    request: ScoreRequest
+    tokens: list[tuple[list[int], int]]
+
+
+async def read_pairs(service: Service, caller: Caller, body: bytes) -> Pairs:
     def work() -> tuple[ScoreRequest, list[tuple[str, str]]]:
         request = parse_body(ScoreRequest, body)
         service.check_routing(request.model, request.priority)
         return request, request.pairs()
 
     request, texts = await away(len(body), work)
+    service.slots.check(len(texts))
+    pairs = await tokens_of(service, texts)
+    request.text_1 = request.text_2 = ""                 # they are in the tokens
+    return Pairs(request, pairs)
+
+
+async def score(service: Service, caller: Caller, read: Pairs) -> ScoreReply:
+    request, pairs = read.request, read.tokens
     params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, prompt_logprobs=0)
-    with service.slots.taking(len(texts), already=1):
-        pairs = await tokens_of(service, texts)
+    with service.slots.taking(len(pairs), already=1):
         stream = await service.llm.stream(
             [tokens for tokens, _ in pairs], params, priority=request.priority or 0, cache_salt=request.cache_salt or "",
             arrived=prometheus.arrived(), caller=caller,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ import anthropic
 import httpx
 import jiter
 import pytest
+from counted_work import is_linear
 from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import ServerProcess, wait_until, write_model
 
@@ -376,10 +376,10 @@ def test_what_is_complete_of_an_object_is_what_clients_read() -> None:
         for end in range(1, len(text) + 1):
             assert completed(text[:end]) == jiter.from_json(text[:end].encode(), partial_mode=True), text[:end]
     assert completed("") == completed("x") == completed("[1") == completed('{"a":' * 100_000) == {}
-    began = time.thread_time()
-    completed('{"a":["b",' * 100_000)
-    completed('{"a":"' + '\\"' * 200_000)
-    assert time.thread_time() - began < 10               # linear: a second at most
+    completed('{"a":["b",' * 100_000)                     # deeper than Python's stack
+    for text in ('{"a":["b",', '\\"'):
+        good, few, many = is_linear(lambda count, text=text: completed('{"a":"b","c":' + text * count), 100)    # type: ignore[misc]
+        assert good, (text, few, many)
 
 
 def test_thinking_can_be_switched_off(with_tools: ScriptedServer, tool_client: anthropic.Anthropic) -> None:
@@ -472,16 +472,13 @@ def test_an_answer_may_be_asked_to_be_longer_than_there_is_room_for(
 
 @pytest.mark.reliability("R-20")
 def test_turns_in_a_row_are_joined_in_linear_time() -> None:
-    turn, answer = Message(role="user", content="x" * 30), Message(role="assistant", content="y")
+    """Counted as lines and bytes: 8 times as much if it is linear, 64 times if each turn copies those before."""
+    turn, answer = Message(role="user", content="x" * 300), Message(role="assistant", content="y")
 
-    def seconds(count: int) -> float:
-        asked = CountRequest(model=NAME, messages=[*[turn] * count, answer, *[turn] * count])
-        begin = time.process_time()
-        plain = asked.chat()["messages"]
-        spent = time.process_time() - begin
+    def join(count: int) -> None:
+        plain = CountRequest(model=NAME, messages=[*[turn] * count, answer, *[turn] * count]).chat()["messages"]
         assert [each.keys() for each in plain] == [{"role", "content"}] * 3
-        assert plain[0]["content"] == plain[2]["content"] == "\n".join(["x" * 30] * count)
-        return spent
+        assert plain[0]["content"] == plain[2]["content"] == "\n".join(["x" * 300] * count)
 
-    few = max(0.005, min(seconds(4_000) for _ in range(3)))
-    assert min(seconds(32_000) for _ in range(2)) < 24 * few         # 8 if it is linear, 64 if each turn copies those before
+    good, few, many = is_linear(join, 60)
+    assert good, (few, many)

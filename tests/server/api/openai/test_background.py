@@ -100,6 +100,18 @@ def test_a_failure_is_stored(client: openai.OpenAI, script: Script) -> None:
     assert client.responses.retrieve(response.id).error.message == "it broke"  # type: ignore[union-attr]
 
 
+def test_one_place_in_the_queue_is_enough(
+    client: openai.OpenAI, server: ScriptedServer, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.service.slots, "limit", 1)
+    response = client.responses.create(model="tiny", input="Hello", background=True)
+    wait_until(lambda: server.service.slots.taken == 1)
+    with pytest.raises(openai.RateLimitError):
+        client.responses.create(model="tiny", input="Hello", background=True)
+    script.go.set()
+    wait_until(lambda: client.responses.retrieve(response.id).status == "completed")
+
+
 def test_what_cannot_run_in_the_background(client: openai.OpenAI, script: Script, server: ScriptedServer) -> None:
     script.go.set()
     for more in ({"store": False}, {"stream": True}):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +23,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest
 from ridgeline.messages import Request
+from ridgeline.server.api.openai.embeddings import EmbeddingRequest, embedding_of
 from ridgeline.server.api.openai.vector_bytes import vector_bytes
 
 NAME = "tiny"
@@ -198,3 +201,12 @@ def test_what_is_refused(url: str, body: dict[str, Any], status: int, words: str
     assert reply.status_code == status and words in reply.json()["error"]["message"], reply.text
     health = httpx.get(f"{url}/health").json()
     assert health["requests"] == 0 and health["free_blocks"] == health["num_blocks"]
+
+
+def test_too_many_dimensions_are_refused_before_the_engine_is_asked() -> None:
+    service = SimpleNamespace(llm=SimpleNamespace(hidden_size=32), check_routing=lambda *_: None)
+    request = EmbeddingRequest(input="a", dimensions=33)
+    with pytest.raises(BadRequest, match="dimensions must be between 1 and 32"):
+        asyncio.run(embedding_of(service, request, 1))   # type: ignore[arg-type]
+    service.llm.hidden_size = 64
+    assert asyncio.run(embedding_of(service, request, 1)).prompts == ["a"]           # type: ignore[arg-type]

@@ -110,6 +110,11 @@ def test_invocations_go_by_their_field(server: ScriptedServer) -> None:
     assert httpx.post(f"{server.url}/invocations", content="[1]", headers={"content-type": "application/json"}).status_code == 400
 
 
+def test_an_error_of_an_invocation_names_the_field_that_was_sent(server: ScriptedServer) -> None:
+    for field, value in (("messages", [{"role": "user", "content": "a" * 60_000}]), ("prompt", ""), ("input", "")):
+        assert post(server, "/invocations", 400, **{field: value})["error"]["param"] == field
+
+
 def test_fields_that_vllms_clients_read_are_null(server: ScriptedServer) -> None:
     chat, text = post(server, "/v1/chat/completions", messages=HI), post(server, "/v1/completions", prompt="a" * 20)
     assert chat["prompt_token_ids"] is chat["prompt_logprobs"] is chat["choices"][0]["token_ids"] is None

@@ -83,6 +83,7 @@ typedef struct {
     const int64_t *numbers;
     float *out;
     int64_t count, each;
+    float scale;
 } Gather;
 
 static void gather_rows(void *with, int64_t task) {
@@ -92,12 +93,14 @@ static void gather_rows(void *with, int64_t task) {
         const Segment *segment = job->segments;
         int64_t place = job->numbers[i];
         while (place >= segment->rows) place -= segment->rows, segment++;
-        row_numbers(segment, place, job->out + i * segment->inputs);
+        float *to = job->out + i * segment->inputs;
+        row_numbers(segment, place, to);
+        if (job->scale != 1.0f) for (int64_t k = 0; k < segment->inputs; k++) to[k] *= job->scale;
     }
 }
 
-/* out [count, inputs]: these outputs of the segments, which lie one below the other. */
-void ridgeline_matrix_rows(const Segment *segments, const int64_t *numbers, float *out, int64_t count) {
-    Gather job = {segments, numbers, out, count, 4};
+/* out [count, inputs]: these outputs of the segments, which lie one below the other, times `scale`. */
+void ridgeline_matrix_rows(const Segment *segments, const int64_t *numbers, float *out, int64_t count, float scale) {
+    Gather job = {segments, numbers, out, count, 4, scale};
     ridgeline_pool_run((count + 3) / 4, gather_rows, &job);
 }

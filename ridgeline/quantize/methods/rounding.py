@@ -14,8 +14,8 @@ from ridgeline.errors import ModelError
 from ridgeline.ops.linear.fp8_rows import CODES, LARGEST
 from ridgeline.ops.quantised.codes import packed_codes
 from ridgeline.ops.quantised.expand import expand, spread
-from ridgeline.quant.format import SCALE, WEIGHT, ZERO, WeightFormat
-from ridgeline.quant.quantise import block_maxima, quantised
+from ridgeline.quant.format import OUTER, SCALE, WEIGHT, ZERO, WeightFormat
+from ridgeline.quant.quantise import LARGEST_CODE, block_maxima, e2m1_codes, quantised
 from ridgeline.quant.quantised import quantised_weight
 
 HALF_RANGE = {"int8": 127.5, "uint4": 7.5, "e4m3": LARGEST}
@@ -23,13 +23,35 @@ LEAST = {"int8": -128, "uint4": -8}
 Rounded = dict[str, Tensor]          # the format's tensors by name
 
 
-def rounded(values: Tensor, format: WeightFormat) -> Rounded:
-    """values [outputs, inputs] -> codes, scales and perhaps zero points"""
+def rounded(values: Tensor, format: WeightFormat, largest: float | None = None) -> Rounded:
+    """values [outputs, inputs] -> codes, scales and perhaps zero points. `largest`: magnitude of all linears that share NVFP4's
+    second scale."""
+    if format.grid == "e2m1" and format.scales is not None and format.scales.outer is not None:
+        return _nvfp4(values.float(), format, largest)
     if format.grid == "e2m1":
         return quantised(values, format)
     wide = values.float()
     scale, zero = grid_of(wide, format)
     return with_grid(wide, format, scale, zero)
+
+
+def _nvfp4(values: Tensor, format: WeightFormat, largest: float | None) -> Rounded:
+    """The second scale makes the largest scale of a block the largest number of 8 bits."""
+    assert format.scales is not None
+    block, shape = format.scales.block, (values.shape[0], values.shape[1])
+    top = float(values.abs().amax()) if largest is None else largest
+    outer = _inverse(torch.tensor(LARGEST * LARGEST_CODE["e2m1"] / top if top else 1.0))
+    scale = (block_maxima(values.abs(), block) / LARGEST_CODE["e2m1"] / outer).clamp(max=LARGEST).to(CODES)
+    scale = torch.where(scale.float() == 0, torch.tensor(0.125, dtype=CODES), scale)     # a block of zeros: any scale gives them
+    weight, _ = packed_codes("e2m1", e2m1_codes(values / spread(scale.float() * outer, block, shape)))
+    return {WEIGHT: weight, SCALE: scale, OUTER: outer.expand(shape[0]).contiguous()}
+
+
+def _inverse(number: Tensor) -> Tensor:
+    """1 / number, moved until the inverse of the inverse is exact: files hold the one, kernels read the other."""
+    while 1 / (1 / number) != number:
+        number = torch.nextafter(number, torch.tensor(torch.inf))
+    return 1 / number
 
 
 def grid_of(values: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ridgeline.errors import ModelError
 from ridgeline.ops.quantised.expand import spread
 from ridgeline.quant.format import WeightFormat
-from ridgeline.quantize.rounding import LEAST, Rounded, grid_of, with_grid
+from ridgeline.quantize.methods.rounding import LEAST, Rounded, grid_of, with_grid
 
 DAMPING = 0.01                       # of the mean moment, added to all: an input that was hardly seen changes nothing much
 BLOCK = 128                          # inputs whose errors are gathered before they reach the inputs behind them
@@ -22,19 +22,20 @@ _MORE_DAMPING = (1, 10, 100)         # times DAMPING, until the Hessian can be i
 
 
 class InverseFactor:
-    """Of one Hessian, for all matrices that read the same inputs: the upper Cholesky factor of its inverse, in GPTQ's order."""
+    """Of one Hessian, for all matrices that read the same inputs: the upper Cholesky factor of its inverse, in GPTQ's order
+    or in the inputs' own."""
 
-    def __init__(self, hessian: Tensor) -> None:
+    def __init__(self, hessian: Tensor, ordered: bool = True) -> None:
         moments = hessian.diagonal().clone()
         self.unseen = moments == 0
         moments[self.unseen] = 1.0
-        self.order = torch.argsort(moments, descending=True, stable=True)
-        ordered = hessian.clone()
-        ordered.diagonal().copy_(moments)
-        ordered = ordered[self.order][:, self.order]
+        self.order = torch.argsort(moments, descending=True, stable=True) if ordered else torch.arange(len(moments))
+        arranged = hessian.clone()
+        arranged.diagonal().copy_(moments)
+        arranged = arranged[self.order][:, self.order]
         mean = moments.mean()
         for times in _MORE_DAMPING:
-            damped = ordered.clone()
+            damped = arranged.clone()
             damped.diagonal().add_(times * DAMPING * mean)
             lower, failed = torch.linalg.cholesky_ex(damped)
             if not int(failed):

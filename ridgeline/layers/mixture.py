@@ -1,0 +1,171 @@
+"""The mixture of experts in the place of an MLP: router, experts, and the shared expert that every token visits.
+
+Every rank has all experts and a part of the width of each, as with a plain MLP, so the ranks stay in step whatever the tokens
+choose. The router is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.distributed.sharding import Shard, even_shard, whole
+from ridgeline.layers.batch import Batch
+from ridgeline.layers.linear import AnyNorm, GateUpLinear, Linear, Placement, normed_rows
+from ridgeline.ops.activation import gated_activation
+from ridgeline.ops.experts.experts_op import experts
+from ridgeline.ops.experts.route import route
+from ridgeline.quant.piece import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSpec:
+    """One layer's mixture, in numbers; the fields of models/expert_config.py mean the same."""
+
+    hidden_size: int
+    count: int
+    used: int
+    width: int
+    shared: int
+    shared_gate: bool
+    activation: str
+    bias: bool
+    router_bias: bool
+    choice_bias: bool
+    zipf: bool
+    limit: float | None
+    alpha: float
+    rule: dict[str, object]          # further arguments of the op `route`
+
+
+class Router(Linear):
+    """x [T, hidden] → logits [T, experts], whole on every rank. A bias for the choice alone may belong to it."""
+
+    def __init__(self, spec: MixtureSpec, place: Placement) -> None:
+        super().__init__({"": whole(spec.count)}, whole(spec.hidden_size), spec.router_bias, place)
+        self.zipf = spec.zipf
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if spec.choice_bias:
+            dtype = torch.promote_types(place.dtype, torch.float32)
+            self.e_score_correction_bias = nn.Parameter(
+                torch.empty(spec.count, dtype=dtype, device=place.device), requires_grad=False
+            )
+
+    def pieces(self) -> dict[str, Piece]:
+        found = super().pieces()
+        if self.zipf:
+            found["bias:"] = replace(found["bias:"], dummy=_zipf)
+        if self.e_score_correction_bias is not None:
+            target = self.e_score_correction_bias.data
+            found["e_score_correction_bias:"] = Piece(tuple(target.shape), (slice(None),), target, (0.0, 0.02))
+        return found
+
+
+def _zipf(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """A dummy bias: chances of the experts, but for the noise of the logits, like 1, 1/2, 1/3 …, each layer in its own order."""
+    order = torch.randperm(shape[0], generator=generator, device=generator.device)
+    return -torch.log1p(order.float())
+
+
+class ExpertWeights(nn.Module):
+    """gate, up and down of all experts, for this rank's part of their width: [experts, 2 width, hidden] and [experts, hidden,
+    width]."""
+
+    def __init__(self, spec: MixtureSpec, place: Placement) -> None:
+        super().__init__()
+        self.comm = place.comm
+        self.shard = even_shard(spec.width, place.comm.rank, place.comm.size)
+        new = torch.zeros if self.shard.filled < self.shard.size else torch.empty
+        size, hidden = self.shard.size, spec.hidden_size
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(new(shape, dtype=place.dtype, device=place.device), requires_grad=False)
+
+        self.gate_up = parameter(spec.count, 2 * size, hidden)
+        self.down = parameter(spec.count, hidden, size)
+        self.gate_up_bias = parameter(spec.count, 2 * size) if spec.bias else None
+        self.down_bias = parameter(spec.count, hidden) if spec.bias else None
+
+    def pieces(self) -> dict[str, Piece]:
+        """By "expert.linear.parameter:part"."""
+        shard, hidden = self.shard, self.gate_up.shape[2]
+        kept = slice(shard.start, shard.stop)
+        found: dict[str, Piece] = {}
+        for expert in range(len(self.gate_up)):
+            for part, first in (("gate", 0), ("up", shard.size)):
+                rows = slice(first, first + shard.filled)
+                found[f"{expert}.gate_up.weight:{part}"] = Piece(
+                    (shard.total, hidden), (kept, slice(None)), self.gate_up.data[expert, rows], (0.0, hidden**-0.5)
+                )
+                if self.gate_up_bias is not None:
+                    found[f"{expert}.gate_up.bias:{part}"] = Piece(
+                        (shard.total,), (kept,), self.gate_up_bias.data[expert, rows], (0.0, 0.02)
+                    )
+            found[f"{expert}.down.weight:"] = Piece(
+                (hidden, shard.total), (slice(None), kept), self.down.data[expert, :, : shard.filled], (0.0, shard.total**-0.5)
+            )
+            if self.down_bias is not None:
+                found[f"{expert}.down.bias:"] = Piece((hidden,), (slice(None),), self.down_bias.data[expert], (0.0, 0.02))
+        return found
+
+    def finish(self) -> None:
+        if self.down_bias is not None and self.comm.rank > 0:
+            self.down_bias.zero_()                       # the sum over ranks must count it once
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert on this rank: what a step reads if a token has chosen it."""
+        return sum(parameter.nbytes for parameter in self.parameters()) // len(self.gate_up)
+
+
+class SharedExpert(nn.Module):
+    """A gated MLP whose output is not summed over the ranks yet."""
+
+    def __init__(self, hidden_size: int, width: int, place: Placement) -> None:
+        super().__init__()
+        self.gate_up = GateUpLinear(hidden_size, width, False, place.inside("gate_up"))
+        shard: Shard = self.gate_up.rows["gate"]
+        self.down = Linear({"": whole(hidden_size)}, shard, False, place.inside("down"))
+
+    def forward(self, x: Tensor, activation: str, batch: Batch) -> Tensor:
+        return self.down(gated_activation(self.gate_up(x, batch), activation), batch)
+
+
+class Mixture(nn.Module):
+    def __init__(self, spec: MixtureSpec, place: Placement) -> None:
+        super().__init__()
+        self.spec = spec
+        self.comm = place.comm
+        self.router = Router(spec, place.inside("router"))
+        self.experts = ExpertWeights(spec, place.inside("experts"))
+        self.shared = SharedExpert(spec.hidden_size, spec.shared, place.inside("shared")) if spec.shared else None
+        self.reads: Tensor | None = None                 # int32 [1]: the experts that the newest step has read
+        self.shared_gate: Linear | None = None
+        if spec.shared_gate:
+            self.shared_gate = Linear({"": whole(1)}, whole(spec.hidden_size), False, place.inside("shared_gate"))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, norm: AnyNorm, post_norm: nn.Module | None, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
+        rows, stream = normed_rows(x, residual, norm)
+        out = self.of_normed(rows, batch)
+        return (out if post_norm is None else post_norm(out)), stream
+
+    def of_normed(self, x: Tensor, batch: Batch) -> Tensor:
+        spec, weights = self.spec, self.experts
+        logits = self.router(x, batch)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen, shares = route(logits, spec.used, bias=self.router.e_score_correction_bias, **spec.rule)  # type: ignore[arg-type]
+        out = experts(
+            x, weights.gate_up, weights.down, chosen, shares, spec.activation, gate_up_bias=weights.gate_up_bias,
+            down_bias=weights.down_bias, limit=spec.limit, alpha=spec.alpha,
+            reads=self.reads,
+        )
+        if self.shared is not None:
+            beside = self.shared(x, spec.activation, batch)
+            if self.shared_gate is not None:
+                beside = beside * torch.sigmoid(self.shared_gate(x, batch))
+            out = out + beside
+        return self.comm.all_reduce(out)

@@ -1,0 +1,135 @@
+"""The facts of a mixture of experts: how many there are, how a token chooses among them, and which layers have them. No torch.
+
+The decoder, the memory ledger, the live roofline and `plan` read the same object.
+
+    every token uses `used` of the layer's `count` experts, and the shared ones
+    a step of b tokens reads every expert that any token uses: count · (1 − (1 − used/count)^b), if routing is even
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ridgeline.errors import ModelError
+from ridgeline.models.config_fields import MAX_EXPERTS, MAX_INTERMEDIATE, Fields
+from ridgeline.models.family import ExpertRule
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """From the router's logits to weights of the chosen experts."""
+
+    score: str = "softmax"           # of the logits: "softmax" over all experts, "sigmoid" of each
+    normalise: bool = False          # weights of the chosen ones sum to 1
+    choice_bias: bool = False        # added to the scores for the choice alone
+    groups: int = 1                  # experts are chosen among those of …
+    top_groups: int = 1              # … so many of these groups
+    group_score: str = "best"        # a group's score: of its best expert, or the sum of its "best two"
+    scale: float = 1.0               # of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    count: int
+    used: int                        # by each token
+    width: int = 1                   # of one expert; the widths below are in the same unit
+    shared: int = 0                  # width of what every token visits beside them
+    dense: tuple[int, ...] = ()      # layers that have a plain MLP …
+    dense_width: int = 0             # … of this width
+    routing: Routing = Routing()
+    shared_gate: bool = False        # the shared expert's output is multiplied by the sigmoid of one more logit
+    router_bias: bool = False
+    bias: bool = False               # of the experts' linears
+    zipf: bool = False               # of dummy weights: routers prefer few experts
+    limit: float | None = None       # gate and up are clamped to it (gpt-oss) …
+    alpha: float = 1.702             # … and the gate is g · sigmoid(alpha · g), times up + 1
+
+    def visited(self, tokens: float) -> float:
+        """Experts of a layer that some token of a step uses, if routing is independent and even."""
+        return self.count * (1 - (1 - self.used / self.count) ** tokens)
+
+    @property
+    def dense_layers(self) -> int:
+        return len(self.dense)
+
+    @property
+    def widest(self) -> int:
+        """Columns that a token's activations have at once."""
+        return max(self.used * self.width + self.shared, self.dense_width)
+
+    def stored(self, layers: int) -> int:
+        """Width of all MLPs together."""
+        return (layers - self.dense_layers) * (self.count * self.width + self.shared) + self.dense_layers * self.dense_width
+
+    def active(self, layers: int) -> int:
+        """Of them, what one token computes with."""
+        return (layers - self.dense_layers) * (self.used * self.width + self.shared) + self.dense_layers * self.dense_width
+
+
+def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
+    """From config.json, as Mixtral, Qwen, OLMoE, Granite, DeepSeek and gpt-oss spell it."""
+
+    def first_of(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if fields.get(name):
+                return fields.integer(name, maximum=MAX_INTERMEDIATE)
+        if default is None:
+            raise ModelError(f"{fields.where}: {names[0]} is missing")
+        return default
+
+    count = first_of("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    used = first_of("num_experts_per_tok", "experts_per_token", "moe_k", "num_experts_per_token")
+    if used > count or count > MAX_EXPERTS:
+        raise ModelError(f"{fields.where}: num_experts_per_tok {used} of {count} experts cannot be")
+    whole = first_of("intermediate_size", default=0)
+    width = first_of("moe_intermediate_size", default=whole)
+    shared_count = first_of("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", default=0)
+    shared = first_of("shared_expert_intermediate_size", "shared_intermediate_size", default=shared_count * width)
+    dense = _dense_layers(fields, layers)
+    if width < 1 or len(dense) >= layers or (dense and not whole):
+        raise ModelError(f"{fields.where}: experts of width {width} in {layers - len(dense)} of {layers} layers cannot be")
+    zipf = fields.get("dummy_routing") == "zipf"         # a field of our own, for benchmarks: a checkpoint would lack the bias
+    return Experts(
+        count, used, width, shared, dense, whole if dense else 0, _routing(fields, rule, count), rule.shared_gate and shared > 0,
+        rule.router_bias or zipf, rule.bias, zipf, fields.number("swiglu_limit", 7.0) if rule.clamped else None,
+        fields.number("swiglu_alpha", 1.702),
+    )
+
+
+def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[str], str]) -> Experts:
+    """From a GGUF file's metadata."""
+    count, used = fields.integer(key("expert_count"), maximum=MAX_EXPERTS), fields.integer(key("expert_used_count"))
+    whole = fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE)
+    width = fields.integer(key("expert_feed_forward_length"), whole, maximum=MAX_INTERMEDIATE)
+    dense = tuple(range(fields.integer(key("leading_dense_block_count"), 0, minimum=0)))
+    if used > count or len(dense) >= layers:
+        raise ModelError(f"{fields.where}: {used} of {count} experts in {layers - len(dense)} of {layers} layers cannot be")
+    normalise = rule.normalise if rule.normalise is not None else fields.flag(key("expert_weights_norm"), rule.usually_normalised)
+    routing = Routing(rule.score, normalise, rule.choice_bias)
+    return Experts(
+        count, used, width, 0, dense, whole if dense else 0, routing, False, rule.router_bias, rule.bias,
+        limit=7.0 if rule.clamped else None,             # gpt-oss', which the file does not say
+    )
+
+
+def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+    every = fields.get("decoder_sparse_step") or fields.get("moe_layer_freq") or 1
+    first = fields.get("first_k_dense_replace") or 0
+    named = fields.get("mlp_only_layers") or ()
+    if not isinstance(every, int) or not isinstance(first, int) or not isinstance(named, (list, tuple)):
+        raise ModelError(f"{fields.where}: layers with experts must be said by numbers, got {every!r}, {first!r}, {named!r}")
+    return tuple(layer for layer in range(layers) if layer < first or layer in named or (layer + 1) % every)
+
+
+def _routing(fields: Fields, rule: ExpertRule, count: int) -> Routing:
+    groups, top = 1, 1
+    if rule.groups and fields.get("topk_method") != "greedy":
+        groups, top = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    if count % groups or top > groups:
+        raise ModelError(f"{fields.where}: {top} of {groups} groups of {count} experts cannot be")
+    normalise = rule.normalise if rule.normalise is not None else fields.flag("norm_topk_prob")
+    return Routing(
+        rule.score, normalise, rule.choice_bias, groups, top if groups > 1 else 1, rule.group_score,
+        fields.number("routed_scaling_factor", 1.0) if rule.scaled else 1.0,
+    )

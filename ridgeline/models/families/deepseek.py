@@ -1,0 +1,67 @@
+"""DeepSeek-V2, V2-Lite, V3 and R1, and those that have their layout (Kimi-K2, Moonlight, GLM-4.7-Flash, and MiniCPM3
+without experts): latent attention, shared experts beside the chosen ones, plain MLPs in the first layers. V3 chooses by sigmoid
+scores with a bias, among the best groups."""
+
+from ridgeline.models.family import EXPERT_NAMES, LLAMA_NAMES, NEXT_TOKEN_LAYER, ROPE_TENSORS, ExpertRule, Family
+
+LATENT_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".qkv" not in target} | {
+    "model.layers.{}.self_attn.q_proj": "layers.{}.attention.qkv:q",
+    "model.layers.{}.self_attn.q_a_proj": "layers.{}.attention.qkv:q_down",
+    "model.layers.{}.self_attn.kv_a_proj_with_mqa": "layers.{}.attention.qkv:kv_down",
+    "model.layers.{}.self_attn.q_a_layernorm": "layers.{}.attention.q_norm",
+    "model.layers.{}.self_attn.kv_a_layernorm": "layers.{}.attention.kv_norm",
+    "model.layers.{}.self_attn.q_b_proj": "layers.{}.attention.q_up",
+    "model.layers.{}.self_attn.kv_b_proj": "layers.{}.attention.kv_up",
+}
+
+DEEPSEEK_V3_EXPERTS = ExpertRule(score="sigmoid", choice_bias=True, groups=True, group_score="best two", scaled=True)
+
+DEEPSEEK_EXPERT_NAMES = EXPERT_NAMES | {
+    "model.layers.{}.mlp.shared_experts.gate_proj": "layers.{}.mlp.shared.gate_up:gate",
+    "model.layers.{}.mlp.shared_experts.up_proj": "layers.{}.mlp.shared.gate_up:up",
+    "model.layers.{}.mlp.shared_experts.down_proj": "layers.{}.mlp.shared.down",
+}
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    architectures=("DeepseekV2ForCausalLM",),
+    latent=True,
+    interleaved=True,
+    experts=ExpertRule(groups=True, scaled=True),
+    defaults={"rms_norm_eps": 1e-6},
+    names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
+)
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    latent=True,
+    interleaved=True,
+    experts=DEEPSEEK_V3_EXPERTS,
+    defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": True},
+    names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
+    ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),           # MTP, for drafts
+)
+
+# GLM-4.7-Flash
+GLM4_MOE_LITE = Family(
+    name="glm4_moe_lite",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    latent=True,
+    interleaved=True,
+    experts=DEEPSEEK_V3_EXPERTS,
+    defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 1},
+    names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
+    ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
+)
+
+# Dense, its rope in halves.
+MINICPM3 = Family(
+    name="minicpm3",
+    architectures=("MiniCPM3ForCausalLM",),
+    tied=True,
+    depth_scale=True,
+    latent=True,
+    defaults={"rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+    names=LATENT_NAMES,
+)

@@ -1,0 +1,47 @@
+"""GLM-4: half of each head is rotated, in pairs that lie side by side; gate and up are fused. The 0414 models have norms behind
+attention and MLP as well. GLM-4.5 and 4.6 are mixtures that choose as DeepSeek-V3 does."""
+
+from ridgeline.models.families.deepseek import DEEPSEEK_EXPERT_NAMES, DEEPSEEK_V3_EXPERTS
+from ridgeline.models.family import LLAMA_NAMES, NEXT_TOKEN_LAYER, QK_NORM_NAMES, ROPE_TENSORS, Family
+
+GLM_NAMES = {name: target for name, target in LLAMA_NAMES.items() if "gate_proj" not in name and "up_proj" not in name} | {
+    "model.layers.{}.mlp.gate_up_proj": "layers.{}.mlp.gate_up:gate+up",
+}
+GLM_DEFAULTS = {"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7}
+NO_OUTPUT_BIAS = {"attention_out_bias": ""}
+
+GLM = Family(
+    name="glm",
+    architectures=("GlmForCausalLM",),
+    partial_rotary=True,
+    interleaved=True,
+    spelled=NO_OUTPUT_BIAS,
+    defaults=GLM_DEFAULTS,
+    names=GLM_NAMES,
+)
+
+GLM4 = Family(
+    name="glm4",
+    architectures=("Glm4ForCausalLM",),
+    post_norms=True,
+    partial_rotary=True,
+    interleaved=True,
+    spelled=NO_OUTPUT_BIAS,
+    defaults=GLM_DEFAULTS,
+    names=GLM_NAMES | {
+        "model.layers.{}.post_self_attn_layernorm": "layers.{}.post_attention_norm",
+        "model.layers.{}.post_mlp_layernorm": "layers.{}.post_mlp_norm",
+    },
+)
+
+GLM4_MOE = Family(
+    name="glm4_moe",
+    architectures=("Glm4MoeForCausalLM",),
+    qk_norm=True,                    # where use_qk_norm says so
+    partial_rotary=True,
+    experts=DEEPSEEK_V3_EXPERTS,
+    spelled=NO_OUTPUT_BIAS,
+    defaults={"partial_rotary_factor": 0.5, "norm_topk_prob": True, "use_qk_norm": False},
+    names=LLAMA_NAMES | QK_NORM_NAMES | DEEPSEEK_EXPERT_NAMES,
+    ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
+)

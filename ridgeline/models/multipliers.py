@@ -1,0 +1,32 @@
+"""Factors of embeddings, of what a layer adds to the stream, of scores and of logits, as families spell them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ridgeline.models.config_fields import Fields
+from ridgeline.models.family import Family
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0              # they are divided by it
+    attention: float | None = None   # in place of the head's own scale
+
+
+def read_multipliers(fields: Fields, family: Family) -> Multipliers:
+    if family.multipliers:
+        return Multipliers(
+            fields.number("embedding_multiplier", 1.0), fields.number("residual_multiplier", 1.0),
+            fields.number("logits_scaling", 1.0), fields.number("attention_multiplier", 1.0),
+        )
+    if family.depth_scale:
+        depth = math.sqrt(fields.integer("num_hidden_layers"))
+        hidden = fields.integer("hidden_size")
+        return Multipliers(
+            fields.number("scale_emb"), fields.number("scale_depth") / depth, hidden / fields.integer("dim_model_base"),
+        )
+    return Multipliers()

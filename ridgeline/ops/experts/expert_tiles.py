@@ -1,0 +1,102 @@
+"""Pairs of a token and one of its experts, sorted by expert, and the list of tiles that a grouped product works through.
+
+Both are made on the device, with sizes that the host knows: the list has room for the most tiles that there can be, and its end
+is marked. So nothing waits for the device, and a CUDA graph can hold it. Pairs of one expert keep their order.
+
+    pair     token * used + place
+    order    int32 [pairs]: pairs, sorted by expert
+    tiles    int32 [most tiles, 3]: expert (−1: no tile), first place in `order`, place behind the last
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.launch import dependent_launch, power_of_two
+from ridgeline.ops.registry import tl, triton_kernel
+
+ONE_CTA_PAIRS = 2048                 # more are sorted by torch's kernels, which several SMs share
+_CHUNK = 32                          # pairs that are counted at once
+
+
+def most_tiles(pairs: int, experts: int, rows: int) -> int:
+    """Tiles of `rows` pairs: one that is not full for each expert that can be visited, and full ones."""
+    visited = min(pairs, experts)
+    return visited + (pairs - visited) // rows
+
+
+def sorted_pairs(chosen: Tensor, experts: int, rows: int, reads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """chosen int64 [T, used] -> order, tiles; `reads` int32 [1] gets the number of experts that have any."""
+    pairs = chosen.numel()
+    device = chosen.device
+    if pairs > ONE_CTA_PAIRS:
+        return _sorted_by_torch(chosen.flatten(), experts, rows, reads)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty((most_tiles(pairs, experts, rows), 3), dtype=torch.int32, device=device)
+    if pairs:
+        _sort_experts_kernel[1,](
+            chosen, order, tiles, order if reads is None else reads, pairs, len(tiles), READS=reads is not None,
+            BLOCK=power_of_two(experts), CHUNK=_CHUNK, ROWS=rows, TILES=power_of_two(len(tiles)), num_warps=8,
+            **dependent_launch(device),
+        )
+    return order, tiles
+
+
+def _sorted_by_torch(flat: Tensor, experts: int, rows: int, reads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    order = flat.argsort(stable=True)
+    numbers = torch.arange(experts, device=flat.device)
+    ends = torch.searchsorted(flat[order], numbers, right=True)
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    if reads is not None:
+        reads.copy_((ends > starts).sum())
+    counts = (ends - starts + rows - 1) // rows
+    last = counts.cumsum(0)
+    places = torch.arange(most_tiles(len(flat), experts, rows), device=flat.device)
+    expert = torch.searchsorted(last, places, right=True)
+    known = expert.clamp(max=experts - 1)
+    first = starts[known] + (places - (last - counts)[known]) * rows
+    stop = torch.minimum(first + rows, ends[known])
+    tiles = torch.stack((torch.where(expert < experts, expert, -1), first, stop), dim=1)
+    return order.int(), tiles.int()
+
+
+@triton_kernel(do_not_specialize=["pairs", "num_tiles"])
+def _sort_experts_kernel(  # type: ignore[no-untyped-def]
+    chosen_ptr, order_ptr, tiles_ptr, reads_ptr, pairs, num_tiles, READS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One CTA counts the pairs of every expert, gives every pair its place, and writes the tiles."""
+    expert = tl.arange(0, BLOCK)
+    pair = tl.arange(0, CHUNK)
+    tile = tl.arange(0, TILES)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    counts = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, pairs, CHUNK):
+        mine = tl.load(chosen_ptr + start + pair, mask=start + pair < pairs, other=-1).to(tl.int32)
+        counts += tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
+    starts = tl.cumsum(counts, 0) - counts
+    if READS:
+        tl.store(reads_ptr, tl.sum((counts > 0).to(tl.int32)))
+    # Places: the expert's first one, and one more for each of its pairs before.
+    before = starts
+    for start in range(0, pairs, CHUNK):
+        mine = tl.load(chosen_ptr + start + pair, mask=start + pair < pairs, other=-1).to(tl.int32)
+        hits = (mine[:, None] == expert[None, :]).to(tl.int32)
+        places = tl.sum(hits * (before[None, :] + tl.cumsum(hits, 0) - hits), 1)
+        tl.store(order_ptr + places, start + pair, mask=start + pair < pairs)
+        before += tl.sum(hits, 0)
+    tl.store(tiles_ptr + 3 * tile, tl.full((TILES,), -1, tl.int32), mask=tile < num_tiles)
+    tl.debug_barrier()                                   # the marks of the end come first
+    needed = (counts + ROWS - 1) // ROWS
+    at = tl.cumsum(needed, 0) - needed
+    for number in range(tl.max(needed)):
+        has = number < needed
+        first = starts + number * ROWS
+        place = tiles_ptr + 3 * (at + number)
+        tl.store(place, expert, mask=has)
+        tl.store(place + 1, first, mask=has)
+        tl.store(place + 2, tl.minimum(first + ROWS, starts + counts), mask=has)

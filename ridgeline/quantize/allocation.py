@@ -1,0 +1,47 @@
+"""Which format each linear gets under a budget: the fewest bytes whose predicted cost fits. No torch.
+
+Costs of linears add up (a first-order picture, corrected by what the card measures). So this is a knapsack, solved exactly on a
+grid of costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+STEPS = 2000                         # of the budget
+
+
+def allocate(sizes: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int] | None:
+    """For every unit the number of its option: least sum of sizes with a sum of costs within the budget. None: nothing fits.
+
+    Costs are rounded up to budget / STEPS, so the result never exceeds the budget.
+    """
+    best = np.zeros(STEPS + 1)                           # bytes of the units so far, by the steps that they may cost
+    choices = []
+    for unit_sizes, unit_costs in zip(sizes, costs, strict=True):
+        steps = [_steps(cost, budget) for cost in unit_costs]
+        found, chosen = np.full(STEPS + 1, np.inf), np.zeros(STEPS + 1, dtype=np.int64)
+        for option, (size, step) in enumerate(zip(unit_sizes, steps, strict=True)):
+            if step > STEPS:
+                continue
+            tried = np.full(STEPS + 1, np.inf)
+            tried[step:] = best[: STEPS + 1 - step] + size
+            better = tried < found
+            found[better], chosen[better] = tried[better], option
+        best = found
+        choices.append((chosen, steps))
+    if not np.isfinite(best[STEPS]):
+        return None
+    left, picked = STEPS, []
+    for chosen, steps in reversed(choices):
+        picked.append(int(chosen[left]))
+        left -= steps[picked[-1]]
+    return picked[::-1]
+
+
+def _steps(cost: float, budget: float) -> int:
+    if cost <= 0:
+        return 0
+    return STEPS + 1 if budget <= 0 else int(min(np.ceil(cost / budget * STEPS - 1e-9), STEPS + 1))

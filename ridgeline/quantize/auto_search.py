@@ -1,0 +1,110 @@
+"""`--recipe auto`: the fewest bytes that meet limits of quality.
+
+    what each linear costs ─▶ formats that fit the budget ─▶ quantise ─▶ card ─▶ a better budget ─▶ …
+
+The card decides, not the prediction: the first allocation is predicted, each further one is corrected by what the last card says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import ConfigError
+from ridgeline.quantize.allocation import allocate
+from ridgeline.quantize.card import LIMITS
+from ridgeline.quantize.plain_model import PlainModel
+from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
+from ridgeline.quantize.sensitivity import Unit, measure
+
+# From small to large; the linears keep the model's dtype after the last.
+OPTIONS = ("int4-gptq", "int4-gptq-asym/32", "fp8")
+TRIES = 4
+CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
+MARGIN = 0.93                        # of the limit that the next try aims at
+TOKENS = 512                         # of the calibration text, to measure what linears cost
+
+
+def option_recipe(option: str, base: QuantizeRecipe) -> QuantizeRecipe:
+    name, _, group = option.partition("/")
+    return read_recipe(name, int(group) if group else None, base.keep, base.keep_first, base.keep_last)
+
+
+def measured_units(path: Path, base: QuantizeRecipe, passages: list[list[int]], kept: Path, show: bool) -> list[Unit]:
+    """What each linear costs; kept in a file beside the output, so that a stopped run need not measure again."""
+    model = PlainModel(path)
+    try:
+        stamp = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in model.files()]
+        key = json.loads(json.dumps([stamp, base.as_data(), passages]))
+        try:
+            found = json.loads(kept.read_text())
+            if found["key"] == key:
+                return [Unit(**{name: tuple(value) for name, value in unit.items()}) for unit in found["units"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            pass                                         # none, or of another run
+        options = [model.linears(option_recipe(option, base)) for option in OPTIONS]
+        plain = [replace(linear, format=None) for linear in options[0]]
+        units = measure(model, [*options, plain], passages, show)
+    finally:
+        model.close()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(json.dumps({"key": key, "units": [asdict(unit) for unit in units]}))
+    return units
+
+
+def chosen_recipe(units: list[Unit], budget: float, base: QuantizeRecipe) -> QuantizeRecipe | None:
+    picked = allocate([unit.sizes for unit in units], [unit.costs for unit in units], budget)
+    if picked is None:
+        return None
+    formats = {}
+    for unit, option in zip(units, picked, strict=True):
+        for module in unit.modules:
+            formats[module] = OPTIONS[option] if option < len(OPTIONS) else None
+    return exact_recipe("auto", {
+        module: None if option is None else option_recipe(option, base).rules[0] for module, option in formats.items()
+    }, base)
+
+
+def excess(card: dict[str, Any], limits: dict[str, float]) -> float:
+    """The worst slice's figure as a share of its limit; at most 1: all limits are met."""
+    worst = 0.0
+    for name, limit in limits.items():
+        for row in card["quality"]["slices"].values():
+            value = LIMITS[name](row)
+            worst = max(worst, value / limit if limit > 0 else (0.0 if value <= 0 else float("inf")))
+    return worst
+
+
+def search(
+    units: list[Unit], limits: dict[str, float], base: QuantizeRecipe,
+    make: Callable[[QuantizeRecipe], dict[str, Any]], say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """`make` writes an output and returns its card. Returns the card of the smallest that met the limits."""
+    most = sum(unit.costs[0] for unit in units)          # everything at the fewest bits
+    budget = min(limits.get("kl", most), most)
+    best: dict[str, Any] | None = None
+    nearest: tuple[float, dict[str, Any]] | None = None
+    tried: set[str] = set()
+    for number in range(TRIES):
+        recipe = chosen_recipe(units, budget, base)
+        if recipe is None or str(recipe) in tried:
+            break
+        tried.add(str(recipe))
+        card = make(recipe)
+        share, size = excess(card, limits), card["size"]["output_bytes"]
+        say(f"try {number + 1}: {size / 1e9:.3f} GB, the worst slice is at {share:.0%} of its limit")
+        if share <= 1 and (best is None or size < best["size"]["output_bytes"]):
+            best = card
+        if nearest is None or share < nearest[0]:
+            nearest = share, card
+        if CLOSE <= share <= 1 or (share <= 1 and budget >= most):
+            break
+        budget = min(budget * MARGIN / max(share, 1e-3), most)
+    if best is None:
+        said = "" if nearest is None else (f": the nearest has a slice at {nearest[0]:.2f} times its limit, "
+                                           f"with {nearest[1]['size']['output_bytes'] / 1e9:.2f} GB")
+        raise ConfigError(f"no formats of auto meet the limits{said}")
+    return best

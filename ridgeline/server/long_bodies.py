@@ -1,0 +1,207 @@
+"""Long bodies are read in a process of their own: parsed, checked, rendered and tokenised.
+
+A decoder of JSON, a regular expression or a copy of 16 MB holds Python's lock for tens of milliseconds, in whichever thread it
+runs, and as long again for every program that takes this one's core. Health checks and streams of other clients would wait. What
+comes back is short: token ids, and the request without its prompt. The process (server/body_process) is started by the first long
+body and ends after a while without one. Knows frames and errors; the functions that read are given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ridgeline import errors
+from ridgeline.engine.client.long_work import HUGE_BYTES, HUGE_WORK, LONG_BYTES, away_if_long
+from ridgeline.engine.client.request_context import Caller
+from ridgeline.errors import RidgelineError, TryAgain
+from ridgeline.metrics import SPENT
+from ridgeline.process.framed_child import FramedChild
+from ridgeline.process.log import get_logger
+from ridgeline.server import server_errors
+from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore, Stored
+from ridgeline.server.http.stream import Body
+
+logger = get_logger("server")
+
+MANY_PARTS = 20_000                  # strings, lists and objects: 10 ms to decode; a body with more is long whatever its bytes
+ANSWER_SECONDS = 60.0                # for a body to be read; the first one also waits for imports and the tokenizer
+IDLE_SECONDS = 60.0                  # without a long body, until the process ends
+PIPE_BYTES = 2**20                   # in a pipe of 64 KB, a body of 16 MB would wait 256 times for the other process to run
+MODULE = "ridgeline.server.body_process"
+
+Reads = Callable[[Any, Caller, bytes], Awaitable[Any]]
+
+
+class Recalled(msgspec.Struct):
+    """A stored response that a body refers to."""
+
+    name: str
+    key: int
+    response: bytes
+    input: bytes
+    before: bytes
+    items: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, entry: Stored) -> Recalled:
+        return cls(name, entry.key, entry.response, entry.input, entry.before, entry.items)
+
+
+class Task(msgspec.Struct):
+    """The first part of a question to the process; the body's bytes follow it."""
+
+    function: str
+    key: int                         # the number of the caller's API key
+    recalled: list[Recalled] | None  # None: ask for those that the body refers to
+
+
+class Failure(msgspec.Struct, tag=True):
+    """An error that the function has raised."""
+
+    kind: str
+    message: str
+    field: str = ""
+    retry_after: float | None = None
+    details: dict[str, Any] | None = None
+
+
+class Wanted(msgspec.Struct, tag=True):
+    """The body refers to stored responses: they are to be sent with it."""
+
+    name: str | None
+    items: list[str]
+
+
+class Made(msgspec.Struct, tag=True):
+    """What the function has returned: an answer as JSON, or what is known of the request as msgpack."""
+
+    result: bytes
+    is_answer: bool
+    tokenising: float                # CPU seconds
+
+
+Reply = Failure | Wanted | Made
+TO_REPLY = msgspec.msgpack.Decoder(Reply)
+_ERRORS: Mapping[str, type[RidgelineError]] = {
+    each.__name__: each for module in (errors, server_errors) for each in vars(module).values()
+    if isinstance(each, type) and issubclass(each, RidgelineError)
+}
+
+_ABOUT = ("field", "retry_after", "details")             # what an error may say besides its message
+
+
+def failure_of(error: RidgelineError) -> Failure:
+    """The error as plain data. A subclass that only one endpoint knows is sent as the class that it extends."""
+    kind = next(each for each in type(error).__mro__ if each.__name__ in _ERRORS)
+    known = {name: value for name in _ABOUT if (value := getattr(error, name, None)) is not None}
+    return Failure(kind.__name__, str(error), **known)
+
+
+def error_of(failure: Failure) -> RidgelineError:
+    error = _ERRORS[failure.kind](failure.message)
+    for name in _ABOUT:
+        if (value := getattr(failure, name)) is not None:
+            setattr(error, name, value)
+    return error
+
+
+def name_of(function: Reads) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', '')}"
+
+
+def is_long(parts: Iterable[bytes], size: int, answers: bool = False) -> bool:
+    """Whether a body takes too long to be read in this process. `answers`: so would its answer, of every word of the body."""
+    most = LONG_BYTES if answers else HUGE_BYTES
+    if size <= LONG_BYTES or size > most:
+        return size > most
+    found = sum(part.count(b'"') // 2 + part.count(b"[") + part.count(b"{") for part in parts)
+    return found > MANY_PARTS
+
+
+class BodyReader:
+    """Reads every body in this process: long ones in threads. The part of LongBodies that needs no process."""
+
+    async def read(self, function: Reads, service: Any, caller: Caller, body: Body) -> Any:
+        return await function(service, caller, body.data)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class LongBodies(BodyReader):
+    """Reads long bodies in a process. `results`: by name, the functions that may run there and the types of what they return;
+    `settings`: what the process is told first; `stored`: the responses that a body may refer to."""
+
+    def __init__(self, results: Mapping[str, Any], settings: Callable[[], bytes], stored: ResponseStore) -> None:
+        self._decoders = {name: None if kind is bytes else msgspec.msgpack.Decoder(kind) for name, kind in results.items()}
+        self._settings = settings
+        self._stored = stored
+        stored.most_recalled = HUGE_BYTES
+        self._child: FramedChild | None = None           # used only by the one thread of HUGE_WORK, while `_reading`
+        self._reading = 0
+        self._idle: asyncio.TimerHandle | None = None
+
+    async def read(self, function: Reads, service: Any, caller: Caller, body: Body) -> Any:
+        name = name_of(function)
+        wanted: Wanted | None = None
+        if name not in self._decoders or not is_long(body.parts, body.size, self._decoders[name] is None):
+            try:
+                return await function(service, caller, body.data)
+            except NeedsStored as needs:                 # a short body that continues a long conversation
+                wanted = Wanted(needs.name, needs.items)
+        reply = wanted or await self._ask(name, caller, body, None)
+        if isinstance(reply, Wanted):
+            entries = self._stored.referred(reply.name, reply.items, caller.key)
+            reply = await self._ask(name, caller, body, [Recalled.of(*each) for each in entries.items()])
+        if isinstance(reply, Failure):
+            raise error_of(reply)
+        assert isinstance(reply, Made)
+        SPENT["tokenising"] += reply.tokenising
+        decoder = self._decoders[name]
+        if decoder is None or reply.is_answer:
+            return reply.result
+        return await away_if_long(len(reply.result), partial(decoder.decode, reply.result))
+
+    async def _ask(self, name: str, caller: Caller, body: Body, recalled: list[Recalled] | None) -> Reply:
+        task = msgspec.msgpack.encode(Task(name, caller.key, recalled))
+        parts = [len(task).to_bytes(4, "little"), task, *body.parts]
+        self._reading += 1
+        if self._idle is not None:
+            self._idle.cancel()
+        try:
+            return await HUGE_WORK.run(lambda: self._answer(parts), body.size)
+        finally:
+            self._reading -= 1
+            if not self._reading:
+                self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_idle)
+
+    def _answer(self, parts: list[bytes]) -> Reply:
+        """In a thread: it waits in system calls, which do not hold Python's lock."""
+        try:
+            if self._child is None or not self._child.alive:
+                self.close()
+                self._child = FramedChild(MODULE, stderr=subprocess.DEVNULL, pipe_bytes=PIPE_BYTES)
+                self._child.ask([self._settings()], ANSWER_SECONDS)
+            return TO_REPLY.decode(self._child.ask(parts, ANSWER_SECONDS))
+        except OSError as error:
+            raise TryAgain(f"the process that reads long requests cannot be started ({error.strerror})", 1.0) from None
+        except TimeoutError:
+            raise TryAgain(f"the request was not read within {ANSWER_SECONDS:g} s; try again later", 1.0) from None
+        except EOFError:
+            logger.warning("the process that reads long requests has ended; the next one starts another")
+            raise TryAgain("the process that read the request has ended; try again later", 1.0) from None
+
+    def _end_idle(self) -> None:
+        if not self._reading:
+            self.close()
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()

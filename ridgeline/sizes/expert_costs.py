@@ -1,0 +1,75 @@
+"""Costs and cases of the ops of a mixture of experts; conventions as in op_costs.py. Weights count for the experts that some
+token has chosen, once each."""
+
+from __future__ import annotations
+
+from ridgeline.sizes.op_costs import INDEX_BYTES, SCALE_BYTES, Case, Cost, gated_activation_cost
+
+KERNELS = 5                          # of a mixture: choose, sort, up, down, sum
+
+
+def chosen_experts(tokens: int, experts: int, used: int, spread: int) -> list[list[int]]:
+    """The experts of each token in a case: neighbours, `spread` further for each token."""
+    return [[(token * spread + place) % experts for place in range(used)] for token in range(tokens)]
+
+
+def route_cost(
+    *, tokens: int, experts: int, used: int, bias: bool, element_bytes: int, score: str = "softmax", normalise: bool = False,
+    groups: int = 1, **rule: object,
+) -> Cost:
+    """Scores, and `used` times the best of them."""
+    per_token = 4 * experts + used * experts + (2 * used if normalise else 0) + experts * (bias + (groups > 1))
+    moved = tokens * (experts * element_bytes + used * (INDEX_BYTES + SCALE_BYTES)) + experts * SCALE_BYTES * bias
+    return Cost(tokens * per_token, moved)
+
+
+ROUTE_CASES = tuple(
+    Case(name, {"tokens": tokens, "experts": experts, "used": used, "bias": bias, **rule}, dtypes=("float64", "float32"),
+         timed=timed)
+    for name, tokens, experts, used, bias, timed, rule in (
+        ("one", 1, 8, 2, False, False, {"normalise": True}),
+        ("odd", 5, 13, 3, False, False, {}),
+        ("all", 3, 4, 4, False, False, {"normalise": True}),
+        ("sigmoid", 4, 16, 4, True, False, {"score": "sigmoid", "normalise": True, "scale": 2.5}),
+        ("groups", 6, 16, 4, True, False,
+         {"score": "sigmoid", "normalise": True, "groups": 4, "top_groups": 2, "group_score": "best two", "scale": 2.5}),
+        ("groups-best", 6, 12, 2, False, False, {"groups": 3, "top_groups": 2, "scale": 16.0}),
+        ("qwen3-30b", 128, 128, 8, False, True, {"normalise": True}),
+    )
+)
+
+
+def experts_cost(
+    *, tokens: int, hidden: int, width: int, experts: int, used: int, spread: int, element_bytes: int, bias: bool = False,
+    kind: str = "silu", limit: float | None = None, visited: float | None = None, weight_bytes: float | None = None,
+) -> Cost:
+    """`visited`: experts that are read, where the case does not say it by its routing."""
+    if visited is None:
+        visited = len({expert for token in chosen_experts(tokens, experts, used, spread) for expert in token})
+    pairs = tokens * used
+    activation = gated_activation_cost(tokens=pairs, intermediate=width, kind=kind, element_bytes=element_bytes).flops
+    flops = pairs * (6 * hidden * width + 2 * hidden) + activation
+    weights = 3 * hidden * width * (element_bytes if weight_bytes is None else weight_bytes)
+    if bias:
+        flops += pairs * (2 * width + hidden)
+        weights += (2 * width + hidden) * element_bytes
+    moved = 2 * tokens * hidden * element_bytes + pairs * (INDEX_BYTES + SCALE_BYTES)
+    return Cost(flops, round(visited * weights) + moved)
+
+
+EXPERTS_CASES = tuple(
+    Case(name, {
+        "tokens": tokens, "hidden": hidden, "width": width, "experts": experts, "used": used, "spread": spread, "bias": bias,
+        "kind": kind, "limit": limit,
+    }, timed=timed)
+    for name, tokens, hidden, width, experts, used, spread, bias, kind, limit, timed in (
+        ("one", 1, 32, 16, 8, 2, 0, False, "silu", None, False),
+        ("one-odd", 1, 37, 19, 5, 3, 0, True, "silu", None, False),
+        ("few", 5, 48, 40, 8, 2, 3, False, "silu", None, False),
+        ("few-alike", 7, 40, 24, 16, 4, 0, False, "gelu_tanh", None, False),
+        ("clamped", 6, 40, 24, 4, 2, 1, True, "silu", 1.0, False),
+        ("many", 70, 48, 33, 4, 2, 1, False, "silu", None, False),
+        ("all", 9, 16, 16, 3, 3, 1, True, "silu", None, False),
+        ("decode-8", 8, 512, 192, 32, 4, 4, False, "silu", None, True),
+    )
+)

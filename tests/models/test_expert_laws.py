@@ -1,0 +1,168 @@
+"""Laws of mixtures with real weights: an MLP cut into slices that are all chosen with weight 1 is the MLP, and so are copies of
+it whose weights sum to 1. And what a checkpoint may store differently: all experts in one tensor, or in MXFP4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
+from torch import Tensor
+
+from ridgeline.distributed.comm import Communicator
+from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.expert_config import Experts, Routing
+from ridgeline.models.gguf import GGUFFile
+from ridgeline.models.model_config import ModelConfig, load_model_config
+from ridgeline.models.weights import deinterleaved, model_pieces
+
+TOKENS = random_tokens(9)
+LAYERS = 2                           # of the real model: its first and one from the middle
+
+
+@pytest.fixture(scope="module")
+def dense(embedded_model: Path) -> Decoder:
+    """Two layers of the embedded model, in float64."""
+    config = load_model_config(embedded_model)
+    config = dataclasses.replace(
+        config, num_layers=LAYERS, windows=config.windows[:LAYERS], ropes=config.ropes[:LAYERS], stored_block_bytes=0,
+        quantisation=None,
+    )
+    model = Decoder(config, Communicator(), torch.float64, "cpu", 64)
+    names = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm", "output": "attn_output", "down": "ffn_down", "q": "attn_q",
+             "k": "attn_k", "v": "attn_v", "gate": "ffn_gate", "up": "ffn_up", "embed": "token_embd", "norm": "output_norm"}
+    with GGUFFile(embedded_model) as file:
+        for name, piece in model_pieces(model).items():
+            path, _, part = name.partition(":")
+            *place, module, _ = path.split(".")
+            layer = f"blk.{15 * int(place[1])}." if place else ""
+            values = torch.from_numpy(file.read(f"{layer}{names[part or module]}.weight"))
+            piece.target.copy_(deinterleaved(values, config.head_dim) if part in ("q", "k") else values)
+    model.finish()
+    return model
+
+
+def mixture(dense: Decoder, experts: Experts, seed: int | None) -> Decoder:
+    """The same model with `experts`, which are slices of its MLP, one after the other, or copies; routers are zero without a
+    seed."""
+    config = dataclasses.replace(dense.config, experts=experts)
+    model = Decoder(config, Communicator(), torch.float64, "cpu", 64)
+    whole = dense.config.intermediate_size
+    mine, theirs = dict(model.named_parameters()), dict(dense.named_parameters())
+    generator = torch.Generator().manual_seed(seed or 0)
+    for name, parameter in mine.items():
+        if ".mlp." not in name:
+            parameter.copy_(theirs[name])
+        elif "router" in name:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0 * noise if seed is None else noise)
+    for ours, layer in zip(model.layers, dense.layers, strict=True):
+        gate, up = layer.mlp.gate_up.weight.split(whole)
+        for expert in range(experts.count):
+            first = expert * experts.width % whole
+            rows = slice(first, first + experts.width)
+            ours.mlp.experts.gate_up[expert] = torch.cat((gate[rows], up[rows]))
+            ours.mlp.experts.down[expert] = layer.mlp.down.weight[:, rows]
+    return model
+
+
+def logits(model: Decoder) -> Tensor:
+    return teacher_forced_logits(model, TOKENS, 7)
+
+
+def test_slices_that_are_all_chosen_are_the_dense_model(dense: Decoder) -> None:
+    width = dense.config.intermediate_size
+    sliced = Experts(4, 4, width // 4, routing=Routing(scale=4.0))       # even scores of a quarter, times four
+    found, expected = logits(mixture(dense, sliced, None)), logits(dense)
+    assert float(expected.std()) > 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    fewer = dataclasses.replace(sliced, used=3)
+    assert float((logits(mixture(dense, fewer, None)) - expected).abs().max()) > 1e-3
+
+
+def test_copies_whose_weights_sum_to_one_are_the_dense_model(dense: Decoder) -> None:
+    copies = Experts(3, 2, dense.config.intermediate_size, routing=Routing(normalise=True))
+    expected = logits(dense)
+    torch.testing.assert_close(logits(mixture(dense, copies, 7)), expected, rtol=0, atol=1e-11)
+    loose = dataclasses.replace(copies, routing=Routing())
+    assert float((logits(mixture(dense, loose, 7)) - expected).abs().max()) > 1e-3
+
+
+# ---- as checkpoints store them ---------------------------------------------------------------------------------------
+
+
+def rewritten(path: Path, change: dict[str, Tensor], config: dict[str, object] | None = None) -> Path:
+    save_file({name: tensor.contiguous() for name, tensor in change.items()}, path / "model.safetensors")
+    if config is not None:
+        raw = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(raw | config))
+    return path
+
+
+def test_experts_in_one_tensor_are_the_same_model(tmp_path: Path) -> None:
+    """As transformers 5 keeps them in memory, and newer checkpoints on disk."""
+    path = save_checkpoint("qwen3_moe", tmp_path, dtype=torch.float64)
+    expected = logits(load(path, torch.float64))
+    tensors = load_file(path / "model.safetensors")
+    count = load_model_config(path).experts.count        # type: ignore[union-attr]
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in sorted({name.partition(".mlp.experts.")[0] for name in tensors if ".experts." in name}):
+        def each(part: str, layer: str = layer) -> list[Tensor]:
+            return [tensors[f"{layer}.mlp.experts.{expert}.{part}_proj.weight"] for expert in range(count)]
+
+        pairs = zip(each("gate"), each("up"), strict=True)
+        fused[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+        fused[f"{layer}.mlp.experts.down_proj"] = torch.stack(each("down"))
+    assert len(fused) < len(tensors)
+    assert torch.equal(logits(load(rewritten(path, fused), torch.float64)), expected)
+    name = next(name for name in fused if name.endswith("gate_up_proj"))
+    with pytest.raises(ModelError, match=r"lacks model\.layers\.\d+\.mlp\.experts\.7\.gate_proj\.weight"):
+        load(rewritten(path, fused | {name: fused[name][:7]}), torch.float64)
+
+
+def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Blocks of 32 inputs: two codes a byte, the first in its lower half, and a power of two for each block."""
+    path = save_checkpoint("gpt_oss", tmp_path, hidden_size=64, intermediate_size=32)
+    tensors = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    packed, plain = {}, {}
+    for name, tensor in tensors.items():
+        packed[name] = plain[name] = tensor
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, inputs, outputs = tensor.shape
+        codes = torch.randint(0, 16, (experts, outputs, inputs), generator=generator)
+        scales = torch.randint(122, 126, (experts, outputs, inputs // 32), generator=generator)
+        del packed[name]
+        pairs = codes.view(experts, outputs, inputs // 32, 16, 2)
+        packed[f"{name}_blocks"] = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
+        packed[f"{name}_scales"] = scales.to(torch.uint8)
+        numbers = grid[codes] * (scales.double() - 127).exp2().float().repeat_interleave(32, dim=-1)
+        plain[name] = numbers.transpose(1, 2)
+    expected = logits(load(rewritten(path, plain), torch.float64))
+    config = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}}
+    found = logits(load(rewritten(path, packed, config), torch.float64))
+    formats = LinearFormats(load_model_config(path), "none", "cuda")
+    assert all(formats(f"layers.0.attention.{name}").format is None for name in ("qkv", "output"))       # not in MXFP4
+    assert float(expected.std()) > 0.5
+    assert torch.equal(found, expected)
+
+
+def test_the_ledger_counts_experts(tmp_path: Path) -> None:
+    """Predicted parameters are those of the decoder, for every mixture."""
+    for name in ("mixtral", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss"):
+        path = save_checkpoint(name, tmp_path / name)
+        config: ModelConfig = load_model_config(path)
+        model = Decoder(config, Communicator(), torch.float32, "cpu", 32)
+        shared = model.embed.weight.numel() if config.tied else 0
+        held = sum(parameter.numel() for parameter in model.parameters())
+        assert held == config.num_parameters and (shared == 0 or model.head.weight is model.embed.weight)

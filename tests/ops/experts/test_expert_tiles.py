@@ -1,0 +1,64 @@
+"""Pairs sorted by expert, and the tiles of a grouped product: every pair in one tile, in order, and no more room than said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ridgeline.ops.experts import expert_tiles, experts_op, route
+from ridgeline.ops.experts.expert_products import tile_for
+from ridgeline.sizes.expert_costs import chosen_experts
+
+
+@pytest.mark.parametrize(("tokens", "used", "experts", "spread", "rows"), [
+    (1, 2, 8, 0, 16), (300, 4, 13, 1, 16), (5, 3, 4, 3, 16), (200, 8, 128, 8, 16), (64, 8, 128, 0, 32), (33, 1, 3, 1, 16),
+])
+def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, used: int, experts: int, spread: int, rows: int) -> None:
+    chosen = torch.tensor(chosen_experts(tokens, experts, used, spread))
+    reads = torch.zeros(1, dtype=torch.int32)
+    order, tiles = expert_tiles._sorted_by_torch(chosen.flatten(), experts, rows, reads)
+    assert len(tiles) == expert_tiles.most_tiles(tokens * used, experts, rows)
+    flat, seen = chosen.flatten().tolist(), []
+    for expert, first, stop in tiles.tolist():
+        if expert >= 0:
+            pairs = order[first:stop].tolist()
+            assert 0 < len(pairs) <= rows and pairs == sorted(pairs) and {flat[pair] for pair in pairs} == {expert}
+            seen += pairs
+    assert sorted(seen) == list(range(tokens * used))
+    assert int(reads) == len(set(flat)) == len({expert for expert, *_ in tiles.tolist() if expert >= 0})
+
+
+def test_tiles_grow_with_the_rows_of_an_expert() -> None:
+    rows = [tile_for(pairs, 128, True).rows for pairs in (8, 128 * 16, 128 * 17, 128 * 64, 128 * 1000)]
+    assert rows == [16, 16, 32, 64, 128]
+    for pairs in (8, 4000, 10**6):                       # both products go through one list of tiles
+        assert tile_for(pairs, 128, True).rows == tile_for(pairs, 128, False).rows
+
+
+def test_only_visited_experts_are_touched_on_a_cpu() -> None:
+    """The weights of the others may be anything."""
+    case = next(case for case in experts_op.experts.cases if case.name == "few-alike")
+    (x, gate_up, down, chosen, weights, kind), options = experts_op.experts.inputs(
+        torch.Generator().manual_seed(0), torch.float64, "cpu", **case.sizes
+    )
+    expected = experts_op.experts_reference(x, gate_up, down, chosen, weights, kind, **options)
+    others = [expert for expert in range(len(gate_up)) if expert not in chosen.unique().tolist()]
+    gate_up[others], down[others] = torch.nan, torch.nan
+    reads = torch.zeros(1, dtype=torch.int32)
+    torch.testing.assert_close(experts_op.experts(x, gate_up, down, chosen, weights, kind, **options, reads=reads), expected)
+    assert int(reads) == len(gate_up) - len(others)
+
+
+def test_experts_are_chosen_among_the_best_groups() -> None:
+    """By hand: groups (0, 1), (2, 3), (4, 5); the best two have the best expert each, and the bias changes the choice alone."""
+    logits = torch.tensor([[3.0, 0.0, 2.0, 1.9, 2.5, -1.0]], dtype=torch.float64)
+    chosen, weights = route.route(logits, 3, groups=3, top_groups=2, scale=2.0)
+    assert chosen.tolist() == [[0, 4, 1]]                # 2 and 3 are better than 1, and in the third group
+    torch.testing.assert_close(weights, 2 * logits.softmax(-1)[:, [0, 4, 1]])
+    chosen, _ = route.route(logits, 2, score="sigmoid", groups=3, top_groups=1, group_score="best two")
+    assert chosen.tolist() == [[2, 3]]                   # together the best pair
+    bias = torch.tensor([0.0, 5.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    chosen, weights = route.route(logits, 1, score="sigmoid", bias=bias)
+    assert chosen.tolist() == [[1]] and weights.tolist() == [[0.5]]
+    _, weights = route.route(logits, 2, score="sigmoid", normalise=True)
+    assert weights.sum() == pytest.approx(1.0)

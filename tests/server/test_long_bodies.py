@@ -1,0 +1,296 @@
+"""Bodies read in a process of their own: the same answers, errors and stored conversations as in the server's process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from scripted_server import ScriptedServer
+from served_model import wait_until, write_model
+
+from ridgeline.engine.client.long_work import HUGE_BYTES, LONG_BYTES
+from ridgeline.engine.client.request_context import LOCAL
+from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, TryAgain
+from ridgeline.server import long_bodies
+from ridgeline.server.api import prepare
+from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore
+from ridgeline.server.body_process import LentResponses, settings_of
+from ridgeline.server.body_work import RESULTS
+from ridgeline.server.http.stream import Body, HeldBodies
+from ridgeline.server.long_bodies import (
+    MANY_PARTS,
+    BodyReader,
+    LongBodies,
+    Made,
+    Recalled,
+    Wanted,
+    error_of,
+    failure_of,
+    is_long,
+)
+from ridgeline.server.options import ServerOptions
+from ridgeline.server.server_errors import ModelNotFound
+
+TURN = [{"role": "user", "content": "a"}]
+LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
+TOOL = {"type": "function", "function": LOOK}
+FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+
+# Of every endpoint that reads a body: answered and refused.
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": TURN}),
+    ("/v1/chat/completions", {"messages": TURN, "stream": True, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {"messages": TURN, "tools": [TOOL], "logit_bias": {"5": 1.5}, "seed": 7, "return_token_ids": True}),
+    ("/v1/chat/completions", {"messages": TURN, "functions": [LOOK], "function_call": {"name": "look"}}),
+    ("/v1/chat/completions", {"messages": TURN, "response_format": FORM}),
+    ("/v1/chat/completions", {"messages": [*TURN, {"role": "assistant", "content": "so"}], "echo": True,
+                              "add_generation_prompt": False, "continue_final_message": True}),
+    ("/v1/chat/completions", {"messages": TURN, "temprature": 1}),
+    ("/v1/chat/completions", {"messages": TURN, "model": "other"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 5000}]}),
+    ("/v1/chat/completions", {"messages": TURN, "chat_template_kwargs": {"x": 2**70}}),
+    ("/v1/chat/completions", {"messages": TURN, "guided_regex": "("}),
+    ("/v1/chat/completions/batch", {"messages": [TURN, TURN]}),
+    ("/v1/completions", {"prompt": "some text", "echo": True, "max_tokens": 4, "logprobs": 1}),
+    ("/v1/completions", {"prompt": ["one", "two"], "n": 2}),
+    ("/v1/completions", {"prompt": [5, 6, 7], "stream": True}),
+    ("/v1/completions", {"prompt": "many words of text", "truncate_prompt_tokens": 3, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": ""}),
+    ("/v1/completions", {"prompt": ["a"] * 40}),
+    ("/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": TURN, "system": "short"}),
+    ("/v1/messages", {"model": "tiny", "max_tokens": 5, "messages": TURN, "thread": "x"}),
+    ("/v1/messages/count_tokens", {"model": "tiny", "messages": TURN}),
+    ("/v1/responses", {"input": "a", "instructions": "short", "metadata": {"a": "b"}, "store": False}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a"}], "stream": True}),
+    ("/v1/responses", {"input": "a", "previous_response_id": "resp_none"}),
+    ("/v1/responses", {"input": [{"type": "item_reference", "id": "msg_none"}]}),
+    ("/v1/responses/input_tokens", {"input": "a"}),
+    ("/v1/score", {"text_1": "a", "text_2": ["b"] * 40}),
+    ("/v1/embeddings", {"input": "a", "pooling": "first"}),
+    ("/invocations", {"messages": TURN}),
+    ("/invocations", {"nothing": 1}),
+    ("/tokenize", {"prompt": "some text", "return_token_strs": True}),
+    ("/tokenize", {"messages": TURN}),
+    ("/detokenize", {"tokens": [70, 71]}),
+    ("/detokenize", {"tokens": [10**6]}),
+    ("/api/chat", {"model": "tiny", "messages": TURN, "stream": False}),
+    ("/api/chat", {"model": "tiny", "messages": []}),
+    ("/api/generate", {"model": "tiny", "prompt": "a", "stream": False, "raw": True}),
+    ("/api/generate", {"model": "tiny", "prompt": "a", "stream": False}),
+    ("/api/embed", {"model": "tiny", "input": []}),
+    ("/completion", {"prompt": ["a", [5, 6]], "n_predict": 3, "logit_bias": [["b", 1.0]]}),
+    ("/completion", {"prompt": "a", "mirostat": 2}),
+    ("/completions", {"prompt": "a", "model": "tiny"}),
+    ("/apply-template", {"messages": TURN}),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    model = write_model(tmp_path_factory.mktemp("model") / "tiny")
+    with ScriptedServer(model, lambda prompt: '{"x": "yes"}') as made:
+        made.service.reader = LongBodies(RESULTS, lambda: settings_of(made.service), made.service.stored)
+        yield made
+        made.service.reader.close()
+
+
+@pytest.fixture
+def all_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
+
+
+def child_of(server: ScriptedServer) -> Any:
+    reader = server.service.reader
+    assert isinstance(reader, LongBodies)
+    return reader._child
+
+
+_VARYING = re.compile(
+    r'(_|-|"id": ?")[0-9a-f]{24}|"(created|created_at|completed_at|[a-z_]*duration|[a-z_]*_ms)": ?[^,}]*|"timings":\{[^}]*\}'
+)
+
+
+def said(server: ScriptedServer, path: str, body: dict[str, Any]) -> tuple[int, str, list[Any]]:
+    """(status, text without what differs from call to call, what the engine got)."""
+    before = len(server.llm.prompts)
+    answer = httpx.post(server.url + path, json=body, timeout=120)
+    text = _VARYING.sub("", answer.text)
+    return answer.status_code, text, [*zip(server.llm.prompts[before:], map(str, server.llm.params[before:]), strict=True)]
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda each: each if isinstance(each, str) else json.dumps(each)[:40])
+def test_a_body_is_read_alike_in_both_processes(
+    server: ScriptedServer, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = said(server, path, body)
+    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
+    assert said(server, path, body) == here
+
+
+def test_the_server_does_not_decode_a_long_body(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it join its parts: both would hold Python's lock for longer than a stream may wait."""
+    def never(*_: object) -> None:
+        raise AssertionError("a long body was read in the server's process")
+
+    monkeypatch.setattr(prepare, "parse_body", never)
+    monkeypatch.setattr(Body, "data", property(never))
+    body = {"messages": TURN, "metadata": {"a": "x" * (HUGE_BYTES + 1)}}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
+
+
+def test_a_conversation_goes_on_in_the_process(server: ScriptedServer, all_long: None) -> None:
+    def ask(**body: Any) -> Any:
+        return httpx.post(f"{server.url}/v1/responses", json=body, timeout=120).json()
+
+    first = ask(input="one")
+    second = ask(input="two", previous_response_id=first["id"])
+    ask(input=[{"type": "item_reference", "id": second["output"][0]["id"]}, {"role": "user", "content": "three"}])
+    assert all(word in server.llm.prompts[-2] for word in ("one", "yes", "two"))
+    assert all(word in server.llm.prompts[-1] for word in ("yes", "three")) and "two" not in server.llm.prompts[-1]
+
+
+def test_a_short_body_that_recalls_a_long_conversation_is_read_in_the_process(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = httpx.post(f"{server.url}/v1/responses", json={"input": "long before"}, timeout=120).json()
+    monkeypatch.setattr(server.service.stored, "most_recalled", 100)
+    monkeypatch.setattr(prepare, "as_chat", None)        # in this process; the other one has its own
+    body = {"input": "next", "previous_response_id": first["id"]}
+    assert httpx.post(f"{server.url}/v1/responses", json=body, timeout=120).status_code == 200
+    assert "long before" in server.llm.prompts[-1]
+
+
+def test_a_killed_process_is_the_servers_failure_and_is_replaced(server: ScriptedServer, all_long: None) -> None:
+    ask = {"messages": TURN}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
+    old = child_of(server)
+    os.kill(old.process.pid, signal.SIGSTOP)
+    with httpx.Client(timeout=120) as client:
+        request = client.build_request("POST", f"{server.url}/v1/chat/completions", json=ask)
+        task = asyncio.new_event_loop()
+        answered = task.run_in_executor(None, client.send, request)
+        wait_until(lambda: server.service.reader._reading > 0)       # type: ignore[attr-defined]
+        os.kill(old.process.pid, signal.SIGKILL)
+        answer = task.run_until_complete(answered)
+        task.close()
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
+    assert child_of(server) is not old
+
+
+def test_the_process_knows_no_keys(server: ScriptedServer) -> None:
+    service = server.service
+    options, service.options = service.options, ServerOptions(api_key="secret", ssl_keyfile="/private", api_key_file="/keys")
+    try:
+        told = settings_of(service)
+    finally:
+        service.options = options
+    assert b"secret" not in told and b"/private" not in told and b"/keys" not in told
+
+
+# -- without a process -------------------------------------------------------------------------------------------------
+
+
+def test_what_counts_as_long() -> None:
+    def judged(body: bytes) -> bool:
+        return is_long([body[:1000], body[1000:]], len(body))
+
+    assert judged(b"x" * (HUGE_BYTES + 1))
+    assert not judged(b"x" * HUGE_BYTES)
+    assert not judged(b"[" * LONG_BYTES)                 # few enough to be decoded at once
+    assert judged(b"[],".ljust(4) * (MANY_PARTS + 1))
+    assert not judged(b"[],".ljust(4) * (MANY_PARTS - 1))
+    assert is_long([b"x" * (LONG_BYTES + 1)], LONG_BYTES + 1, answers=True)
+    assert not is_long([b"x" * LONG_BYTES], LONG_BYTES, answers=True)
+
+
+@pytest.mark.parametrize("error", [
+    BadRequest("bad", field="messages[0].content"), PromptTooLong("long", field="prompt"), ModelNotFound("other", field="model"),
+    Overloaded("full", 3.5), TryAgain("broken", 1.0),
+])
+def test_errors_arrive_as_they_were_raised(error: Any) -> None:
+    again = error_of(failure_of(error))
+    assert type(again) is type(error) and str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_an_error_that_one_endpoint_knows_arrives_as_what_it_extends() -> None:
+    class Special(BadRequest):
+        pass
+
+    assert type(error_of(failure_of(Special("no", field="x")))) is BadRequest
+
+
+def test_stored_responses_are_asked_for_once() -> None:
+    store = LentResponses(ServerOptions(), None)
+    with pytest.raises(NeedsStored) as needs:
+        store.size_of("resp_1", ["msg_1"], 3)
+    assert (needs.value.name, needs.value.items) == ("resp_1", ["msg_1"])
+    lent = LentResponses(ServerOptions(), [Recalled("resp_1", 3, b"{}", b"[]", b"[]", ("msg_1",))])
+    assert lent.size_of("resp_1", ["msg_1"], 3) > 0
+    assert lent.size_of("resp_2", [], 3) == 0            # it is stored nowhere
+    assert LentResponses(ServerOptions(max_stored_responses=0), None).size_of("resp_1", [], 3) == 0
+
+
+class FakeChild:
+    """Answers in place of the process."""
+
+    alive = True
+    ended = 0
+
+    def __init__(self, replies: list[Any]) -> None:
+        self.replies = replies
+        self.asked: list[Any] = []
+
+    def ask(self, parts: Any, seconds: float) -> bytes:
+        self.asked.append(b"".join(parts))
+        return self.replies.pop(0)  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_the_process_ends_when_no_long_body_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = long_bodies.msgspec.msgpack.encode(Made(b"{}", True, 0.25))
+    child = FakeChild([b"", made, made])
+    monkeypatch.setattr(long_bodies, "FramedChild", lambda *_, **__: child)
+    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
+    monkeypatch.setattr(long_bodies, "IDLE_SECONDS", 0.01)
+    reader = LongBodies(RESULTS, lambda: b"settings", ResponseStore(1, 1))
+    body = Body(HeldBodies())
+    body.parts, body.size = [b"ab", b"cd"], 4
+
+    async def twice() -> None:
+        assert await reader.read(prepare.tokenize, None, LOCAL, body) == b"{}"
+        assert await reader.read(prepare.tokenize, None, LOCAL, body) == b"{}"
+        while not child.ended:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(twice())
+    assert child.asked[0] == b"settings" and child.asked[1] == child.asked[2] and child.asked[1].endswith(b"abcd")
+    assert child.ended == 1 and reader._child is None
+
+
+def test_a_function_that_is_not_listed_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
+    reader = LongBodies(RESULTS, lambda: b"", ResponseStore(1, 1))
+    body = Body(HeldBodies())
+    body.parts = [b"a", b"b"]
+
+    async def own(service: object, caller: object, data: bytes) -> bytes:
+        return data
+
+    assert asyncio.run(reader.read(own, None, LOCAL, body)) == b"ab"
+    assert asyncio.run(BodyReader().read(own, None, LOCAL, body)) == b"ab"
+
+
+def test_replies_travel(server: ScriptedServer) -> None:
+    for reply in (Wanted("a", ["b"]), Made(b"x", False, 1.0), failure_of(BadRequest("no"))):
+        assert long_bodies.TO_REPLY.decode(long_bodies.msgspec.msgpack.encode(reply)) == reply
