@@ -77,40 +77,48 @@ def run(args: argparse.Namespace) -> None:
     figures: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     combinations = cross({"dtype": args.dtype, "words": [tuple(words) for words in settings(args.set)]})
+    facts: dict[str, Any] = {}
     with Watch(torch_gpus()) as watch:
         for chosen in combinations:
-            options = {"dtype": chosen["dtype"], "load_format": args.load_format} | parse_options(chosen["words"])
-            engine = Engine(args.model, **options)
-            contenders: list[Contender] = [engine]
-            if args.against:
-                contenders.append(peer(args.against, engine.config))
-            bandwidth = read_bandwidth()
-            figures["read_bandwidth_gb_s"] = bandwidth / 1e9
             named = named_settings(args, chosen) if len(combinations) > 1 else {}
-            for workload in workloads:
-                begin = time.time()
-                row = measure(workload, contenders, engine.config, bandwidth, args.repeats)
-                _extend(args, engine, workload, row, watch, begin)
-                figures[", ".join([workload.name, *(f"{name}={value}" for name, value in named.items())])] = row
-                rows += table_rows(workload, named, row)
-                if args.format == "md":
-                    print(_line(workload, row), flush=True)
-            config = engine.config
-            if args.against == "llama.cpp":
-                figures["start"] = first_tokens.compare(config.model_path, torch.get_num_threads(), args.repeats)
-                print(first_tokens.line(figures["start"]), flush=True, file=sys.stderr)
-            if len(combinations) > 1:
-                engine.close()
+            config = _measure_all(args, chosen, named, workloads, watch, figures, rows, facts, len(combinations) > 1)
     setting = {
         "model": config.model_path.name, "dtype": config.dtype if len(args.dtype) == 1 else args.dtype,
         "threads": torch.get_num_threads(), "repeats": args.repeats, "warm_ups": 1,
-        "workloads": [workload.name for workload in workloads], "options": args.set,
-        **({"peer": contenders[-1].facts()} if isinstance(contenders[-1], LlamaCppPeer) else {}),
+        "workloads": [workload.name for workload in workloads], "options": args.set, **facts,
     }
     made = record("offline", setting, figures, quality_of(config), gpu_facts() or None)
     if args.out:
         write(made, Path(args.out))
     _print_report(args, rows, made)
+
+
+def _measure_all(
+    args: argparse.Namespace, chosen: dict[str, Any], named: dict[str, str], workloads: list[Workload], watch: Watch,
+    figures: dict[str, Any], rows: list[dict[str, Any]], facts: dict[str, Any], close: bool,
+) -> ResolvedConfig:
+    """All workloads with one setting of the engine, into `figures` and `rows`; what is to be said of a peer, into `facts`."""
+    options = {"dtype": chosen["dtype"], "load_format": args.load_format} | parse_options(chosen["words"])
+    engine = Engine(args.model, **options)
+    config = engine.config
+    contenders: list[Contender] = [engine, *([peer(args.against, config)] if args.against else [])]
+    bandwidth = read_bandwidth()
+    figures["read_bandwidth_gb_s"] = bandwidth / 1e9
+    for workload in workloads:
+        begin = time.time()
+        row = measure(workload, contenders, config, bandwidth, args.repeats)
+        _extend(args, engine, workload, row, watch, begin)
+        figures[", ".join([workload.name, *(f"{name}={value}" for name, value in named.items())])] = row
+        rows += table_rows(workload, named, row)
+        if args.format == "md":
+            print(_line(workload, row), flush=True)
+    if isinstance(contenders[-1], LlamaCppPeer):
+        facts["peer"] = contenders[-1].facts()
+        figures["start"] = first_tokens.compare(config.model_path, torch.get_num_threads(), args.repeats)
+        print(first_tokens.line(figures["start"]), flush=True, file=sys.stderr)
+    if close:
+        engine.close()
+    return config
 
 
 def _print_report(args: argparse.Namespace, rows: list[dict[str, Any]], made: dict[str, Any]) -> None:

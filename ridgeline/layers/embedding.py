@@ -9,7 +9,7 @@ from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import Linear, Placement
 from ridgeline.ops.cpu.matrix import Matrix
-from ridgeline.ops.vocabulary import embedding
+from ridgeline.ops.vocabulary_ends import embedding
 from ridgeline.quant.cpu_packed import Kept
 from ridgeline.quant.piece import Piece
 

@@ -26,7 +26,7 @@ from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm, Times
 from ridgeline.layers.rotation_table import rotation_table
 from ridgeline.models.latent_config import LATENT_EPS
 from ridgeline.models.model_config import ModelConfig, layer_groups
-from ridgeline.ops.vocabulary import soft_cap
+from ridgeline.ops.vocabulary_ends import soft_cap
 from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantised import TENSORS as QUANTISED_TENSORS

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ridgeline.messages import RowAdded
 from ridgeline.ops.registry import TRITON_INTERPRETED
-from ridgeline.ops.sampling import noise as noise_ops
 from ridgeline.ops.sampling import greedy as greedy_ops
+from ridgeline.ops.sampling import noise as noise_ops
 from ridgeline.ops.sampling import sample as ops
 from ridgeline.ops.sampling import sample_kernels
 from ridgeline.runner import sampler as sampler_module

@@ -1,8 +1,8 @@
 """Records the native calls of a pass over the model, to make them again as one call: what a CUDA graph is on a GPU.
 
-While a pass is recorded, it runs as always. Every call of the native library is written down with its arguments. Tensors that the
-ops allocate come from an arena, so that they have the same addresses when the calls are made again. Any other op of torch would be
-missing from the program, so it ends the recording: the pass goes on, and `Recording.missing` names the op.
+While a pass is recorded, it runs as always. Every call of the native library is written down with its arguments. Tensors that
+the ops allocate come from an arena, so that they have the same addresses when the calls are made again. Any other op of torch
+would be missing from the program, so it ends the recording: the pass goes on, and `Recording.missing` names the op.
 
 What a program reads must stay where it is: weights, KV pages, tables, and the inputs that the caller fills before every run.
 """
@@ -42,14 +42,10 @@ class Arena:
         size = max(_ALIGN, int(np.prod(shape)) * dtype.itemsize)
         size = 1 << (size - 1).bit_length()              # few sizes: batches of all sizes use the same rooms
         rooms = self._rooms.setdefault(size, [])
-        for place, (room, user) in enumerate(rooms):
-            if user.expired():
-                break
-        else:
-            place, room = len(rooms), _aligned(size)
-            rooms.append((room, StorageWeakRef(torch.empty(0).untyped_storage())))
+        place = next((place for place, (_, user) in enumerate(rooms) if user.expired()), len(rooms))
+        room = rooms[place][0] if place < len(rooms) else _aligned(size)
         made = _tensor(room, shape, dtype)
-        rooms[place] = (room, StorageWeakRef(made.untyped_storage()))
+        rooms[place : place + 1] = [(room, StorageWeakRef(made.untyped_storage()))]
         return made
 
     def kept(self, tensor: Tensor) -> Tensor:
