@@ -57,6 +57,9 @@ class ModelOptions:
     max_model_len: int | None = option(None, "longest context in tokens, prompt and answer together", low=2)
     device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
     kernels: str = option("auto", "reference: run every op in plain torch, to find a faulty kernel", ("auto", "reference"))
+    cpu_activations: str = option(
+        "int8", "what a CPU multiplies packed weights by: int8 (32 with a scale) or float32, which is exact", ("int8", "float32")
+    )
     seed: int = option(0, "random seed for requests without a seed of their own, and for dummy weights", low=0)
 
 
@@ -68,8 +71,8 @@ class CacheOptions:
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that the engine may use", low=0.01)
     enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts with a common prefix")
     kv_cache_dtype: str = option(
-        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype",
-        ("auto", "fp8"),
+        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype, on a CPU float16 instead of "
+        "float32; float32 (CPU only)", ("auto", "fp8", "float32"),
     )
     kv_layout: str = option(
         "paged", "contiguous: reserve max_model_len tokens for every request (turns paging off)",
@@ -105,6 +108,10 @@ class ExecutionOptions:
         False, "batch-invariant kernels: an answer does not depend on the rest of the batch (GPU only); after chunked prefill, "
         "preemption or a prefix hit the last bit may still differ"
     )
+    speculative_config: str = option(
+        "", 'speculative decoding; answers stay the same. A method (auto, ngram, prediction, grammar or suffix), or JSON such as '
+        '{"method": "ngram", "num_speculative_tokens": 8}; empty: off',
+    )
     nvtx: bool = option(False, "mark every op with an NVTX range, for a profiler")
 
 
@@ -121,7 +128,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
         ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3",
          "qwen3", "step3", "step3p5"), "think",
     ),
-    "tool_call_parser": {"llama4_json": "llama3_json"},
+    "tool_call_parser": {"llama4_json": "llama3_json", "openai": "harmony"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
 }
 

@@ -34,8 +34,8 @@ _LOGS = "prompts are never logged; --access-log FILE has a line for every reques
 _INTERNAL = "it is about the other engine's internals"
 _NO_LORA = "LoRA adapters are not applied at run time"
 _NO_MEDIA = "prompts are text only"
-_NO_DRAFT = "there is no speculative decoding"
-_NO_EXPERTS = "no model with experts runs yet"
+_DRAFT = "drafts are switched by --speculative-config, and no draft model or trained head runs yet"
+_NO_EXPERTS = "every rank has a part of every expert"
 _ONE_DEVICE = "all layers are on one device; --device cpu or cuda chooses it"
 _MEMORY = "memory is taken as the operating system gives it"
 _CORS = "--allowed-origins sends the headers that browsers need"
@@ -131,7 +131,7 @@ _IGNORED: dict[str, str] = {
         dcp_comm_backend= dcp_q_replicate dcp_kv_cache_interleave_size= cp_kv_cache_interleave_size=
         split_mode= tensor_split= main_gpu=
     """,
-    _NO_DRAFT: """
+    _DRAFT: """
         spec_draft_threads= threads_draft= spec_draft_threads_batch= threads_batch_draft= spec_draft_cpu_mask=
         cpu_mask_draft= spec_draft_cpu_range= cpu_range_draft= spec_draft_cpu_strict= cpu_strict_draft= spec_draft_prio=
         prio_draft= spec_draft_poll= poll_draft= spec_draft_cpu_mask_batch= cpu_mask_batch_draft=
@@ -189,9 +189,9 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("enable_lora lora_modules= lora= lora_scaled=", (False,),
      f"{_NO_LORA}; merge the adapter into the weights first (peft: merge_and_unload)"),
     ("control_vector= control_vector_scaled= control_vector_layer_range=", (), "control vectors are not applied"),
-    ("speculative_config= speculative_model= num_speculative_tokens= spec_method= spec_model= spec_tokens= spec_type="
+    ("speculative_model= num_speculative_tokens= spec_method= spec_model= spec_tokens= spec_type="
      " model_draft= spec_draft_model= spec_draft_hf= hf_repo_draft= spec_default diffusion_config= mtp dflash eagle3", (),
-     f"{_NO_DRAFT}; leave it out"),
+     _DRAFT),
     ("pipeline_parallel_size= decode_context_parallel_size= prefill_context_parallel_size=", (1,),
      f"{_NO_PARALLEL}: use --tensor-parallel-size"),
     ("data_parallel_size=", (1,), "start one server per GPU behind a load balancer"),

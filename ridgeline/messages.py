@@ -30,6 +30,7 @@ class Request:
     cache_salt: str = ""             # requests with different salts never share cached blocks
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     prefix_caching: bool = True      # may it reuse blocks that were computed for other requests?
+    predicted_token_ids: list[int] = field(default_factory=list)         # the text that its answers are expected to follow
     # Of a request that an earlier engine began: the tokens it had produced, by answer. Answers not named have ended.
     resumed: dict[int, list[int]] | None = None
 
@@ -156,6 +157,7 @@ class TokenDelta:
     bad_request: bool = False        # what its request asked for is the cause of the error
     grammar_ended: bool = False      # it stops because its grammar is complete: its last token is text, not an end token
     hidden: np.ndarray | None = None # float32 [hidden]: the prompt, pooled, with the first token
+    predicted: tuple[int, int] = (0, 0)                                  # drafts of its prediction so far: accepted, rejected
 
 
 @dataclass(slots=True)

@@ -147,6 +147,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None                # keep only this many of the prompt's tokens …
     truncation_side: str = "left"                            # … the last of them; "right" keeps the first
+    speculative: int | None = None   # drafts per step, at most: 0 or False is off; None or True, as the engine was started
+    prediction: str | list[int] | None = None                # text or tokens that the answer is expected to follow
     pooling: str | None = None       # "last" or "mean": also give the prompt's hidden states as one vector
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logits_processors: Any = None
@@ -164,6 +166,8 @@ class SamplingParams:
         if self.logit_bias is not None:
             self.logit_bias = self._biases()
         self.structured_outputs = _structured_outputs(self.structured_outputs)
+        if isinstance(self.speculative, bool):
+            self.speculative = None if self.speculative else 0
         if self.top_k == -1:
             self.top_k = 0
         if self.top_p == 0 and not isinstance(self.top_p, bool):         # OpenAI's range includes 0
@@ -219,6 +223,7 @@ class SamplingParams:
         if not all(word.strip() for word in self.bad_words):
             raise BadRequest("bad_words must hold more than blanks", field="bad_words")
         self._tokens()
+        self._drafts()
 
     def _prompt(self) -> None:
         """What concerns the prompt."""
@@ -231,6 +236,14 @@ class SamplingParams:
             raise BadRequest(f"pooling must be 'last' or 'mean', got {shown(self.pooling)}", field="pooling")
         if self.pooling is not None and (self.n, self.max_tokens) != (1, 1):
             raise BadRequest("pooling needs n and max_tokens to be 1: its answer is the prompt's vector", field="pooling")
+
+    def _drafts(self) -> None:
+        if self.speculative is not None:
+            self._integer("speculative", 0, 2**31 - 1, hint=" (false turns it off)")
+        if isinstance(self.prediction, (list, tuple)):
+            self.prediction = plain_token_ids("prediction", list(self.prediction))
+        elif self.prediction is not None and not (isinstance(self.prediction, str) and is_unicode(self.prediction)):
+            raise BadRequest(f"prediction must be a text, got {shown(self.prediction)}", field="prediction")
 
     def _tokens(self) -> None:
         self.stop_token_ids = plain_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)

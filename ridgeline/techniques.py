@@ -63,6 +63,11 @@ TECHNIQUES = (
         requires=("prefix caching",), device="cuda",
     ),
     Technique(
+        "speculation", {"speculative_config": "auto"}, {"speculative_config": ""}, "bytes", True,
+        "several tokens a step where drafts are right: the weights are read once for all of them",
+        "scheduler/drafts/controller.py",
+    ),
+    Technique(
         "quantised weights", {"quantization": "fp8"}, {"quantization": "none"}, "bytes", False,
         "fp8: half the bytes of the layers' weights, and prompts multiplied at up to twice the rate; 4 bits: a quarter of them",
         "quant/quantised.py",

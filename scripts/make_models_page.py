@@ -10,6 +10,7 @@ from ridgeline.models.checkpoints.quantisation import READERS
 from ridgeline.models.family import Family
 from ridgeline.models.gguf_types import TENSOR_TYPES
 from ridgeline.models.model_config import FAMILIES
+from ridgeline.quant.layout import STORED_KINDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "supported-models.md"
 HEAD = """\
@@ -26,11 +27,22 @@ compared with transformers on small random checkpoints (`tests/models/test_famil
 MODELS = {
     "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama", "mistral": "Mistral 7B and its kin",
     "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder", "qwen3": "Qwen3 (dense)", "phi3": "Phi-3, Phi-4-mini", "gemma2": "Gemma 2",
-    "gemma3": "Gemma 3 (text)",
+    "gemma3": "Gemma 3 (text)", "smollm3": "SmolLM3", "seed_oss": "Seed-OSS", "ernie4_5": "ERNIE 4.5 (dense)",
+    "arcee": "Arcee AFM", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "granite": "Granite 3 (dense)", "glm": "GLM-4-9B (hf)",
+    "glm4": "GLM-4-0414", "cohere": "Command R", "cohere2": "Command R7B, Command A", "starcoder2": "StarCoder2",
+    "exaone4": "EXAONE 4", "nemotron": "Nemotron 4, Minitron", "mixtral": "Mixtral 8x7B, 8x22B",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "olmoe": "OLMoE",
+    "granitemoe": "Granite 3 (mixtures)", "glm4_moe": "GLM-4.5, GLM-4.6", "gpt_oss": "gpt-oss 20b, 120b",
+    "deepseek_v2": "DeepSeek-V2, V2-Lite", "deepseek_v3": "DeepSeek-V3, R1", "glm4_moe_lite": "GLM-4.7-Flash",
+    "minicpm3": "MiniCPM3",
 }
 FLAGS = {
-    "qkv_bias": "biases on q, k and v", "qk_norm": "RMS norm on q and k", "post_norms": "norms after attention and MLP",
-    "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings",
+    "experts": "a mixture of experts", "latent": "latent attention", "sinks": "attention sinks",
+    "qkv_bias": "biases on q, k and v", "qk_norm": "RMS norm on q and k",
+    "wide_qk_norm": "norms over all heads of q and of k", "parallel": "attention and MLP side by side",
+    "post_norms": "norms after attention and MLP",
+    "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "multipliers": "multipliers",
+    "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
     "query_pre_attn_scalar": "its own attention scale",
     "softcaps": "capped scores and logits", "partial_rotary": "partial rotation", "longrope": "longrope",
     "local_rope": "a rope of its own for layers with a window", "tied": "tied head",
@@ -45,8 +57,8 @@ FORMATS = """\
   `generation_config.json` and a chat template where the model has them. Fetch one with
   `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
 - **A GGUF file** (version 2 or 3): tensor types {types}.
-  A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; on a CPU all are expanded,
-  and Q4_1 and Q8_0 are also kept packed, for steps of up to eight rows. Other types are refused by name.
+  A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; a CPU keeps
+  {kept} packed. Other types are refused by name.
 - **A quantised checkpoint** (`quantization_config`: {methods}): see
   [what loads](techniques/quantised-checkpoints.md).
 - **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.
@@ -63,14 +75,15 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 
 ## Not supported
 
-Mixtures of experts, multi-head latent attention, state-space
-models, encoders, LoRA adapters (merge them first), images and audio. `ridgeline plan` can plan some of these; the engine
-does not run them.
+State-space models, encoders, LoRA adapters (merge them first), images and audio; Llama 4 (its chunked attention), Phi-3.5-MoE
+(its way of choosing experts), Command R+ (norms of their own for every head). They are refused by name.
 """
 
 
 def differences(family: Family) -> str:
     found = [words for name, words in FLAGS.items() if getattr(family, name)]
+    found += ["layer norms"] * (family.norm != "rms") + ["no norms before attention and MLP"] * (not family.pre_norms)
+    found += ["an MLP without a gate"] * (not family.gated) + ["layers without a rope"] * (family.nope != "none")
     if family.window in WINDOWS:
         found.append(WINDOWS[family.window])
     if family.activation != "silu":
@@ -82,10 +95,11 @@ def page() -> str:
     rows = []
     for family in FAMILIES:
         architectures = ", ".join(f"`{name}`" for name in family.architectures)
-        gguf = f"`{family.gguf}`" if family.gguf else "as `llama`"
+        gguf = f"`{family.gguf}`" if family.gguf else "as `llama`" if family.name == "mistral" else "–"
         rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
-    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), methods=", ".join(READERS))
+    kept = ", ".join(sorted(STORED_KINDS))
+    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
 
 
 def main() -> int:

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from reliability_rows import EVERY_COMMIT
 
 from ridgeline.process import embedded
 
 # A shell without a terminal starts background processes with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# An example may take as long as it does on a busy machine.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)      # before -m chooses

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     with source, target:
         path = model_path(config)
         load_model_config(path)                          # a wrong model fails with its own error, not the tokenizer's
-        processor = Processor.load(config.model, path)     # a wrong tokenizer or template fails before the weights load
+        # A wrong tokenizer or template fails before the weights load.
+        processor = Processor.load(config.model, path, config.execution.speculative_config)
         with progress_bar("loading", in_bytes=True) as tick:
             core = EngineCore.start(config, tick)
         defaults = {**DEFAULTS, **processor.sampling_defaults, **given}

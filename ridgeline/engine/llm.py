@@ -47,7 +47,7 @@ class LLM:
         config = EngineConfig.of(model=model, **{"step_time_ms": 0.0} | options)
         path = model_path(config)
         load_model_config(path)                          # fails with the model's own error, before the tokenizer's
-        self._processor = Processor.load(config.model, path)
+        self._processor = Processor.load(config.model, path, config.execution.speculative_config)
         with progress_bar("loading weights", in_bytes=True, wanted=use_tqdm_on_load) as tick:
             self.core = EngineCore.start(config, progress=tick)
 

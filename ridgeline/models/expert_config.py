@@ -8,6 +8,7 @@ The decoder, the memory ledger, the live roofline and `plan` read the same objec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ridgeline.errors import ModelError
@@ -93,6 +94,22 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
         count, used, width, shared, dense, whole if dense else 0, _routing(fields, rule, count), rule.shared_gate and shared > 0,
         rule.router_bias or zipf, rule.bias, zipf, fields.number("swiglu_limit", 7.0) if rule.clamped else None,
         fields.number("swiglu_alpha", 1.702),
+    )
+
+
+def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[str], str]) -> Experts:
+    """From a GGUF file's metadata."""
+    count, used = fields.integer(key("expert_count"), maximum=MAX_EXPERTS), fields.integer(key("expert_used_count"))
+    whole = fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE)
+    width = fields.integer(key("expert_feed_forward_length"), whole, maximum=MAX_INTERMEDIATE)
+    dense = tuple(range(fields.integer(key("leading_dense_block_count"), 0, minimum=0)))
+    if used > count or len(dense) >= layers:
+        raise ModelError(f"{fields.where}: {used} of {count} experts in {layers - len(dense)} of {layers} layers cannot be")
+    normalise = rule.normalise if rule.normalise is not None else fields.flag(key("expert_weights_norm"), rule.usually_normalised)
+    routing = Routing(rule.score, normalise, rule.choice_bias)
+    return Experts(
+        count, used, width, 0, dense, whole if dense else 0, routing, False, rule.router_bias, rule.bias,
+        limit=7.0 if rule.clamped else None,             # gpt-oss', which the file does not say
     )
 
 

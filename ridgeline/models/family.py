@@ -77,10 +77,6 @@ GGUF_EXPERT_NAMES = {
     "blk.{}.experts.{}.ffn_gate_exps": "layers.{}.mlp.experts.{}.gate_up:gate",
     "blk.{}.experts.{}.ffn_up_exps": "layers.{}.mlp.experts.{}.gate_up:up",
     "blk.{}.experts.{}.ffn_down_exps": "layers.{}.mlp.experts.{}.down",
-    "blk.{}.ffn_gate_inp_shexp": "layers.{}.mlp.shared_gate",
-    "blk.{}.ffn_gate_shexp": "layers.{}.mlp.shared.gate_up:gate",
-    "blk.{}.ffn_up_shexp": "layers.{}.mlp.shared.gate_up:up",
-    "blk.{}.ffn_down_shexp": "layers.{}.mlp.shared.down",
 }
 
 
@@ -107,6 +103,7 @@ class ExpertRule:
 
     score: str = "softmax"           # of the router's logits: "softmax" over all experts, or "sigmoid" of each
     normalise: bool | None = None    # weights of the chosen ones sum to 1; None: norm_topk_prob says it
+    usually_normalised: bool = False     # … where a GGUF file does not say it either
     choice_bias: bool = False        # a bias of the scores, for the choice alone
     groups: bool = False             # choose among the experts of the best groups only
     group_score: str = "best"        # a group's score is its best expert's, or the sum of its "best two"

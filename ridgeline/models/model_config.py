@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
-from ridgeline.models.checkpoints.gguf_formats import gguf_quantisation
+from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Quantisation
@@ -31,7 +30,7 @@ from ridgeline.models.config_fields import (
     Fields,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
-from ridgeline.models.expert_config import Experts, read_experts
+from ridgeline.models.expert_config import Experts, gguf_experts, read_experts
 from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
@@ -40,7 +39,7 @@ from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, 
 from ridgeline.models.multipliers import read_multipliers
 from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
-from ridgeline.quant.layout import STORED_KINDS, fewest_outputs
+from ridgeline.quant.layout import fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -98,7 +97,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     interleaved: bool = False        # the checkpoint has dimensions that rotate together side by side
     experts: Experts | None = None   # a mixture in the place of most MLPs; `intermediate_size` is that of the others
-    stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
+    packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, those that stay packed on a CPU
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
     latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
@@ -236,7 +235,7 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
 def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none") -> int:
     """Bytes of the weights on one rank, second layouts included, without the padding of uneven shards.
 
-    Stored blocks are counted also where the native kernels are not built and the blocks are not kept.
+    Packed matrices are taken to stay packed also where the native kernels cannot be built.
     """
     numbers, blocks = config.num_parameters, 0
     if device == "cpu" and dtype == "float32":
@@ -244,7 +243,11 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1,
             count * outputs * inputs for count, outputs, inputs in config.matrices
             if outputs // tp_size >= fewest_outputs()
         )
-        blocks = config.stored_block_bytes if tp_size == 1 else 0        # shards have no blocks
+        if tp_size == 1:                                 # shards are expanded
+            numbers -= sum(
+                matrix.weights * (2 if matrix.is_linear and matrix.outputs >= fewest_outputs() else 1) for matrix in config.packed
+            )
+            blocks = sum(matrix.nbytes for matrix in config.packed)
     total = numbers * DTYPE_BYTES[dtype]
     total //= tp_size
     if device == "cuda":
@@ -280,8 +283,7 @@ def hf_model_config(
 ) -> ModelConfig:
     """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one;
     `directory`: where the weights are."""
-    declared = _declared_family(raw, where)
-    family = family or declared
+    family = family or _declared_family(raw, where)
     if "auto_map" in raw:
         logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
@@ -289,9 +291,7 @@ def hf_model_config(
     if isinstance(text, dict):
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
     fields = Fields(where, raw, family.defaults, {"attention_out_bias": "attention_bias", **family.spelled})
-    for name, value in family.only.items():
-        if fields.get(name, value) != value:
-            raise ModelError(f"{where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}")
+    _check_only(fields, family)
     for checked in (fields, Fields("generation_config.json", generation, {})):
         checked.ids("eos_token_id")
 
@@ -307,12 +307,7 @@ def hf_model_config(
     rotated = head_dim if latent is None else latent.rope
     ropes, max_position = hf_ropes(fields, family, rotated, max_position, windows)
     windows = windows_that_hide(windows, max_position)
-
-    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
-
     experts = read_experts(fields, family.experts, num_layers) if family.experts is not None else None
-    times = read_multipliers(fields, family)
-    attention_scale = times.attention or scalar**-0.5
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
@@ -328,31 +323,54 @@ def hf_model_config(
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
         activation=_activation(fields, family),
-        qkv_bias=fields.flag("attention_bias") or family.qkv_bias,
-        output_bias=fields.flag("attention_out_bias"),
-        mlp_bias=fields.flag("mlp_bias"),
-        qk_norm=family.qk_norm and fields.flag("use_qk_norm", True),
-        post_norms=family.post_norms,
         norm_offset=family.norm_offset,
-        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
-        attention_scale=attention_scale if latent is None else attention_scale * yarn_score_scale(fields.raw),
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
         windows=windows,
         ropes=ropes,
-        wide_qk_norm=family.wide_qk_norm,
-        norm=family.norm,
-        pre_norms=family.pre_norms,
-        parallel=family.parallel,
-        gated=family.gated,
-        sinks=family.sinks,
-        residual_scale=times.residual,
-        logit_scale=fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
         interleaved=family.interleaved and latent is None,       # latents are rotated as they are
         experts=experts,
         quantisation=read_quantisation(raw, where, directory),
         latent=latent,
+        **_scales(fields, family, hidden_size, head_dim),
+        **_biases(fields, family),
+        **_layout(family),
     )
+
+
+def _check_only(fields: Fields, family: Family) -> None:
+    for name, value in family.only.items():
+        if fields.get(name, value) != value:
+            raise ModelError(
+                f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
+            )
+
+
+def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+    return {
+        "qkv_bias": fields.flag("attention_bias") or family.qkv_bias,
+        "output_bias": fields.flag("attention_out_bias"),
+        "mlp_bias": fields.flag("mlp_bias"),
+        "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
+    }
+
+
+def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> dict[str, Any]:
+    times = read_multipliers(fields, family)
+    scalar = fields.number("query_pre_attn_scalar") if family.query_pre_attn_scalar else head_dim
+    attention = times.attention or scalar**-0.5
+    return {
+        "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
+        "attention_scale": attention * yarn_score_scale(fields.raw) if family.latent else attention,
+        "residual_scale": times.residual,
+        "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
+    }
+
+
+def _layout(family: Family) -> dict[str, Any]:
+    """What a family alone says of its layers."""
+    names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
+    return {name: getattr(family, name) for name in names}
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
@@ -398,18 +416,32 @@ def _softcap(fields: Fields, family: Family, name: str) -> float | None:
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
+def _gguf_family(architecture: object, mixed: bool, where: str) -> Family:
+    """Mixtral is a llama with experts."""
+    kind = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
+    for family in FAMILIES:
+        if family.gguf == kind.gguf and (family.experts is not None) == mixed:
+            return family
+    raise ModelError(f"{where}: {kind.gguf} {'with' if mixed else 'without'} experts is not supported")
+
+
+def _gguf_embedding(file: GGUFFile, where: str) -> GGUFTensor:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
+    return embedding
+
+
 def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     """From a GGUF file's metadata and, where that is silent, from the tensors that the file has."""
     architecture = file.metadata.get("general.architecture")
-    family = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
     fields = Fields(where, file.metadata, {})
 
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    if fields.get(key("expert_count"), 0):
-        raise ModelError(f"{where}: {key('expert_count')} {fields.get(key('expert_count'))}: mixtures of experts are not "
-                         "supported")
+    family = _gguf_family(architecture, bool(fields.get(key("expert_count"), 0)), where)
+
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
@@ -419,20 +451,19 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     hidden_size = fields.integer(key("embedding_length"), maximum=MAX_HIDDEN)
     head_dim = _head_dim(fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelError(f"{where}: tensor token_embd.weight is missing or not a matrix")
+    embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
     scale = head_dim**-0.5
     if family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN:
         scale = (hidden_size / num_heads) ** -0.5
-    softcaps = (fields.number(key("attn_logit_softcapping"), 50.0), fields.number(key("final_logit_softcapping"), 30.0))
+    experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
         family=family,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
+        intermediate_size=experts.dense_width if experts else fields.integer(
+            key("feed_forward_length"), maximum=MAX_INTERMEDIATE),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -447,38 +478,16 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         output_bias=has("blk.0.attn_output.bias"),
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
-        post_norms=family.post_norms,
         norm_offset=0.0,              # the converter has added it to the weights
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
         attention_scale=scale,
-        attention_softcap=softcaps[0] if family.softcaps else None,
-        final_softcap=softcaps[1] if family.softcaps else None,
+        attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
+        final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
-        wide_qk_norm=family.wide_qk_norm,
-        norm=family.norm,
-        pre_norms=family.pre_norms,
-        parallel=family.parallel,
-        gated=family.gated,
-        sinks=family.sinks,
         interleaved=family.gguf_permuted,
-        stored_block_bytes=_stored_block_bytes(file, family),
+        experts=experts,
+        packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
-    )
-
-
-def _stored_block_bytes(file: GGUFFile, family: Family) -> int:
-    """Bytes of the linears whose parts all have the same packing of STORED_KINDS. A tied head is the embedding."""
-    linears: dict[str, list[GGUFTensor]] = {}
-    tied = "output.weight" not in file.tensors
-    for name, tensor in file.tensors.items():
-        module, _, parameter = name.rpartition(".")
-        target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
-        if target and parameter == "weight" and (target != "embed" or tied):
-            layer = re.search(r"\.\d+\.", module)
-            linears.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
-    kinds = {linear: {part.type for part in parts} for linear, parts in linears.items()}
-    return sum(
-        sum(part.nbytes for part in parts) for linear, parts in linears.items()
-        if len(kinds[linear]) == 1 and kinds[linear] <= STORED_KINDS
+        **_layout(family),
     )

@@ -138,8 +138,8 @@ def missing(setup: Setup) -> set[str]:
         found.add(f"{setup.kv} KV")
     if setup.sparse:
         found.add("2:4 sparsity")
-    if setup.drafts:
-        found.add("speculation")
+    if setup.drafts and setup.draft_model is not None:
+        found.add("a draft model")
     if setup.ranks > MOST_RANKS.get(device.kind, 1):
         found.add("several devices")
     return found

@@ -23,8 +23,9 @@ WORTH = 1.02                         # smaller gains are not listed
 # The first words of the verdict's changes, and the key of the change.
 _KEYS = (
     ("raise max_num_seqs", "rows"), ("more requests in a step", "rows"), ("send more requests", "rows"),
-    ("prefix caching", "prefix"), ("CUDA graphs", "graphs"), ("async_scheduling", "overlap"),
-    ("fewer ranks", "ranks"), ("more memory for KV", "blocks"), ("keep other programs off", "cores"),
+    ("speculative_config", "speculation"), ("prefix caching", "prefix"), ("CUDA graphs", "graphs"),
+    ("async_scheduling", "overlap"), ("fewer ranks", "ranks"), ("more memory for KV", "blocks"),
+    ("keep other programs off", "cores"),
     *((each.flag, each.flag) for each in (*WEIGHT_FORMATS, *KV_FORMATS)),
 )
 _POINTER = "`ridgeline diagnose`"    # advice to run the command that is running

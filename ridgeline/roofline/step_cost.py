@@ -18,7 +18,8 @@ from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.latent_config import Latent
 from ridgeline.models.model_config import ModelConfig
-from ridgeline.sizes.expert_costs import KERNELS, experts_cost, route_cost
+from ridgeline.roofline.op_terms import OpCost as OpCost
+from ridgeline.roofline.op_terms import activations, each_token, in_layers, mixtures, norms
 from ridgeline.sizes.latent_costs import FEW_QUERIES, near_flops, wide_flops
 from ridgeline.sizes.op_costs import (
     DTYPE_BYTES,
@@ -26,11 +27,9 @@ from ridgeline.sizes.op_costs import (
     Attended,
     Cost,
     Rows,
-    gated_activation_cost,
     kv_bytes,
     linear_cost,
     paged_attention_cost,
-    rms_norm_cost,
     rotary_write_cost,
 )
 from ridgeline.sizes.sampling_costs import greedy_cost
@@ -171,8 +170,10 @@ class DecoderShape:
         query, key_value = head_shards(self.heads, self.kv_heads, 0, ranks)
         experts = self.experts
         if experts is not None:
-            widths = {name: even_shard(getattr(experts, name), 0, ranks).size for name in ("width", "shared", "dense_width")}
-            experts = replace(experts, **widths)
+            width, shared, dense = (
+                even_shard(each, 0, ranks).size for each in (experts.width, experts.shared, experts.dense_width)
+            )
+            experts = replace(experts, width=width, shared=shared, dense_width=dense)
         return replace(
             self, heads=query.size, kv_heads=key_value.size, ranks=self.ranks * ranks, experts=experts,
             intermediate=even_shard(self.intermediate, 0, ranks).size, vocab=even_shard(self.vocab, 0, ranks).size,
@@ -254,32 +255,6 @@ def step_counts(
 
 
 @dataclass(frozen=True, slots=True)
-class OpCost:
-    """One kind of op in a step."""
-
-    calls: int = 0                   # how often the decoder calls it
-    flops: int = 0
-    weights: int = 0                 # bytes of weights read: linears, head, embedding rows, norms, biases …
-    kv_read: int = 0                 # … of the cache read, scales included …
-    kv_written: int = 0              # … written …
-    activations: int = 0             # … and of everything else, in and out
-
-    @property
-    def bytes(self) -> int:
-        return self.weights + self.kv_read + self.kv_written + self.activations
-
-    @property
-    def cost(self) -> Cost:
-        return Cost(self.flops, self.bytes)
-
-    def __add__(self, other: OpCost) -> OpCost:
-        return OpCost(
-            self.calls + other.calls, self.flops + other.flops, self.weights + other.weights,
-            self.kv_read + other.kv_read, self.kv_written + other.kv_written, self.activations + other.activations,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class StepCost:
     """A step, op by op, and what its ranks say to each other."""
 
@@ -339,45 +314,16 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
         )
         return each_token(calls, times, none, one)
 
-    def in_layers(count: int, has_last: bool) -> tuple[int, int]:
-        """Calls, and tokens of all of them, of what so many layers have behind attention."""
-        return count - has_last + has_last * behind, (count - has_last) * tokens + has_last * last
-
     def matrix(name: str) -> OpCost:
-        calls, times = (layers, layers * tokens) if name == "qkv" else in_layers(layers, True)
+        calls, times = (layers, layers * tokens) if name == "qkv" else in_layers(counts, layers, True)
         return linear(calls, times, *shape.linears[name], shape.weight_bytes)
 
     def mlp(name: str) -> OpCost:
         return sum(
-            (linear(*in_layers(count, has_last), *sizes, shape.weight_bytes) for count, has_last, *sizes in shape.mlps(name)),
+            (linear(*in_layers(counts, count, has_last), inputs, outputs, bias, shape.weight_bytes)
+             for count, has_last, inputs, outputs, bias in shape.mlps(name)),
             OpCost(),
         )
-
-    def mixtures() -> OpCost:
-        experts = shape.experts
-        if experts is None:
-            return OpCost()
-        calls, times = in_layers(layers - experts.dense_layers, layers - 1 not in experts.dense)
-        one = experts_cost(
-            tokens=1, hidden=shape.hidden, width=experts.width, experts=experts.count, used=experts.used, spread=0, visited=0,
-            bias=experts.bias, kind=shape.activation, element_bytes=size,
-        ) + route_cost(
-            tokens=1, experts=experts.count, used=experts.used, bias=experts.routing.choice_bias, element_bytes=4,
-            normalise=experts.routing.normalise, groups=experts.routing.groups,
-        )
-        read = shape.expected_reads(counts.full.queries, min(last, counts.last.queries)) if experts_read is None else experts_read
-        return OpCost(KERNELS * calls, times * one.flops, round(read * shape.expert_size), 0, 0, times * one.bytes)
-
-    def each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) -> OpCost:
-        """An op over tokens: `none` is its cost without any, which is the weights that it reads."""
-        moved = times * (one.bytes - none.bytes - written)
-        return OpCost(calls, times * one.flops, calls * none.bytes, 0, times * written, moved)
-
-    def norm(calls: int, times: int, residual: bool) -> OpCost:
-        none, one = (
-            rms_norm_cost(tokens=count, width=shape.hidden, residual=residual, element_bytes=size) for count in (0, 1)
-        )
-        return each_token(calls, times, none, one)
 
     def attention(attended: Attended, window: int | None, shared: int) -> OpCost:
         attended = replace(attended, keys=attended.keys - shared)
@@ -410,24 +356,9 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
             norm=shape.qk_norm, element_bytes=size, kv_element_bytes=shape.kv_bytes,
         )
 
-    def activations() -> OpCost:
-        found = OpCost()
-        for count, has_last, inputs, _, _ in shape.mlps("down"):
-            one = gated_activation_cost(tokens=1, intermediate=inputs, kind=shape.activation, element_bytes=size)
-            found += each_token(*in_layers(count, has_last), Cost(), one)
-        return found
-
     written = kv_bytes(
         tokens=1, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=shape.kv_bytes
     )
-    # The first norm has no residual to add; of the last layer's norms the one before attention sees every token, and the
-    # others, as the one behind the stack, those that go on. Norms behind a linear add nothing.
-    each = shape.norms
-    norms = norm(bool(each), tokens * bool(each), False) + norm(
-        each * (layers - 1) + each * behind, each * (layers - 1) * tokens + each * last, True
-    ) if each else norm(behind, last, True)
-    if shape.post_norms:
-        norms += norm(2 * (layers - 1 + behind), 2 * ((layers - 1) * tokens + last), False)
     turn = each_token(layers, layers * tokens, Cost(), rotary(1), written)
     if shape.qk_norm:
         qk = layers * 2 * shape.head_dim * size
@@ -439,13 +370,13 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
     return StepCost(
         {
             "embedding": OpCost(1, 0, tokens * row, 0, 0, tokens * (shape.hidden * size + INDEX_BYTES)),
-            "norms": norms,
+            "norms": norms(shape, counts),
             **{name: matrix(name) for name in ("qkv", "output")},
             **{name: mlp(name) for name in MLP},
             "rotary_write": turn,
             "attention": attend,
-            "activation": activations(),
-            "experts": mixtures(),
+            "activation": activations(shape, counts),
+            "experts": mixtures(shape, counts, experts_read),
             "head": linear(bool(logits), logits, shape.hidden, shape.vocab, False, shape.head_element_bytes),
             "sample": OpCost(bool(logits), choice.flops, 0, 0, 0, choice.bytes),
         } | ({} if shape.latent is None else latent_ops(shape, counts, shape.latent, matrix("qkv"))),
@@ -471,7 +402,8 @@ def latent_ops(shape: DecoderShape, counts: StepCounts, latent: Latent, down: Op
     few, many = counts.few_pairs, counts.full.pairs - counts.few_pairs
     near, wide = near_flops(latent.kv_rank, latent.rope), wide_flops(latent.nope, latent.rope, latent.value)
     pairs = (layers - 1) * (few * near + many * wide) + counts.last.pairs * near
-    keys = (layers - 1) * (counts.full.keys - counts.shared) + max(0, counts.last.keys - counts.shared)
+    keys = (layers - 1) * (counts.full.keys - counts.shared)
+    keys += counts.last.keys - counts.shared if counts.last_tokens else 0
     behind = (layers - 1) * tokens + counts.last_tokens
     turned = 3 * (heads + 1) * latent.rope + 4 * latent.kv_rank + 3
     moved = 2 * heads * latent.rope + latent.width

@@ -79,6 +79,7 @@ _AS_NOTED = {
     "padded": _PADDED, "recomputed": _RECOMPUTED, "rejected": _REJECTED, "replayed": _REPLAYED,
     "communication": _COMMUNICATION, "lost": _LOST,
 }
+_Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]
 _PLACE = {name: place for place, name in enumerate(SUMS)}
 # One step, for a plot: when it ended, phase, tokens, rows, FLOPs, bytes; seconds in all, on the device, predicted for
 # computing and for memory.
@@ -101,7 +102,7 @@ class StepRecorder:
         self.beaten = False                              # a step was faster than the peaks allow
         self._costs = StepCosts(shape, read_bytes)
         self._plans: deque[StepPlan] = deque()
-        self._rows: list[tuple[np.ndarray, ...]] = []    # of each step noted: tokens, wishes and KV length by row …
+        self._rows: list[_Rows] = []                     # of each step noted: tokens, wishes, KV length and drafts by row …
         self._notes: list[tuple[float, ...]] = []        # … and the numbers above
         self._since = 0.0                                # the end of the step before; 0: there was no work
         self._waited = waited
@@ -127,7 +128,10 @@ class StepRecorder:
     def took(self, result: StepResult, waiting: int, goes_on: bool) -> None:
         """The oldest planned step's result. `goes_on`: is there more work?"""
         now, plan = time.monotonic(), self._plans.popleft()
-        self._rows.append((plan.num_tokens, plan.want, result.lengths))
+        lengths = result.lengths
+        if plan.width is not None:                       # attention went as far as the drafts, accepted or not
+            lengths = lengths + (plan.width > 0) * (plan.num_tokens - result.num_new)
+        self._rows.append((plan.num_tokens, plan.want, lengths, plan.width))
         waited = self._waited()
         lost, self._waited_before = max(0.0, min(waited - self._waited_before, now - self._since)), waited
         self.last_device = result.device_seconds
@@ -158,7 +162,7 @@ class StepRecorder:
         rows, notes = self._rows, self._notes
         self._rows, self._notes = [], []
         begin = size = 0
-        for end, (new, _, _) in enumerate(rows):
+        for end, (new, *_) in enumerate(rows):
             if size + len(new) > _ROWS_AT_ONCE and end > begin:
                 self._count(rows[begin:end], notes[begin:end])
                 begin, size = end, 0
@@ -166,20 +170,24 @@ class StepRecorder:
         if rows:
             self._count(rows[begin:], notes[begin:])
 
-    def _count(self, rows: list[tuple[np.ndarray, ...]], notes: list[tuple[float, ...]]) -> None:
-        counts = np.array([len(new) for new, _, _ in rows])
+    def _count(self, rows: list[_Rows], notes: list[tuple[float, ...]]) -> None:
+        counts = np.array([len(new) for new, *_ in rows])
         starts = np.cumsum(counts) - counts
-        new, wants = (np.concatenate([each[which] for each in rows]) for which in (0, 1))
+        new, wants = np.concatenate([each[0] for each in rows]), np.concatenate([each[1] for each in rows])
         lengths = np.concatenate([each[2] for each in rows], dtype=np.int32, casting="unsafe")
         numbers = np.array(notes).T
+        logits, own = wants & np.int8(Want.TOKEN), new
+        if any(each[3] is not None for each in rows):
+            width = np.concatenate([np.zeros(len(each[0]), np.int32) if each[3] is None else each[3] for each in rows])
+            logits, own = logits * (1 + width), new - width
         costs = self._costs.of(
-            counts, new, lengths, wants & np.int8(Want.TOKEN), numbers[_SHARED],
+            counts, new, lengths, logits, numbers[_SHARED],
             every_hidden=np.bitwise_or.reduceat(wants, starts) & _EVERY_HIDDEN != 0, experts=numbers[_EXPERTS],
         )
-        # Rows with one token decode; the others compute prompts.
-        phases = np.where(costs.tokens == counts, _DECODE, _PREFILL)
-        if int(costs.tokens.sum()) > len(new):
-            phases[(phases == _PREFILL) & (np.minimum.reduceat(new, starts) == 1)] = _MIXED
+        # Rows with one token beside their drafts decode; the others compute prompts.
+        phases = np.where(np.add.reduceat(own, starts) == counts, _DECODE, _PREFILL)
+        if int(own.sum()) > len(new):
+            phases[(phases == _PREFILL) & (np.minimum.reduceat(own, starts) == 1)] = _MIXED
         table = self._table(numbers, costs)
         for number in set(phases.tolist()):
             self.sums[PHASES[number]].add(table[:, phases == number].sum(axis=1))
@@ -193,7 +201,8 @@ class StepRecorder:
         table[_PLACE["seconds"]] = seconds
         table[_PLACE["device"]] = np.minimum(numbers[_DEVICE], seconds)
         table[_PLACE["queued"]] = numbers[_WAITING] * seconds
-        table[_PLACE["rows"]], table[_PLACE["tokens"]], table[_PLACE["sampled"]] = costs.rows, costs.tokens, costs.logits
+        table[_PLACE["rows"]], table[_PLACE["tokens"]] = costs.rows, costs.tokens
+        table[_PLACE["sampled"]] = costs.logits - numbers[_REJECTED]
         for name, which in _AS_NOTED.items():
             table[_PLACE[name]] = numbers[which]
         matrix = table[_PLACE["flops"]] = costs["flops"] @ _IS_MATRIX

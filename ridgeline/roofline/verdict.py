@@ -109,6 +109,7 @@ class Setting:
     graphs: bool = True
     overlap: bool = True
     prefix_caching: bool = True
+    speculation: bool = True
     ranks: int = 1
     dtype: str = "bfloat16"
     native: tuple[str, ...] = ("fp8",)                   # names of the device's narrow matrix rates
@@ -297,6 +298,8 @@ REMEDIES = (
            "other users of the memory", lambda window, setting: setting.kv_usage >= FULL),
     Remedy(WEIGHTS, "more requests in a step: they share each read of the weights", _larger_batch,
            "time per output token of each request"),
+    Remedy(WEIGHTS, "speculative_config auto: several tokens of a request for one read of the weights, if text repeats",
+           _unknown, "none: equal tokens, and no drafts where they do not pay", lambda window, setting: not setting.speculation),
     Remedy(KV, "shared prefixes and shorter contexts: fewer positions to read", _unknown, "the context that the model sees"),
     Remedy(COMPUTE, "prefix caching: compute a common prefix once", _unknown, "none",
            lambda window, setting: not setting.prefix_caching),

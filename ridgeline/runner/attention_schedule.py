@@ -28,7 +28,7 @@ from ridgeline.ops.launch import multiprocessors
 from ridgeline.runner.row_tables import RowTables
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.staging import Staging
-from ridgeline.sizes.graph_shapes import Shape
+from ridgeline.sizes.graph_shapes import Shape, most_queries
 from ridgeline.sizes.kv_spec import KVGroupSpec
 
 Decoding = tuple[SharedPrefix | None, DeviceShares | None]       # of one group
@@ -45,7 +45,12 @@ def _workspace(
             prefix_tiles=prefix_tiles, deterministic=deterministic, drafts=drafts, programs=shape.programs,
         ) for group, shape in zip(groups, shapes, strict=True)
     )
-    return make_workspace(floats, max_rows, max(shape.columns for shape in shapes), device)
+    # Latents have a counter for each query as well.
+    columns = max(
+        shape.columns * (most_queries(1) if drafts and group.kind == "latent" else 1)
+        for group, shape in zip(groups, shapes, strict=True)
+    )
+    return make_workspace(floats, max_rows, columns, device)
 
 
 def _prefixes(group: KVGroupSpec, shape: DecodeShape, shared: bool) -> SharedPrefixes:
@@ -124,7 +129,7 @@ class AttentionSchedule:
         return staging.put(cut_queries(query_start[first:], kv_len[first:], rows[first:], group, size))
 
     def put_decodes(
-        self, staging: Staging, tables: RowTables, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int, drafts: bool = False
+        self, staging: Staging, tables: RowTables, rows: np.ndarray, kv_len: np.ndarray, num_decodes: int, queries: int = 1
     ) -> list[Decoding]:
         """For the decode rows: the shared prefix of each group, and the split-KV shares of the rest."""
         if not num_decodes or self._on_cpu:
@@ -135,9 +140,9 @@ class AttentionSchedule:
         put: list[Decoding] = []
         for group, (prefixes, table) in enumerate(zip(self.prefixes, tables.blocks, strict=True)):
             # The kernel of shared prefixes has one query per row: rows with drafts read theirs themselves.
-            found = None if drafts else prefixes.find(table, live, tables.length[live], len(rows))
+            found = None if queries > 1 else prefixes.find(table, live, tables.length[live], len(rows))
             if found is None:
-                put.append((None, self._put_shares(staging, group, own)))
+                put.append((None, self._put_shares(staging, group, own, queries)))
             else:
                 prefix = SharedPrefix(*(staging.put(array) for array in found.arrays()))
                 put.append((prefix, self._put_shares(staging, group, own - found.prefix_len[: len(own)])))
@@ -147,11 +152,11 @@ class AttentionSchedule:
         """Of rows with one query each, in every group."""
         return [] if self._on_cpu else [self._put_shares(staging, group, lengths) for group in range(len(self._windows))]
 
-    def _put_shares(self, staging: Staging, group: int, lengths: np.ndarray) -> DeviceShares | None:
+    def _put_shares(self, staging: Staging, group: int, lengths: np.ndarray, queries: int = 1) -> DeviceShares | None:
         if not len(lengths):
             return None
         read, window = lengths + self.growth, self._windows[group]
         if window is not None:
-            read = np.minimum(read, window)
+            read = np.minimum(read, window + queries - 1)
         shares = share_out(read, self._programs[group], self.deterministic)
         return DeviceShares(*(staging.put(array) for array in (shares.item_row, shares.first_item, shares.size)))

@@ -110,6 +110,8 @@ class Answers:
         sequence.num_promised -= 1
         # By place: twice as fast as by name, and a step has a thousand of them.
         delta = TokenDelta(sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.num_cached)
+        if sequence.request.predicted_token_ids:
+            delta.predicted = self.drafter.predicted(sequence)
         prefill = sequence.prefill
         if prefill.logprobs or prefill.hidden is not None:
             _add_prompt_outputs(sequence, delta)

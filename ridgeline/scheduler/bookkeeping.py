@@ -83,6 +83,12 @@ class InFlight:
     constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
     drafts: DraftPlan | None = None
 
+    @property
+    def num_tokens(self) -> int:
+        """What it computes."""
+        drafts = 0 if self.drafts is None else int(self.drafts.width.sum())
+        return self.num_decodes + self.num_prompt_tokens + drafts
+
     def surplus(self, result: StepResult) -> np.ndarray:
         """int [R]: tokens of each row that were planned and not accepted. A token that failed is none of them."""
         assert self.drafts is not None

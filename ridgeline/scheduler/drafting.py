@@ -24,6 +24,7 @@ class DecodingRows:
     pending: np.ndarray              # int64 [D]: most tokens that steps in flight will add to `tokens` before this step
     room: int                        # drafts that all may have together, by the token budget
     num_tokens: int                  # what the step computes without drafts, prompts included
+    keys: int                        # tokens of these rows that have their KV, all together
 
 
 @dataclass(slots=True)
@@ -45,6 +46,12 @@ class Drafter(Protocol):
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
 
+    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
+        """A step without prompts has come back, with or without drafts: its tokens, those before them, and its time."""
+
+    def predicted(self, sequence: Sequence) -> tuple[int, int]:
+        """Drafts from the client's prediction so far: accepted, and rejected."""
+
     def ended(self, sequence: Sequence) -> None:
         """The answer has ended, with `sequence.tokens`."""
 
@@ -59,6 +66,12 @@ class NoDrafter:
 
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """It learns nothing."""
+
+    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
+        """It compares no times."""
+
+    def predicted(self, sequence: Sequence) -> tuple[int, int]:
+        return 0, 0
 
     def ended(self, sequence: Sequence) -> None:
         """It remembers nothing."""

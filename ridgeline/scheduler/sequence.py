@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ridgeline.cache.manager import SequenceBlocks
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import Logprobs, Request
 
 if TYPE_CHECKING:                    # its grammar library is imported only when a request has a grammar
     from ridgeline.grammar.matcher import Matcher
-
-MOST_DRAFTS = 15                     # of a row in one step: with its newest token 16 queries, which one tile of attention holds
 
 
 @dataclass(slots=True)
@@ -86,7 +85,10 @@ class Sequence:
     @property
     def most_drafts(self) -> int:
         """That a step may have for it. Sums of hidden states are of the prompt, and need no more than one token."""
-        return 0 if self.request.params.pooling is not None else MOST_DRAFTS
+        params = self.request.params
+        if params.pooling is not None:
+            return 0
+        return MOST_DRAFTS if params.speculative is None else min(params.speculative, MOST_DRAFTS)
 
     @property
     def ready(self) -> bool:

@@ -135,6 +135,7 @@ ACTIVE: dict[str, Callable[[EngineCore], bool]] = {
     # Layers with a window forget a prefix, so that a model of such layers alone must not share one.
     "shared-prefix attention": lambda core: any(each.steps for each in core.executor.runner.rows.prefixes)
     != all(group.window is not None for group in core.config.groups),
+    "speculation": lambda core: core.scheduler.drafter.counters.draft_tokens > 0,
     "quantised weights": lambda core: core.config.options.model.quantization == "fp8",
     "fp8 KV": lambda core: core.config.kv_dtype == "float8_e4m3fn",
     "tensor parallelism": lambda core: isinstance(core.executor, TensorParallelExecutor),
@@ -146,6 +147,8 @@ OCCASION: dict[str, dict[str, Any]] = {
     "overlap": CROWD,
     "CUDA graphs": CROWD,
     "shared-prefix attention": CROWD,
+    # Every draft is verified: with times of this machine the controller might choose none.
+    "speculation": {"speculative_config": '{"method": "auto", "num_speculative_tokens": 4, "adaptive": false}'},
 }
 
 

@@ -186,7 +186,7 @@ def test_gguf_says_what_config_json_says(tmp_path: Path) -> None:
     ({"llama.block_count": 0}, "llama.block_count must be an integer of at least 1, got 0"),
     ({"llama.attention.head_count": 5}, "llama.embedding_length 64 is not a multiple of 5 heads"),
     ({"llama.attention.head_count_kv": 3}, "4 attention heads cannot share 3 KV heads evenly"),
-    ({"llama.expert_count": 8}, "llama.expert_count 8: mixtures of experts are not supported"),
+    ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
     ({"llama.rope.dimension_count": 17}, "llama.rope.dimension_count must be even and at most 16, got 17"),
     ({"llama.rope.scaling.type": "ntk"}, "llama.rope.scaling.type 'ntk' is not supported; supported: none, linear, "),
     ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.factor is missing"),

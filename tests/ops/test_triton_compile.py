@@ -173,7 +173,7 @@ def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
 
 ATTENTION_HELPERS = (
     "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
-    "merge_shares", "prepared", "in_runs", "partner_of", "angles",
+    "merge_shares", "member_offset", "fold_prefix", "prepared", "in_runs", "partner_of", "angles",
     "norm_weights", "load_heads", "turned", "store_scaled", "store_newest", "slot_of", "load_pairs",
 )
 
@@ -220,6 +220,11 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 96, "TILE_KEYS": 32, "HAS_PREFIX": False}),
         pytest.param("decode_kernel", "bf16", "bf16", {"FRESH": True, "NORM": True}, marks=slow),
         ("decode_kernel", "bf16", "fp8e4nv", {"FRESH": True, "HALF": 24, "SINKS": True}),
+        pytest.param(
+            "decode_kernel", "bf16", "bf16",
+            {"QUERIES": 8, "WINDOW": 4096, "SOFTCAP": True, "HAS_PREFIX": False, "TILE_QUERIES": 32, "TILE_GROUP": 32,
+             "TILE_SLOTS": 1}, marks=slow,
+        ),
         pytest.param("prefill_kernel", "bf16", "bf16", {}, marks=slow),
         ("prefill_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096, "SINKS": True}),
         pytest.param("prefix_kernel", "bf16", "bf16", {}, marks=slow),
@@ -230,7 +235,7 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
     module = next(module for module in (kernel_decode, kernel_prefill) if hasattr(module, kernel))
     many = kernel in ("prefill_kernel", "prefix_kernel")
     constants = {
-        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
+        "KV_HEADS": 8, "GROUP": 4, "QUERIES": 1, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
         "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64,
         "TILE_QUERIES": 128 if many else 16, "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128,
         "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "LIMIT": 448.0,
@@ -245,25 +250,29 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
 
 
 @pytest.mark.usefixtures("attention_helpers")
-@pytest.mark.parametrize(("head_dim", "narrow", "pairs"), [
-    (128, False, 8192), (128, True, 1024), *(pytest.param(*case, marks=slow) for case in (
-        (64, False, 8), (64, False, 1024), (64, False, 8192), (128, False, 8), (128, False, 1024), (256, False, 8),
-        (256, False, 1024), (256, False, 8192), (128, True, 8), (128, True, 8192),
+@pytest.mark.parametrize(("head_dim", "narrow", "pairs", "queries"), [
+    (128, False, 8192, 1), (128, True, 1024, 1), (128, False, 8, 16), *(pytest.param(*case, marks=slow) for case in (
+        (64, False, 8, 1), (64, False, 1024, 1), (64, False, 8192, 1), (128, False, 8, 1), (128, False, 1024, 1),
+        (256, False, 8, 1), (256, False, 1024, 1), (256, False, 8192, 1), (128, True, 8, 1), (128, True, 8192, 1),
+        (64, False, 8, 16), (128, False, 1024, 4), (128, False, 256, 8), (128, True, 8, 16), (256, False, 8, 8),
     )),
 ])
-def test_decode_attention_keeps_its_numbers_in_registers(head_dim: int, narrow: bool, pairs: int, tmp_path: Path) -> None:
+def test_decode_attention_keeps_its_numbers_in_registers(
+    head_dim: int, narrow: bool, pairs: int, queries: int, tmp_path: Path
+) -> None:
     """No register spills for any number of rows, also where the launch limits registers. Eight-bit floats are converted two at a
     time, and no byte is loaded by itself."""
     names = list(inspect.signature(getattr(kernel_decode.decode_kernel, "fn", kernel_decode.decode_kernel)).parameters)
     types = attention_types(names, "bf16", "fp8e4nv" if narrow else "bf16")
     aligned = [name for name in names if name.endswith(("_ptr", "_stride"))]
-    keys, values, launch = decode_tiles(torch.bfloat16, head_dim, narrow, pairs, 132)
+    members = 4 * queries
+    keys, values, launch = decode_tiles(torch.bfloat16, head_dim, narrow, pairs, 132, members if queries > 1 else 0)
     constants = {
-        "KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
+        "KV_HEADS": 8, "GROUP": 4, "QUERIES": queries, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
         "SCALED": narrow, "NARROW": narrow, "PAIRED": narrow, "HAS_TABLE_ROWS": True, "HAS_PREFIX": False,
-        "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": 16, "TILE_KEYS": keys, "TILE_DIM": head_dim,
-        "TILE_GROUP": 4, "TILE_SLOTS": max(1, values // (4 * head_dim)), "FRESH": True, "HALF": head_dim // 2, "NORM": False,
-        "LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False, "SINKS": False,
+        "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": max(16, members), "TILE_KEYS": keys, "TILE_DIM": head_dim,
+        "TILE_GROUP": members, "TILE_SLOTS": max(1, values // (members * head_dim)), "FRESH": queries == 1,
+        "HALF": head_dim // 2, "NORM": False, "LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False, "SINKS": False,
     }
     compiled = compiled_for_h100(
         kernel_decode, "decode_kernel", types, constants, aligned=aligned, launch_pdl=True, **launch

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verdict_cases import CASES, H200, LLAMA_8B, Planted, decode
 
+from ridgeline.roofline.remedies import key_of
 from ridgeline.roofline.step_cost import step_cost
 from ridgeline.roofline.verdict import COMPUTE, KV, OVERHEADS, REMEDIES, TERMS, WEIGHTS, Setting, Verdict, Window, judge
 
@@ -113,6 +114,16 @@ def test_only_formats_of_this_engine_on_this_device_are_recommended(setting: Set
     assert {what.split(":")[0] for what in said if what.startswith("--")} == expected
     for word in ("4-bit", "speculative", "fuse", "overlap collectives"):
         assert not any(word in what for what in said), word
+
+
+def test_drafts_are_recommended_where_reading_the_weights_binds() -> None:
+    """Only while speculation is off. The gain is unknown: it depends on the text."""
+    said = {case.name: judge(window(case), replace(Setting(speculation=False), **case.setting)) for case in CASES}
+    drafts = {name: [each for each in verdict.changes if "speculative_config" in each.what] for name, verdict in said.items()}
+    assert any(drafts.values())
+    for name, changes in drafts.items():
+        assert bool(changes) == (said[name].term == WEIGHTS), name
+        assert all(change.gain == 1.0 and key_of(change.what) == "speculation" for change in changes)
 
 
 def test_every_term_has_a_remedy_that_always_applies() -> None:

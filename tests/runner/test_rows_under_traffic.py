@@ -19,7 +19,7 @@ from host_simulation import SETUPS, VOCAB, Setup, Simulation, random_request
 from torch import Tensor
 
 from ridgeline.layers.batch import Batch, GroupBatch
-from ridgeline.messages import Request, StepPlan, StepResult
+from ridgeline.messages import BlockOp, Request, StepPlan, StepResult
 from ridgeline.ops.attention import kernel_prefill_hopper
 from ridgeline.runner import device_rows, shared_prefix
 from ridgeline.runner.device_rows import EVERY_HIDDEN, DeviceRows, leading_decodes
@@ -64,7 +64,7 @@ class Rows(DeviceRows):
     def __init__(self, setup: Setup, groups: list[Any], deterministic: bool) -> None:
         super().__init__(
             groups, setup.max_rows, setup.max_model_len, setup.max_step_tokens, setup.depth, torch.device("meta"), 4, True,
-            deterministic,
+            deterministic, drafts=setup.alpha is not None,
         )
         self.last_token = torch.zeros_like(self.last_token, device="cpu")
         self.tables.place_on_device(torch.zeros_like(self.tables.on_device, device="cpu"))
@@ -86,18 +86,21 @@ class StampForward:
 
     def __init__(self, rows: Rows, setup: Setup, padded: bool) -> None:
         self._rows, self._setup = rows, setup
-        self._shapes = GraphShapes(setup.max_rows, setup.max_step_tokens) if padded else None
+        self._shapes = GraphShapes(setup.max_rows, setup.max_step_tokens, setup.max_step_tokens) if padded else None
         if self._shapes is not None:                     # small steps are recorded, too
             self._shapes.prompt_tokens = sorted({4, 8, setup.max_step_tokens})
             self._shapes.most_tokens = setup.max_step_tokens + setup.max_rows
         self._kv: dict[int, tuple[int, int, int]] = {}
-        self.replays = self.prefixes = 0
+        self.replays = self.prefixes = self.drafted = self.padded_drafts = 0
         self.shared: deque[int] = deque()                # of each step: KV positions that are not read again
 
     def shape(self, plan: StepPlan) -> Shape | None:
         if self._shapes is None or (plan.want & EVERY_HIDDEN).any():
             return None
         decodes = leading_decodes(plan)
+        if plan.width is not None:
+            alone = decodes == len(plan.rows)
+            return self._shapes.fit_drafts(decodes, plan.total_tokens, 1 + int(plan.width.max())) if alone else None
         return self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
 
     def prepare(self) -> bool:
@@ -107,6 +110,11 @@ class StampForward:
         last_token = self._rows.last_token
         if batch.last_rows is not None:
             batch.tokens[: len(batch.last_rows)] = last_token[batch.last_rows]
+        if batch.newest is not None:
+            assert batch.last_rows is None and batch.work is not None and batch.work.queries > 1
+            batch.tokens[batch.newest >= 0] = last_token[batch.newest[batch.newest >= 0]]
+            self.drafted += 1
+            self.padded_drafts += len(batch.tokens) > int(batch.query_start[-1])
         assert batch.table_rows is not None
         borders, lengths = batch.query_start.tolist(), batch.kv_len.tolist()
         chosen = torch.zeros((len(batch.tokens), VOCAB))
@@ -134,6 +142,12 @@ class StampForward:
         return Computed(chosen, None, torch.cat([
             tokens.view(torch.uint8), torch.zeros(-8 * len(tokens) % 16 + len(tokens), dtype=torch.uint8)
         ]))
+
+    def copy(self, block_ops: list[BlockOp]) -> None:
+        """All sources are read before any target is written."""
+        size = self._setup.block_size
+        pairs = [(op.source * size + offset, op.target * size + offset) for op in block_ops for offset in range(size)]
+        self._kv |= {target: self._kv[source] for source, target in pairs if source in self._kv}
 
     def _slot(self, group: int, row: int, position: int) -> int:
         size = self._setup.block_size
@@ -182,6 +196,8 @@ class StampForward:
     def _check_sampled(self, batch: Batch, borders: list[int], lengths: list[int]) -> None:
         """The last layer's view of the step: the same rows, one query each."""
         ends = {end - 1: place for place, end in enumerate(borders[1:]) if end > borders[place]}
+        if batch.newest is not None:                     # every position of a row with drafts
+            ends = {token: place for place, end in enumerate(borders[1:]) for token in range(borders[place], end)}
         for at, row in zip(batch.logits_index.tolist(), batch.sample_rows.tolist(), strict=True):
             if row != self._setup.max_rows:              # padding may have anybody's
                 assert batch.table_rows is not None and int(batch.table_rows[ends[at]]) == row
@@ -209,9 +225,9 @@ class Traffic(Simulation):
         self.rows = Rows(setup, self.groups, deterministic)
         self.forward = StampForward(self.rows, setup, padded)
         sampler = Sampler(setup.max_rows, VOCAB, set(setup.eos), "cpu", torch.float32)
-        model: Any = SimpleNamespace(logits=lambda hidden: hidden)
+        model: Any = SimpleNamespace(logits=lambda hidden: hidden, expert_reads=None)
         comm: Any = SimpleNamespace(size=1, waited=0.0, broadcast=lambda tokens: tokens)
-        buffers: Any = SimpleNamespace(run=lambda ops: None)
+        buffers: Any = SimpleNamespace(run=self.forward.copy)
         runner = Runner(model, self.forward, self.rows, sampler, buffers, comm)
         fake, self.runner = self.runner, _Both(self.runner, runner, self.forward, self.rows._staging)      # type: ignore[assignment]
         self.fake = fake
@@ -303,6 +319,20 @@ def test_answers_are_right_whatever_joins_and_leaves(name: str, depth: int) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_many_answers_are_right_whatever_joins_and_leaves(name: str, depth: int) -> None:
     check_seeds(range(100, 108), replace(SETUPS[name], depth=depth))
+
+
+@pytest.mark.parametrize(("name", "depth"), [
+    ("plain", 0), ("windows", 1),
+    *(pytest.param(name, depth, marks=pytest.mark.slow) for name in NAMES for depth in (0, 1)),
+])
+def test_answers_are_right_with_drafts(name: str, depth: int) -> None:
+    """In any mixture of widths, filled up to shapes and not, beside prompts and alone."""
+    drafted = padded = 0
+    for seed in (1, 2):
+        traffic = run_traffic(replace(SETUPS[name], depth=depth, alpha=0.6), seed, seed == 1, False, num_requests=6)
+        drafted += traffic.forward.drafted
+        padded += traffic.forward.padded_drafts
+    assert (drafted > 5 and padded) or SETUPS[name].max_step_tokens < 4
 
 
 def test_the_traffic_has_what_it_is_for() -> None:

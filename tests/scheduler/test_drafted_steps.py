@@ -16,8 +16,9 @@ from host_simulation import SETUPS, VOCAB, Setup, Simulation, run_random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
-from ridgeline.scheduler.sequence import MOST_DRAFTS, Sequence
+from ridgeline.scheduler.sequence import Sequence
 
 ROOMY = Setup(num_blocks=60, max_step_tokens=40)
 

@@ -419,7 +419,7 @@ def test_only_the_first_of_n_answers_computes_prompt_logprobs(prefix_caching: bo
     simulation.ask("a", prompt(10), 3, n=3, prompt_logprobs=0)
     simulation.step()
     plan = simulation.step()
-    assert sorted(numbers(plan)) == [1, 2, 2], "the others share what is computed"
+    assert numbers(plan) == [1, 1, 1], "the others share or copy what is computed"
     simulation.drain()
     assert simulation.prompt_logprobs == {("a", 0): prompt(10)[1:]}
 

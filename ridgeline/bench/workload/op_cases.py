@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ridgeline.bench.workload.latent_cases import LATENT_CASES, latent_inputs
 from ridgeline.ops.attention.attention_arguments import (
     AttentionWork,
     device_shares,
@@ -99,6 +100,7 @@ GPU_CASES: dict[str, dict[str, dict[str, Any]]] = {
         for kind in ("greedy", "random", "filtered")
         for n in (1, 128)
     },
+    **LATENT_CASES,
 }
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -123,6 +125,8 @@ def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -
     if device == "cuda":
         if op.name in ("paged_attention", "decode_attention"):
             return attention_inputs(op.name, dtype, device, seed, **case.sizes)
+        if op.name == "latent_attention":
+            return latent_inputs(dtype, device, seed, **case.sizes)
         try:
             with torch.device(device):
                 return op.inputs(torch.Generator(device).manual_seed(seed), dtype, device, **case.sizes)

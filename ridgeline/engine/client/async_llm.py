@@ -104,7 +104,9 @@ class AsyncLLM:
         mistake in them is found before an engine is started."""
         if self._processor is not None:
             return
-        processor = await asyncio.to_thread(Processor.load, self.config.model, model_path(self.config))
+        processor = await asyncio.to_thread(
+            Processor.load, self.config.model, model_path(self.config), self.config.execution.speculative_config
+        )
         if processor.tokenizer is not None:
             self._longest_piece = max(map(len, processor.tokenizer.token_pieces()), default=0)
             if processor.tokenizer.chat_template is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -68,6 +68,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None                         # the stop string or token; what went wrong
     text_offsets: list[int] = field(default_factory=list)        # where in the text each token begins
     lora_request: Any = None                                     # always None: there are no adapters
+    accepted_prediction_tokens: int = 0                          # of SamplingParams.prediction, those that were drafts …
+    rejected_prediction_tokens: int = 0                          # … and were the answer's own tokens, or were not
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -87,6 +89,12 @@ class RequestOutput:
     hidden: np.ndarray | None = None                             # the prompt as a vector, with SamplingParams.pooling
     metrics: RequestTimes | None = None                          # set by AsyncLLM only; LLM measures nothing per request
     lora_request: Any = None
+
+
+def predicted_tokens(outputs: Iterable[RequestOutput]) -> tuple[int, int]:
+    """Tokens of predictions that were drafts: accepted, and rejected."""
+    answers = [answer for output in outputs for answer in output.outputs]
+    return sum(each.accepted_prediction_tokens for each in answers), sum(each.rejected_prediction_tokens for each in answers)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -14,6 +15,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from ridgeline.config import ModelOptions
+from ridgeline.draft_options import draft_options
 from ridgeline.engine.client.grammar_check import GrammarChecker
 from ridgeline.engine.client.outputs import (
     AnswerDelta,
@@ -62,18 +64,22 @@ class Processor:
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.grammars = GrammarChecker(tokenizer, backend) if tokenizer is not None else None
+        self.predicts = False                            # does the engine use predictions? Else they are not tokenised
         self._numbers = itertools.count()
 
     @classmethod
-    def load(cls, options: ModelOptions, model: Path) -> Processor:
+    def load(cls, options: ModelOptions, model: Path, speculative_config: str = "") -> Processor:
         """With the tokenizer and the chat template that the options ask for; by default the model's own."""
         defaults = load_sampling_defaults(options, model)
         if options.skip_tokenizer_init:
-            return cls(None, defaults)
-        tokenizer = Tokenizer.load(locate(options.tokenizer) if options.tokenizer else model)
-        if options.chat_template:
-            tokenizer.chat_template = _template(options.chat_template)
-        return cls(tokenizer, defaults, options.structured_outputs_backend)
+            made = cls(None, defaults)
+        else:
+            tokenizer = Tokenizer.load(locate(options.tokenizer) if options.tokenizer else model)
+            if options.chat_template:
+                tokenizer.chat_template = _template(options.chat_template)
+            made = cls(tokenizer, defaults, options.structured_outputs_backend)
+        made.predicts = "prediction" in draft_options(speculative_config).methods
+        return made
 
     def default_params(self) -> SamplingParams:
         """For a request that brings none of its own."""
@@ -127,7 +133,10 @@ class Processor:
             priority=_priority(priority),
             cache_salt=_salt(cache_salt),
             bad_words_token_ids=self._bad_words(params.bad_words),
+            predicted_token_ids=self._predicted(params),
         )
+        if params.prediction is not None:
+            request.params = replace(params, prediction=None)    # its tokens are sent, not its text
         return request, RequestState(request, text, self.tokenizer)
 
     def chat_tokens(
@@ -137,6 +146,13 @@ class Processor:
         return self._require_tokenizer("chat").apply_chat_template(
             messages, tokenize=True, add_generation_prompt=add_generation_prompt, **template
         )
+
+    def _predicted(self, params: SamplingParams) -> list[int]:
+        if not self.predicts or not params.prediction:
+            return []
+        if not isinstance(params.prediction, str):
+            return params.prediction
+        return self._require_tokenizer("prediction", "prediction").encode(params.prediction, add_special_tokens=False)
 
     def _bad_words(self, words: list[str]) -> list[list[int]]:
         """A word has different tokens at the start of a text and after a space; both are banned."""
@@ -226,6 +242,7 @@ class RequestState:
         if delta.finish_reason == "error":
             self._end(answer, "error", delta.error)
             raise BadRequest(delta.error) if delta.bad_request else RequestError(delta.error)
+        answer.accepted_prediction_tokens, answer.rejected_prediction_tokens = delta.predicted
         if delta.index == 0:                             # the others reuse what the first has computed
             self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.hidden is not None:

@@ -106,6 +106,8 @@ def amount_of_work(prompts: Sequence[Prompt], params: SamplingParams) -> int:
     given = sum(len(each) for each in map(_given, prompts) if isinstance(each, Sized))
     # Each prompt tokenises the bad words and prepares the stop strings; each answer searches for them.
     beside = sum(map(len, [*params.bad_words, *params.stop])) + params.n * (1 + len(params.stop))
+    if isinstance(params.prediction, str):
+        beside += len(params.prediction)
     return given + len(prompts) * beside
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.grammar_check import vocabulary_of
+from ridgeline.engine.core.drafters import make_drafter
 from ridgeline.engine.core.executor import Executor, make_executor
 from ridgeline.engine.core.grammars import Grammars
 from ridgeline.engine.core.oom_backoff import Thrift
@@ -247,6 +248,7 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         time_model=_time_model(config),
         use_priorities=options.scheduler.scheduling_policy == "priority",
         seed=options.model.seed,
+        drafter=make_drafter(config),
     )
 
 
@@ -310,6 +312,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "logprob_token_ids": params.logprob_token_ids or [],
         "logit_bias": list(params.logit_bias or {}),
         "bad_words": [token for word in request.bad_words_token_ids for token in word],
+        "prediction": request.predicted_token_ids,
         "resumed": [token for produced in (request.resumed or {}).values() for token in produced],
     }
     for name, tokens in lists.items():

@@ -26,6 +26,7 @@ class Switches:
             "prefix caching": self._set_prefix_caching,
             "continuous batching": self._set_continuous_batching,
             "overlap": self._set_overlap,
+            "speculation": self._set_speculation,
         }
 
     @property
@@ -52,6 +53,11 @@ class Switches:
     def _set_continuous_batching(self, on: bool) -> list[TokenDelta]:
         """Off, the running requests are the batch that has to end before the next one starts."""
         self._core.scheduler.admission = ContinuousBatching() if on else StaticBatching()
+        return []
+
+    def _set_speculation(self, on: bool) -> list[TokenDelta]:
+        """Off, steps have no drafts; those in flight are verified as planned."""
+        self._core.scheduler.drafter.active = on
         return []
 
     def _set_overlap(self, on: bool) -> list[TokenDelta]:

@@ -26,6 +26,7 @@ from ridgeline.roofline.peaks import MachinePeaks, from_data_sheet
 from ridgeline.roofline.steps import PHASES
 from ridgeline.roofline.verdict import IDLE, Setting
 from ridgeline.runner.start.measure_peaks import PeakMeter
+from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.sizes.abilities import SHEET_NAMES
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.techniques import TECHNIQUES, turned_off
@@ -181,6 +182,7 @@ class StatsKeeper:
             "prefix_queries": cache.asked_tokens,
             "prefix_hits": cache.hit_tokens,
             "evicted_blocks": cache.evicted,
+            **self._drafts(),
             "graph_replays": self._replays(),
             "graph_captures": HAPPENED["graph_recording"],
             "kernel_compiles": HAPPENED["kernel_compile"],
@@ -202,6 +204,18 @@ class StatsKeeper:
         """Steps that were a CUDA graph, if there are any."""
         runner = getattr(self._core.executor, "runner", None)
         return int(getattr(getattr(runner, "forward", None), "replays", 0))
+
+    def _drafts(self) -> dict[str, int]:
+        """Counts of speculation; nothing where it is off."""
+        drafter = self._core.scheduler.drafter
+        if not isinstance(drafter, Controller):
+            return {}
+        counted = drafter.counters
+        positions = {f"accepted_at_{place}": int(each) for place, each in enumerate(counted.accepted_per_position)}
+        return positions | {
+            "drafts": counted.drafts, "draft_tokens": counted.draft_tokens, "accepted_tokens": counted.accepted_tokens,
+            "draft_probes": counted.probes,
+        }
 
     def _log(self, step: Step, cause: str, now: float) -> None:
         if now - self._logged < _LOG_SECONDS:
@@ -297,7 +311,7 @@ class RooflineReporter:
             device=config.device, max_rows=config.max_num_seqs,
             kv_usage=1 - scheduler.manager.num_free / max(1, config.num_blocks - 1),
             weight_bytes=self._recorder.weight_bytes, kv_bytes=self._recorder.shape.kv_bytes, graphs=config.graphs,
-            overlap=config.depth > 0, prefix_caching=config.prefix_caching,
+            overlap=config.depth > 0, prefix_caching=config.prefix_caching, speculation=scheduler.drafter.active,
             ranks=config.options.parallel.tensor_parallel_size, dtype=config.dtype,
             native=tuple(self._recorder.peaks.flops_s) if self._recorder.peaks is not None else (),
         )

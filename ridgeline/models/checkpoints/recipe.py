@@ -121,8 +121,9 @@ def regex(pattern: str, section: Section, key: str) -> str:
 
 
 def component(name: str) -> str:
-    """A name that stands for a module, for all modules with that last name, and for what is inside them."""
-    return rf"(?:.*\.)?{re.escape(name)}(?:\..*)?"
+    """A name that stands for a module, for all modules with that last name, and for what is inside them; * is any part of it."""
+    any_part = re.escape(name).replace(r"\*", "[^.]*")
+    return rf"(?:.*\.)?{any_part}(?:\..*)?"
 
 
 def anywhere(name: str) -> str:

@@ -36,7 +36,6 @@ QWEN3 = Family(
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
-    gguf="qwen2moe",
     qkv_bias=True,
     spelled={"attention_out_bias": "", "attention_bias": "qkv_bias"},
     experts=ExpertRule(shared_gate=True),
@@ -47,7 +46,6 @@ QWEN2_MOE = Family(
         "model.layers.{}.mlp.shared_expert.up_proj": "layers.{}.mlp.shared.gate_up:up",
         "model.layers.{}.mlp.shared_expert.down_proj": "layers.{}.mlp.shared.down",
     },
-    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )
 
 QWEN3_MOE = Family(
@@ -55,7 +53,7 @@ QWEN3_MOE = Family(
     architectures=("Qwen3MoeForCausalLM",),
     gguf="qwen3moe",
     qk_norm=True,
-    experts=ExpertRule(),
+    experts=ExpertRule(usually_normalised=True),
     only={"use_sliding_window": False},
     names=LLAMA_NAMES | QK_NORM_NAMES | EXPERT_NAMES,
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,

@@ -194,13 +194,15 @@ def tile_dim(head_dim: int) -> int:
 
 def device_shares(
     lengths: list[int], kv_heads: int, window: int | None, prefix: SharedPrefix | None, deterministic: bool,
-    device: torch.device,
+    device: torch.device, queries: int = 1,
 ) -> DeviceShares:
-    """Split-KV shares of decodes with these lengths. The engine keeps its own on the device (runner/device_rows.py).
+    """Split-KV shares of decodes with these lengths. The engine keeps its own on the device (runner/attention_schedule.py).
 
     The keys of a shared prefix are left out: another kernel reads them.
     """
-    read = np.array(lengths, np.int32) if window is None else np.minimum(np.array(lengths, np.int32), window)
+    read = np.array(lengths, np.int32)
+    if window is not None:
+        read = np.minimum(read, window + queries - 1)
     if prefix is not None:
         read = read - prefix.prefix_len.cpu().numpy()[: len(read)]
     return _on_device(share_out(read, programs_at_once(sm_count(device), kv_heads), deterministic), device)

@@ -40,12 +40,18 @@ PREFIX_MINIMUM = 256                 # keys of a prefix that are worth a CTA
 # ── tile sizes ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int) -> tuple[int, int, Launch]:
+def decode_tiles(
+    dtype: torch.dtype, head_dim: int, narrow: bool, pairs: int, processors: int, members: int = 0
+) -> tuple[int, int, Launch]:
     """(keys per tile, partial values that a merge takes at once, launch options), as measured on an H200. `pairs`: rows times
-    KV heads, or 0 in deterministic mode, where the number of rows may not matter. `processors`: SMs."""
+    KV heads, or 0 in deterministic mode, where the number of rows may not matter. `processors`: SMs. `members`: with
+    drafts, queries times heads of a group; those options are not measured yet."""
     if dtype == torch.float32:
         # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
         return 32, 4096, {"num_warps": 4, "num_stages": 2}
+    if members:                                          # their sums need registers, and no warp has fewer than 16 of them
+        warps = 2 if members <= 16 else 4 if members * head_dim <= 64 * 128 and not narrow else 8
+        return 64 if narrow else 32, 4096, {"num_warps": warps, "num_stages": 3 if head_dim <= 128 else 2}
     if narrow:                                           # as many bytes as tiles of 32 wide keys, for any number of rows
         return 64, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
     if pairs > 40 * processors and 64 < head_dim <= 128:
@@ -179,11 +185,11 @@ def paged_attention_triton(
         softcap, sinks,
     )
     if work.num_decodes:
-        if window is not None or work.deterministic:
+        if window is not None or work.deterministic or work.queries > 1:
             prefix = None
         if shares is None:
             lengths = (kv_len.tolist() if kv_len_host is None else kv_len_host)[: work.num_decodes]
-            shares = device_shares(lengths, kv_heads, window, prefix, work.deterministic, kv_len.device)
+            shares = device_shares(lengths, kv_heads, window, prefix, work.deterministic, kv_len.device, work.queries)
         _attend_decodes(call, shares, prefix, workspace, fresh)
     if work.num_decodes < kv_len.shape[0]:
         _attend_prompts(call, query_tiles)
@@ -197,14 +203,16 @@ def _attend_decodes(
     call: _Call, shares: DeviceShares, prefix: SharedPrefix | None, workspace: AttentionWorkspace | None,
     fresh: FreshTokens | None,
 ) -> None:
-    """The rows with one query each. Another kernel reads a shared prefix, and leaves partial results for this one to merge."""
+    """The rows that decode, with one query each or with drafts. Another kernel reads a shared prefix, and leaves partial results
+    for this one to merge."""
     q, out, heads, kv_heads, group = call.q, call.out, call.heads, call.kv_heads, call.group
     head_dim, decodes = q.shape[2], call.work.num_decodes
     items = shares.item_row.shape[0]
     sms = sm_count(q.device)
     tiles = 0 if prefix is None else prefix.tile_row.shape[0]
     cut = prefix_shares(decodes, group, kv_heads, sms) if tiles else 0
-    slots = decodes * cut + items
+    queries = 1 << (call.work.queries - 1).bit_length()
+    slots = decodes * cut + items * queries
     if workspace is None:
         workspace = make_workspace(partial_floats(slots, heads, head_dim), decodes, kv_heads, q.device)
     elif workspace.partials.shape[0] < partial_floats(slots, heads, head_dim):
@@ -215,14 +223,17 @@ def _attend_decodes(
         prefix_keys = _attend_prefix(call, prefix, cut, parts)
     new_tensors, new_constants = _fresh_arguments(fresh, call)
     pairs = 0 if call.work.deterministic else decodes * kv_heads
-    tile_group = 1 << (group - 1).bit_length()
-    tile_keys, tile_values, launch = decode_tiles(q.dtype, head_dim, call.narrow, pairs, sms)
+    tile_group = 1 << (queries * group - 1).bit_length()
+    tile_keys, tile_values, launch = decode_tiles(
+        q.dtype, head_dim, call.narrow, pairs, sms, queries * group if queries > 1 else 0
+    )
     kernel_decode.decode_kernel[kv_heads, items](
-        q, call.k_cache, call.v_cache, out, call.table, call.rows, call.kv_len,
+        q, call.k_cache, call.v_cache, out, call.table, call.rows, call.query_start, call.kv_len,
         call.kv_len if prefix is None else prefix.prefix_len, shares.item_row, shares.first_item, shares.size, *call.scales,
         *parts, workspace.arrived, cut, decodes * kv_heads * cut, *new_tensors, *call.scoring, call.sink_argument, q.stride(0),
         q.stride(1), out.stride(0), out.stride(1), *call.strides, **call.constants, **new_constants,
-        KV_HEADS=kv_heads, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None, SINKS=call.sinks is not None,
+        KV_HEADS=kv_heads, QUERIES=queries, WINDOW=call.window or 0, HAS_TABLE_ROWS=call.table_rows is not None,
+        SINKS=call.sinks is not None,
         HAS_PREFIX=tiles > 0, PAIRED=call.paired, MINIMUM_PREFIX=PREFIX_MINIMUM, TILE_PREFIX=prefix_keys,
         TILE_QUERIES=max(16, tile_group), TILE_KEYS=tile_keys, TILE_GROUP=tile_group,
         TILE_SLOTS=max(1, tile_values // (tile_group * tile_dim(head_dim))), **launch, **dependent_launch(q.device),

@@ -113,7 +113,7 @@ def joined(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> boo
 
 
 def _one_query_each(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> bool:
-    return work.num_decodes == tokens and prefix is None and not work.deterministic
+    return work.num_decodes == tokens and work.queries == 1 and prefix is None and not work.deterministic
 
 
 def _triton_supports(site: Site) -> bool:

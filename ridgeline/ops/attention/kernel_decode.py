@@ -5,6 +5,9 @@ with several shares leaves partial results (maximum, sum, accumulated values) in
 them in the order of the shares, so the result does not depend on the order of arrival. Grids are host numbers. The list of
 shares is read on the device, and CTAs beyond the list exit at once.
 
+QUERIES: with drafts a row has up to that many queries, one after the other. They share one tile, and so one read of the keys;
+each sees the keys up to its own position.
+
 FRESH: the queries come straight from the projection. Every CTA normalises and rotates the queries of its group. The CTA whose
 share ends with the newest position also does so for that key, and writes it and its value into the page before it reads the
 page. No other CTA of the launch reads that slot, so no synchronisation is needed: a block that this token fills becomes
@@ -197,6 +200,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
             odd_v = v
         wide_block = block.to(tl.int64)
         block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, limit - 1) // BLOCK_SIZE)
+        if MASKED and WINDOW > 0:                        # a share ends before the position of its queries
+            key = tl.where(key < limit, key, 2147483647)
         maximum, total, accumulated, odd = fold_tile(
             scores, v, odd_v, maximum, total, accumulated, odd, key, position,
             k_scale_ptr + wide_block * k_scale_block_stride + slot * k_scale_slot_stride,
@@ -207,10 +212,14 @@ def attend_keys(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def from_sinks(ptr, live):  # type: ignore[no-untyped-def]
-    """Maximum (base 2) and sum of queries that have seen their head's sink and no key yet."""
-    maximum = tl.load(ptr, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
-    return maximum, tl.full(maximum.shape, 1.0, tl.float32)
+def from_sinks(ptr, live, SINKS: tl.constexpr, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Maximum (base 2) and sum of queries that have seen no key yet, and their head's sink if there are any."""
+    maximum = tl.full([QUERIES], -1e30, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    if SINKS:
+        maximum = tl.load(ptr, mask=live, other=-1e30).to(tl.float32) * 1.4426950408889634
+        total = live.to(tl.float32)
+    return maximum, total
 
 
 @triton_kernel()
@@ -238,15 +247,49 @@ def fetch_tile(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def merge_shares(  # type: ignore[no-untyped-def]
-    accumulated_ptr, statistics_ptr, out_ptr, first_prefix, first_slot, used_prefix, used, out_head_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_GROUP: tl.constexpr,
-    TILE_DIM: tl.constexpr, TILE_SLOTS: tl.constexpr,
+def member_offset(member, token_stride, head_stride, GROUP: tl.constexpr, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """From a row's first query and first head of a group to those of each member of the tile: query after query."""
+    if QUERIES == 1:
+        offset = member * head_stride
+    else:
+        offset = member // GROUP * token_stride + member % GROUP * head_stride
+    return offset
+
+
+@triton_kernel()
+def fold_prefix(  # type: ignore[no-untyped-def]
+    maximum, total, accumulated, accumulated_ptr, statistics_ptr, first_prefix, used_prefix, member, mine,
+    GROUP: tl.constexpr, TILE_DIM: tl.constexpr,
 ):
-    """Merge one (row, KV head)'s partial results, those of its shared prefix first; `out_ptr` is at its first head.
+    """The partial results of a shared prefix, into those of a row's only share."""
+    dim = tl.arange(0, TILE_DIM)
+    for part in range(used_prefix):
+        statistics = statistics_ptr + (first_prefix + part) * (2 * GROUP) + member
+        their_maximum = tl.load(statistics, mask=mine, other=-1e30, cache_modifier=".cg")
+        their_total = tl.load(statistics + GROUP, mask=mine, other=0.0, cache_modifier=".cg")
+        place = ((first_prefix + part) * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
+        theirs = tl.load(accumulated_ptr + place, mask=mine[:, None], other=0.0, cache_modifier=".cg")
+        new_maximum = tl.maximum(maximum, their_maximum)
+        decay = tl.exp2(maximum - new_maximum)
+        their_decay = tl.exp2(their_maximum - new_maximum)
+        total = total * decay + their_total * their_decay
+        accumulated = accumulated * decay[:, None] + theirs * their_decay[:, None]
+        maximum = new_maximum
+    return maximum, total, accumulated
+
+
+@triton_kernel()
+def merge_shares(  # type: ignore[no-untyped-def]
+    accumulated_ptr, statistics_ptr, out_ptr, first_prefix, first_slot, used_prefix, used, out_token_stride, out_head_stride,
+    num_members, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_GROUP: tl.constexpr, TILE_DIM: tl.constexpr, TILE_SLOTS: tl.constexpr,
+):
+    """Merge one (row, KV head)'s partial results, those of its shared prefix first; `out_ptr` is at its first query and head.
+    `num_members`: its queries times its heads.
 
     In their order, TILE_SLOTS at a time: few enough to be in registers, and usually all.
     """
+    MEMBERS: tl.constexpr = QUERIES * GROUP
     head = tl.arange(0, TILE_GROUP)
     dim = tl.arange(0, TILE_DIM)
     maximum = tl.full([TILE_GROUP], -1e30, tl.float32)
@@ -255,12 +298,12 @@ def merge_shares(  # type: ignore[no-untyped-def]
     for begin in range(0, used_prefix + used, TILE_SLOTS):
         part = begin + tl.arange(0, TILE_SLOTS)
         slot = tl.where(part < used_prefix, first_prefix + part, first_slot + (part - used_prefix) * KV_HEADS)
-        known = (part < used_prefix + used)[:, None] & (head < GROUP)[None, :]
-        statistics = statistics_ptr + slot[:, None] * (2 * GROUP) + head[None, :]
+        known = (part < used_prefix + used)[:, None] & (head < num_members)[None, :]
+        statistics = statistics_ptr + slot[:, None] * (2 * MEMBERS) + head[None, :]
         # Written by other CTAs a moment ago: read from L2, never from the L1 of this SM.
         maxima = tl.load(statistics, mask=known, other=-1e30, cache_modifier=".cg")
-        sums = tl.load(statistics + GROUP, mask=known, other=0.0, cache_modifier=".cg")
-        place = (slot[:, None] * GROUP + head[None, :])[:, :, None] * TILE_DIM + dim[None, None, :]
+        sums = tl.load(statistics + MEMBERS, mask=known, other=0.0, cache_modifier=".cg")
+        place = (slot[:, None] * MEMBERS + head[None, :])[:, :, None] * TILE_DIM + dim[None, None, :]
         parts = tl.load(accumulated_ptr + place, mask=known[:, :, None], other=0.0, cache_modifier=".cg")
         new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
         decay = tl.exp2(maximum - new_maximum)
@@ -269,8 +312,9 @@ def merge_shares(  # type: ignore[no-untyped-def]
         merged = merged * decay[:, None] + tl.sum(parts * shrink[:, :, None], axis=0)
         maximum = new_maximum
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
-    live = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(out_ptr + head[:, None] * out_head_stride + dim[None, :], merged.to(out_ptr.dtype.element_ty), mask=live)
+    live = (head < num_members)[:, None] & (dim < HEAD_DIM)[None, :]
+    place = member_offset(head, out_token_stride, out_head_stride, GROUP, QUERIES)
+    tl.store(out_ptr + place[:, None] + dim[None, :], merged.to(out_ptr.dtype.element_ty), mask=live)
 
 
 # ── new tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -366,7 +410,7 @@ def store_newest(  # type: ignore[no-untyped-def]
 
 @triton_kernel(do_not_specialize=["table_stride", "prefix_shares", "own_slots"])
 def decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, kv_len_ptr, prefix_len_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, table_rows_ptr, query_start_ptr, kv_len_ptr, prefix_len_ptr,
     item_row_ptr, first_item_ptr, size_ptr, k_scale_ptr, v_scale_ptr,
     accumulated_ptr, statistics_ptr, arrived_ptr, prefix_shares, own_slots,
     positions_ptr, slots_ptr, cos_sin_ptr, q_norm_ptr, k_norm_ptr, eps, norm_offset,
@@ -375,7 +419,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     k_block_stride, k_slot_stride, k_head_stride, v_block_stride, v_slot_stride, v_head_stride,
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, PAIRED: tl.constexpr,
     HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr, SINKS: tl.constexpr,
     MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
@@ -410,22 +454,29 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if HAS_PREFIX:
         first = tl.load(prefix_len_ptr + row)
         used_prefix = tl.cdiv(first, share_of(first, prefix_shares, MINIMUM_PREFIX, TILE_PREFIX))
+    token = row                                          # of its first query
+    queries = 1
+    if QUERIES > 1:
+        token = tl.load(query_start_ptr + row)
+        queries = tl.load(query_start_ptr + row + 1) - token
     if WINDOW > 0:
-        first = tl.maximum(kv_len - WINDOW, 0)
+        first = tl.maximum(kv_len - WINDOW - (queries - 1), 0)
     used = tl.cdiv(kv_len - first, size)
     share = item - first_item
 
     dim = tl.arange(0, TILE_DIM)
     member = tl.arange(0, TILE_QUERIES)
-    live = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    out_ptr += row.to(tl.int64) * out_token_stride + kv_head * GROUP * out_head_stride
+    mine = member < queries * GROUP
+    live = mine[:, None] & (dim < HEAD_DIM)[None, :]
+    out_ptr += token.to(tl.int64) * out_token_stride + kv_head * GROUP * out_head_stride
+    out_offset = member_offset(member, out_token_stride, out_head_stride, GROUP, QUERIES)[:, None] + dim[None, :]
     if share >= used:
         if DEPENDENT:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         if share + used_prefix == 0:                     # a padding row: nothing to see
             nothing = tl.zeros([TILE_QUERIES, TILE_DIM], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + member[:, None] * out_head_stride + dim[None, :], nothing, mask=live)
+            tl.store(out_ptr + out_offset, nothing, mask=live)
         return
 
     begin = first + share * size
@@ -447,8 +498,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         fetch_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    q_ptr += row.to(tl.int64) * q_token_stride
-    q_offset = (kv_head * GROUP + member)[:, None] * q_head_stride
+    q_ptr += token.to(tl.int64) * q_token_stride
+    q_offset = (kv_head * GROUP * q_head_stride + member_offset(member, q_token_stride, q_head_stride, GROUP, QUERIES))[:, None]
     if FRESH:
         # All loads first: those of the newest position are in flight while the queries are rotated.
         own, other = load_heads(q_ptr, q_offset, dim, live, HALF)
@@ -476,59 +527,51 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     else:
         q, score_scale = load_query(q_ptr, q_offset + dim[None, :], live, score_scale, NARROW, UPCAST)
 
-    maximum = tl.full([TILE_QUERIES], -1e30, tl.float32)
-    total = tl.zeros([TILE_QUERIES], tl.float32)
-    if SINKS:                                            # a score without a value: the first share begins with it
-        if share == 0:
-            maximum, total = from_sinks(sinks_ptr + kv_head * GROUP + member, member < GROUP)
+    begins = mine & (share == 0)                         # the first share begins with the sink
+    maximum, total = from_sinks(sinks_ptr + kv_head * GROUP + member % GROUP, begins, SINKS, TILE_QUERIES)
     accumulated = tl.zeros([TILE_QUERIES, TILE_DIM // 2 if PAIRED else TILE_DIM], tl.float32)
     odd_q = q
     if PAIRED:
         q, odd_q = tl.split(q.reshape(TILE_QUERIES, TILE_DIM // 2, 2))
     last = tl.full([TILE_QUERIES], 0, tl.int32) + (end - 1)
+    if QUERIES > 1:
+        # Beyond its own position a query sees nothing. With a window the position has to be the true one.
+        last = kv_len - queries + tl.minimum(member // GROUP, queries - 1)
+        if WINDOW == 0:
+            last = tl.minimum(last, end - 1)
     maximum, total, accumulated, odd, block = attend_keys(
         q, odd_q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, begin, end, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, SCALED, NARROW, PAIRED, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, WINDOW if QUERIES > 1 else 0, SOFTCAP, True, SCALED, NARROW, PAIRED, TILE_KEYS, TILE_DIM, UPCAST,
     )
     if PAIRED:
         accumulated = tl.interleave(accumulated, odd)
 
     pair = row * KV_HEADS + kv_head
     first_prefix = pair.to(tl.int64) * prefix_shares
-    mine = member < GROUP
     if HAS_PREFIX:
         if used == 1:                                    # the only share of the row: the prefix partials are complete
-            for part in range(used_prefix):
-                statistics = statistics_ptr + (first_prefix + part) * (2 * GROUP) + member
-                their_maximum = tl.load(statistics, mask=mine, other=-1e30, cache_modifier=".cg")
-                their_total = tl.load(statistics + GROUP, mask=mine, other=0.0, cache_modifier=".cg")
-                place = ((first_prefix + part) * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
-                theirs = tl.load(accumulated_ptr + place, mask=mine[:, None], other=0.0, cache_modifier=".cg")
-                new_maximum = tl.maximum(maximum, their_maximum)
-                decay = tl.exp2(maximum - new_maximum)
-                their_decay = tl.exp2(their_maximum - new_maximum)
-                total = total * decay + their_total * their_decay
-                accumulated = accumulated * decay[:, None] + theirs * their_decay[:, None]
-                maximum = new_maximum
+            maximum, total, accumulated = fold_prefix(
+                maximum, total, accumulated, accumulated_ptr, statistics_ptr, first_prefix, used_prefix, member, mine, GROUP,
+                TILE_DIM,
+            )
     if used == 1:
         out = accumulated / total[:, None]
-        tl.store(
-            out_ptr + member[:, None] * out_head_stride + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=live
-        )
+        tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=live)
         return
     first_slot = (own_slots + first_item * KV_HEADS + kv_head).to(tl.int64)
     slot = first_slot + share * KV_HEADS
-    tl.store(statistics_ptr + slot * (2 * GROUP) + member, maximum, mask=mine)
-    tl.store(statistics_ptr + slot * (2 * GROUP) + GROUP + member, total, mask=mine)
-    place = (slot * GROUP + member)[:, None] * TILE_DIM + dim[None, :]
+    MEMBERS: tl.constexpr = QUERIES * GROUP
+    tl.store(statistics_ptr + slot * (2 * MEMBERS) + member, maximum, mask=mine)
+    tl.store(statistics_ptr + slot * (2 * MEMBERS) + MEMBERS + member, total, mask=mine)
+    place = (slot * MEMBERS + member)[:, None] * TILE_DIM + dim[None, :]
     tl.store(accumulated_ptr + place, accumulated, mask=mine[:, None])
     tl.debug_barrier()                                   # all threads have stored before one of them counts the arrival
     arrived = tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel")
     if arrived == used - 1:
         tl.store(arrived_ptr + pair, 0)                  # ready for the next launch
         merge_shares(
-            accumulated_ptr, statistics_ptr, out_ptr, first_prefix, first_slot, used_prefix, used, out_head_stride,
-            KV_HEADS, GROUP, HEAD_DIM, TILE_GROUP, TILE_DIM, TILE_SLOTS,
+            accumulated_ptr, statistics_ptr, out_ptr, first_prefix, first_slot, used_prefix, used, out_token_stride,
+            out_head_stride, queries * GROUP, KV_HEADS, GROUP, QUERIES, HEAD_DIM, TILE_GROUP, TILE_DIM, TILE_SLOTS,
         )

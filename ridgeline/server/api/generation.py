@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput, predicted_tokens
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
@@ -87,6 +87,7 @@ class GenerationRequest(OtherNames, forbid_unknown_fields=True, kw_only=True):
     cache_salt: str | None = None
     ttft_deadline_ms: Deadline | None = None
     return_timings: bool | None = None
+    speculative: bool | int | None = None                # false: no drafts for this request; a number: at most that many a step
     techniques: dict[str, bool] | None = None            # switched for this request only; see server/observe/prometheus
 
     response_format: Any = None
@@ -226,7 +227,7 @@ _SAMPLING = (
     "n", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "min_tokens", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias",
     "ignore_eos", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
-    "include_stop_str_in_output", "truncation_side", "logprob_token_ids",
+    "include_stop_str_in_output", "truncation_side", "logprob_token_ids", "speculative",
 )
 
 
@@ -304,7 +305,7 @@ class Usage(msgspec.Struct):
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
         completion = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
         cached = sum(output.num_cached_tokens for output in outputs)
-        details = CompletionTokensDetails(reasoning)
+        details = CompletionTokensDetails(reasoning, 0, *predicted_tokens(outputs))
         return cls(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
     def only(self, completion_tokens: int) -> None:

@@ -17,11 +17,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ridgeline.draft_options import MOST_DRAFTS, draft_options
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
-from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram, RequestTimes
+from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram, RequestTimes, ServingMetrics
 from ridgeline.roofline.verdict import TERMS
 from ridgeline.server.http.gate import LOG
 from ridgeline.server.observe import roofline_endpoint
@@ -107,6 +108,19 @@ def _add_vllm_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
         "num_gpu_blocks": str(num_blocks),
     }
     add("gauge", "vllm:cache_config_info", "The KV cache's settings, in the labels.", (info, 1))
+    if draft_options(llm.config.execution.speculative_config).on:
+        _add_speculation(metrics, add)
+
+
+def _add_speculation(metrics: ServingMetrics, add: Callable[..., None]) -> None:
+    """As vLLM, only where speculation is on. A draft is a row's drafts in one step."""
+    prefix, count = "vllm:spec_decode_num", metrics.counter
+    add("counter", f"{prefix}_drafts", "Rows of steps that had drafts.", count("drafts"))
+    add("counter", f"{prefix}_draft_tokens", "Drafts verified.", count("draft_tokens"))
+    add("counter", f"{prefix}_accepted_tokens", "Drafts accepted.", count("accepted_tokens"))
+    places = by("position", [(str(place), count(f"accepted_at_{place}")) for place in range(MOST_DRAFTS)])
+    add("counter", f"{prefix}_accepted_tokens_per_pos", "Drafts accepted, by position.", *places)
+    add("counter", "ridgeline:draft_probes", "Steps that had drafts only to learn whether they pay.", count("draft_probes"))
 
 
 def _add_engine_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:

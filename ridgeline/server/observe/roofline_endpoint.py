@@ -39,7 +39,7 @@ def setting(llm: AsyncLLM) -> Setting:
     return Setting(
         device=ready.device, max_rows=ready.max_num_seqs, kv_usage=1 - llm.free_blocks / max(1, ready.num_blocks),
         weight_bytes=stats.weight_bytes, kv_bytes=stats.kv_bytes, graphs="CUDA graphs" in on,
-        overlap="overlap" in on, prefix_caching="prefix caching" in on,
+        overlap="overlap" in on, prefix_caching="prefix caching" in on, speculation="speculation" in on,
         ranks=llm.config.parallel.tensor_parallel_size, dtype=ready.dtype, native=tuple(stats.flops_s),
     )
 
@@ -71,6 +71,7 @@ class RooflineReply(msgspec.Struct):
     batch: dict[str, Any]
     kv: dict[str, Any]
     prefix: dict[str, float]
+    drafts: dict[str, float]         # of speculation: how many were verified and accepted; all 0 where it is off
     latency: dict[str, dict[str, float | int | None]]    # percentiles over the last five minutes
     history: dict[str, Any]          # one row a second
     points: dict[str, Any]           # one row a step
@@ -86,6 +87,7 @@ def document(
     verdict, stats = found.verdict, view.stats
     num_blocks = ready.num_blocks if ready else 0
     asked, hit = metrics.counter("prefix_queries"), metrics.counter("prefix_hits")
+    drafted, accepted = metrics.counter("draft_tokens"), metrics.counter("accepted_tokens")
     return RooflineReply(
         model=model,
         state=state,
@@ -112,6 +114,7 @@ def document(
             "dtype": ready.kv_dtype if ready else "", "used": 1 - llm.free_blocks / num_blocks if num_blocks else 0.0,
             "held": stats.held, "cached": stats.cached,
         },
+        drafts={"verified": drafted, "accepted": accepted, "rate": accepted / drafted if drafted else 0.0},
         prefix={"queries": asked, "hits": hit, "rate": hit / asked if asked else 0.0},
         latency={
             "first_token": _percentiles(metrics.recent_first_token, now),

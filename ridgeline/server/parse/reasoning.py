@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ridgeline.server.parse.harmony import HarmonyParser
 from ridgeline.server.parse.incremental import (
     BLANKS,
     CallArguments,
@@ -113,9 +114,9 @@ class MessageParser:
 
     def reasoning_tokens(self, text_offsets: list[int]) -> int:
         """The number of reasoning tokens, marks included, among tokens that begin at these offsets."""
-        if self._reasoning is None:
+        if self._reasoning is None and not isinstance(self._calls, HarmonyParser):
             return 0
-        end = self._reasoning.reasoning_end
+        end = (self._reasoning or self._calls).reasoning_end      # type: ignore[union-attr]
         if end is None:
             return len(text_offsets)
         return sum(offset < end for offset in text_offsets)

@@ -20,6 +20,7 @@ from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, Structur
 from ridgeline.server.api.generation import structured_outputs
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
+from ridgeline.server.parse.harmony import HARMONY_MARKS, HarmonyParser
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
 from ridgeline.server.parse.tool_calls import (
     CallParser,
@@ -39,12 +40,13 @@ MAX_NAME = 128                       # Anthropic's limit; OpenAI's is 64, but a 
 TAIL_TOKENS = 8                      # at the end of a prompt that are searched for "<think>"
 
 # Formats that models write by themselves; the three others come only from a schema.
-FREE = ("hermes", "llama3_json", "mistral", "pythonic")
+FREE = ("hermes", "llama3_json", "mistral", "pythonic", "harmony")
 FORMATS: dict[str, type[CallParser]] = {
     "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser, "pythonic": PythonicParser,
-    "list": ListParser, "required": RequiredParser, "named": NamedParser,
+    "harmony": HarmonyParser, "list": ListParser, "required": RequiredParser, "named": NamedParser,
 }
-MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]")}
+MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]"),
+         "harmony": HARMONY_MARKS}
 THINK_MARKS = ("<think>", "</think>")
 
 _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_-.")
@@ -275,6 +277,8 @@ def tool_format(option: str, templates: str) -> str | None:
         return None if option == "none" else option
     if "[TOOL_CALLS]" in templates:
         return "mistral"
+    if is_harmony(templates):
+        return "harmony"
     if "<tool_call>" in templates:
         return "hermes"
     if "func_name1(" in templates or "[func_name" in templates:
@@ -287,6 +291,10 @@ def tool_format(option: str, templates: str) -> str | None:
 def needs_plain_text(option: str, templates: str) -> bool:
     """Whether the chat template ignores tools and calls, so that they must be written into the messages."""
     return tool_format(option, templates) == "hermes" and not knows_tools(templates)
+
+
+def is_harmony(templates: str) -> bool:
+    return "<|channel|>" in templates and "<|message|>" in templates
 
 
 def has_reasoning(option: str, templates: str) -> bool:
@@ -347,6 +355,8 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     made.reasoning = free and has_reasoning(options.reasoning_parser, templates)
     marks: tuple[str, ...] = THINK_MARKS if made.reasoning else ()
     made.format = _answer_format(use, asked, form)
+    if made.format is None and form == "harmony" and asked is None:
+        made.format = form                               # its channels separate reasoning from content, with and without tools
     marks += MARKS.get(made.format or "", ())
     if any(tokenizer.token_id(mark) in tokenizer.special_ids for mark in marks):
         params.skip_special_tokens = False

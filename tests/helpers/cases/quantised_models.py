@@ -271,7 +271,7 @@ def save_quantised(
     expanded: Stored = {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if "layers." in name and name.endswith("proj.weight") and only(module):
+        if "layers." in name and name.endswith(("proj.weight", "proj_with_mqa.weight")) and only(module):
             found, numbers = write(module, tensor)
             stored |= {f"{module}{ending}": value.clone(memory_format=torch.contiguous_format) for ending, value in found.items()}
             expanded[name] = numbers.contiguous()

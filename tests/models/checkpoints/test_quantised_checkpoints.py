@@ -68,6 +68,20 @@ def test_every_dialect_is_the_model_of_its_numbers(dialect: str, tmp_path: Path)
     assert len(kept) == (0 if dialect == "2:4" else 8)   # four linears in each of two layers
 
 
+@pytest.mark.parametrize("model", ["deepseek_v3", "deepseek_v2-lite"])
+def test_what_widens_latents_is_expanded_whatever_the_checkpoint_stores(model: str, tmp_path: Path) -> None:
+    """DeepSeek's blocks with weight_scale_inv, kv_b_proj among them: attention multiplies by it in two parts."""
+    quantised, plain = save_quantised("fp8-block", tmp_path, model, num_key_value_heads=4)
+    expected, expanded, packed = decoder(plain, False), decoder(quantised, False), decoder(quantised, True)
+    assert not isinstance(packed.layers[0].attention.kv_up.scheme, Quantised)
+    assert isinstance(packed.layers[0].attention.qkv.scheme, Quantised)
+    for name, value in packed.numbers().items():
+        assert torch.equal(value, expected.numbers()[name]), name
+    torch.testing.assert_close(logits(packed), logits(expected), rtol=0, atol=1e-12)
+    torch.testing.assert_close(logits(expanded), logits(expected), rtol=0, atol=0)
+    assert packed.weight_bytes == weight_bytes(load_model_config(quantised), "float64", "cuda")
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_predicted_bytes_are_the_bytes(dialect: str, tmp_path: Path) -> None:
     quantised, _ = save_quantised(dialect, tmp_path)

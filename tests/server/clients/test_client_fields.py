@@ -91,7 +91,8 @@ def test_thoughts_by_any_of_their_names() -> None:
 
 @pytest.mark.parametrize(("kind", "fields"), [
     (ChatRequest, {"request_id": "a", "session_id": "b", "stream_interval": 4, "mm_processor_kwargs": {}, "media_io_kwargs": {}}),
-    (ChatRequest, {"kv_transfer_params": None, "vllm_xargs": {}, "truncation_side": "left", "prediction": {"type": "content"}}),
+    (ChatRequest, {"kv_transfer_params": None, "vllm_xargs": {}, "truncation_side": "left"}),
+    (ChatRequest, {"prediction": {"type": "content", "content": "x"}, "speculative": False}),
     (CompletionRequest, {"request_id": "a", "something_new": None}),
     (ChatRequest, {"tools": [TOOL | {"cache_control": {}, "defer_loading": True, "strict": True}]}),
     (ResponsesRequest, {"truncation": "auto", "include": ["web_search_call.action.sources"], "access_programs": []}),

@@ -138,6 +138,23 @@ def test_what_ranks_wait_for_each_other_is_told_apart(tmp_path: Path) -> None:
     assert judge(replace(window, seconds=0.01, busy=0.01), Setting(ranks=2)).term == "communication"
 
 
+def test_a_step_with_drafts_is_a_decode_and_rejected_ones_are_waste() -> None:
+    """Two rows decode, one of them with three drafts of which one is accepted: five positions, three tokens of answers."""
+    made = StepRecorder(LLAMA_8B, "bfloat16")
+    rows = [(1, 100), (4, 103)]
+    asked = plan(rows)
+    asked.width = np.array([0, 3], np.int32)
+    found = result([(1, 100), (4, 101)], 0.001, rejected=2)      # 99 tokens, then its newest and one draft
+    found.num_new = np.array([1, 2], np.int32)
+    made.planned(asked)
+    made.took(found, 0, False)
+    made.fold()
+    sums, cost = made.sums["decode"], step_cost(LLAMA_8B, rows, [1, 4])
+    assert (sums.steps, sums.rows, sums.tokens, sums.sampled, sums.rejected) == (1, 2, 5, 3, 2)
+    assert sums.flops == cost.matrix_flops and sums.kv_read == cost.total.kv_read
+    assert sums.rejected_flops == pytest.approx(sums.flops * 2 / 5)
+
+
 def test_time_without_work_belongs_to_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(steps_file, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -151,7 +151,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None       # llama.cpp's name of the same
     enable_thinking: bool | None = None                  # a variable of the template
 
-    prediction: Any = None               # a hint: it could only change the speed
+    prediction: Any = None               # text that the answer is expected to follow; it changes only the speed
 
     modalities: Any = None
     audio: Any = None
@@ -159,7 +159,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     moderation: Any = None
     chat_template: Any = None
 
-    HINTS: ClassVar[tuple[str, ...]] = (*GenerationRequest.HINTS, "prediction")
     TOLERANT: ClassVar[tuple[str, ...]] = ("messages",)
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = GenerationRequest.REFUSED | {
         "modalities": (["text"],),
@@ -182,6 +181,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
         most = limits.pop() if limits else defaults.get("max_tokens")
         params = self.sampling(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
         params.structured_outputs = self._language()
+        params.prediction = predicted_text(self.prediction)
+        self.prediction = None                           # it may be megabytes, and is in the parameters
         return params
 
     @property
@@ -272,6 +273,21 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if last.role != "assistant" or last.content is None:
             return ""
         return last.content if isinstance(last.content, str) else "\n".join(str(part.get("text")) for part in last.content)
+
+
+def predicted_text(given: Any) -> str | None:
+    """OpenAI's prediction: {"type": "content", "content": text or a list of text parts}."""
+    match given:
+        case None:
+            return None
+        case {"type": "content", "content": str(text)}:
+            return text
+        case {"type": "content", "content": list(parts)} if all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+        ):
+            return "".join(part["text"] for part in parts)
+    message = 'prediction must be {"type": "content", "content": …} with a text or a list of text parts; got ' + shown(given)
+    raise BadRequest(message, field="prediction")
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

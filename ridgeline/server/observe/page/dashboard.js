@@ -169,6 +169,10 @@ function showCache(answer) {
   bar(at("rows-bar"), [["decode", batch.max_rows ? batch.running / batch.max_rows : 0]]);
   write("rows-note", `${batch.running} of ${batch.max_rows}`);
   bar(at("prefix-bar"), [["kv", prefix.rate]]);
+  const { drafts } = answer;
+  at("drafts-meter").hidden = !drafts.verified;
+  bar(at("drafts-bar"), [["kv", drafts.rate]]);
+  write("drafts-note", `${percent(drafts.rate, 0)} of ${amount(drafts.verified)} drafts`);
   write("prefix-note", `${percent(prefix.rate, 0)} of ${amount(prefix.queries)} prompt tokens`);
 }
 

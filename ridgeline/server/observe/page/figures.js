@@ -83,6 +83,7 @@ function commandOf(what, answer, address, locked) {
   if (what.includes("`ridgeline diagnose`")) return { label: "", text: `ridgeline diagnose ${address}${locked ? " --api-key KEY" : ""}` };
   if (/max_num_seqs/.test(what)) return start(`--max-num-seqs ${2 * Math.max(1, answer.batch.max_rows)}`);
   if (/^async_scheduling/.test(what)) return start("--async-scheduling");
+  if (/^speculative_config/.test(what)) return start("--speculative-config auto");
   if (/^prefix caching/.test(what)) return start("--enable-prefix-caching");
   return null;
 }

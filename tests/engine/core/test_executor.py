@@ -106,7 +106,7 @@ def test_a_rank_that_does_not_leave_is_ended(model: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("wrong", "reason"), [
     ({"model": "/nowhere"}, "rank 1 failed: model /nowhere does not exist"),
-    ({"max_num_seqs": 0}, "rank 1 failed: max_num_seqs must be at least 1"),
+    pytest.param({"max_num_seqs": 0}, "rank 1 failed: max_num_seqs must be at least 1", marks=pytest.mark.slow),
 ])
 def test_a_rank_that_cannot_start(model: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], reason: str) -> None:
     class Pinned:

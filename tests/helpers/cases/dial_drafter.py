@@ -54,5 +54,11 @@ class DialDrafter:
         self.proposed += int(width.sum())
         self.accepted += int(accepted.sum())
 
+    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
+        """It does not look at times."""
+
+    def predicted(self, sequence: Sequence) -> tuple[int, int]:
+        return 0, 0
+
     def ended(self, sequence: Sequence) -> None:
         self.ended_with.append(sequence.tokens.tolist())

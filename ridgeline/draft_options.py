@@ -1,0 +1,105 @@
+"""What `speculative_config` asks for: vLLM's object and its keys, as plain settings.
+
+`{"method": "ngram", "num_speculative_tokens": 4}`, or only the method's name. `num_speculative_tokens` is the most that a row
+verifies in a step; how many it does verify is decided step by step (scheduler/drafts/controller).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ridgeline.errors import ConfigError
+
+OFF = ("", "none", "off")
+AUTO = ("grammar", "prediction", "ngram", "suffix")      # in this order, where two promise the same
+MOST_DRAFTS = 15                     # of a row in one step: with its newest token 16 queries, which one tile of attention holds
+_LATER = "needs a trained head, which no proposer runs yet"
+_REFUSED = {
+    **dict.fromkeys(("eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "dflash", "dspark"), _LATER),
+    "draft_model": "needs a second model with a KV cache of its own, which the runner cannot hold yet",
+}
+# vLLM's keys that are about its own internals, or that the controller replaces: a draft is verified only where it pays.
+_WITHOUT_EFFECT = (
+    "disable_by_batch_size", "disable_logprobs", "disable_mqa_scorer", "disable_padded_drafter_batch", "enforce_eager",
+    "suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob",
+    "suffix_decoding_max_cached_requests",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    methods: tuple[str, ...] = ()    # names of proposers; none: speculation is off
+    num_speculative_tokens: int = MOST_DRAFTS
+    prompt_lookup_min: int = 2       # tokens that an n-gram must have in common with the text …
+    prompt_lookup_max: int = 8       # … and that are compared
+    suffix_bytes: int = 64 * 2**20   # memory for earlier answers
+    adaptive: bool = True            # False: every draft that is offered is verified, to measure with
+
+    @property
+    def on(self) -> bool:
+        return bool(self.methods)
+
+
+def draft_options(given: str) -> DraftOptions:
+    """From the option's text; ConfigError for what it cannot mean."""
+    asked = _asked(given)
+    methods = _methods(asked.pop("method", None), asked)
+    named = {each.name for each in fields(DraftOptions)} - {"methods"}
+    values = {name: value for name, value in asked.items() if value is not None and name not in _WITHOUT_EFFECT}
+    for name in values:
+        if name not in named:
+            close = difflib.get_close_matches(name, named, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known are method, {', '.join(sorted(named))}"
+            raise ConfigError(f"speculative_config has no key {name!r}{hint}")
+    if "prompt_lookup_max" in values or "prompt_lookup_min" in values:   # as in vLLM, one of them sets both
+        values.setdefault("prompt_lookup_min", values.get("prompt_lookup_max"))
+        values.setdefault("prompt_lookup_max", values.get("prompt_lookup_min"))
+    made = replace(DraftOptions(methods), **values)
+    _check(made)
+    return made if made.num_speculative_tokens else DraftOptions()
+
+
+def _asked(given: str) -> dict[str, Any]:
+    if given.strip() in OFF:
+        return {"num_speculative_tokens": 0, "method": "auto"}
+    if not given.lstrip().startswith("{"):
+        return {"method": given.strip()}
+    try:
+        asked = json.loads(given)
+    except ValueError as error:
+        raise ConfigError(f"speculative_config must be a JSON object or a method's name; got {given[:80]!r}: {error}") from None
+    return dict(asked)
+
+
+def _methods(given: Any, asked: dict[str, Any]) -> tuple[str, ...]:
+    """The proposers of a method; a list of names is accepted, too."""
+    if given is None and asked.get("model") in ("ngram", "[ngram]"):         # vLLM's older spelling
+        given = asked.pop("model").strip("[]")
+    if given is None:
+        raise ConfigError(f"speculative_config needs a method: auto, {', '.join(AUTO)}")
+    names = AUTO if given == "auto" else (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if name in _REFUSED:
+            raise ConfigError(f"speculative_config: method {name} {_REFUSED[name]}; use auto")
+        if name not in AUTO:
+            close = difflib.get_close_matches(str(name), [*AUTO, "auto"], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"speculative_config: unknown method {name!r}; known are auto, {', '.join(AUTO)}{hint}")
+    return tuple(name for name in AUTO if name in names)
+
+
+def _check(made: DraftOptions) -> None:
+    for name, low, high in (
+        ("num_speculative_tokens", 0, MOST_DRAFTS), ("prompt_lookup_min", 1, 64), ("prompt_lookup_max", 1, 64),
+        ("suffix_bytes", 0, 2**40),
+    ):
+        value = getattr(made, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ConfigError(f"speculative_config.{name} must be an integer between {low} and {high}, got {value!r}")
+    if made.prompt_lookup_min > made.prompt_lookup_max:
+        raise ConfigError("speculative_config: prompt_lookup_min must not be greater than prompt_lookup_max")
+    if not isinstance(made.adaptive, bool):
+        raise ConfigError(f"speculative_config.adaptive must be true or false, got {made.adaptive!r}")

@@ -1,0 +1,62 @@
+"""Makes the drafter of an engine from its options: proposers, and the controller that chooses among their drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ridgeline.draft_options import DraftOptions, draft_options
+from ridgeline.process.log import get_logger
+from ridgeline.resolve import ResolvedConfig
+from ridgeline.scheduler.drafting import Drafter, NoDrafter
+from ridgeline.scheduler.drafts.controller import Controller
+from ridgeline.scheduler.drafts.forced import Forced
+from ridgeline.scheduler.drafts.ngram import Ngram
+from ridgeline.scheduler.drafts.offer import Proposer
+from ridgeline.scheduler.drafts.predicted import Predicted
+from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.suffix import Suffix
+from ridgeline.sizes.graph_shapes import decode_sizes
+from ridgeline.sizes.hardware import data_sheet
+from ridgeline.sizes.op_costs import DTYPE_BYTES
+
+logger = get_logger("engine")
+
+# Of a CPU that was never measured. Only their proportion counts, and only until steps have been measured.
+_CPU_BYTES_S = 10e9
+_CPU_FLOPS_S = 60e9
+
+MAKE: dict[str, Callable[[DraftOptions], Proposer]] = {
+    "grammar": lambda asked: Forced(),
+    "prediction": lambda asked: Predicted(),
+    "ngram": lambda asked: Ngram(asked.prompt_lookup_min, asked.prompt_lookup_max),
+    "suffix": lambda asked: Suffix(asked.suffix_bytes),
+}
+
+
+def make_drafter(config: ResolvedConfig) -> Drafter:
+    asked = draft_options(config.options.execution.speculative_config)
+    if not asked.on:
+        return NoDrafter()
+    if config.options.execution.deterministic and config.device != "cpu":
+        logger.warning("deterministic: no drafts on a GPU, whose attention cuts the keys of a row with drafts in another way")
+        return NoDrafter()
+    sizes = decode_sizes(config.max_num_batched_tokens) if config.graphs else []
+    times = ShapeTimes(step_model(config), sizes, config.max_num_batched_tokens)
+    return Controller([MAKE[name](asked) for name in asked.methods], times, asked.num_speculative_tokens, asked.adaptive)
+
+
+def step_model(config: ResolvedConfig) -> Callable[[int, int], float]:
+    """Seconds of a decode step by its tokens and the keys it reads: memory or compute, whichever takes longer."""
+    model, ranks = config.model, config.options.parallel.tensor_parallel_size
+    weights = sum(count * outputs * inputs for count, outputs, inputs in model.matrices) / ranks
+    sheet = data_sheet(config.device_name)
+    known = sheet is not None and config.dtype in sheet.flops
+    bandwidth = sheet.bandwidth if sheet is not None else _CPU_BYTES_S
+    flops = sheet.rate(config.dtype) if sheet is not None and known else _CPU_FLOPS_S
+    size = DTYPE_BYTES[config.dtype]
+    key_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size / ranks
+
+    def seconds(tokens: int, keys: int) -> float:
+        return max(weights * size / bandwidth, 2 * weights * tokens / flops) + keys * key_bytes / bandwidth
+
+    return seconds

@@ -1,0 +1,96 @@
+"""A dial for drafts: rows whose drafts are right with a given chance, and a clock that only steps move. No model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from typing import Any
+
+import numpy as np
+
+from ridgeline.draft_options import MOST_DRAFTS
+from ridgeline.messages import Request
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.scheduler.drafting import DecodingRows
+from ridgeline.scheduler.drafts.controller import Controller
+from ridgeline.scheduler.drafts.offer import Offer
+from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.sequence import Sequence, Turn
+
+CONTEXT = 640
+
+
+def make_sequence(number: int = 0, prompt: Several[int] = (1, 2, 3), **fields: Any) -> Sequence:
+    request = Request(f"r{number}", list(prompt), SamplingParams(), **fields)
+    return Sequence(request, 0, Turn(0, number, 0), 10**9, 0, frozenset())
+
+
+class DialProposer:
+    """Always has as many drafts as it is asked for."""
+
+    name = "dial"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, sequence: Sequence, most: int) -> Offer | None:
+        self.asked += 1
+        return Offer(self.name, [7] * most, 2)
+
+    def ended(self, sequence: Sequence) -> None:
+        """It knows no sequence."""
+
+
+class Dial:
+    """Steps of `rows` rows with drafts that are right with chance `alpha`; `seconds(tokens)` is the true time of a step."""
+
+    def __init__(
+        self, rows: int, alpha: float, seconds: Callable[[int], float], model: Callable[[int, int], float],
+        sizes: Several[int], most: int = MOST_DRAFTS,
+    ) -> None:
+        self.alpha, self.seconds = alpha, seconds
+        self.proposer = DialProposer()
+        self.controller = Controller([self.proposer], ShapeTimes(model, sizes), most)
+        self.sequences = [make_sequence(number) for number in range(rows)]
+        self.rng = random.Random(rows)
+        self.tokens, self.time, self.drafted = 0.0, 0.0, 0
+        self.widths: list[int] = []                      # drafts of each step, all rows together
+
+    def run(self, steps: int) -> Dial:
+        count = len(self.sequences)
+        for _ in range(steps):
+            rows = DecodingRows(
+                self.sequences, np.full(count, MOST_DRAFTS), np.zeros(count, np.int64), 10**6, count, CONTEXT * count
+            )
+            planned = self.controller.plan(rows)
+            width = planned.width if planned is not None else np.zeros(count, np.int64)
+            accepted = np.array([self._accepted(own) for own in width.tolist()])
+            total = count + int(width.sum())
+            seconds = self.seconds(total)
+            self.controller.timed(total, CONTEXT * count, seconds)
+            had = np.nonzero(width)[0]
+            if len(had):
+                self.controller.observe([self.sequences[place] for place in had.tolist()], width[had], accepted[had], seconds)
+            # What these widths gain on average: one run then says as much as many.
+            self.tokens += count + sum(expected_gain(self.alpha, own) for own in width.tolist())
+            self.time += seconds
+            self.drafted += planned is not None
+            self.widths.append(total - count)
+        return self
+
+    def _accepted(self, width: int) -> int:
+        kept = 0
+        while kept < width and self.rng.random() < self.alpha:
+            kept += 1
+        return kept
+
+
+def expected_gain(alpha: float, width: int) -> float:
+    """Accepted drafts of a row."""
+    return sum(alpha**position for position in range(1, width + 1))
+
+
+def expected_rate(rows: int, alpha: float, width: int, seconds: Callable[[int], float]) -> float:
+    """Tokens a second if every row always verifies `width` drafts."""
+    return rows * (1 + expected_gain(alpha, width)) / seconds(rows * (1 + width))

@@ -1,0 +1,121 @@
+"""Decode attention of rows with drafts: several queries share one read of the keys, and each sees up to its own position.
+
+Against the reference, in Triton's interpreter where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.ops.attention import attention_arguments as arguments
+from ridgeline.ops.attention import fused_decode
+from ridgeline.ops.attention.attention_arguments import AttentionWork
+from ridgeline.ops.attention.attention_launch import paged_attention_triton
+from ridgeline.ops.attention.attention_reference import paged_attention_reference
+from ridgeline.ops.attention.paged_attention import paged_attention
+from ridgeline.ops.registry import TRITON_INTERPRETED
+from ridgeline.sizes.graph_shapes import most_queries
+
+SIZES: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 16, "block_size": 4, "window": None, "softcap": None}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.skipif(TRITON_INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_drafts_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, "-k", "kernel_"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+    assert run.stdout.count("PASSED ") == len(CASES) + 2
+
+
+def test_a_workspace_holds_the_partial_results_of_drafts() -> None:
+    plain = arguments.workspace_floats(256, 32, 8, 128, multiprocessors=132)
+    drafts = arguments.workspace_floats(256, 32, 8, 128, multiprocessors=132, drafts=True)
+    assert plain < drafts < 8 * plain and [most_queries(rows) for rows in (1, 32, 33, 64, 65, 1024)] == [16, 16, 8, 8, 4, 4]
+
+
+def test_new_tokens_of_drafts_are_not_fused() -> None:
+    """As many rows as tokens may be padding beside rows with several."""
+    assert fused_decode.joined(AttentionWork(4, 0), 4, None)
+    assert not fused_decode.joined(AttentionWork(4, 0, queries=2), 4, None)
+
+
+kernels_run = pytest.mark.skipif(not (TRITON_INTERPRETED or torch.cuda.is_available()), reason="no Triton kernels here")
+
+CASES: dict[str, tuple[list[tuple[int, int]], int, dict[str, Any]]] = {      # rows, rows that decode, changes of the sizes
+    "one row": ([(4, 9)], 1, {}),
+    "widths of all kinds": ([(1, 7), (3, 12), (16, 40), (1, 0), (2, 2), (7, 33)], 6, {}),
+    "several shares": ([(5, 400), (1, 300), (2, 130), (8, 290)], 4, {"block_size": 16}),
+    "all new": ([(3, 3), (1, 1)], 2, {}),
+    "beside prompts": ([(1, 9), (3, 20), (6, 15), (11, 11)], 2, {}),
+    "window": ([(4, 60), (1, 33), (6, 9), (2, 90)], 4, {"window": 21}),
+    "window, several shares": ([(6, 500), (1, 400), (3, 350)], 3, {"window": 210, "block_size": 16}),
+    "narrow window": ([(9, 40), (4, 30)], 2, {"window": 2}),
+    "soft cap": ([(4, 60), (2, 300)], 2, {"softcap": 3.0}),
+    "window and soft cap": ([(4, 60), (2, 300)], 2, {"softcap": 2.0, "window": 100}),
+    "one head each": ([(5, 30), (2, 8)], 2, {"heads": 2}),
+    "odd groups": ([(5, 30), (3, 70), (1, 4)], 3, {"heads": 6, "head_dim": 20, "block_size": 3}),
+    "scattered tables": ([(2, 30), (5, 70), (1, 0)], 3, {"scattered": True}),
+    "eight bits": ([(4, 60), (2, 300), (1, 20)], 3, {"kv_dtype": "float8_e4m3fn", "head_dim": 32}),
+    "eight bits, window": ([(4, 60), (2, 300)], 2, {"kv_dtype": "float8_e4m3fn", "window": 50}),
+}
+
+
+def inputs(rows: list[tuple[int, int]], dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(7)
+    args, options = paged_attention.inputs(generator, dtype, DEVICE, rows=tuple(rows), **{**SIZES, **changes})
+    options.pop("shares", None)                          # of rows with one query
+    return args, options
+
+
+def work_of(rows: list[tuple[int, int]], decodes: int) -> AttentionWork:
+    longest = max((count for count, _ in rows[decodes:]), default=0)
+    return AttentionWork(decodes, longest, queries=max(count for count, _ in rows[:decodes]))
+
+
+@kernels_run
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_drafts(name: str) -> None:
+    rows, decodes, changes = CASES[name]
+    rows = [(0, 0) if length == 0 else (count, length) for count, length in rows]        # padding has no token
+    args, options = inputs(rows, **changes)
+    expected = paged_attention_reference(*args, **options)
+    found = paged_attention_triton(*args, **options, work=work_of(rows, decodes))
+    tolerance = 2e-3 if "kv_dtype" in changes else 2e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@kernels_run
+def test_kernel_bounds_may_be_larger() -> None:
+    """A graph is captured for the most queries, rows and tokens; shares are made for longer rows."""
+    rows = [(2, 130), (1, 40), (0, 0), (0, 0)]
+    args, options = inputs(rows, block_size=16)
+    expected = paged_attention_reference(*args, **options)
+    q = torch.cat([args[0], torch.full((5, *args[0].shape[1:]), torch.nan, device=DEVICE)])
+    shares = arguments.device_shares([150, 60, 0, 0], 2, None, None, False, torch.device(DEVICE), 8)
+    found = paged_attention_triton(q, *args[1:], **options, shares=shares, work=AttentionWork(4, 0, queries=8))
+    torch.testing.assert_close(found[: len(expected)], expected, rtol=2e-5, atol=2e-5)
+
+
+@kernels_run
+def test_kernel_workspace_serves_widths_in_turn() -> None:
+    """Partials of other launches, NaN among them, never show, and the counters are at zero again."""
+    workspace = arguments.make_workspace(
+        arguments.workspace_floats(3, 8, 2, 16, multiprocessors=132, drafts=True), 3, 2, torch.device(DEVICE)
+    )
+    workspace.partials.fill_(torch.nan)
+    for rows in ([(1, 200), (1, 30), (1, 130)], [(5, 200), (1, 30), (3, 130)], [(1, 200), (1, 30), (1, 130)]):
+        args, options = inputs(rows, block_size=16)
+        expected = paged_attention_reference(*args, **options)
+        found = paged_attention_triton(*args, **options, work=work_of(rows, 3), workspace=workspace)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+        assert not workspace.arrived.any()
