@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.ops import activation, registry, rms_norm, rotary
+from ridgeline.ops import activation, registry, rms_norm, rotary, vocabulary_ends
 from ridgeline.ops.attention import attention_reference, fused_decode, kv_write, paged_attention, qkv_write
 from ridgeline.ops.experts import experts_op, route
 from ridgeline.ops.latent import latent_attention, latent_write
@@ -36,8 +36,8 @@ OPS: list[Op[Any, Any]] = [
     rms_norm.rms_norm, rotary.rotary, activation.gated_activation, kv_write.kv_write,
     paged_attention.paged_attention, logprobs.logprobs, linear_op.linear, linear_op.normed_linear, gguf_blocks.block_linear,
     qkv_write.rotary_write, sample.apply_mask, fused_decode.decode_attention, quantised_linear.quantised_linear,
-    packed_linear.packed_linear, packed_linear.normed_packed_linear, latent_write.latent_write,
-    latent_attention.latent_attention, route.route, experts_op.experts,
+    packed_linear.packed_linear, packed_linear.normed_packed_linear, vocabulary_ends.embedding, vocabulary_ends.soft_cap,
+    latent_write.latent_write, latent_attention.latent_attention, route.route, experts_op.experts,
 ]
 CUDA = torch.cuda.is_available()
 
