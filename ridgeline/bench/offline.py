@@ -223,7 +223,7 @@ def measure(
             *first, total = contender.run(prompts, workload.tokens_out) if workload.tokens_out > 1 else one
             if repeat >= 0:
                 times[contender.name].append((one[-1], total, sum(first) / len(first)))
-    row = {name: _figures(workload, runs) for name, runs in times.items()}
+    row: dict[str, Any] = {name: _figures(workload, runs) for name, runs in times.items()}
     if workload.tokens_out > 1:
         for contender in contenders:
             figures = row[contender.name]
