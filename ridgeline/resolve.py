@@ -20,10 +20,10 @@ from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_con
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
-from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, PROMPT_TOKENS, most_queries
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, cache_dtype, page_bytes
 from ridgeline.sizes.ledger import GIB
-from ridgeline.sizes.op_costs import DTYPE_BYTES
+from ridgeline.sizes.op_costs import DTYPE_BYTES, QUANTISED_BYTES
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.techniques import TECHNIQUES, turned_off
 
@@ -139,11 +139,18 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off,
         depth=int(_overlap(config, device, reasons)),
-        kv_dtype=dtype if config.cache.kv_cache_dtype == "auto" else "float8_e4m3fn", graphs=graphs,
+        kv_dtype=_kv_dtype(config, device.kind, dtype), graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
     )
+
+
+def _kv_dtype(config: EngineConfig, device: str, dtype: str) -> str:
+    asked = config.cache.kv_cache_dtype
+    if asked == "float32" and (device, dtype) != ("cpu", "float32"):
+        raise ConfigError(f"kv_cache_dtype float32 is for a CPU that computes in float32, not for {device} in {dtype}; use auto")
+    return cache_dtype(asked, dtype, device, config.model.kernels)
 
 
 def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: dict[str, str]) -> bool:
@@ -233,6 +240,8 @@ class Memory:
     per_token: int                   # a token's activations in one layer, the widest
     kv_option: str                   # the option that gave the size of the KV cache
     scratch: int = 0                 # the largest weight that a product expands
+    verified: int = 0                # most tokens of decodes with drafts, each with its logits; 0: no drafts
+    per_row_partials: int = 0        # partial results of attention, of a row with one query
 
     @classmethod
     def of(
@@ -264,7 +273,7 @@ class Memory:
             kind=device.kind, dtype=dtype, room=room, others=allowed - room,
             weights=weight_bytes(model, dtype, device.kind, ranks, config.model.quantization) + rotation,
             runtime=device.runtime,
-            per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
+            per_block=page_bytes(groups, (QUANTISED_BYTES | DTYPE_BYTES)[_kv_dtype(config, device.kind, dtype)]),
             vocab=model.vocab_size,
             per_row_kept=tables + (logits if graphs else 0) + partials,
             per_row_logits=logits,
@@ -273,6 +282,8 @@ class Memory:
             graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,
             scratch=quantised.scratch * size,
+            verified=MOST_VERIFIED if device.kind != "cpu" and draft_options(config.execution.speculative_config).on else 0,
+            per_row_partials=partials,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
         )
 
@@ -280,7 +291,11 @@ class Memory:
         size, on_gpu = DTYPE_BYTES[self.dtype], self.kind != "cpu"
         sampling = sampling_bytes(rows=max_num_seqs, vocab=self.vocab, element_bytes=size, on_gpu=on_gpu)
         masks = mask_bytes(rows=max_num_seqs, vocab=self.vocab) if on_gpu else 0
-        return max_num_seqs * self.per_row_kept + sampling + masks
+        drafts = 0
+        if self.verified:                                # rows times queries of attention are at most this
+            drafts = max(max_num_seqs * most_queries(max_num_seqs), self.verified) * self.per_row_partials
+            drafts += max(0, self.verified - max_num_seqs) * (self.per_row_logits if self.graph_tokens else 0)
+        return max_num_seqs * self.per_row_kept + drafts + sampling + masks
 
     def steps(self, max_num_seqs: int, budget: int) -> int:
         on_gpu = 0 if self.kind == "cpu" else ledger.SMALL_BLOCKS * ledger.SMALL_BLOCK + ledger.LIBRARY_BYTES
@@ -291,9 +306,10 @@ class Memory:
 
         A step's activations are freed before its tokens are sampled, so the larger of the two counts.
         """
-        logits = max_num_seqs * self.per_row_logits
-        launched = max(budget * self.per_token + self.scratch, max_num_seqs * self.per_row_copied, self.scored)
-        recorded = max(max_num_seqs, self.graph_tokens) * self.per_token + self.scratch
+        sampled = max(max_num_seqs, self.verified)
+        logits = sampled * self.per_row_logits
+        launched = max(budget * self.per_token + self.scratch, sampled * self.per_row_copied, self.scored)
+        recorded = max(sampled, self.graph_tokens) * self.per_token + self.scratch
         return logits + launched, logits + recorded if self.graph_tokens else 0
 
     def left(self, max_num_seqs: int, budget: int) -> int:

@@ -1,102 +1,99 @@
-/* The kernels of native.c against plain loops in double, as a program of its own: it runs where there is no Python, that is
+/* The native products of one level against plain loops in double, as a program of its own: it runs where there is no Python, that is
    for every vector width and under an emulator. Says nothing and returns 0, or names what is wrong. */
 
+#define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "native.c"
+#include "pool.c"
+#include "products/product.c"
+#include "products/float_linear.c"
+#include "products/gather.c"
+#include "products/relay.c"
 
-static int failures;
-static uint64_t state = 1;
+#include "native_check.h"
 
-static float noise(void) {                               /* about normal: four uniform numbers */
-    float sum = 0.0f;
-    for (int i = 0; i < 4; i++) {
-        state = state * 6364136223846793005u + 1442695040888963407u;
-        sum += (float)(state >> 40) / (float)(1 << 24) - 0.5f;
-    }
-    return sum * 1.7f;
+/* Activations as integer kernels see them. */
+static double rounded(const float *x, int64_t inputs, int64_t k) {
+    float largest = 0.0f;
+    for (int64_t i = k / 32 * 32; i < k / 32 * 32 + 32 && i < inputs; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    return nearbyint((double)x[k] * inverse) * scale;
 }
 
-static float *noises(int64_t count) {
-    float *made = malloc(count * sizeof(float));
-    for (int64_t i = 0; i < count; i++) made[i] = noise();
-    return made;
-}
-
-static void near(const char *what, int64_t place, float got, double expected, double tolerance) {
-    if (fabs(got - expected) <= tolerance * (1.0 + fabs(expected))) return;
-    if (failures++ < 8) printf("%s, element %ld: %.9g, expected %.9g\n", what, (long)place, got, expected);
-}
-
-static void check_rows(void) {
-    enum { TOKENS = 3, WIDTH = 83 };
-    float *x = noises(TOKENS * 2 * WIDTH), *residual = noises(TOKENS * WIDTH), *weight = noises(WIDTH);
-    float out[TOKENS * WIDTH], sum[TOKENS * WIDTH];
-    ridgeline_rms_norm(x, residual, weight, out, sum, TOKENS, 1, WIDTH, WIDTH, 0, 1e-5f, 1.0f);
-    for (int t = 0; t < TOKENS; t++) {
-        double squares = 0.0;
-        for (int i = 0; i < WIDTH; i++) squares += pow(x[t * WIDTH + i] + residual[t * WIDTH + i], 2);
-        for (int i = 0; i < WIDTH; i++) {
-            double value = (double)x[t * WIDTH + i] + residual[t * WIDTH + i];
-            near("rms_norm", t * WIDTH + i, out[t * WIDTH + i], value / sqrt(squares / WIDTH + 1e-5) * (weight[i] + 1.0), 1e-6);
-            near("rms_norm's sum", t * WIDTH + i, sum[t * WIDTH + i], value, 1e-6);
+/* Two parts of a linear, random bytes as blocks, against the numbers that they stand for. */
+static void check_packed(int kind, int64_t inputs, int64_t span) {
+    enum { OUTPUTS = 21, MOST_TOKENS = 15 };
+    Segment parts[2] = {{0, kind, OUTPUTS, inputs, span}, {0, Q8_0, 5, inputs, 1}};
+    int64_t widths[2], numbers[OUTPUTS + 5];
+    for (int part = 0; part < 2; part++) {
+        Segment *to = &parts[part];
+        to->data = aligned_alloc(64, ridgeline_matrix_bytes(to));
+        memset(to->data, 0, ridgeline_matrix_bytes(to));
+        int64_t each = FORMATS[to->kind].span == 8 ? 256 : 32, blocks = (inputs + each - 1) / each;
+        widths[part] = to->kind == INT4 || to->kind == INT8 ? inputs : blocks * BLOCK_BYTES[to->kind];
+        uint8_t *from = malloc(to->rows * widths[part]);
+        for (int64_t i = 0; i < to->rows * widths[part]; i++) {
+            state = state * 6364136223846793005u + 1442695040888963407u;
+            from[i] = (uint8_t)(state >> 33) & (to->kind == INT4 ? 15 : 255);
         }
-    }
-    for (int kind = 0; kind < 2; kind++) {
-        ridgeline_gated_activation(x, out, TOKENS, WIDTH, 2 * WIDTH, kind);
-        for (int i = 0; i < TOKENS * WIDTH; i++) {
-            double g = x[i / WIDTH * 2 * WIDTH + i % WIDTH], up = x[i / WIDTH * 2 * WIDTH + WIDTH + i % WIDTH];
-            double act = kind ? g / 2 * (1 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g))) : g / (1 + exp(-g));
-            near("gated_activation", i, out[i], act * up, 1e-6);
+        static const uint16_t HALF_NUMBERS[3] = {0x1E66, 0x9C66, 0x0301};     /* small numbers, one negative, one subnormal */
+        for (int64_t row = 0; row < to->rows; row++)
+            for (int64_t b = 0; b < blocks && to->kind < INT4; b++) {
+                uint8_t *block = from + row * widths[part] + b * BLOCK_BYTES[to->kind];
+                memcpy(block + (to->kind == Q6_K ? 208 : 0), &HALF_NUMBERS[(row + b) % 3], 2);
+                if (to->kind != Q6_K && to->kind != Q8_0) memcpy(block + 2, &HALF_NUMBERS[(row + b + 1) % 3], 2);
+            }
+        if (to->kind >= F16) {                           /* numbers near 1 */
+            for (int64_t i = 0; i < to->rows * widths[part]; i += to->kind == F32 ? 4 : 2) {
+                float made = noise();
+                if (to->kind == F32) memcpy(from + i, &made, 4);
+                else memcpy(from + i, to->kind == F16 ? (uint8_t *)&(uint16_t){(uint16_t)(0x3000 | (from[i] & 255))} : (uint8_t *)&made + 2, 2);
+            }
         }
+        if (to->kind == INT4 || to->kind == INT8) {
+            int64_t spans = ((inputs + 31) / 32 + span - 1) / span;
+            float *scale = noises(to->rows * spans), *offset = noises(to->rows * spans);
+            ridgeline_relay_codes(to, from, scale, offset);
+            free(scale), free(offset);
+        } else ridgeline_relay_blocks(to, from, 0, to->rows, widths[part]);
+        free(from);
     }
-    for (int i = 0; i < WIDTH; i++) {                    /* from tiny scores to far beyond the cap */
-        float score = x[i] * powf(10.0f, (float)(i % 7) - 4.0f);
-        near("capped", i, capped((Lanes){0} + score, 30.0f)[0], 30.0 * tanh(score / 30.0), 1e-6);
-        near("small capped", i, capped((Lanes){0} + score * 1e-4f, 30.0f)[0] * 1e4f, 30e4 * tanh(score * 1e-4f / 30.0), 1e-6);
-    }
-    free(x), free(residual), free(weight);
+    int64_t outputs = OUTPUTS + 5;
+    float *x = noises(MOST_TOKENS * inputs), *bias = noises(outputs), out[MOST_TOKENS * (OUTPUTS + 5)];
+    float *w = malloc(outputs * inputs * sizeof(float));
+    for (int64_t o = 0; o < outputs; o++) numbers[o] = o;
+    ridgeline_matrix_rows(parts, numbers, w, outputs, 1.0f);
+    for (int integers = 0; integers < 2; integers++)
+        for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += 7) {
+            KERNEL(packed_linear)(parts, 2, x, bias, out, tokens, inputs, outputs, inputs, integers);
+            for (int64_t i = 0; i < tokens * outputs; i++) {
+                const float *row = x + i / outputs * inputs, *weights = w + i % outputs * inputs;
+                int exact = !integers || (i % outputs < OUTPUTS && kind >= F16);
+                double sum = bias[i % outputs], size = 1.0;      /* what cancels has its rounding errors, too */
+                for (int64_t k = 0; k < inputs; k++) {
+                    double term = (exact ? row[k] : rounded(row, inputs, k)) * weights[k];
+                    sum += term, size += fabs(term);
+                }
+                char name[64];
+                snprintf(name, sizeof name, "packed_linear kind %d, integers %d", kind, integers);
+                near(name, i, out[i], sum, 1e-6 * size);
+            }
+        }
+    free(x), free(bias), free(w), free(parts[0].data), free(parts[1].data);
 }
 
 static void check_products(void) {
-    enum { TOKENS = 15, INPUTS = 160, OUTPUTS = 11, BLOCKS = INPUTS / 32 };
-    float *x = noises(TOKENS * INPUTS), *bias = noises(OUTPUTS), out[TOKENS * OUTPUTS], *w = noises(OUTPUTS * INPUTS);
-    static const uint16_t HALF[4] = {0x2E66, 0xAE66, 0x0001, 0x3C00};        /* about 0.1, -0.1, 2^-24, 1 */
-    static const double VALUE[4] = {0.0999755859375, -0.0999755859375, 0x1p-24, 1.0};
-    for (int kind = 0; kind < 2; kind++) {
-        BlockQ4_1 four[OUTPUTS * BLOCKS];
-        BlockQ8_0 eight[OUTPUTS * BLOCKS];
-        for (int b = 0; b < OUTPUTS * BLOCKS; b++) {
-            four[b].scale = eight[b].scale = HALF[b % 4];
-            four[b].least = HALF[b % 3];
-            for (int i = 0; i < 32; i++) {
-                state = state * 6364136223846793005u + 1442695040888963407u;
-                eight[b].values[i] = (int8_t)(state >> 33);
-                four[b].halves[i % 16] = (uint8_t)(state >> 41);
-            }
-            for (int i = 0; i < 32; i++) {
-                int q = four[b].halves[i % 16] >> (i / 16 * 4) & 15;
-                w[b * 32 + i] = (float)(kind ? VALUE[b % 4] * eight[b].values[i] : VALUE[b % 4] * q + VALUE[b % 3]);
-            }
-        }
-        for (int tokens = 1; tokens <= TOKENS; tokens += 2) {
-            ridgeline_block_linear(x, kind ? (char *)eight : (char *)four, bias, out, tokens, INPUTS, OUTPUTS, kind);
-            for (int i = 0; i < tokens * OUTPUTS; i++) {
-                double sum = bias[i % OUTPUTS], size = 1.0;      /* what cancels has its rounding errors, too */
-                for (int j = 0; j < INPUTS; j++) {
-                    double term = (double)x[i / OUTPUTS * INPUTS + j] * w[i % OUTPUTS * INPUTS + j];
-                    sum += term, size += fabs(term);
-                }
-                near(kind ? "block_linear Q8_0" : "block_linear Q4_1", i, out[i], sum, 2e-7 * size);
-            }
-        }
-    }
-    ridgeline_linear_row(x, w, bias, out, INPUTS - 3, OUTPUTS);
+    enum { INPUTS = 157, OUTPUTS = 11 };
+    for (int kind = 0; kind < KINDS; kind++)
+        if (kind == INT4 || kind == INT8) check_packed(kind, 157, 1), check_packed(kind, 256, 4);
+        else check_packed(kind, FORMATS[kind].span == 8 ? 512 : 160, FORMATS[kind].span);
+    float *x = noises(INPUTS), *bias = noises(OUTPUTS), *w = noises(OUTPUTS * INPUTS), out[OUTPUTS];
+    KERNEL(linear_row)(x, w, bias, out, INPUTS, OUTPUTS);
     for (int o = 0; o < OUTPUTS; o++) {
         double sum = bias[o], size = 1.0;
-        for (int j = 0; j < INPUTS - 3; j++) {
-            double term = (double)x[j] * w[o * (INPUTS - 3) + j];
+        for (int j = 0; j < INPUTS; j++) {
+            double term = (double)x[j] * w[o * INPUTS + j];
             sum += term, size += fabs(term);
         }
         near("linear_row", o, out[o], sum, 2e-7 * size);
@@ -104,61 +101,7 @@ static void check_products(void) {
     free(x), free(bias), free(w);
 }
 
-/* `queries` queries at the end of `length` positions, through both kernels where there is one query. NaN is in every hidden
-   slot, and in block 0. */
-static void check_attention(int64_t queries, int64_t length, int64_t kv_heads, int64_t group, int64_t width, int64_t window,
-                            float softcap) {
-    int64_t block_size = 4, blocks = (length + block_size - 1) / block_size, heads = kv_heads * group;
-    int64_t slot = kv_heads * width, slots = (blocks + 1) * block_size, oldest = length - queries - window + 1;
-    int32_t table[blocks], query_start[2] = {0, (int32_t)queries}, kv_len = (int32_t)length;
-    for (int64_t b = 0; b < blocks; b++) table[b] = (int32_t)(blocks - b);
-    float *q = noises(queries * heads * width), *k = noises(slots * slot), *v = noises(slots * slot);
-    for (int64_t position = -block_size; position < blocks * block_size; position++) {
-        int64_t place = position < 0 ? -position - 1 : table[position / block_size] * block_size + position % block_size;
-        if (position < 0 || position >= length || (window > 0 && position < oldest))
-            for (int64_t i = 0; i < slot; i++) k[place * slot + i] = v[place * slot + i] = NAN;
-    }
-    int64_t splits = (length + SPLIT - 1) / SPLIT;
-    float *out = noises(queries * heads * width), *alone = noises(heads * width);
-    float *partial = noises(splits * heads * (width + 2)), scale = 1.0f / sqrtf((float)width);
-    ridgeline_prefill_attention(q, k, v, table, query_start, &kv_len, out, 1, kv_heads, group, width, block_size, blocks,
-                                heads * width, queries, window, scale, softcap);
-    if (queries == 1)
-        ridgeline_decode_attention(q, k, v, table, &kv_len, alone, partial, 1, kv_heads, group, width, block_size, blocks,
-                                   heads * width, splits, window, length, scale, softcap);
-    for (int64_t row = 0; row < queries * heads; row++) {
-        int64_t head = row % heads / group, last = length - queries + row / heads;
-        int64_t first = window > 0 && last + 1 > window ? last + 1 - window : 0;
-        double total = 0.0, sums[width];
-        for (int64_t i = 0; i < width; i++) sums[i] = 0.0;
-        for (int64_t position = first; position <= last; position++) {
-            int64_t place = (table[position / block_size] * block_size + position % block_size) * slot + head * width;
-            double score = 0.0;
-            for (int64_t i = 0; i < width; i++) score += (double)q[row * width + i] * k[place + i];
-            score *= scale;
-            double weight = exp(softcap > 0.0f ? softcap * tanh(score / softcap) : score);
-            total += weight;
-            for (int64_t i = 0; i < width; i++) sums[i] += weight * v[place + i];
-        }
-        for (int64_t i = 0; i < width; i++) {
-            near("prefill_attention", row * width + i, out[row * width + i], sums[i] / total, 2e-6);
-            if (queries == 1) near("decode_attention", row * width + i, alone[row * width + i], sums[i] / total, 2e-6);
-        }
-    }
-    free(q), free(k), free(v), free(out), free(alone), free(partial);
-}
-
 int main(void) {
-    check_rows();
     check_products();
-    for (int64_t window = 0; window <= 70; window += 35)
-        for (int capped = 0; capped < 2; capped++) {
-            check_attention(1, 1, 1, 1, 16, window, capped ? 2.0f : 0.0f);
-            check_attention(1, 600, 2, 3, 64, window, capped ? 2.0f : 0.0f);
-            check_attention(37, 37, 1, 3, 64, window, capped ? 2.0f : 0.0f);
-            check_attention(70, 201, 2, 2, 80, window, capped ? 2.0f : 0.0f);
-            check_attention(150, 150, 1, 1, 96, window, capped ? 2.0f : 0.0f);
-            check_attention(3, 130, 1, 8, 256, window, capped ? 2.0f : 0.0f);
-        }
     return failures > 0;
 }
