@@ -24,10 +24,11 @@ from ridgeline.bench.lab.device_peaks import read_bandwidth
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
-from ridgeline.bench.workload import first_tokens, presets
+from ridgeline.bench.peers import first_tokens
+from ridgeline.bench.peers.peer_llama_cpp import LlamaCppPeer
+from ridgeline.bench.peers.peer_transformers import TransformersPeer
+from ridgeline.bench.workload import presets
 from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
-from ridgeline.bench.workload.peer_llama_cpp import LlamaCppPeer
-from ridgeline.bench.workload.peer_transformers import TransformersPeer
 from ridgeline.bench.workload.workloads import PRESETS, Workload
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
