@@ -213,23 +213,26 @@ def _fill(
             first = 0
             for target in targets:
                 piece = pieces[target]
-                rows = tensor[first : first + piece.shape[0]]
+                _fill_piece(piece, tensor[first : first + piece.shape[0]], name, source.tensors[name].file, upload, checks)
                 first += piece.shape[0]
-                if piece.store is not None:
-                    kept = upload.fetched(rows[piece.kept])
-                    upload.finish()                      # of tensors before it, which are checked too
-                    checks.add(kept, name, source.tensors[name].file)
-                    checks.finish()                      # it is not kept
-                    piece.store(kept)
-                else:
-                    if rows.data_ptr() != piece.target.data_ptr():
-                        upload.copy(piece.target, rows[piece.kept])
-                    checks.add(piece.target, name, source.tensors[name].file)
             done += source.tensors[name].nbytes
             if progress is not None:
                 progress(done, total)
         upload.finish()
         checks.finish()
+
+
+def _fill_piece(piece: Piece, rows: Tensor, name: str, file: str, upload: Upload, checks: FiniteChecks) -> None:
+    if piece.store is not None:
+        kept = upload.fetched(rows[piece.kept])
+        upload.finish()                                  # of tensors before it, which are checked too
+        checks.add(kept, name, file)
+        checks.finish()                                  # it is not kept
+        piece.store(kept)
+        return
+    if rows.data_ptr() != piece.target.data_ptr():
+        upload.copy(piece.target, rows[piece.kept])
+    checks.add(piece.target, name, file)
 
 
 def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: ModelConfig | None) -> None:
