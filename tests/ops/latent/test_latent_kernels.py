@@ -22,8 +22,9 @@ pytestmark = [
 ]
 
 HELPERS = {
-    kernel_decode: ("fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "member_offset", "merge_shares",
-                    "slot_of", "store_scaled"),
+    kernel_decode: ("fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "member_offset",
+                    "merge_shares", "slot_of",
+                    "store_scaled"),
     kernel_latent: ("absorbed_query", "attend_latents", "tile_of_row", "load_heads_tile", "attend_widened"),
 }
 SIZES = {"RANK": 512, "ROPE": 64, "TILE_RANK": 512, "TILE_ROPE": 64, "BLOCK_SIZE": 16}
