@@ -440,10 +440,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 ):
     """One CTA: one item of the list, which is one share of one row's keys, for one KV head (split_kv.py).
 
-    KV heads are the fastest grid index: CTAs that run at the same time then read neighbouring bytes of the same pages.
-    Partial results of prefixes have `prefix_shares` slots for each row and KV head; from slot `own_slots` on every item
-    has one for each KV head.
-    """
+    KV heads are the fastest grid index: CTAs that run at the same time then read neighbouring bytes of the same pages. Partials of
+    prefixes have `prefix_shares` slots for each row and KV head; from slot `own_slots` on every item has one for each KV head."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     # Lists, lengths and tables were written when the step began, and all keys but the newest in earlier steps: these loads
