@@ -57,6 +57,9 @@ class ModelOptions:
     max_model_len: int | None = option(None, "longest context in tokens, prompt and answer together", low=2)
     device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
     kernels: str = option("auto", "reference: run every op in plain torch, to find a faulty kernel", ("auto", "reference"))
+    cpu_activations: str = option(
+        "int8", "what a CPU multiplies packed weights by: int8 (32 with a scale) or float32, which is exact", ("int8", "float32")
+    )
     seed: int = option(0, "random seed for requests without a seed of their own, and for dummy weights", low=0)
 
 
@@ -68,8 +71,8 @@ class CacheOptions:
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that the engine may use", low=0.01)
     enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts with a common prefix")
     kv_cache_dtype: str = option(
-        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype",
-        ("auto", "fp8"),
+        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype, on a CPU float16 instead of "
+        "float32; float32 (CPU only)", ("auto", "fp8", "float32"),
     )
     kv_layout: str = option(
         "paged", "contiguous: reserve max_model_len tokens for every request (turns paging off)",

@@ -21,9 +21,9 @@ from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, PROMPT_TOKENS, most_queries
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, cache_dtype, page_bytes
 from ridgeline.sizes.ledger import GIB
-from ridgeline.sizes.op_costs import DTYPE_BYTES
+from ridgeline.sizes.op_costs import DTYPE_BYTES, QUANTISED_BYTES
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.techniques import TECHNIQUES, turned_off
 
@@ -81,11 +81,8 @@ class ResolvedConfig:
         return EngineConfig.of(
             **self.options.flat()
             | {
-                "model": str(self.model_path),
-                "device": self.device,
-                "dtype": self.dtype,
-                "max_model_len": self.max_model_len,
-                "max_num_seqs": self.max_num_seqs,
+                "model": str(self.model_path), "device": self.device, "dtype": self.dtype,
+                "max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs,
                 "max_num_batched_tokens": self.max_num_batched_tokens,
                 "num_gpu_blocks_override": self.num_blocks,
                 "kv_cache_memory_bytes": None,
@@ -139,11 +136,18 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off,
         depth=int(_overlap(config, device, reasons)),
-        kv_dtype=dtype if config.cache.kv_cache_dtype == "auto" else "float8_e4m3fn", graphs=graphs,
+        kv_dtype=_kv_dtype(config, device.kind, dtype), graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
     )
+
+
+def _kv_dtype(config: EngineConfig, device: str, dtype: str) -> str:
+    asked = config.cache.kv_cache_dtype
+    if asked == "float32" and (device, dtype) != ("cpu", "float32"):
+        raise ConfigError(f"kv_cache_dtype float32 is for a CPU that computes in float32, not for {device} in {dtype}; use auto")
+    return cache_dtype(asked, dtype, device, config.model.kernels)
 
 
 def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: dict[str, str]) -> bool:
@@ -266,7 +270,7 @@ class Memory:
             kind=device.kind, dtype=dtype, room=room, others=allowed - room,
             weights=weight_bytes(model, dtype, device.kind, ranks, config.model.quantization) + rotation,
             runtime=device.runtime,
-            per_block=page_bytes(groups, 1 if config.cache.kv_cache_dtype == "fp8" else size),
+            per_block=page_bytes(groups, (QUANTISED_BYTES | DTYPE_BYTES)[_kv_dtype(config, device.kind, dtype)]),
             vocab=model.vocab_size,
             per_row_kept=tables + (logits if graphs else 0) + partials,
             per_row_logits=logits,

@@ -72,7 +72,11 @@ def mended(text: str, files: list[str], root: Path = ROOT) -> str:
 
 
 def first_sentence(path: Path) -> str:
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) if path.suffix == ".py" else None
+    whole = path.read_text(encoding="utf-8")
+    if path.suffix in (".c", ".h"):
+        text = re.match(r"/\*(.*?)\*/", whole, re.DOTALL)[1].strip()      # type: ignore[index]
+    else:
+        text = ast.get_docstring(ast.parse(whole)) if path.suffix == ".py" else None
     words = " ".join((text or "to be described").split("\n\n")[0].split())
     return words.split(". ")[0].rstrip(".:")
 

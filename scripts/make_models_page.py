@@ -10,6 +10,7 @@ from ridgeline.models.checkpoints.quantisation import READERS
 from ridgeline.models.family import Family
 from ridgeline.models.gguf_types import TENSOR_TYPES
 from ridgeline.models.model_config import FAMILIES
+from ridgeline.quant.layout import STORED_KINDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "supported-models.md"
 HEAD = """\
@@ -56,8 +57,8 @@ FORMATS = """\
   `generation_config.json` and a chat template where the model has them. Fetch one with
   `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
 - **A GGUF file** (version 2 or 3): tensor types {types}.
-  A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; on a CPU all are expanded,
-  and Q4_1 and Q8_0 are also kept packed, for steps of up to eight rows. Other types are refused by name.
+  A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; a CPU keeps
+  {kept} packed. Other types are refused by name.
 - **A quantised checkpoint** (`quantization_config`: {methods}): see
   [what loads](techniques/quantised-checkpoints.md).
 - **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.
@@ -97,7 +98,8 @@ def page() -> str:
         gguf = f"`{family.gguf}`" if family.gguf else "as `llama`" if family.name == "mistral" else "–"
         rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
-    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), methods=", ".join(READERS))
+    kept = ", ".join(sorted(STORED_KINDS))
+    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
 
 
 def main() -> int:

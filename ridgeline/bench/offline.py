@@ -24,9 +24,11 @@ from ridgeline.bench.lab.device_peaks import read_bandwidth
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
+from ridgeline.bench.peers import first_tokens
+from ridgeline.bench.peers.peer_llama_cpp import LlamaCppPeer
+from ridgeline.bench.peers.peer_transformers import TransformersPeer
 from ridgeline.bench.workload import presets
 from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
-from ridgeline.bench.workload.peer_transformers import TransformersPeer
 from ridgeline.bench.workload.workloads import PRESETS, Workload
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
@@ -51,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, nargs="+", help="numbers of concurrent requests, instead of a named workload")
     parser.add_argument("--input-len", type=int, nargs="+", default=[128], help="with --requests: prompt length")
     parser.add_argument("--output-len", type=int, nargs="+", default=[128], help="with --requests: answer length")
-    parser.add_argument("--against", choices=["transformers"], help="also measure another engine in the same run")
+    parser.add_argument("--against", choices=["transformers", "llama.cpp"],
+                        help="also measure another engine in the same run, and with llama.cpp both starts")
     parser.add_argument("--repeats", type=int, help="timed runs of each workload, reported as a median (default: 3; presets: 2)")
     parser.add_argument("--dtype", nargs="+", default=["auto"])
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
@@ -75,36 +78,48 @@ def run(args: argparse.Namespace) -> None:
     figures: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     combinations = cross({"dtype": args.dtype, "words": [tuple(words) for words in settings(args.set)]})
+    facts: dict[str, Any] = {}
     with Watch(torch_gpus()) as watch:
         for chosen in combinations:
-            options = {"dtype": chosen["dtype"], "load_format": args.load_format} | parse_options(chosen["words"])
-            engine = Engine(args.model, **options)
-            contenders: list[Contender] = [engine]
-            if args.against:
-                contenders.append(TransformersPeer(engine.config.model_path, engine.config.dtype))
-            bandwidth = read_bandwidth()
-            figures["read_bandwidth_gb_s"] = bandwidth / 1e9
             named = named_settings(args, chosen) if len(combinations) > 1 else {}
-            for workload in workloads:
-                begin = time.time()
-                row = measure(workload, contenders, engine.config, bandwidth, args.repeats)
-                _extend(args, engine, workload, row, watch, begin)
-                figures[", ".join([workload.name, *(f"{name}={value}" for name, value in named.items())])] = row
-                rows += table_rows(workload, named, row)
-                if args.format == "md":
-                    print(_line(workload, row), flush=True)
-            config = engine.config
-            if len(combinations) > 1:
-                engine.close()
+            config = _measure_all(args, chosen, named, workloads, watch, figures, rows, facts, len(combinations) > 1)
     setting = {
         "model": config.model_path.name, "dtype": config.dtype if len(args.dtype) == 1 else args.dtype,
         "threads": torch.get_num_threads(), "repeats": args.repeats, "warm_ups": 1,
-        "workloads": [workload.name for workload in workloads], "options": args.set,
+        "workloads": [workload.name for workload in workloads], "options": args.set, **facts,
     }
     made = record("offline", setting, figures, quality_of(config), gpu_facts() or None)
     if args.out:
         write(made, Path(args.out))
     _print_report(args, rows, made)
+
+
+def _measure_all(
+    args: argparse.Namespace, chosen: dict[str, Any], named: dict[str, str], workloads: list[Workload], watch: Watch,
+    figures: dict[str, Any], rows: list[dict[str, Any]], facts: dict[str, Any], close: bool,
+) -> ResolvedConfig:
+    """All workloads with one setting of the engine, into `figures` and `rows`; what is to be said of a peer, into `facts`."""
+    options = {"dtype": chosen["dtype"], "load_format": args.load_format} | parse_options(chosen["words"])
+    engine = Engine(args.model, **options)
+    config = engine.config
+    contenders: list[Contender] = [engine, *([peer(args.against, config)] if args.against else [])]
+    bandwidth = read_bandwidth()
+    figures["read_bandwidth_gb_s"] = bandwidth / 1e9
+    for workload in workloads:
+        begin = time.time()
+        row = measure(workload, contenders, config, bandwidth, args.repeats)
+        _extend(args, engine, workload, row, watch, begin)
+        figures[", ".join([workload.name, *(f"{name}={value}" for name, value in named.items())])] = row
+        rows += table_rows(workload, named, row)
+        if args.format == "md":
+            print(_line(workload, row), flush=True)
+    if isinstance(contenders[-1], LlamaCppPeer):
+        facts["peer"] = contenders[-1].facts()
+        figures["start"] = first_tokens.compare(config.model_path, torch.get_num_threads(), args.repeats)
+        print(first_tokens.line(figures["start"]), flush=True, file=sys.stderr)
+    if close:
+        engine.close()
+    return config
 
 
 def _print_report(args: argparse.Namespace, rows: list[dict[str, Any]], made: dict[str, Any]) -> None:
@@ -123,6 +138,12 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--requests replaces the named workloads: leave --workload out")
     if args.against and args.load_format == "dummy":
         raise ConfigError("--against needs real weights: leave --load-format dummy out")
+
+
+def peer(name: str, config: ResolvedConfig) -> Contender:
+    if name == "transformers":
+        return TransformersPeer(config.model_path, config.dtype)
+    return LlamaCppPeer(config.model_path, torch.get_num_threads())
 
 
 def _extend(
@@ -203,7 +224,7 @@ def measure(
             *first, total = contender.run(prompts, workload.tokens_out) if workload.tokens_out > 1 else one
             if repeat >= 0:
                 times[contender.name].append((one[-1], total, sum(first) / len(first)))
-    row = {name: _figures(workload, runs) for name, runs in times.items()}
+    row: dict[str, Any] = {name: _figures(workload, runs) for name, runs in times.items()}
     if workload.tokens_out > 1:
         for contender in contenders:
             figures = row[contender.name]
@@ -216,12 +237,14 @@ def measure(
         ours, theirs = (row[contender.name] for contender in contenders[:2])
         key = "decode_tok_s" if workload.tokens_out > 1 else "prefill_tok_s"
         row["ratio"] = ours[key]["median"] / theirs[key]["median"]
+        row["ratio_of_best"] = _best(workload, ours) / _best(workload, theirs)   # what a busy machine disturbs least
     return row
 
 
 def _figures(workload: Workload, runs: list[tuple[float, float, float]]) -> dict[str, Any]:
     tokens_in, tokens_out = workload.requests * workload.tokens_in, workload.requests * workload.tokens_out
     figures: dict[str, Any] = {
+        "runs": [{"one_token_s": one, "all_tokens_s": total} for one, total, _ in runs],
         "prefill_tok_s": _spread([tokens_in / one for one, _, _ in runs]),
         "ttft_ms": _spread([first * 1e3 for _, _, first in runs]),
     }
@@ -233,6 +256,14 @@ def _figures(workload: Workload, runs: list[tuple[float, float, float]]) -> dict
         )
         figures["output_tok_s"] = _spread([tokens_out / total for _, total, _ in runs])
     return figures
+
+
+def _best(workload: Workload, figures: dict[str, Any]) -> float:
+    """Decode steps per second, or prompts per second, with the shortest times of all runs."""
+    one = min(run["one_token_s"] for run in figures["runs"])
+    if workload.tokens_out == 1:
+        return 1 / one
+    return float(1 / (min(run["all_tokens_s"] for run in figures["runs"]) - one))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -249,8 +280,8 @@ def decode_bytes(model: ModelConfig, dtype: str, workload: Workload, bytes_per_w
 def _line(workload: Workload, row: dict[str, Any]) -> str:
     parts = [f"{workload.name:9s}"]
     for name, figures in row.items():
-        if name == "ratio":
-            parts.append(f"ratio {figures:.2f}")
+        if not isinstance(figures, dict):
+            parts.append(f"{name.replace('_', ' ')} {figures:.2f}")
             continue
         text = f"{name}: prefill {figures['prefill_tok_s']['median']:.0f} tok/s"
         text += f", TTFT {figures['ttft_ms']['median']:.0f} ms"

@@ -14,6 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     with Console(stderr=True).status("compiling the CPU kernels"):
-        native = importlib.import_module("ridgeline.ops.native")         # imports torch, which --help does not need
+        native = importlib.import_module("ridgeline.ops.cpu.native")         # imports torch, which --help does not need
         path = native.build()
     print(f"CPU kernels for this machine: {path}")

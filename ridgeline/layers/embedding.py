@@ -3,59 +3,79 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import Linear, Placement
+from ridgeline.ops.cpu.matrix import Matrix
+from ridgeline.ops.vocabulary_ends import embedding
+from ridgeline.quant.cpu_packed import Kept
 from ridgeline.quant.piece import Piece
-from ridgeline.quant.scheme import keep_into
 
 
 class VocabEmbedding(nn.Module):
-    """tokens [T] → [T, hidden], on every rank."""
+    """tokens [T] → [T, hidden], on every rank. Where the scheme keeps packed weights, it is packed, too."""
+
+    weight: nn.Parameter | None
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float, place: Placement) -> None:
         super().__init__()
-        self.comm = place.comm
+        self.comm, self.hidden_size = place.comm, hidden_size
         self.shard = even_shard(vocab_size, place.comm.rank, place.comm.size)
-        new = torch.zeros if self.shard.filled < self.shard.size else torch.empty
-        self.weight = nn.Parameter(
-            new(self.shard.size, hidden_size, dtype=place.dtype, device=place.device), requires_grad=False
-        )
-        self.stored: dict[str, tuple[Tensor, str]] | None = None     # packed rows for the scheme of a tied head
+        self.matrix: Matrix | None = None
+        self.kept: Kept | None = None
+        if place.schemes("embed").keeps_blocks and place.comm.size == 1:
+            self.kept, self.weight = Kept(hidden_size), None
+        else:
+            new = torch.zeros if self.shard.filled < self.shard.size else torch.empty
+            self.weight = nn.Parameter(
+                new(self.shard.size, hidden_size, dtype=place.dtype, device=place.device), requires_grad=False
+            )
         # Rounded to the weights' dtype, as in training.
         self.scale = None if scale == 1.0 else torch.tensor(scale, dtype=place.dtype).item()
 
     def pieces(self) -> dict[str, Piece]:
-        shard, hidden = self.shard, self.weight.shape[1]
+        shard, hidden = self.shard, self.hidden_size
+        if self.weight is None:
+            assert self.kept is not None
+            return {"weight:": self.kept.piece("", shard.total)}
         kept = (slice(shard.start, shard.stop), slice(None))
-        keep_packed = keep_into(self.stored, "") if self.stored is not None else None
-        target = self.weight.data[: shard.filled]
-        return {"weight:": Piece((shard.total, hidden), kept, target, (0.0, hidden**-0.5), keep_packed)}
+        return {"weight:": Piece((shard.total, hidden), kept, self.weight.data[: shard.filled], (0.0, hidden**-0.5))}
+
+    def finish(self) -> None:
+        if self.kept is None:
+            return
+        loaded, self.kept = self.kept.result([""]), None
+        if isinstance(loaded, Matrix):
+            self.matrix = loaded
+        else:
+            self.weight = nn.Parameter(loaded, requires_grad=False)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory beside the parameter."""
+        return 0 if self.matrix is None else self.matrix.nbytes
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if self.matrix is not None:
+            return self.matrix.rows(tokens, 1.0 if self.scale is None else self.scale)
         if self.comm.size == 1:
-            x = F.embedding(tokens, self.weight)
-        else:
-            local = tokens - self.shard.start
-            mine = (local >= 0) & (local < self.shard.filled)
-            x = F.embedding(local * mine, self.weight) * mine.unsqueeze(-1)
-            x = self.comm.all_reduce(x)
+            return embedding(self.weight, tokens, self.scale)
+        local = tokens - self.shard.start
+        mine = (local >= 0) & (local < self.shard.filled)
+        x = self.comm.all_reduce(embedding(self.weight, local * mine) * mine.unsqueeze(-1))
         return x if self.scale is None else x * self.scale
 
 
 class LMHead(Linear):
     """rows [S, hidden] → logits [S, vocabulary] on every rank. May share the embedding's weight."""
 
-    def __init__(self, embedding: VocabEmbedding, tied: bool, place: Placement) -> None:
-        shard, hidden_size = embedding.shard, embedding.weight.shape[1]
-        super().__init__({"": shard}, whole(hidden_size), False, place, shared=embedding.weight if tied else None)
+    def __init__(self, embed: VocabEmbedding, tied: bool, place: Placement) -> None:
+        shard = embed.shard
+        super().__init__({"": shard}, whole(embed.hidden_size), False, place, embed if tied else None)
         self.comm = place.comm
         self.vocab_size = shard.total
-        if tied and self.keeps:
-            embedding.stored = self.stored
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         logits = self.comm.all_gather(super().forward(x, batch))

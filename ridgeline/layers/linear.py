@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ridgeline.distributed.sharding import Shard, even_shard, head_shards, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm
 from ridgeline.ops.activation import gated_activation
+from ridgeline.ops.cpu.matrix import Matrix
 from ridgeline.quant.piece import Piece
 from ridgeline.quant.scheme import Scheme
 
@@ -43,26 +45,33 @@ def normed_rows(x: Tensor, residual: Tensor | None, norm: AnyNorm) -> tuple[Tens
     return (norm(x), x) if residual is None else norm.add(x, residual)
 
 
+class SharedWeight(Protocol):
+    """An embedding, to a tied head."""
+
+    weight: nn.Parameter | None
+    matrix: Matrix | None
+
+
 class Linear(nn.Module):
     """x [T, columns] → [T, rows], for this rank's rows and columns. `rows` lists the fused parts in order."""
 
-    weight: nn.Parameter
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
+    matrix: Matrix | None            # of a scheme that keeps packed weights
 
     def __init__(
         self, rows: Mapping[str, Shard], columns: Shard, bias: bool, place: Placement,
-        shared: nn.Parameter | None = None,
+        shared: SharedWeight | None = None,
     ) -> None:
-        """`shared` is another layer's parameter to multiply by; that layer loads it."""
+        """`shared` is another layer whose weight to multiply by; that layer loads it."""
         super().__init__()
-        self.stored: dict[str, tuple[Tensor, str]] = {}  # by part: rows as the file packs them, and its name for that
         self.scheme = place.schemes(place.path)
         self.keeps = self.scheme.keeps_blocks and place.comm.size == 1
         self.rows = rows
         self.columns = columns
-        self.shares = shared is not None
+        self.shared = (shared,)                          # in a tuple: it is no module of this one
         if shared is not None:
-            self.weight, self.bias = shared, None
+            self.weight, self.bias, self.matrix = shared.weight, None, None
             return
         padded = any(shard.filled < shard.size for shard in (*rows.values(), columns))
         self.scheme.create(
@@ -82,11 +91,18 @@ class Linear(nn.Module):
         return pieces
 
     @property
+    def shares(self) -> bool:
+        return self.shared[0] is not None
+
+    @property
     def size(self) -> int:
         """Weights of this rank, padding included."""
         return sum(shard.size for shard in self.rows.values()) * self.columns.size
 
     def finish(self) -> None:
+        shared = self.shared[0]
+        if shared is not None:                           # which is finished by now
+            self.weight, self.matrix = shared.weight, shared.matrix
         self.scheme.finish(self)
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:

@@ -26,10 +26,12 @@ from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm, Times
 from ridgeline.layers.rotation_table import rotation_table
 from ridgeline.models.latent_config import LATENT_EPS
 from ridgeline.models.model_config import ModelConfig, layer_groups
+from ridgeline.ops.vocabulary_ends import soft_cap
+from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantised import TENSORS as QUANTISED_TENSORS
 from ridgeline.quant.quantised import Quantised
-from ridgeline.quant.scheme import Scheme, unquantised_scheme
+from ridgeline.quant.scheme import Scheme
 
 
 def make_norm(config: ModelConfig, size: int, place: Placement) -> RMSNorm | LayerNorm:
@@ -142,7 +144,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         device = torch.device(device)
-        plain = unquantised_scheme(device, dtype)
+        plain = plain_scheme(device, dtype)
         place = Placement(comm, schemes or (lambda path: plain), dtype, device)
         rotations = {
             rope: rotation_table(rope.frequencies(max_model_len), rope.scale, max_model_len, dtype, place.device)
@@ -190,7 +192,7 @@ class Decoder(nn.Module):
         cap = self.config.final_softcap
         if logits.dtype not in (torch.float32, torch.float64) and (logits.is_cpu or cap is not None):
             logits = logits.float()
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        return logits if cap is None else soft_cap(logits, cap)
 
     def with_layers(self, numbers: list[int]) -> Decoder:
         """The same decoder with only these layers; the parameters are shared."""
@@ -200,6 +202,7 @@ class Decoder(nn.Module):
 
     def finish(self) -> None:
         """After loading: convert every linear to the layout that its GEMM needs, one at a time."""
+        self.embed.finish()
         for module in self.modules():
             if isinstance(module, (Linear, ExpertWeights)):
                 module.finish()
@@ -207,6 +210,8 @@ class Decoder(nn.Module):
     def numbers(self) -> dict[str, Tensor]:
         """Every parameter by name, quantised weights as numbers; what a decoder without quantisation would hold."""
         found = {name: parameter.data for name, parameter in self.named_parameters()}
+        if self.embed.matrix is not None:
+            found["embed.weight"] = self.embed.matrix.numbers()
         for name, module in self.named_modules():
             if isinstance(module, Linear) and not module.shares:
                 found[f"{name}.weight"] = module.scheme.numbers(module)
@@ -237,5 +242,5 @@ class Decoder(nn.Module):
     def weight_bytes(self) -> int:
         """Bytes of the weights on this rank, second layouts included."""
         linears = [module for module in self.modules() if isinstance(module, Linear)]
-        return sum(parameter.nbytes for parameter in self.parameters()) + sum(
+        return sum(parameter.nbytes for parameter in self.parameters()) + self.embed.extra_bytes + sum(
             linear.scheme.extra_bytes(linear) for linear in linears)

@@ -70,6 +70,14 @@ class GGUFFile:
         flat = np.frombuffer(self._data, np.uint8, tensor.nbytes, tensor.offset)
         return flat.reshape(*tensor.shape[:-1], -1)
 
+    def release(self, name: str) -> None:
+        """Give the memory back in which the file's pages of a tensor are mapped; they can be read again."""
+        tensor, page = self._tensor(name), mmap.PAGESIZE
+        start = -(-tensor.offset // page) * page
+        length = (tensor.offset + tensor.nbytes) // page * page - start
+        if length > 0:
+            self._data.madvise(mmap.MADV_DONTNEED, start, length)
+
     def read(self, name: str, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
         """The weights as float32, expanded chunk by chunk into `out` where one is given."""
         tensor = self._tensor(name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
-from ridgeline.models.checkpoints.gguf_formats import gguf_quantisation, stored_block_bytes
+from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Quantisation
@@ -97,7 +97,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     interleaved: bool = False        # the checkpoint has dimensions that rotate together side by side
     experts: Experts | None = None   # a mixture in the place of most MLPs; `intermediate_size` is that of the others
-    stored_block_bytes: int = 0      # of GGUF linears whose packed blocks the CPU kernels multiply directly
+    packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, those that stay packed on a CPU
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
     latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
@@ -235,7 +235,7 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KV
 def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none") -> int:
     """Bytes of the weights on one rank, second layouts included, without the padding of uneven shards.
 
-    Stored blocks are counted also where the native kernels are not built and the blocks are not kept.
+    Packed matrices are taken to stay packed also where the native kernels cannot be built.
     """
     numbers, blocks = config.num_parameters, 0
     if device == "cpu" and dtype == "float32":
@@ -243,7 +243,11 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1,
             count * outputs * inputs for count, outputs, inputs in config.matrices
             if outputs // tp_size >= fewest_outputs()
         )
-        blocks = config.stored_block_bytes if tp_size == 1 else 0        # shards have no blocks
+        if tp_size == 1:                                 # shards are expanded
+            numbers -= sum(
+                matrix.weights * (2 if matrix.is_linear and matrix.outputs >= fewest_outputs() else 1) for matrix in config.packed
+            )
+            blocks = sum(matrix.nbytes for matrix in config.packed)
     total = numbers * DTYPE_BYTES[dtype]
     total //= tp_size
     if device == "cuda":
@@ -483,7 +487,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
         interleaved=family.gguf_permuted,
         experts=experts,
-        stored_block_bytes=stored_block_bytes(file, family),
+        packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
         **_layout(family),
     )

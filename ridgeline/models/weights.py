@@ -8,6 +8,7 @@ memory-mapped, so peak memory is one copy of the weights and one tensor.
 from __future__ import annotations
 
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from ridgeline.models.fused_experts import SplitExperts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
 from ridgeline.process.log import get_logger
+from ridgeline.quant.layout import STORED_KINDS
 from ridgeline.quant.piece import Piece
 
 logger = get_logger("models")
@@ -197,6 +199,13 @@ def _fill(
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
             interleaved = config.interleaved and _ROTATED.search(targets[0]) is not None
+            takes = all(pieces[target].take_packed is not None for target in targets)
+            if takes and isinstance(stored, GGUFSource) and stored.stays_packed(name):
+                _fill_packed(name, [pieces[target] for target in targets], stored, config if interleaved else None)
+                done += source.tensors[name].nbytes
+                if progress is not None:
+                    progress(done, total)
+                continue
             only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
             tensor = source.read(name, only)
             if interleaved:
@@ -216,15 +225,24 @@ def _fill(
                     if rows.data_ptr() != piece.target.data_ptr():
                         upload.copy(piece.target, rows[piece.kept])
                     checks.add(piece.target, name, source.tensors[name].file)
-                if piece.keep_packed is not None and isinstance(stored, GGUFSource) and stored.is_packed(name):
-                    packed, packing = stored.packed(name)
-                    packed = deinterleaved(packed, config.head_dim, config.ropes[0].dim) if interleaved else packed
-                    piece.keep_packed(packed[first - piece.shape[0] : first], packing)
             done += source.tensors[name].nbytes
             if progress is not None:
                 progress(done, total)
         upload.finish()
         checks.finish()
+
+
+def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: ModelConfig | None) -> None:
+    """The rows as the file packs them, for weights that stay packed; `interleaved`: rows of heads in GGUF's order."""
+    packed, packing = stored.packed(name)
+    packed = packed if interleaved is None else deinterleaved(packed, interleaved.head_dim, interleaved.ropes[0].dim)
+    first = 0
+    for piece in pieces:
+        assert piece.take_packed is not None
+        if not piece.take_packed(packed[first : first + piece.shape[0]], packing):
+            _not_finite(name, stored.tensors[name].file, torch.float32)
+        first += piece.shape[0]
+    stored.release(name)
 
 
 _ROTATED = re.compile(r"\.qkv\.\w+:[qk]$")
@@ -238,7 +256,7 @@ def _canonical_source(
     quantisation, formats = config.quantisation, model.stored_formats()
     if quantisation is None or (quantisation.method == "gguf" and not formats):
         return stored
-    weight = model.embed.weight
+    weight = model.norm.weight
     if not formats:
         dtype = str(weight.dtype)[6:]
         logger.info("%s weights are expanded to %s: this device has no kernels for them", quantisation.method, dtype)
@@ -371,9 +389,19 @@ class GGUFSource:
     def is_packed(self, name: str) -> bool:
         return self._file.tensors[name].type.startswith(("Q", "TQ", "MXFP4"))
 
+    def stays_packed(self, name: str) -> bool:
+        """Whether a CPU multiplies by the tensor as it is packed."""
+        return self._file.tensors[name].type in STORED_KINDS
+
     def packed(self, name: str) -> tuple[Tensor, str]:
-        """A copy of the rows as they lie in the file, bytes [rows, row bytes], and how they are packed."""
-        return torch.from_numpy(self._file.raw(name).copy()), self._file.tensors[name].type
+        """The rows as they lie in the file, bytes [rows, row bytes], not to be written to; and how they are packed."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)             # that the mapped file is not writable
+            return torch.from_numpy(self._file.raw(name)), self._file.tensors[name].type
+
+    def release(self, name: str) -> None:
+        """The tensor was copied: its pages of the mapped file are not needed any more."""
+        self._file.release(name)
 
     def __enter__(self) -> GGUFSource:
         return self

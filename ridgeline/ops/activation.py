@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.sizes.op_costs import GATED_ACTIVATION_CASES, gated_activation_cost
@@ -40,7 +40,7 @@ def plain_activation(x: Tensor, kind: str) -> Tensor:
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BLOCK = 1024                         # columns per CTA
-_TRITON_KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
 @triton_kernel()
@@ -68,7 +68,7 @@ def _gated_activation_kernel(  # type: ignore[no-untyped-def]
 
 
 def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
-    if kind not in _TRITON_KINDS:
+    if kind not in KINDS:
         return gated_activation_reference(x, kind)       # which says what is wrong
     width = x.shape[-1] // 2
     rows = x.reshape(-1, 2 * width)
@@ -79,7 +79,7 @@ def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
     if tokens:
         block = min(BLOCK, power_of_two(width))
         _gated_activation_kernel[(cdiv(width, block) * tokens,)](
-            rows, out, rows.stride(0), WIDTH=width, KIND=_TRITON_KINDS[kind], BLOCK=block,
+            rows, out, rows.stride(0), WIDTH=width, KIND=KINDS[kind], BLOCK=block,
             num_warps=4, **dependent_launch(x.device),
         )
     return out
@@ -91,15 +91,12 @@ def _triton_supports(site: Site) -> bool:
 
 # ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_KINDS = {"silu": 0, "gelu_tanh": 1}
-
-
 def gated_activation_native(x: Tensor, kind: str) -> Tensor:
-    if kind not in _KINDS or x.dim() != 2 or x.stride(1) != 1:
+    if kind not in KINDS or x.dim() != 2 or x.stride(1) != 1:
         return gated_activation_reference(x, kind)
     tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, width), dtype=x.dtype)
-    native.library().ridgeline_gated_activation(x.data_ptr(), out.data_ptr(), tokens, width, x.stride(0), _KINDS[kind])
+    native.library().gated_activation(x.data_ptr(), out.data_ptr(), tokens, width, x.stride(0), KINDS[kind])
     return out
 
 

@@ -222,6 +222,11 @@ def set_mark(mark: Callable[[str, Callable[..., Any]], Callable[..., Any]] | Non
         op.forget()
 
 
+def is_marked() -> bool:
+    """Are ops wrapped by `set_mark`? Then each has to be called."""
+    return _mark is not None
+
+
 def _nvtx_range(name: str, function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         torch.cuda.nvtx.range_push(name)

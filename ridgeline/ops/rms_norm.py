@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.sizes.op_costs import RMS_NORM_CASES, rms_norm_cost
@@ -108,7 +108,7 @@ def rms_norm_native(
     out = torch.empty(x.shape, dtype=x.dtype)
     total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
     tokens, heads = (x.shape[0] if dims > 1 else 1), (x.shape[1] if dims == 3 else 1)
-    native.library().ridgeline_rms_norm(
+    native.library().rms_norm(
         x.data_ptr(), None if residual is None else residual.data_ptr(), weight.data_ptr(), out.data_ptr(),
         None if total is None else total.data_ptr(), tokens, heads, width, x.stride(0), x.stride(1) if dims == 3 else 0,
         eps, weight_offset,

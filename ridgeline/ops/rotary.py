@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops import native
-from ridgeline.ops.registry import Implementation, Op, Tolerance
+from ridgeline.ops.registry import Op, Tolerance
 from ridgeline.sizes.op_costs import ROTARY_CASES, rotary_cost
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -34,21 +33,6 @@ def rotary_reference(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -
     return rotated_q, rotated_k
 
 
-# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def rotary_native(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """In place."""
-    (tokens, heads, width), kv_heads = q.shape, k.shape[1]
-    if q.stride()[1:] != (width, 1) or k.stride()[1:] != (width, 1) or cos_sin.dtype != q.dtype:
-        return rotary_reference(q, k, positions, cos_sin)
-    native.library().ridgeline_rotary(
-        q.data_ptr(), k.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), tokens, heads, kv_heads, width,
-        cos_sin.shape[-1], q.stride(0), k.stride(0),
-    )
-    return q, k
-
-
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -69,7 +53,6 @@ def _inputs(
 rotary = Op(
     "rotary",
     rotary_reference,
-    kernels=[Implementation("native", rotary_native, native.supports)],
     cases=ROTARY_CASES,
     cost=rotary_cost,
     inputs=_inputs,

@@ -139,7 +139,7 @@ def rank_bytes(model: PlannedModel, setup: Setup) -> int:
 
 def block_bytes(model: PlannedModel, setup: Setup, groups: list[KVGroupSpec]) -> int:
     """Of the KV cache's block on one device, in all layer slots."""
-    each = kv_bytes(setup.kv, setup.dtype, model.kv_scaled)
+    each = kv_bytes(setup.kv, setup.kv_dtype, model.kv_scaled)
     wide = WEIGHT_FORMATS[setup.dtype].bytes
     return round(page_bytes(groups, int(wide)) * each / wide)
 
@@ -158,7 +158,7 @@ def textbook(setup: Setup, context: int, parameters: float | None = None) -> Tex
     """`parameters`: a rounded number, 70e9 for "70B"; by default the model's own. In a mixture of experts one request reads
     the experts that its token uses."""
     weights = (parameters or setup.model.parameters) * WEIGHT_FORMATS[setup.weights].bits / 8
-    kv = setup.model.kv_elements * kv_bytes(setup.kv, setup.dtype, setup.model.kv_scaled, scales=False) * context
+    kv = setup.model.kv_elements * kv_bytes(setup.kv, setup.kv_dtype, setup.model.kv_scaled, scales=False) * context
     left = setup.ranks * setup.device.memory - weights
     read = weights * setup.model.active_parameters / setup.model.parameters
     return Textbook(weights, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / read)

@@ -196,7 +196,7 @@ def find_model(name: str) -> PlannedModel:
 
 def packed_format(name: str) -> str | None:
     """Of a quantised checkpoint or a .gguf file, the format that reads of its matrices are nearest to; None where they are wide.
-    A CPU multiplies only some of a file's packings as they are stored; the others are expanded when they are loaded."""
+    A CPU multiplies most of a file's packings as they are stored; the others are expanded when they are loaded."""
     path = Path(name)
     if (path / "config.json").is_file():
         return _checkpoint_format(path)

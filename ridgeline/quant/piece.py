@@ -22,7 +22,7 @@ class Piece:
     target: Tensor                   # a view of the parameter, of the kept part's shape
     # Dummy weights: mean and standard deviation of numbers that keep activations in range, or a function where they are codes.
     dummy: tuple[float, float] | Dummy
-    # Called with the rows as the file packs them and the packing's name; None where only a part of each row is kept.
-    keep_packed: Callable[[Tensor, str], None] | None = None
+    # Takes the rows as a GGUF file packs them instead of numbers, and the packing's name; says whether all are finite.
+    take_packed: Callable[[Tensor, str], bool] | None = None
     # Takes the kept part instead of the target, for parameters that do not hold the checkpoint's numbers.
     store: Callable[[Tensor], None] | None = None

@@ -17,7 +17,6 @@ A scheme knows one matrix on one device. It knows neither shards nor checkpoints
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -25,11 +24,9 @@ from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import Shard
 from ridgeline.errors import ConfigError
-from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.gemm_invariant import invariant_linear
-from ridgeline.ops.linear.gguf_blocks import KINDS, block_linear
 from ridgeline.ops.linear.linear_op import linear as product
 from ridgeline.ops.linear.linear_op import normed_linear
 from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
@@ -49,7 +46,7 @@ class Norm(Protocol):
 
 
 class Scheme(Protocol):
-    keeps_blocks: bool               # wants a GGUF file's packed rows too, in `linear.stored`, before finish
+    keeps_blocks: bool               # keeps weights as a GGUF file packs them
 
     def create(
         self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
@@ -89,10 +86,6 @@ def bias_piece(linear: nn.Module, rows: Shard, first: int) -> dict[str, Piece]:
         return {}
     target = linear.bias.data[first : first + rows.filled]
     return {"bias": Piece((rows.total,), (slice(rows.start, rows.stop),), target, (0.0, 0.02))}
-
-
-def keep_into(stored: dict[str, tuple[Tensor, str]], part: str) -> Callable[[Tensor, str], None]:
-    return lambda rows, packing: stored.update({part: (rows, packing)})
 
 
 class Composed(ABC):
@@ -139,7 +132,6 @@ class Unquantised(Composed):
         found["weight"] = Piece(
             (rows.total, columns.total), (slice(rows.start, rows.stop), slice(columns.start, columns.stop)),
             linear.weight.data[first : first + rows.filled, : columns.filled], (0.0, columns.total**-0.5),
-            keep_into(linear.stored, part) if linear.keeps else None,
         )
         return found
 
@@ -227,43 +219,10 @@ class PackedFloat32(Unquantised):
         return 0 if linear.packed is None else linear.packed.numel() * linear.packed.element_size()
 
 
-class StoredBlocks(PackedFloat32):
-    """float32 on a CPU with native kernels, for linears that a GGUF file stores in blocks. Few rows read the blocks: the same
-    numbers in a sixth of the bytes. More rows are compute-bound and read floats.
-    """
-
-    keeps_blocks = True
-    MOST_ROWS = 8
-
-    def finish(self, linear: nn.Module) -> None:
-        super().finish(linear)
-        kinds = {packing for _, packing in linear.stored.values()}
-        whole = sum(rows.shape[0] for rows, _ in linear.stored.values()) == linear.weight.shape[0]
-        linear.blocks = None
-        if whole and len(kinds) == 1 and kinds <= set(KINDS):
-            linear.kind = kinds.pop()
-            linear.blocks = torch.cat([linear.stored[part][0] for part in linear.rows])
-        linear.stored.clear()
-
-    def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        if linear.blocks is not None and 0 < x.shape[0] <= self.MOST_ROWS:
-            return block_linear(x, linear.blocks, linear.kind, linear.bias)
-        return super().apply(linear, x, batch)
-
-    def extra_bytes(self, linear: nn.Module) -> int:
-        return super().extra_bytes(linear) + (0 if linear.blocks is None else linear.blocks.nbytes)
-
-    def read_bytes(self, linear: nn.Module, rows: int) -> int:
-        if linear.blocks is not None and rows <= self.MOST_ROWS:
-            return linear.blocks.nbytes
-        return super().read_bytes(linear, rows)
-
-
 def unquantised_scheme(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> Scheme:
     """The scheme for weights that keep their dtype, by what the device is good at."""
     if deterministic and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return Invariant()
     if device.type == "cpu" and dtype == torch.float32 and PackedFloat32.available():
-        stored = native.library() is not None
-        return StoredBlocks(fewest_outputs()) if stored else PackedFloat32(fewest_outputs())
+        return PackedFloat32(fewest_outputs())
     return Fused() if device.type == "cuda" else Unquantised()

@@ -19,7 +19,7 @@ from torch import Tensor
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import StepPlan, Want
 from ridgeline.ops.attention.split_kv import DeviceShares
-from ridgeline.runner.attention_schedule import AttentionSchedule, Decoding
+from ridgeline.runner.attention_schedule import AttentionSchedule
 from ridgeline.runner.row_tables import RowTables
 from ridgeline.runner.shared_prefix import SharedPrefixes
 from ridgeline.runner.staging import Staging
@@ -147,7 +147,9 @@ class DeviceRows:
         batch, last_end = self._put(plan, layout, numbers, shape)
         on_cpu = self.device.type == "cpu"
         self._steady = None
-        if not (on_cpu or len(numbers.alone)) and layout.num_decodes == len(layout.rows) and layout.width is None:
+        # On a CPU a batch is where the host writes the next one, unless the two may be in flight at once.
+        stays = not (on_cpu and self.depth) and not len(numbers.alone)
+        if stays and layout.num_decodes == len(layout.rows) and layout.width is None:
             self._steady = _Steady(batch, layout.rows, layout.rows[layout.live], self.schedule.growth, last_end)
         if shape is not None and single and batch.sampled is not None and not on_cpu:
             self._prompts[shape] = batch
@@ -239,16 +241,20 @@ class DeviceRows:
             positions=places,
             query_start=borders,
             kv_len=lengths,
-            query_start_host=numbers.query_start.tolist() if on_cpu else None,
-            kv_len_host=numbers.ends.tolist() if on_cpu else None,
-            groups=self._groups(slots, decoding, table_rows, int(numbers.ends.max())),
+            # Not of decodes alone: their batch may be used again, when lengths are others (`advance`).
+            query_start_host=numbers.query_start.tolist() if on_cpu and goes_on is not None else None,
+            kv_len_host=numbers.ends.tolist() if on_cpu and goes_on is not None else None,
+            groups=[
+                GroupBatch(each, table, *shared)
+                for each, table, shared in zip(slots, tables.groups, decoding, strict=True)
+            ],
             logits_index=logits,
             sample_rows=sample_rows,
             picks=layout.picks,
             device_picks=picks,
             last_rows=last_rows,
             newest=newest,
-            table_rows=None if on_cpu else table_rows,
+            table_rows=table_rows,
             query_tiles=query_tiles,
             work=schedule.work(num_decodes, layout.longest, layout.queries, older),
             workspace=schedule.workspace,
@@ -256,13 +262,6 @@ class DeviceRows:
         if goes_on is not None:
             batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_table_rows, last_shares)
         return batch, end
-
-    def _groups(self, slots: list[Tensor], decoding: list[Decoding], table_rows: Tensor, longest: int) -> list[GroupBatch]:
-        on_cpu, num_blocks = self.device.type == "cpu", -(-longest // self.block_size)
-        return [
-            GroupBatch(each, table[:, :num_blocks].index_select(0, table_rows) if on_cpu else table, *shared)
-            for each, table, shared in zip(slots, self.tables.groups, decoding, strict=True)
-        ]
 
     def _pack_prompt(self, plan: StepPlan, shape: Shape) -> Batch:
         """pack() for a single prompt that fits into a shape which the device has seen: the same numbers, at the same places, in
@@ -388,14 +387,14 @@ class DeviceRows:
         """The same step with one query per row, its last token: attention of the last layer needs no other."""
         count, lengths = len(places), batch.kv_len_host
         if lengths is not None:
-            chosen = torch.from_numpy(places)
             return replace(
                 batch,
                 query_start=self._ones[: count + 1],
                 kv_len=kv_len,
                 query_start_host=list(range(count + 1)),
                 kv_len_host=[lengths[place] for place in places.tolist()],
-                groups=[GroupBatch(each.slots, each.block_table.index_select(0, chosen)) for each in batch.groups],
+                groups=[GroupBatch(each.slots, each.block_table) for each in batch.groups],
+                table_rows=table_rows,
                 query_tiles=None,
             )
         return replace(

@@ -15,7 +15,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import StepPlan
 from ridgeline.models.decoder import Decoder
-from ridgeline.ops.sampling.sample import greedy as choose_greedy
+from ridgeline.ops.sampling.greedy import greedy as choose_greedy
 from ridgeline.sizes.graph_shapes import Shape
 
 _ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others

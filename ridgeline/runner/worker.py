@@ -17,12 +17,13 @@ from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Progress, load_weights
 from ridgeline.ops.compile_ahead import CompileAhead
-from ridgeline.ops.registry import log_compilations, set_kernels, set_nvtx
+from ridgeline.ops.cpu import native
+from ridgeline.ops.registry import Site, kernels_are_used, log_compilations, set_kernels, set_nvtx
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.start_phases import phase
 from ridgeline.quant.choose import schemes
-from ridgeline.quant.scheme import unquantised_scheme
+from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
 from ridgeline.runner.cuda_graphs import GraphForward
 from ridgeline.runner.device_rows import DeviceRows
@@ -34,6 +35,7 @@ from ridgeline.runner.start import memory_pools
 from ridgeline.runner.start.graph_warmup import Rehearsal
 from ridgeline.runner.start.kernel_steps import collect_kernels
 from ridgeline.runner.start.warm_up import warm_up
+from ridgeline.runner.step_programs import ProgramForward
 from ridgeline.runner.to_host import reserve_masks
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED
@@ -76,7 +78,7 @@ def make_runner(
     drafts = draft_options(options.execution.speculative_config).on
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
-        plain = unquantised_scheme(device, dtype, options.execution.deterministic)
+        plain = plain_scheme(device, dtype, options.execution.deterministic, options.model.cpu_activations)
         formats = LinearFormats(model_config, options.model.quantization, device.type, comm.size)
         model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):
@@ -104,6 +106,8 @@ def make_runner(
                 eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
                 torch.float32 if capped else dtype, device, config.graph_bytes, MOST_VERIFIED if drafts else 0,
             )
+        elif _runs_programs(config, device, dtype):
+            forward = ProgramForward(eager, rows.tables.groups, rows.last_token)
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
@@ -111,6 +115,12 @@ def make_runner(
         runner.memory = meter.measured()
         logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
+
+
+def _runs_programs(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    options = config.options
+    alone = not options.execution.enforce_eager and options.parallel.tensor_parallel_size == 1
+    return alone and kernels_are_used() and native.supports(Site(device.type, dtype, 0))
 
 
 def _kernels_and_weights(

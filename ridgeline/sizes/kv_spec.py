@@ -58,6 +58,16 @@ def page_bytes(groups: list[KVGroupSpec], element_size: int) -> int:
     return max(len(group.layers) for group in groups) * max(group.layer_bytes(element_size) for group in groups)
 
 
+def cache_dtype(asked: str, dtype: str, device: str, kernels: str = "auto") -> str:
+    """What the cache stores, by `kv_cache_dtype`. auto is the activations' dtype, but float16 on a CPU that computes in float32:
+    half the bytes per token, which the native kernels widen as they read. `kernels=reference` is exact."""
+    if asked == "fp8":
+        return "float8_e4m3fn"
+    if asked != "auto":
+        return asked
+    return "float16" if (device, dtype, kernels) == ("cpu", "float32", "auto") else dtype
+
+
 def group_layers(windows: list[int | None]) -> list[tuple[int | None, tuple[int, ...]]]:
     """Split layers by window into groups no larger than the rarest kind: pages are then shared without much waste.
 

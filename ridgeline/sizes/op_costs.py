@@ -67,6 +67,29 @@ RMS_NORM_CASES = (
 )
 
 
+# ── the vocabulary's two ends ────────────────────────────────────────────────────────────────────────────────────────
+
+def embedding_cost(*, tokens: int, vocab: int, width: int, scale: float | None, element_bytes: int) -> Cost:
+    flops = 0 if scale is None else tokens * width
+    return Cost(flops, tokens * (2 * width * element_bytes + INDEX_BYTES))
+
+
+def soft_cap_cost(*, rows: int, vocab: int, element_bytes: int) -> Cost:
+    return Cost(3 * rows * vocab, 2 * rows * vocab * element_bytes)      # divided, tangent, multiplied
+
+
+EMBEDDING_CASES = (
+    Case("one", {"tokens": 1, "vocab": 7, "width": 64, "scale": None}),
+    Case("odd", {"tokens": 5, "vocab": 31, "width": 77, "scale": 8.75}),
+    Case("decode-32", {"tokens": 32, "vocab": 49152, "width": 576, "scale": None}, timed=True),
+)
+SOFT_CAP_CASES = (
+    Case("one", {"rows": 1, "vocab": 64}),
+    Case("odd", {"rows": 3, "vocab": 77}),
+    Case("decode-32", {"rows": 32, "vocab": 49152}, timed=True),
+)
+
+
 # ── rotary ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def rotary_cost(
@@ -392,22 +415,28 @@ NORMED_LINEAR_CASES = tuple(
 )
 
 
+# Of 32 weights, or of 256 of the K types, as a GGUF file stores them.
+BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+
+
 def block_linear_cost(
-    *, tokens: int, inputs: int, outputs: int, kind: str, bias: bool, element_bytes: int
+    *, tokens: int, inputs: int, outputs: int, kind: str, bias: bool, integers: bool, element_bytes: int
 ) -> Cost:
+    each = {"INT4": 24 / 32, "INT8": 36 / 32, "F16": 2, "BF16": 2, "F32": 4}
+    weight_bytes = BLOCK_BYTES[kind] / (256 if kind.endswith("_K") else 32) if kind in BLOCK_BYTES else each[kind]
     return linear_cost(
-        tokens=tokens, inputs=inputs, outputs=outputs, weight_bytes={"Q4_1": 20, "Q8_0": 34}[kind] / 32,
-        element_bytes=element_bytes,
+        tokens=tokens, inputs=inputs, outputs=outputs, weight_bytes=weight_bytes, element_bytes=element_bytes
     )
 
 
 BLOCK_LINEAR_CASES = tuple(
-    Case(f"{kind}-{name}", {
-        "tokens": tokens, "inputs": inputs, "outputs": outputs, "kind": kind, "bias": outputs == 7,
+    Case(f"{kind}-{'int8' if integers else 'float32'}-{name}", {
+        "tokens": tokens, "inputs": inputs, "outputs": outputs, "kind": kind, "bias": outputs % 2 == 1, "integers": integers,
     }, dtypes=("float32",), timed=outputs == 3072)
-    for kind in ("Q4_1", "Q8_0")
+    for kind in (*BLOCK_BYTES, "INT4", "INT8", "F16", "BF16", "F32")
+    for integers in (True, False)
     for name, tokens, inputs, outputs in (
-        ("one", 1, 32, 1), ("one-odd", 1, 96, 7), ("odd", 7, 64, 9), ("eight", 8, 64, 4), ("many-odd", 15, 96, 7),
-        ("decode-1", 1, 576, 3072),
+        ("one", 1, 256, 1), ("odd", 7, 512, 9), ("eight", 8, 256, 36), ("many-odd", 15, 768, 49),
+        *((("decode-1", 1, 768, 3072),) if kind in ("Q4_1", "Q8_0", "Q4_K", "Q6_K") and integers else ()),
     )
 )

@@ -28,7 +28,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.ipc import Ready
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.process import embedded
 from ridgeline.server.options import ServerOptions
 from ridgeline.version import __version__

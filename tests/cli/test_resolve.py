@@ -139,16 +139,19 @@ def test_memory_that_others_have_is_named(model: Path) -> None:
 
 
 def test_the_blocks_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
-    """What is kept twice needs room twice: on the CPU in float32, where blocks serve few rows."""
+    """On the CPU in float32 they stay packed, and nothing else is kept."""
     path = small_gguf(tmp_path / "m.gguf", "Q8_0")
     model = load_model_config(path)
-    matrices = sum(count * outputs * inputs for count, outputs, inputs in model.matrices)
-    assert model.stored_block_bytes == matrices * 34 // 32
-    plain = dataclasses.replace(model, stored_block_bytes=0)
+    plain = dataclasses.replace(model, packed=())
     for dtype, device, ranks in (("bfloat16", "cpu", 1), ("float32", "cuda", 1), ("float32", "cpu", 2)):
         assert weight_bytes(model, dtype, device, ranks) == weight_bytes(plain, dtype, device, ranks)
     needed = weight_bytes(model, "float32", "cpu")
-    assert needed == weight_bytes(plain, "float32", "cpu") + model.stored_block_bytes
+    matrices = sum(count * outputs * inputs for count, outputs, inputs in model.matrices)
+    norms = 4 * (model.num_parameters - matrices)
+    # Groups of 16 outputs, and 40 tokens fill three of them; a group of 96 inputs ends 32 bytes before a multiple of 64.
+    kept = (matrices + 8 * 64) * 34 // 32 + 2 * 4 * 32
+    assert sum(matrix.nbytes for matrix in model.packed) == kept
+    assert needed == norms + kept < weight_bytes(plain, "float32", "cpu") // 3
     with pytest.raises(ConfigError, match="the weights need"):
         resolved(path, memory=needed)
 
@@ -184,7 +187,7 @@ def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:
     """What fits once does not fit twice, when each rank has a KV cache of half the size per block."""
     alone = resolved(model)
     weights = weight_bytes(alone.model, "float32", "cpu")
-    blocks = int((64 * MIB - weights) * 0.7) // (2 * 2 * 16 * 4 * 16 * 4)
+    blocks = int((64 * MIB - weights) * 0.7) // (2 * 2 * 16 * 4 * 16 * 2)
     assert resolved(model, num_gpu_blocks_override=blocks).num_blocks == blocks
     assert resolved(model, num_gpu_blocks_override=blocks, tensor_parallel_size=2).num_blocks == blocks
     with pytest.raises(ConfigError, match="num_gpu_blocks_override"):

@@ -16,9 +16,11 @@ from ridgeline.layers.norm import RMSNorm
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
+from ridgeline.ops.registry import set_kernels
+from ridgeline.quant.cpu_packed import CpuPacked, plain_scheme
 from ridgeline.quant.layout import fewest_outputs
-from ridgeline.quant.scheme import Fused, PackedFloat32, Scheme, StoredBlocks, Unquantised, unquantised_scheme
+from ridgeline.quant.scheme import Fused, PackedFloat32, Scheme, Unquantised
 
 CPU = torch.device("cpu")
 
@@ -62,10 +64,15 @@ def test_rows_decide_the_layout() -> None:
 
 
 def test_only_float32_on_the_cpu_is_packed() -> None:
-    kinds = {dtype: type(unquantised_scheme(CPU, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
-    packed = (StoredBlocks if native.library() else PackedFloat32) if PackedFloat32.available() else Unquantised
+    kinds = {dtype: type(plain_scheme(CPU, dtype)) for dtype in (torch.float32, torch.float64, torch.bfloat16)}
+    packed = (CpuPacked if native.library() else PackedFloat32) if PackedFloat32.available() else Unquantised
     assert kinds == {torch.float32: packed, torch.float64: Unquantised, torch.bfloat16: Unquantised}
-    assert type(unquantised_scheme(torch.device("cuda"), torch.float32)) is Fused
+    assert type(plain_scheme(torch.device("cuda"), torch.float32)) is Fused
+    set_kernels("reference")         # every op by its definition: the weights are float32
+    try:
+        assert type(plain_scheme(CPU, torch.float32)) is not CpuPacked
+    finally:
+        set_kernels("auto")
 
 
 def test_linears_with_few_outputs_stay_plain_on_x86() -> None:
@@ -76,7 +83,7 @@ def test_linears_with_few_outputs_stay_plain_on_x86() -> None:
     assert linear(torch.ones(40, 16), None).shape == (40, 8)
 
 
-@pytest.mark.parametrize("scheme", [Unquantised(), Fused(), PackedFloat32(1), StoredBlocks(1)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("scheme", [Unquantised(), Fused(), PackedFloat32(1)], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_product_with_its_neighbours_is_the_same_in_every_scheme(scheme: Scheme, first: bool) -> None:
     if isinstance(scheme, PackedFloat32) and not PackedFloat32.available():

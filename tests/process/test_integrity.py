@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.errors import ConfigError, ModelError
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
 from ridgeline.process import embedded, integrity, platform
 
 
@@ -39,11 +39,7 @@ def test_a_damaged_embedded_model_is_not_used(cache: Path, monkeypatch: pytest.M
 
 @pytest.mark.reliability("S-10d")
 def test_a_library_that_was_changed_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiler(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        Path(command[command.index("-o") + 1]).write_bytes(b"code")
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(native.subprocess, "run", compiler)
+    monkeypatch.setattr(native.native_build, "compile_into", lambda target: target.write_bytes(b"code"))
     loaded: list[bytes] = []
 
     def load(file: str, **options: object) -> None:

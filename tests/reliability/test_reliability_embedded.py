@@ -34,9 +34,9 @@ from ridgeline.text.tokenizer import Tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.real_model, pytest.mark.timeout(900)]
 
 NOVELS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((Path(__file__).parents[1] / "texts").glob("*.txt"))}
-OPTIONS: dict[str, Any] = {
-    "device": "cpu", "dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 32,
-}
+# Nothing is rounded that transformers does not round: neither activations to 8 bits nor keys and values to 16.
+EXACT: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_activations": "float32", "kv_cache_dtype": "float32"}
+OPTIONS: dict[str, Any] = EXACT | {"max_model_len": 256, "kv_cache_memory_bytes": 256 << 20, "max_num_seqs": 32}
 ANSWER = 32
 LONGEST_PROMPT = 128
 
@@ -184,7 +184,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
 
     furthest = {}
     for way, options in {"prompts": {}, "decode steps": {"max_num_batched_tokens": 1}}.items():
-        scorer = Scorer({"model": str(embedded_model), "device": "cpu", "dtype": "float32"} | options, 160, show=False)
+        scorer = Scorer({"model": str(embedded_model)} | EXACT | options, 160, show=False)
         compared = Compared(expected)
         scorer.score(sequences, compared.take)
         scorer.close()
@@ -231,7 +231,7 @@ INVARIANT = OPTIONS | {"enable_prefix_caching": False, "max_num_batched_tokens":
 @pytest.mark.reliability("P-08b")
 def test_a_needle_in_batches_of_2_to_32_is_bitwise_the_same(embedded_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """[P-08] With products that do not depend on the number of rows nothing else of a step does."""
-    monkeypatch.setattr(worker, "unquantised_scheme", lambda *_: TilesOfRows())
+    monkeypatch.setattr(worker, "plain_scheme", lambda *_: TilesOfRows())
     llm = LLM(embedded_model, **INVARIANT)
     same, furthest = needle_in_batches(llm)
     llm.close()
@@ -263,7 +263,7 @@ def windows(name: str, tokenizer: Tokenizer) -> list[Passage]:
 def test_perplexity_is_that_of_transformers(name: str, embedded_model: Path, theirs: Any, tokenizer: Tokenizer) -> None:
     """[P-10] Within 0.1 %, through the scheduler, the paged KV cache and the kernels that serve."""
     asked = windows(name, tokenizer)
-    scorer = Scorer({"model": str(embedded_model), "device": "cpu", "dtype": "float32"}, WINDOW, show=False)
+    scorer = Scorer({"model": str(embedded_model)} | EXACT, WINDOW, show=False)
     scores = score_passages(scorer, asked)
     ours = summary(asked, scores.logprobs, tokenizer)["perplexity"]
     scorer.close()

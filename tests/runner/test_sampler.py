@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeline.messages import RowAdded
 from ridgeline.ops.registry import TRITON_INTERPRETED
+from ridgeline.ops.sampling import greedy as greedy_ops
 from ridgeline.ops.sampling import noise as noise_ops
 from ridgeline.ops.sampling import sample as ops
 from ridgeline.ops.sampling import sample_kernels
@@ -600,11 +601,11 @@ def test_declared_cases_give_the_same_tokens_in_every_dtype(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in GREEDY_CASES if not case.timed], ids=lambda case: case.name)
 @pytest.mark.parametrize("with_rows", [False, True])
 def test_greedy_definition(case: Case, with_rows: bool) -> None:
-    check_greedy(ops.greedy_reference, case, "float64", with_rows, "cpu")
+    check_greedy(greedy_ops.greedy_reference, case, "float64", with_rows, "cpu")
 
 
 def check_greedy(function: Any, case: Case, dtype: str, with_rows: bool, device: str) -> None:
-    args, _ = ops.greedy.inputs(torch.Generator().manual_seed(1), getattr(torch, dtype), device, **case.sizes)
+    args, _ = greedy_ops.greedy.inputs(torch.Generator().manual_seed(1), getattr(torch, dtype), device, **case.sizes)
     logits, tokens, failed, rows, last_token = args
     function(logits, tokens, failed, *((rows, last_token) if with_rows else ()))
     for place, values in enumerate(logits.tolist()):
@@ -716,7 +717,7 @@ def test_triton_masks_hide_no_broken_row(dtype: torch.dtype, masked: bool) -> No
 @pytest.mark.usefixtures("tiny_tiles")
 def test_triton_greedy(case: Case, dtype: str) -> None:
     for with_rows in (False, True):                          # the second call finds the workspace as the first left it
-        check_greedy(ops.greedy_on_gpu, case, dtype, with_rows, DEVICE)
+        check_greedy(greedy_ops.greedy_on_gpu, case, dtype, with_rows, DEVICE)
 
 
 @runs_triton

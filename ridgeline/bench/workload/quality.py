@@ -32,6 +32,7 @@ from ridgeline.bench.workload.workloads import Asked
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.registry import set_kernels
 from ridgeline.resolve import GPU_STEP_TOKENS
+from ridgeline.sizes.op_costs import QUANTISED_BYTES
 
 LAYERS = 2
 LEAST = 0.99                         # agreement that a figure needs
@@ -181,7 +182,7 @@ def reached(engine: Engine, before: tuple[int, int], heard: Sequence[Heard]) -> 
         "CUDA graphs": replays > 0,
         "shared-prefix attention": sharing > 0,
         "quantised weights": config.options.model.quantization != "none" or config.model.quantisation is not None,
-        "fp8 KV": config.kv_dtype != config.dtype,
+        "fp8 KV": config.kv_dtype in QUANTISED_BYTES,
         "deterministic mode": config.options.execution.deterministic,
     }
     return [name for name, happened in seen.items() if happened]
@@ -210,6 +211,7 @@ def spread_head(model: Decoder, back: bool = False) -> None:
     """Give the head's rows lengths that differ by much, the same ones for the same model; or undo it."""
     with torch.inference_mode():
         weight = model.head.weight
+        assert weight is not None                        # the engine that is compared keeps no packed head
         generator = torch.Generator().manual_seed(1)
         powers = (torch.randn(weight.shape[0], generator=generator) * _SPREAD).round_()
         # Powers of two: exact in every dtype, in both directions.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.quant.format import Scales, WeightFormat
-from ridgeline.quant.layout import STORED_KINDS
+from ridgeline.quant.layout import STORED_KINDS, matrix_bytes
 
 _SUPER = Scales((1, 256), "float16")                     # scales of K types: small integers times one number for 256 weights
 
@@ -39,18 +40,34 @@ def gguf_quantisation(file: GGUFFile) -> Quantisation | None:
     return Quantisation("gguf", (), by_name=found) if found else None
 
 
-def stored_block_bytes(file: GGUFFile, family: Family) -> int:
-    """Bytes of the linears whose parts all have the same packing of STORED_KINDS. A tied head is the embedding."""
-    linears: dict[str, list[GGUFTensor]] = {}
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix that a CPU keeps packed."""
+
+    outputs: int
+    inputs: int
+    is_linear: bool                  # and not only an embedding
+    nbytes: int
+
+    @property
+    def weights(self) -> int:
+        return self.outputs * self.inputs
+
+
+def packed_matrices(file: GGUFFile, family: Family) -> tuple[PackedMatrix, ...]:
+    """Of linears with a packed part, and of the embedding. A tied head is the embedding."""
+    found: dict[str, list[GGUFTensor]] = {}
     tied = "output.weight" not in file.tensors
     for name, tensor in file.tensors.items():
         module, _, parameter = name.rpartition(".")
         target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
-        if target and parameter == "weight" and (target != "embed" or tied):
+        if target and parameter == "weight" and len(tensor.shape) == 2:
             layer = re.search(r"\.\d+\.", module)
-            linears.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
-    kinds = {linear: {part.type for part in parts} for linear, parts in linears.items()}
-    return sum(
-        sum(part.nbytes for part in parts) for linear, parts in linears.items()
-        if len(kinds[linear]) == 1 and kinds[linear] <= STORED_KINDS
+            found.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
+    return tuple(
+        PackedMatrix(
+            sum(part.shape[0] for part in parts), parts[0].shape[1], target != "embed" or tied,
+            sum(matrix_bytes(part.type if part.type in STORED_KINDS else "F32", *part.shape) for part in parts),
+        )
+        for target, parts in found.items() if any(part.type in STORED_KINDS for part in parts)
     )

@@ -53,8 +53,8 @@ def paged_attention_reference(
     query_start_host = query_start.tolist() if query_start_host is None else query_start_host
     if table_rows is not None:
         block_table = block_table.index_select(0, table_rows)
-    if k_scale is not None and v_scale is not None:
-        k_cache, v_cache, block_table = _dequantised(q.dtype, k_cache, v_cache, block_table, k_scale, v_scale)
+    if k_cache.dtype != q.dtype:
+        k_cache, v_cache, block_table = _widened(q.dtype, k_cache, v_cache, block_table, k_scale, v_scale)
     how = (scale, window, softcap, sinks)
     if out is None and 0 not in kv_len_host:
         return _attend_rows(q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host, kv_len_host, *how)
@@ -102,17 +102,16 @@ def _attend_rows(
     return out
 
 
-def _dequantised(
-    dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, k_scale: Tensor, v_scale: Tensor
+def _widened(
+    dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Caches of the queries' dtype that hold only the blocks of these rows, and the block table of them."""
     blocks, table = torch.unique(block_table, return_inverse=True)
     wide = torch.promote_types(dtype, torch.float32)
-    k, v = (
-        (cache[blocks].to(wide) * scale[blocks].unsqueeze(-1)).to(dtype)
-        for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
-    )
-    return k, v, table.to(torch.int32)
+    k, v = (cache[blocks].to(wide) for cache in (k_cache, v_cache))
+    if k_scale is not None and v_scale is not None:
+        k, v = k * k_scale[blocks].unsqueeze(-1), v * v_scale[blocks].unsqueeze(-1)
+    return k.to(dtype), v.to(dtype), table.to(torch.int32)
 
 
 def _is_similar(lengths: list[int]) -> bool:

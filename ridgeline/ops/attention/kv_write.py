@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops import native
-from ridgeline.ops.registry import Implementation, Op, Tolerance
+from ridgeline.ops.registry import Op, Tolerance
 from ridgeline.sizes.op_costs import KV_WRITE_CASES, kv_write_cost
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -22,21 +21,6 @@ def kv_write_reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, s
             cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
         else:
             cache[slots // block_size, slots % block_size] = new
-
-
-# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def kv_write_native(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    tokens, heads, head_dim = k.shape
-    packed = (head_dim, 1)
-    if k.stride()[1:] != packed or v.stride()[1:] != packed or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        kv_write_reference(k, v, k_cache, v_cache, slots)
-        return
-    native.library().ridgeline_kv_write(
-        k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), tokens, heads * head_dim,
-        k.stride(0), v.stride(0),
-    )
 
 
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -59,7 +43,6 @@ def _inputs(
 kv_write = Op(
     "kv_write",
     kv_write_reference,
-    kernels=[Implementation("native", kv_write_native, native.supports)],
     cases=KV_WRITE_CASES,
     cost=kv_write_cost,
     inputs=_inputs,

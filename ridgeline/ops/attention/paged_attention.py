@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.ops import native
-from ridgeline.ops.attention.attention_arguments import device_shares, leading_decodes, shared_prefix
+from ridgeline.ops.attention.attention_arguments import AttentionWork, device_shares, leading_decodes, shared_prefix
 from ridgeline.ops.attention.attention_launch import paged_attention_triton
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
 from ridgeline.ops.attention.prefill_tiles import cut_queries
+from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.sizes.op_costs import PAGED_ATTENTION_CASES, paged_attention_cost
 
@@ -35,45 +35,53 @@ def _triton_supports(site: Site) -> bool:
 
 def paged_attention_native(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor,
-    *, query_start_host: list[int], kv_len_host: list[int], scale: float, window: int | None = None,
-    softcap: float | None = None, **options: Any,
+    *, scale: float, window: int | None = None, softcap: float | None = None, work: AttentionWork | None = None,
+    query_start_host: list[int] | None = None, kv_len_host: list[int] | None = None, table_rows: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """The cache is read where it lies: by one kernel for the leading decodes, by another for the rows after them."""
-    if 0 in kv_len_host or any(options.get(name) is not None for name in NOT_NATIVE):
+    (tokens, heads, head_dim), rows, (block_size, kv_heads) = q.shape, len(kv_len), k_cache.shape[1:3]
+    if not _is_readable(q, k_cache, v_cache, block_table) or any(options.get(name) is not None for name in NOT_NATIVE):
         return paged_attention_reference(
             q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
-            kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, **options,
+            kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows, **options,
         )
-    (tokens, heads, head_dim), rows, kv_heads = q.shape, len(kv_len_host), k_cache.shape[2]
-    decodes = rows if tokens == rows else leading_decodes(query_start_host)
-    packed = q.stride()[1:] == (head_dim, 1) and k_cache.is_contiguous() and v_cache.is_contiguous()
-    if not packed or block_table.stride(1) != 1:
-        return paged_attention_reference(
-            q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
-            kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap,
-        )
+    decodes = rows
+    if tokens != rows:
+        decodes = leading_decodes(query_start_host or query_start.tolist()) if work is None else work.num_decodes
     out = torch.empty(q.shape, dtype=q.dtype)
-    shape = (kv_heads, heads // kv_heads, head_dim, k_cache.shape[1], block_table.stride(0), q.stride(0))
+    half = int(k_cache.dtype == torch.float16)
+    shape = (kv_heads, heads // kv_heads, head_dim, block_size, block_table.stride(0), q.stride(0))
+    how = (window or 0, scale, softcap or 0.0)
+    caches = (q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
+    lines = 0 if table_rows is None else table_rows.data_ptr()
     if decodes:
-        lengths = kv_len_host[:decodes]
-        splits = -(-max(lengths) // native.SPLIT)
+        # A recorded program serves any length: there the host lists are not given.
+        longest = block_table.shape[1] * block_size if kv_len_host is None else max(kv_len_host[:decodes])
+        splits = -(-longest // native.SPLIT)
         partial = torch.empty(decodes * splits * heads * (head_dim + 2), dtype=q.dtype)
-        native.library().ridgeline_decode_attention(
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table.data_ptr(), kv_len.data_ptr(),
-            out.data_ptr(), partial.data_ptr(), decodes, *shape, splits, window or 0, sum(lengths), scale, softcap or 0.0,
+        native.library().decode_attention(
+            *caches, block_table.data_ptr(), lines, kv_len.data_ptr(), out.data_ptr(), partial.data_ptr(), half, decodes, *shape,
+            splits, *how,
         )
     if decodes < rows:
-        longest = max(end - start for start, end in itertools.pairwise(query_start_host[decodes:]))
-        native.library().ridgeline_prefill_attention(
-            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), block_table[decodes:].data_ptr(),
-            query_start[decodes:].data_ptr(), kv_len[decodes:].data_ptr(), out.data_ptr(), rows - decodes, *shape,
-            longest, window or 0, scale, softcap or 0.0,
+        table = block_table if lines else block_table[decodes:]
+        native.library().prefill_attention(
+            *caches, table.data_ptr(), lines and lines + decodes * 4, query_start[decodes:].data_ptr(),
+            kv_len[decodes:].data_ptr(), out.data_ptr(), half, rows - decodes, *shape, *how,
         )
     return out
 
 
+def _is_readable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:
+    """Are the tensors laid out as the native kernels read them?"""
+    packed = q.stride()[1:] == (q.shape[2], 1) and k_cache.is_contiguous() and v_cache.is_contiguous()
+    known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (torch.float32, torch.float16)
+    return packed and known and block_table.stride(1) == 1
+
+
 # Options that the native kernels do not read; the others do not change the result.
-NOT_NATIVE = ("table_rows", "k_scale", "v_scale", "out", "sinks")
+NOT_NATIVE = ("k_scale", "v_scale", "out", "sinks")
 
 
 def _native_supports(site: Site) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ridgeline.ops.attention.attention_arguments import quantise_kv, scale_argument, token_scales
 from ridgeline.ops.attention.kernel_decode import store_scaled
 from ridgeline.ops.attention.kv_write import kv_write
+from ridgeline.ops.cpu import native
 from ridgeline.ops.launch import dependent_launch, power_of_two
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.ops.rms_norm import rms_norm
@@ -201,6 +202,32 @@ def _triton_supports(site: Site) -> bool:
     return site.device == "cuda" and site.dtype in TRITON_DTYPES
 
 
+# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rotary_write_native(
+    qkv: Tensor, positions: Tensor, slots: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor, *,
+    heads: int, kv_heads: int, q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+    norm_offset: float = 0.0, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> Tensor:
+    packed = qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.dtype == qkv.dtype
+    known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (torch.float32, torch.float16)
+    if not (packed and known) or k_scale is not None:
+        return rotary_write_reference(
+            qkv, positions, slots, cos_sin, k_cache, v_cache, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
+            eps=eps, norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale,
+        )
+    tokens, head_dim = len(qkv), k_cache.shape[-1]
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype)
+    native.library().rotary_write(
+        qkv.data_ptr(), positions.data_ptr(), slots.data_ptr(), cos_sin.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+        q.data_ptr(), None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
+        int(k_cache.dtype == torch.float16), tokens, heads, kv_heads, head_dim, cos_sin.shape[-1], qkv.stride(0),
+        eps, norm_offset,
+    )
+    return q
+
+
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -228,7 +255,10 @@ def _inputs(
 rotary_write = Op(
     "rotary_write",
     rotary_write_reference,
-    kernels=[Implementation("triton", rotary_write_triton, _triton_supports)],
+    kernels=[
+        Implementation("triton", rotary_write_triton, _triton_supports),
+        Implementation("native", rotary_write_native, native.supports),
+    ],
     cases=ROTARY_WRITE_CASES,
     cost=rotary_write_cost,
     inputs=_inputs,

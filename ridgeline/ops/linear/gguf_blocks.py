@@ -1,7 +1,8 @@
-"""The linear with weights packed as a GGUF file stores them: blocks of 32 with their scales (CPU).
+"""The linear with weights that stay packed on a CPU: GGUF's blocks, int4 and int8 groups, 16-bit numbers.
 
-The weights are exactly the stored ones and the arithmetic is float32; only bytes are saved. A decode step on a CPU is bound by
-reading weights.
+A decode step on a CPU is bound by reading weights, so they are multiplied as they are stored (ops/cpu/matrix.py). Activations are
+float32, or integers: of every 32 the largest becomes 127, and products are sums of integers. With float32 activations the result
+is that of the stored numbers.
 """
 
 from __future__ import annotations
@@ -12,43 +13,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import native
+from ridgeline.ops.cpu import native
+from ridgeline.ops.cpu.matrix import BLOCKS, NUMBERS, Matrix, Part
 from ridgeline.ops.registry import Implementation, Op, Tolerance
-from ridgeline.sizes.op_costs import BLOCK_LINEAR_CASES, block_linear_cost
+from ridgeline.sizes.op_costs import BLOCK_BYTES, BLOCK_LINEAR_CASES, block_linear_cost
 
-BLOCK = 32
-KINDS = {"Q4_1": 0, "Q8_0": 1}       # numbered as in native.c
-BLOCK_BYTES = {"Q4_1": 20, "Q8_0": 34}
+GROUP = 32                           # activations that share a scale
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def block_linear_reference(x: Tensor, blocks: Tensor, kind: str, bias: Tensor | None = None) -> Tensor:
-    """x [T, inputs], blocks uint8 [outputs, inputs / 32 * block bytes] -> x w^T + bias, [T, outputs]"""
-    return F.linear(x, expanded(blocks, kind).to(x.dtype), bias)
+def block_linear_reference(x: Tensor, matrix: Matrix, bias: Tensor | None = None, integers: bool = False) -> Tensor:
+    """x [T, inputs] -> x w^T + bias, [T, outputs]; `integers`: x is rounded to 8 bits where w is packed"""
+    rounded_x = rounded(x) if integers else x
+    weights = matrix.numbers().to(x.dtype).split([part.rows for part in matrix.parts])
+    parts = [
+        F.linear(x if part.kind in NUMBERS.values() else rounded_x, weight)
+        for part, weight in zip(matrix.parts, weights, strict=True)
+    ]
+    out = torch.cat(parts, dim=1)
+    return out if bias is None else out + bias
 
 
-def expanded(blocks: Tensor, kind: str) -> Tensor:
-    """float32 [outputs, inputs]. Q4_1: scale, least, then the low halves of 16 bytes and their high halves."""
-    parts = blocks.view(blocks.shape[0], -1, BLOCK_BYTES[kind])
-    scale = parts[..., :2].contiguous().view(torch.float16).float()
-    if kind == "Q8_0":
-        return (parts[..., 2:].contiguous().view(torch.int8).float() * scale).flatten(1)
-    least = parts[..., 2:4].contiguous().view(torch.float16).float()
-    halves = torch.cat((parts[..., 4:] & 15, parts[..., 4:] >> 4), dim=-1)
-    return (halves.float() * scale + least).flatten(1)
+def rounded(x: Tensor) -> Tensor:
+    """x as the 8-bit codes of each 32 say it. The codes are those of float32 numbers, whatever x's dtype."""
+    inputs = x.shape[-1]
+    blocks = F.pad(x.float(), (0, -inputs % GROUP)).unflatten(-1, (-1, GROUP))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    codes = (blocks.double() * torch.where(scale > 0, 1 / scale, 0)).round()     # of the exact product
+    return (codes.to(x.dtype) * scale.to(x.dtype)).flatten(-2)[..., :inputs]
 
 
 # ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def block_linear_native(x: Tensor, blocks: Tensor, kind: str, bias: Tensor | None = None) -> Tensor:
-    x = x.contiguous()
-    (tokens, inputs), outputs = x.shape, blocks.shape[0]
-    out = torch.empty((tokens, outputs), dtype=x.dtype)
-    native.library().ridgeline_block_linear(
-        x.data_ptr(), blocks.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), tokens, inputs,
-        outputs, KINDS[kind],
+def block_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None, integers: bool = False) -> Tensor:
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    tokens = x.shape[0]
+    out = torch.empty((tokens, matrix.outputs), dtype=torch.float32)
+    native.library().packed_linear(
+        matrix.address, len(matrix.parts), x.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), tokens,
+        matrix.inputs, matrix.outputs, x.stride(0), integers,
     )
     return out
 
@@ -56,20 +62,52 @@ def block_linear_native(x: Tensor, blocks: Tensor, kind: str, bias: Tensor | Non
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _inputs(
-    generator: torch.Generator, dtype: torch.dtype, device: str,
-    *, tokens: int, inputs: int, outputs: int, kind: str, bias: bool,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def random_part(generator: torch.Generator, kind: str, outputs: int, inputs: int, group: int = 32) -> Part:
+    """Weights of a size that keeps sums near 1."""
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    shape = (outputs, inputs // BLOCK, BLOCK_BYTES[kind])
-    blocks = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
-    scales = 1 if kind == "Q8_0" else 2
-    size = inputs**-0.5 / (64 if kind == "Q8_0" else 8)
-    blocks[..., : 2 * scales] = (random(*shape[:2], scales) * size).half().view(torch.uint8)
-    x = random(tokens, inputs).to(device, dtype)
-    return (x, blocks.flatten(1).to(device), kind, random(outputs).to(device, dtype) if bias else None), {}
+    size = inputs**-0.5
+    part = Part(kind, outputs, inputs, group // 32)
+    if kind in NUMBERS.values():
+        dtype = next(dtype for dtype, name in NUMBERS.items() if name == kind)
+        part.put_numbers((random(outputs, inputs) * size).to(dtype))
+    elif kind in BLOCKS:
+        part.put_blocks(random_blocks(generator, kind, outputs, inputs))
+    else:
+        codes = torch.randint(256 if kind == "INT8" else 16, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        groups = -(-inputs // group)
+        scale = (torch.rand(outputs, groups, generator=generator) + 0.5) * size / (74 if kind == "INT8" else 10)
+        part.put_codes(codes, scale, None if kind == "INT8" else random(outputs, groups) * size / 2)
+    return part
+
+
+def random_blocks(generator: torch.Generator, kind: str, outputs: int, inputs: int) -> Tensor:
+    """uint8 [outputs, bytes], as a GGUF file stores them"""
+    each, size = (256 if kind.endswith("_K") else 32), inputs**-0.5
+    blocks = torch.randint(256, (outputs, inputs // each, BLOCK_BYTES[kind]), generator=generator, dtype=torch.uint8)
+    for place, scale in _scale_places(kind).items():
+        numbers = torch.randn(outputs, inputs // each, 1, generator=generator) * size * scale
+        blocks[..., place : place + 2] = numbers.half().view(torch.uint8)
+    return blocks.flatten(1)
+
+
+def _scale_places(kind: str) -> dict[int, float]:
+    """Where a block has float16 numbers, and how large random codes want them."""
+    if kind == "Q6_K":
+        return {208: 1 / 1400}
+    first = {"Q8_0": 1 / 74, "Q4_K": 1 / 320, "Q5_K": 1 / 640}.get(kind, 1 / 20 if kind.startswith("Q5") else 1 / 10)
+    return {0: first, 2: 1 / 74 if kind.endswith("_K") else 0.5} if kind.endswith(("_1", "_K")) else {0: first}
+
+
+def _inputs(
+    generator: torch.Generator, dtype: torch.dtype, device: str,
+    *, tokens: int, inputs: int, outputs: int, kind: str, bias: bool, integers: bool,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    matrix = Matrix([random_part(generator, kind, outputs, inputs)])
+    x = torch.randn(tokens, inputs, generator=generator).to(device, dtype)
+    added = torch.randn(outputs, generator=generator).to(device, dtype) if bias else None
+    return (x, matrix, added, integers), {}
 
 
 block_linear = Op(

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import native
 from ridgeline.ops.activation import gated_activation, gated_activation_reference
+from ridgeline.ops.cpu import native
 from ridgeline.ops.launch import shared_memory
 from ridgeline.ops.linear.gemm_gated import gated_gemm, suits
 from ridgeline.ops.linear.gemm_ring import ring_gemm, ring_gemm_for
@@ -155,7 +155,7 @@ def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         return F.linear(x, weight, bias)
     outputs, inputs = weight.shape
     out = torch.empty((1, outputs), dtype=x.dtype)
-    native.library().ridgeline_linear_row(
+    native.library().linear_row(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), inputs, outputs
     )
     return out

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.ops.sampling import sample_kernels
+from ridgeline.ops.sampling.greedy import argmax
 from ridgeline.ops.sampling.noise import exponential, exponential_noise, exponential_noise_all, noise_words, to_device
 from ridgeline.ops.sampling.sample_kernels import Choices
-from ridgeline.sizes.sampling_costs import GREEDY_CASES, MASK_CASES, SAMPLE_CASES, greedy_cost, mask_cost, sample_cost
+from ridgeline.sizes.sampling_costs import MASK_CASES, SAMPLE_CASES, mask_cost, sample_cost
 
 # How each row of a batch chooses. 0 turns temperature (greedy), top_k and min_p off, 1 turns top_p and typical_p off.
 CHOICE = np.dtype([
@@ -115,26 +116,6 @@ def sample_reference(
                 scaled = _scale(logits.index_select(0, place), best[place], how["temperature"][rows])
                 tokens[place] = choose(scaled, how[rows])
     return tokens.masked_fill_(failed, 0), failed
-
-
-def greedy_reference(
-    logits: Tensor, tokens: Tensor, failed: Tensor, rows: Tensor | None = None, last_token: Tensor | None = None
-) -> None:
-    """The best id of each row of logits [S, V] into tokens [S], and which rows failed; with `rows` [S], the tokens also
-    into last_token[rows].
-    """
-    best = argmax(logits if logits.dtype in (torch.float32, torch.float64) else logits.float())
-    torch.logical_not(logits.gather(1, best[:, None]).isfinite()[:, 0], out=failed)
-    tokens.copy_(best.masked_fill_(failed, 0))
-    if rows is not None and last_token is not None:
-        last_token.index_copy_(0, rows, tokens)
-
-
-def argmax(x: Tensor) -> Tensor:
-    """The first of the largest along the last dimension; a NaN counts as the largest."""
-    if x.is_cpu:                     # the same answer as torch's, which does not vectorise: 4 µs a row instead of 90
-        return torch.from_numpy(x.numpy().argmax(axis=-1))
-    return x.argmax(dim=-1)
 
 
 def _slices(rows: np.ndarray, x: Tensor, elements: int) -> Iterator[np.ndarray]:
@@ -388,12 +369,6 @@ def sample_on_gpu(
     return tokens, failed
 
 
-def greedy_on_gpu(
-    logits: Tensor, tokens: Tensor, failed: Tensor, rows: Tensor | None = None, last_token: Tensor | None = None
-) -> None:
-    sample_kernels.draw(logits, None, tokens, failed, rows, last_token)
-
-
 def apply_mask_on_gpu(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor) -> None:
     packed = mask is None or (mask.dtype == torch.int32 and mask.stride(1) == 1)
     if packed and logits.stride(1) == out.stride(1) == 1:
@@ -432,18 +407,6 @@ def _inputs(
     return (logits, how), {}
 
 
-def _greedy_inputs(
-    generator: torch.Generator, dtype: torch.dtype, device: str, *, rows: int, vocab: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Quarters, so that many are equal; the second and third row are broken."""
-    logits = torch.randn(rows, vocab, generator=generator).mul_(12).round_().div_(4)
-    logits[1:2], logits[2:3, vocab // 2] = -torch.inf, torch.nan
-    last_token = torch.full((rows + 3,), -1)
-    row = torch.randperm(rows + 3, generator=generator)[:rows]
-    arguments = (logits.to(dtype), torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool), row, last_token)
-    return tuple(argument.to(device) for argument in arguments), {}
-
-
 def _mask_inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str, *, rows: int, vocab: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -456,16 +419,6 @@ def _mask_inputs(
     logits = logits.to(device, dtype)
     return (logits, words.to(device, torch.int32), torch.empty_like(logits), broken), {}
 
-
-greedy = Op(
-    "greedy",
-    greedy_reference,
-    kernels=[Implementation("triton", greedy_on_gpu, _triton_supports)],
-    cases=GREEDY_CASES,
-    cost=greedy_cost,
-    inputs=_greedy_inputs,
-    tolerance={dtype: Tolerance(0, 0) for dtype in ("float32", "bfloat16", "float16")},
-)
 
 apply_mask = Op(
     "apply_mask",

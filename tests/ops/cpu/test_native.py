@@ -1,5 +1,6 @@
 """The native CPU kernels beyond the op contract: long contexts, independence of neighbours and threads, broken rows, builds,
-and other machines: `native_check.c` compares them with plain loops for every vector width, under an emulator if need be.
+and other machines: `native_check.c` and `native_step_check.c` compare them with plain loops for every level of instructions,
+under an emulator if need be.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ import itertools
 import platform
 import shutil
 import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from test_laws import USUAL, requests, run
 from tiny_models import save_checkpoint
 
 from ridgeline.errors import ConfigError
-from ridgeline.ops import native
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
 from ridgeline.ops.attention.paged_attention import paged_attention_native
+from ridgeline.ops.cpu import native, native_build
 from ridgeline.ops.registry import REGISTRY, Site
 from ridgeline.ops.rms_norm import rms_norm_native
 from ridgeline.process.platform import cpu_flags
@@ -153,7 +153,7 @@ def test_a_broken_row_stays_broken_and_alone() -> None:
 
 def test_auto_takes_them_and_reference_does_not() -> None:
     site = Site("cpu", torch.float32, 64)
-    for name in ("rms_norm", "rotary", "gated_activation", "kv_write", "paged_attention"):
+    for name in ("rms_norm", "gated_activation", "rotary_write", "paged_attention", "embedding", "soft_cap", "greedy"):
         assert REGISTRY[name].choose(site).name == "native"
         assert REGISTRY[name].choose(Site("cpu", torch.float64, 64)).name == "reference"
 
@@ -167,45 +167,59 @@ def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
     assert run(model, options, requests()).answers == plain
 
 
-X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
-
-
-@pytest.mark.parametrize(("machines", "needs", "architecture"), [
-    (X86, "sse2", "x86-64"),
-    (X86, "avx2", "x86-64-v3"),
-    (X86, "avx512f", "x86-64-v4"),
-    (ARM, "asimd", "armv8-a"),
-])
-def test_every_vector_width(machines: tuple[str, ...], needs: str, architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("machine", "level"), [
+    (machine, level) for machine, levels in native_build.LEVELS.items() for level in levels
+], ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize("name", ["native_check.c", "native_step_check.c"])
+def test_every_level(name: str, machine: str, level: native_build.Level, tmp_path: Path) -> None:
     emulator: list[str] = []
     compiler = "cc"
-    if platform.machine() not in machines:
-        compiler = "aarch64-linux-gnu-gcc" if machines is ARM else "x86_64-linux-gnu-gcc"
-        emulator = ["qemu-aarch64-static" if machines is ARM else "qemu-x86_64-static"]
-        missing = [tool for tool in (compiler, *emulator) if shutil.which(tool) is None]
-        if missing or needs == "avx512f":                # which the emulator does not know
-            pytest.skip(f"another machine, and no {' and no '.join(missing) or 'emulator for it'}")
-    elif needs not in cpu_flags():
-        pytest.skip(f"this machine has no {needs}")
-    own = {"-O3": "-O1", "-march=native": f"-march={architecture}", "-fopenmp": "-Wno-unknown-pragmas", "-fPIC": "-static"}
-    flags = [own.get(flag, flag) for flag in native.FLAGS if emulator or flag != "-fPIC"]
+    if platform.machine() != machine:
+        compiler = f"{machine}-linux-gnu-gcc"
+        emulators = [tool for tool in (f"qemu-{machine}-static", f"qemu-{machine}") if shutil.which(tool)]
+        if shutil.which(compiler) is None or not emulators or level.name in ("vnni", "avx512"):  # no emulator knows these
+            pytest.skip(f"another machine, and no {compiler} or emulator for it")
+        emulator = [emulators[0], "-cpu", "max"]
+    elif not level.needs <= cpu_flags():
+        pytest.skip(f"this machine has no {level.name}")
+    own = {"-O3": "-O1", "-fopenmp": "-Wno-unknown-pragmas", "-fPIC": "-static" if emulator else "-pthread"}
+    flags = [own.get(flag, flag) for flag in native_build.FLAGS] + [*level.flags, f"-DLEVEL={level.name}"]
     checked = tmp_path / "check"
-    source = Path(__file__).with_name("native_check.c")
-    subprocess.run([compiler, *flags, f"-I{native.SOURCE.parent}", str(source), "-o", str(checked), "-lm"], check=True)
+    source = Path(__file__).with_name(name)
+    subprocess.run([compiler, *flags, f"-I{native_build.SOURCES}", str(source), "-o", str(checked), "-lm"], check=True)
     done = subprocess.run([*emulator, str(checked)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_level_of_this_machine_is_in_the_library() -> None:
+    for level in native_build.levels():
+        assert set(vars(native.load(native.path(), level.name))) == set(vars(native.library()))
+    flags = native.platform.cpu_flags()
+    assert next(level for level in native_build.levels() if level.name == native.level()).needs <= flags
 
 
 def test_another_source_or_machine_has_another_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = native.path()
     assert here.is_file()
-    monkeypatch.setattr(native.platform, "cpu_flags", lambda: frozenset({"other"}))
+    monkeypatch.setattr(native_build.platform, "machine", lambda: "another")
     assert native.path() != here
     monkeypatch.undo()
-    changed = tmp_path / "native.c"
-    changed.write_text(native.SOURCE.read_text() + "\n")
-    monkeypatch.setattr(native, "SOURCE", changed)
+    changed = tmp_path / "src"
+    shutil.copytree(native_build.SOURCES, changed)
+    monkeypatch.setattr(native_build, "SOURCES", changed)
+    assert native.path() == here
+    (changed / "pool.h").write_text((changed / "pool.h").read_text() + "\n")
     assert native.path() != here
+
+
+def test_a_build_in_the_package_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`pip install` has made it: neither a compiler nor the cache is needed."""
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    assert native.path().parent != tmp_path
+    prebuilt = tmp_path / native_build.file_name()
+    prebuilt.write_bytes(b"code")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert native.path() == native.build() == prebuilt
 
 
 def test_without_a_compiler_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -214,9 +228,9 @@ def test_without_a_compiler_the_error_is_one_line(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="no C compiler: no-such-compiler"):
         native.build()
     monkeypatch.setenv("CC", "false")
-    with pytest.raises(ConfigError, match=r"false failed on native\.c"):
+    with pytest.raises(ConfigError, match=r"false failed on \w+\.c"):
         native.build()
-    assert not list(tmp_path.glob("*.so"))
+    assert not list(tmp_path.glob("*.so*"))
 
 
 def test_an_engine_compiles_what_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,6 +246,5 @@ def test_an_engine_compiles_what_is_not_there(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(native, "path", lambda: missing)
     monkeypatch.setattr(native.logger.parent, "propagate", True)
     monkeypatch.setenv("CC", "no-such-compiler")
-    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", lambda dir: nullcontext("/tmp"))
     assert native.library.__wrapped__() is None
     assert "decoding is slower: no C compiler: no-such-compiler" in caplog.text

@@ -1,0 +1,1 @@
+"""The native library of CPU kernels: sources, build and loader."""

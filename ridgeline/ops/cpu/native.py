@@ -1,0 +1,143 @@
+"""Loads the native library of CPU kernels.
+
+It is built at installation (`setup.py`) into this folder, or else by `ridgeline build`, or by the first engine on a CPU, into the
+cache. Without a C compiler every op runs its definition in torch, which is slower.
+
+One library serves every processor of an architecture: functions are taken from the best level of instructions that this one has.
+The kernels use as many threads as torch does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ridgeline.errors import ConfigError
+from ridgeline.ops.cpu import native_build
+from ridgeline.ops.registry import Site
+from ridgeline.process import integrity, platform
+from ridgeline.process.log import get_logger
+
+logger = get_logger("ops")
+
+_INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_SIGNATURES: dict[str, list[Any]] = {
+    "rms_norm": [_POINTER] * 5 + [_INT] * 5 + [_FLOAT] * 2,
+    "gated_activation": [_POINTER] * 2 + [_INT] * 4,
+    "soft_cap": [_POINTER] + [_INT] * 2 + [_FLOAT],
+    "embedding": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
+    "greedy": [_POINTER] * 5 + [_INT] * 3,
+    "rotary_write": [_POINTER] * 9 + [_INT] * 7 + [_FLOAT] * 2,
+    "linear_row": [_POINTER] * 4 + [_INT] * 2,
+    "packed_linear": [_POINTER, _INT] + [_POINTER] * 3 + [_INT] * 5,
+    "decode_attention": [_POINTER] * 8 + [_INT] * 10 + [_FLOAT] * 2,
+    "prefill_attention": [_POINTER] * 8 + [_INT] * 9 + [_FLOAT] * 2,
+}
+# Compiled once, not for every level.
+_PLAIN: dict[str, tuple[list[Any], Any]] = {
+    "relay_blocks": ([_POINTER] * 2 + [_INT] * 3, None),
+    "relay_codes": ([_POINTER] * 4, None),
+    "matrix_bytes": ([_POINTER], _INT),
+    "scales_finite": ([_POINTER], _INT),
+    "matrix_rows": ([_POINTER] * 3 + [_INT, _FLOAT], None),
+    "run_program": ([_POINTER, _INT], None),                             # recording.py
+}
+SPLIT = 128                          # as in step/decode_attention.c
+
+
+def path() -> Path:
+    """Where the build of these sources is, or would be made: in the package if it was built there, else in the cache."""
+    prebuilt = Path(__file__).with_name(native_build.file_name())
+    return prebuilt if prebuilt.is_file() else platform.cache_dir() / prebuilt.name
+
+
+def build() -> Path:
+    """Compile, unless it is done already."""
+    target = path()
+    if target.is_file() and _is_ours(target):
+        return target
+    scratch = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        native_build.compile_into(scratch)
+        note = scratch.with_suffix(".note")
+        note.write_text(integrity.sha256_of(scratch))
+        os.replace(note, _note_of(target))               # the note first: a build without one is not loaded
+        os.replace(scratch, target)
+    except native_build.BuildError as error:
+        raise ConfigError(str(error)) from None
+    finally:
+        scratch.unlink(missing_ok=True)
+    return target
+
+
+def _note_of(built: Path) -> Path:
+    """The file with the checksum of a build."""
+    return built.with_suffix(".sha256")
+
+
+def _is_ours(built: Path) -> bool:
+    """Whether a build in the cache is what `build` has made. It is code: another's must not be run. One in the package is as
+    good as the package."""
+    if built.parent == Path(__file__).parent:
+        return True
+    try:
+        note = _note_of(built)
+        return integrity.is_own(built) and integrity.is_own(note) and note.read_text() == integrity.sha256_of(built)
+    except OSError:
+        return False
+
+
+@functools.cache
+def library() -> Any:
+    """The kernels by name, compiled now if they are not yet; None if they cannot be compiled or loaded, which is logged once."""
+    try:
+        if not path().is_file():
+            logger.info("compiling the CPU kernels for this machine (once; a few seconds)")
+        elif not _is_ours(path()):
+            logger.warning("%s is not as it was built, and is not used: it is compiled anew", path())
+        return load(build(), level())
+    except (OSError, ConfigError) as error:
+        logger.warning("the CPU kernels cannot be used, and decoding is slower: %s", error)
+        return None
+
+
+def level() -> str:
+    """The best level of instructions that this processor has."""
+    flags = platform.cpu_flags()
+    return next(level.name for level in native_build.levels() if level.needs <= flags)
+
+
+def load(built: Path, level: str) -> SimpleNamespace:
+    """A build's functions of one level."""
+    for runtime in _openmp_runtimes():
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+    loaded = ctypes.CDLL(str(built))
+    falls_to = next((each.falls_to for each in native_build.levels() if each.name == level), "")
+    found = SimpleNamespace()
+    for name, arguments in _SIGNATURES.items():
+        own = f"ridgeline_{name}_{level}"
+        function = loaded[own if hasattr(loaded, own) else f"ridgeline_{name}_{falls_to}"]
+        function.argtypes, function.restype = arguments, None
+        setattr(found, name, function)
+    for name, (types, result) in _PLAIN.items():
+        function = loaded[f"ridgeline_{name}"]
+        function.argtypes, function.restype = types, result
+        setattr(found, name, function)
+    return found
+
+
+def _openmp_runtimes() -> list[str]:
+    """The OpenMP runtimes that torch has loaded into this process."""
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split()[-1] for line in maps if "/" in line}
+    return [file for file in mapped if Path(file).name.startswith(("libgomp", "libomp", "libiomp5"))]
+
+
+def supports(site: Site) -> bool:
+    return site.device == "cpu" and site.dtype == torch.float32 and library() is not None

@@ -1,0 +1,85 @@
+/* Activations in 8 bits: of every 32, the largest becomes 127. */
+
+#include "../lanes.h"
+
+typedef int8_t Small __attribute__((vector_size(LANES)));
+typedef int16_t Middle __attribute__((vector_size(2 * LANES)));
+
+#define SHIFT 12582912.0f            /* 1.5 * 2^23: added to a number, it leaves the number rounded in the lowest bits */
+
+static void quantise_tile(const float *from, int8_t *codes, int16_t *pairs, Facts *facts) {
+    Lanes x[DEEP / LANES], largest = {0}, bad = {0};
+    for (int i = 0; i < DEEP / LANES; i++) {
+        x[i] = ((const Lanes *)from)[i];
+        largest = larger((Lanes)((Places)x[i] & 0x7fffffff), largest);
+        bad += x[i] * 0.0f;                              /* NaN where x is not finite: a broken row must show */
+    }
+    float scale = largest_of(largest) / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    int32_t halves[2] = {0, 0};
+    for (int i = 0; i < DEEP / LANES; i++) {
+#if defined(__FMA__) || defined(__aarch64__)
+        Places rounded = (Places)(x[i] * inverse + SHIFT) - 0x4b400000;      /* one operation: the exact product is rounded */
+#else
+        Places rounded;
+        for (int j = 0; j < LANES; j++) rounded[j] = (int32_t)nearbyint((double)x[i][j] * inverse);
+#endif
+        Small small = __builtin_convertvector(rounded, Small);
+        memcpy(codes + i * LANES, &small, sizeof small);
+        for (int j = 0; j < LANES; j++) halves[i * LANES >= DEEP / 2] += rounded[j];
+        if (pairs) {
+            Middle middle = __builtin_convertvector(rounded, Middle);
+            Middle order;
+            for (int j = 0; j < LANES; j++) order[j] = (int16_t)(j / 4 * 4 + (j % 4 == 1 ? 2 : j % 4 == 2 ? 1 : j % 4));
+            middle = __builtin_shuffle(middle, order);
+            memcpy(pairs + i * LANES, &middle, sizeof middle);
+        }
+    }
+    scale += sum_of(bad);
+    *facts = (Facts){scale, scale * (float)halves[0], scale * (float)halves[1], scale * (float)(halves[0] + halves[1])};
+}
+
+typedef struct {
+    const Activations *x;
+    int64_t inputs, rows, each;
+} Preparation;
+
+static void prepare_rows(void *with, int64_t task) {
+    const Preparation *job = with;
+    const Activations *x = job->x;
+    int64_t end = (task + 1) * job->each < job->rows ? (task + 1) * job->each : job->rows;
+    for (int64_t row = task * job->each; row < end; row++)
+        for (int64_t t = 0; t < x->tiles; t++) {
+            const float *from = x->numbers + row * x->stride + t * DEEP;
+            int64_t at = row * x->tiles + t;
+            float filled[DEEP] = {0};
+            if (job->inputs - t * DEEP < DEEP) {
+                memcpy(filled, from, (job->inputs - t * DEEP) * sizeof(float));
+                from = filled;
+            }
+            quantise_tile(from, (int8_t *)x->codes + at * DEEP, x->pairs ? (int16_t *)x->pairs + at * DEEP : 0,
+                          (Facts *)x->facts + at);
+        }
+}
+
+/* Room for the codes of one block of rows, kept by the calling thread. */
+static void *room(int64_t bytes) {
+    static __thread void *kept;
+    static __thread int64_t size;
+    if (bytes > size) {
+        free(kept);
+        size = (bytes + 4095) / 4096 * 4096;
+        kept = aligned_alloc(64, size);
+        if (!kept) abort();
+    }
+    return kept;
+}
+
+static void prepare(Activations *x, int64_t rows, int64_t inputs, int pairs) {
+    int64_t tiles = rows * x->tiles, codes = tiles * DEEP, facts = tiles * (int64_t)sizeof(Facts);
+    uint8_t *at = room(codes + facts + (pairs ? 2 * codes : 0));
+    x->codes = (int8_t *)at;
+    x->facts = (const Facts *)(at + codes);
+    x->pairs = pairs ? (const int16_t *)(at + codes + facts) : 0;
+    Preparation job = {x, inputs, rows, tiles > 256 ? (rows + 7) / 8 : rows};
+    ridgeline_pool_run((rows + job.each - 1) / job.each, prepare_rows, &job);
+}

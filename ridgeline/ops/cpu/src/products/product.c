@@ -1,0 +1,318 @@
+/* Products of activations with weights in tiles: out = x w^T + bias, with integer or float32 activations.
+
+   An unpacked tile serves up to MOST rows of activations, so that a weight is read once for them. A row's result depends neither
+   on the other rows nor on the number of threads: every sum is added up in the order of the inputs. */
+
+#include "tiles.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "../level.h"
+#include "../pool.h"
+
+#if defined(__AVX512BW__)
+#include "isa_avx512.h"
+#elif defined(__AVX2__)
+#include "isa_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "isa_neon.h"
+#else
+#include "isa_plain.h"
+#endif
+
+#if defined(__AVX512VNNI__)
+#define UNSIGNED_WEIGHTS 1           /* vpdpbusd multiplies unsigned bytes: 128 is added, and taken off by an offset */
+#endif
+
+/* The codes of a tile, as 8 registers of quads; `part` is the number of the register of outputs. */
+ALWAYS void unpack(int bits, const uint8_t *from, int part, Bytes codes[8]) {
+    from += part * WIDE * 4;
+    if (bits == 8) {
+        #pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) codes[i] = load_bytes(from + 64 * i);
+        return;
+    }
+    #pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        Bytes both = load_bytes(from + 64 * c);
+        codes[c] = masked(both, 15);
+        codes[c + 4] = masked(down(both, 4), 15);
+    }
+    if (bits == 5) {
+        Bytes fifths = load_bytes(from + 256);
+        #pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) codes[i] = either(codes[i], masked(i < 4 ? up(fifths, 4 - i) : down(fifths, i - 4), 16));
+    }
+    if (bits == 6)
+        #pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            Bytes pairs = load_bytes(from + 256 + i / 4 * 64);
+            codes[i] = either(codes[i], masked(i % 4 < 3 ? up(pairs, 4 - 2 * (i % 4)) : down(pairs, 2), 48));
+        }
+}
+
+/* What a tile's codes are multiplied by, and what is added: number = code * scale + offset. Of K_SIGNED there are two, for
+   the first and the second 16 inputs. */
+typedef struct { Floats scale[2], offset[2]; } Scale;
+
+ALWAYS Scale scales_of(int style, float middle, const uint8_t *head, const uint8_t *inner, int part) {
+    Scale found;
+    int at = part * WIDE;
+    if (style == HALF) {
+        found.scale[0] = load_halves(head + 2 * at);
+        found.offset[0] = times(found.scale[0], all(-middle));
+    } else if (style == HALF_OFFSET) {
+        found.scale[0] = load_halves(head + 2 * at);
+        found.offset[0] = load_halves(head + 2 * (ROWS + at));
+    } else if (style == K_OFFSET) {
+        found.scale[0] = times(load_halves(head + 2 * at), load_unsigned(inner + at));
+        found.offset[0] = times(times(load_halves(head + 2 * (ROWS + at)), all(-1.0f)), load_unsigned(inner + ROWS + at));
+    } else if (style == K_SIGNED) {
+        Floats outer = load_halves(head + 2 * at);
+        for (int i = 0; i < 2; i++) {
+            found.scale[i] = times(outer, load_signed(inner + i * ROWS + at));
+            found.offset[i] = times(found.scale[i], all(-middle));
+        }
+    } else {
+        found.scale[0] = load_floats(head + 4 * at);
+        found.offset[0] = style == FULL_OFFSET ? load_floats(head + 4 * (ROWS + at)) : zeros();
+    }
+    return found;
+}
+
+/* Whether a style adds something to code * scale. */
+ALWAYS int has_offset(int style, int bits) {
+    return style == HALF_OFFSET || style == K_OFFSET || style == FULL_OFFSET || style == K_SIGNED || (style == HALF && bits != 8);
+}
+
+/* `count` rows of integer activations from `row` on against one register of outputs of a group. */
+ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int64_t row, int64_t span, int part, int count,
+                         Floats sums[MOST]) {
+    const Format format = FORMATS[kind];
+    const int bits = format.bits, style = format.style;
+    #pragma GCC unroll 8
+    for (int m = 0; m < count; m++) sums[m] = zeros();
+    const uint8_t *head = group->heads;
+    int64_t left = span;
+    for (int64_t t = 0; t < x->tiles; t++) {
+        Bytes codes[REGISTERS];
+        unpack(bits, group->codes + t * code_bytes(bits), part, codes);
+        const Scale scale = scales_of(style, format.middle, head, group->inner + t * inner_bytes(style), part);
+#if defined(PAIRS)
+        if (bits == 8)
+            #pragma GCC unroll 8
+            for (int i = 7; i >= 0; i--) widen(codes[i], &codes[2 * i], &codes[2 * i + 1]);
+#elif defined(UNSIGNED_WEIGHTS)
+        const Floats shift = times(scale.scale[0], all(-128.0f));
+        if (bits == 8)
+            #pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) codes[i] = _mm512_xor_si512(codes[i], _mm512_set1_epi8((char)128));
+#endif
+        #pragma GCC unroll 8
+        for (int m = 0; m < count; m++) {
+            const Facts *facts = x->facts + (row + m) * x->tiles + t;
+            const int8_t *from = x->codes + ((row + m) * x->tiles + t) * DEEP;
+            Floats by = all(facts->scale);
+            if (style == K_SIGNED) {
+                sums[m] = plus_times(sums[m], times(dots(bits, codes, from, 4), by), scale.scale[0]);
+                sums[m] = plus_times(sums[m], scale.offset[0], all(facts->first));
+                sums[m] = plus_times(sums[m], times(dots(bits, codes + 4, from + 16, 4), by), scale.scale[1]);
+                sums[m] = plus_times(sums[m], scale.offset[1], all(facts->second));
+                continue;
+            }
+#if defined(PAIRS)
+            if (bits == 8) {
+                const int16_t *pairs = x->pairs + ((row + m) * x->tiles + t) * DEEP;
+                sums[m] = plus_times(sums[m], times(dots_of_pairs(codes, pairs), by), scale.scale[0]);
+                continue;
+            }
+#endif
+            sums[m] = plus_times(sums[m], times(dots(bits, codes, from, 8), by), scale.scale[0]);
+            if (has_offset(style, bits)) sums[m] = plus_times(sums[m], scale.offset[0], all(facts->sum));
+#if defined(UNSIGNED_WEIGHTS)
+            if (bits == 8) sums[m] = plus_times(sums[m], shift, all(facts->sum));
+#endif
+        }
+        if (--left == 0) head += head_bytes(style), left = span;
+    }
+}
+
+/* One tile of float32 activations against its numbers. [inputs][stride] */
+ALWAYS void add_tile(const float *weights, int64_t stride, const float *from, int64_t x_stride, int64_t inputs, int count,
+                     Floats sums[MOST]) {
+    for (int64_t k = 0; k < inputs; k++) {
+        Floats weight = load_floats(weights + k * stride);
+        #pragma GCC unroll 8
+        for (int m = 0; m < count; m++) sums[m] = plus_times(sums[m], weight, all(from[m * x_stride + k]));
+    }
+}
+
+/* A tile's numbers for one register of outputs, [32][WIDE]. */
+ALWAYS void expand_tile(int kind, const Group *group, int64_t t, int64_t span, int part, float *to) {
+    const Format format = FORMATS[kind];
+    const int bits = format.bits, style = format.style;
+    const uint8_t *from = group->codes + t * code_bytes(bits);
+    if (style == NONE) {
+        for (int k = 0; k < DEEP; k++) {
+            const uint8_t *at = from + (k * ROWS + part * WIDE) * (bits / 8);
+            store(to + k * WIDE, kind == F16 ? load_halves(at) : load_brains(at));
+        }
+        return;
+    }
+    Bytes codes[8];
+    unpack(bits, from, part, codes);
+    const uint8_t *head = group->heads + t / span * head_bytes(style);
+    const Scale scale = scales_of(style, format.middle, head, group->inner + t * inner_bytes(style), part);
+    #pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        #pragma GCC unroll 4
+        for (int place = 0; place < 4; place++) {
+            const int second = style == K_SIGNED && i >= 4;
+            Floats weight = numbers_of(codes[i], place, bits == 8);
+            if (has_offset(style, bits)) weight = plus_times(scale.offset[second], weight, scale.scale[second]);
+            else weight = times(weight, scale.scale[second]);
+            store(to + (4 * i + place) * WIDE, weight);
+        }
+}
+
+typedef void (*Expand)(const Group *, int64_t, int64_t, int, float *);
+#define EXPANDS(KIND) \
+    static __attribute__((noinline)) void expand_##KIND(const Group *group, int64_t t, int64_t span, int part, float *to) { \
+        expand_tile(KIND, group, t, span, part, to); \
+    }
+EXPANDS(Q4_0) EXPANDS(Q4_1) EXPANDS(Q5_0) EXPANDS(Q5_1) EXPANDS(Q8_0) EXPANDS(Q4_K) EXPANDS(Q5_K) EXPANDS(Q6_K)
+EXPANDS(INT4) EXPANDS(INT8) EXPANDS(F16) EXPANDS(BF16)
+static const Expand EXPAND[KINDS] = {
+    [Q4_0] = expand_Q4_0, [Q4_1] = expand_Q4_1, [Q5_0] = expand_Q5_0, [Q5_1] = expand_Q5_1, [Q8_0] = expand_Q8_0,
+    [Q4_K] = expand_Q4_K, [Q5_K] = expand_Q5_K, [Q6_K] = expand_Q6_K, [INT4] = expand_INT4, [INT8] = expand_INT8,
+    [F16] = expand_F16, [BF16] = expand_BF16,
+};
+
+/* `count` rows of float32 activations: the weights are the stored numbers. */
+ALWAYS void float_sums(const Segment *segment, const Group *group, const Activations *x, int64_t row, int part, int count,
+                       Floats sums[MOST]) {
+    #pragma GCC unroll 8
+    for (int m = 0; m < count; m++) sums[m] = zeros();
+    const float *from = x->numbers + row * x->stride;
+    if (segment->kind == F32) {
+        add_tile((const float *)group->codes + part * WIDE, ROWS, from, x->stride, segment->inputs, count, sums);
+        return;
+    }
+    for (int64_t t = 0; t < x->tiles; t++) {
+        float weights[DEEP * WIDE] __attribute__((aligned(64)));
+        EXPAND[segment->kind](group, t, segment->span, part, weights);
+        const int64_t left = segment->inputs - t * DEEP;
+        add_tile(weights, WIDE, from + t * DEEP, x->stride, left < DEEP ? left : DEEP, count, sums);
+    }
+}
+
+typedef struct {
+    const Segment *segments;
+    const Activations *x;
+    const float *bias;
+    float *out;
+    int64_t count, rows, outputs, integers, groups, each;      /* each: groups of a task */
+} Job;
+
+/* The sums of `count` rows from `row` on into their places, with the bias. `first`: of the outputs; `left` of them are real. */
+ALWAYS void put(const Job *job, const Floats sums[MOST], int64_t row, int64_t first, int64_t left, int count) {
+    #pragma GCC unroll 8
+    for (int m = 0; m < count; m++) {
+        float *to = job->out + (row + m) * job->outputs + first, kept[WIDE];
+        Floats sum = sums[m];
+        if (left >= WIDE) {
+            store(to, job->bias ? plus(sum, load_floats(job->bias + first)) : sum);
+            continue;
+        }
+        store(kept, sum);
+        for (int64_t o = 0; o < left; o++) to[o] = kept[o] + (job->bias ? job->bias[first + o] : 0.0f);
+    }
+}
+
+/* All rows against one group. kind: a constant for integer activations; KINDS: float32 ones. */
+ALWAYS void some_rows(const Job *job, int kind, const Segment *segment, const Group *group, int64_t row, int64_t first,
+                      int64_t left, int count) {
+    #pragma GCC unroll 1
+    for (int part = 0; part < ROWS / WIDE; part++) {
+        if (left <= part * WIDE) return;
+        Floats sums[MOST];
+        if (kind == KINDS) float_sums(segment, group, job->x, row, part, count, sums);
+        else integer_sums(kind, group, job->x, row, segment->span, part, count, sums);
+        put(job, sums, row, first + part * WIDE, left - part * WIDE, count);
+    }
+}
+
+ALWAYS void group_rows(const Job *job, int kind, const Segment *segment, int64_t number, int64_t first, int64_t row, int64_t end) {
+    const Group group = group_at(segment, number);
+    const int64_t left = segment->rows - number * ROWS;
+#if MOST >= 8
+    for (; row + 8 <= end; row += 8) some_rows(job, kind, segment, &group, row, first, left, 8);
+#endif
+    for (; row + 4 <= end; row += 4) some_rows(job, kind, segment, &group, row, first, left, 4);
+    if (row + 2 <= end) some_rows(job, kind, segment, &group, row, first, left, 2), row += 2;
+    if (row < end) some_rows(job, kind, segment, &group, row, first, left, 1);
+}
+
+#define OF_KIND(KIND) \
+    static __attribute__((noinline)) void rows_##KIND(const Job *job, const Segment *segment, int64_t number, int64_t first, \
+                                                      int64_t row, int64_t end) { \
+        group_rows(job, KIND, segment, number, first, row, end); \
+    }
+OF_KIND(Q4_0) OF_KIND(Q4_1) OF_KIND(Q5_0) OF_KIND(Q5_1) OF_KIND(Q8_0) OF_KIND(Q4_K) OF_KIND(Q5_K) OF_KIND(Q6_K)
+OF_KIND(INT4) OF_KIND(INT8) OF_KIND(KINDS)
+
+typedef void (*RowsOf)(const Job *, const Segment *, int64_t, int64_t, int64_t, int64_t);
+static const RowsOf ROWS_OF[KINDS] = {
+    [Q4_0] = rows_Q4_0, [Q4_1] = rows_Q4_1, [Q5_0] = rows_Q5_0, [Q5_1] = rows_Q5_1, [Q8_0] = rows_Q8_0, [Q4_K] = rows_Q4_K,
+    [Q5_K] = rows_Q5_K, [Q6_K] = rows_Q6_K, [INT4] = rows_INT4, [INT8] = rows_INT8,
+};
+
+#define NEAR_BYTES (192 << 10)       /* of activations that are multiplied by group after group while they are in the L2 cache */
+
+static void do_groups(void *with, int64_t task) {
+    const Job *job = with;
+    int64_t begin = task * job->each, end = begin + job->each < job->groups ? begin + job->each : job->groups;
+    int64_t row_bytes = job->x->tiles * (DEEP * (job->integers ? 1 : 4) + (int64_t)sizeof(Facts));
+    int64_t near = NEAR_BYTES / row_bytes / MOST * MOST;
+    if (near < MOST) near = MOST;
+    for (int64_t row = 0; row < job->rows; row += near) {
+        const Segment *segment = job->segments;
+        int64_t before = 0, outputs = 0, last = row + near < job->rows ? row + near : job->rows;
+        for (int64_t g = begin; g < end; g++) {
+            while (g - before >= groups_of(segment)) before += groups_of(segment), outputs += segment->rows, segment++;
+            RowsOf rows_of = job->integers && ROWS_OF[segment->kind] ? ROWS_OF[segment->kind] : rows_KINDS;
+            rows_of(job, segment, g - before, outputs + (g - before) * ROWS, row, last);
+        }
+    }
+}
+
+/* One block of activations, prepared, against all segments. */
+static void multiply(Job *job) {
+    int64_t threads = ridgeline_pool_threads(), most = job->rows > 64 ? 6 * threads : 4 * threads;
+    job->groups = 0;
+    for (int64_t s = 0; s < job->count; s++) job->groups += groups_of(&job->segments[s]);
+    job->each = threads == 1 ? job->groups : (job->groups + most - 1) / most;
+    ridgeline_pool_run((job->groups + job->each - 1) / job->each, do_groups, job);
+}
+
+#include "activations.h"
+
+#define BLOCK 256                    /* rows whose codes are kept at a time */
+
+/* out [rows, outputs] = x [rows, inputs] w^T + bias; x has a row stride. The parts of w, one below the other, are `segments`.
+   integers: x is rounded to 8 bits, each 32 with a scale. */
+void KERNEL(packed_linear)(const Segment *segments, int64_t count, const float *x, const float *bias, float *out, int64_t rows,
+                           int64_t inputs, int64_t outputs, int64_t x_stride, int64_t integers) {
+    int pairs = 0;
+#if defined(PAIRS)
+    for (int64_t s = 0; s < count; s++) pairs |= FORMATS[segments[s].kind].bits == 8;
+#endif
+    for (int64_t row = 0; row < rows; row += BLOCK) {
+        int64_t block = rows - row < BLOCK ? rows - row : BLOCK;
+        Activations prepared = {0, 0, 0, x + row * x_stride, (inputs + DEEP - 1) / DEEP, x_stride};
+        if (integers) prepare(&prepared, block, inputs, pairs);
+        Job job = {segments, &prepared, bias, out + row * outputs, count, block, outputs, integers, 0, 0};
+        multiply(&job);
+    }
+}

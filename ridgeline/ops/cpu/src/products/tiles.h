@@ -1,0 +1,95 @@
+/* How packed weights lie in memory for the product kernels, on every machine.
+
+   A matrix is cut into groups of 16 outputs (ROWS) and tiles of 32 inputs (DEEP). Of a tile, the codes of four neighbouring
+   inputs (a quad) of all 16 outputs lie side by side, output by output, four bytes each: one 512-bit register, two 256-bit ones
+   or four 128-bit ones. An integer product of such a register with four codes of the activations adds to 16 sums, one for each
+   output, so that nothing is summed across lanes, and the scales of 16 outputs are a register, too.
+
+   A group is
+       codes    of all tiles: 8 quads of 64 bytes in 8 bits; in fewer bits
+                quads 0..3 in the low halves and quads 4..7 in the high halves of 256 bytes, then of 5 bits the fifth bits
+                (bit i of a byte: quad i), of 6 bits the upper pairs (pair i of a byte: quad i of the first 64 bytes, quad
+                4 + i of the next 64)
+       inner    K types, of all tiles: 16 scales and 16 offsets of a byte (Q4_K, Q5_K), or 2 x 16 scales (Q6_K: one for 16 inputs)
+       heads    of every span of tiles: 16 scales, and 16 offsets where the format has them
+   and begins at a multiple of 64 bytes. Outputs that fill up the last group have scale 0. */
+
+#ifndef RIDGELINE_TILES_H
+#define RIDGELINE_TILES_H
+
+#include <stdint.h>
+
+#define ROWS 16
+#define DEEP 32
+#define ALWAYS static inline __attribute__((always_inline))
+
+/* Numbered as in ops/cpu/matrix.py. */
+enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4, INT8, F16, BF16, F32, KINDS };
+
+/* How scales are stored: heads in 16 or 32 bits, with offsets or without; K types have two levels. */
+enum Style { HALF, HALF_OFFSET, K_OFFSET, K_SIGNED, FULL, FULL_OFFSET, NONE };
+
+typedef struct {
+    int bits, style, span;           /* span: tiles that share a head; 0: the matrix says how many */
+    float middle;                    /* the code that means 0, where no offset is stored */
+} Format;
+
+static const Format FORMATS[KINDS] = {
+    [Q4_0] = {4, HALF, 1, 8.0f}, [Q4_1] = {4, HALF_OFFSET, 1, 0.0f}, [Q5_0] = {5, HALF, 1, 16.0f},
+    [Q5_1] = {5, HALF_OFFSET, 1, 0.0f}, [Q8_0] = {8, HALF, 1, 0.0f}, [Q4_K] = {4, K_OFFSET, 8, 0.0f},
+    [Q5_K] = {5, K_OFFSET, 8, 0.0f}, [Q6_K] = {6, K_SIGNED, 8, 32.0f}, [INT4] = {4, FULL_OFFSET, 0, 0.0f},
+    [INT8] = {8, FULL, 0, 0.0f}, [F16] = {16, NONE, 1, 0.0f}, [BF16] = {16, NONE, 1, 0.0f}, [F32] = {32, NONE, 1, 0.0f},
+};
+
+/* Bytes of a tile's codes, of its inner scales, and of a head. */
+ALWAYS int64_t code_bytes(int bits) { return bits * (ROWS * DEEP / 8); }
+ALWAYS int64_t inner_bytes(int style) { return style == K_OFFSET || style == K_SIGNED ? 2 * ROWS : 0; }
+ALWAYS int64_t head_bytes(int style) {
+    return style == NONE ? 0 : ROWS * ((style == FULL || style == FULL_OFFSET ? 4 : 2)
+           * (style == HALF_OFFSET || style == K_OFFSET || style == FULL_OFFSET ? 2 : 1));
+}
+
+/* One part of a linear: `rows` outputs of one kind. Filled by Python (ops/cpu/matrix.py). */
+typedef struct {
+    uint8_t *data;
+    int64_t kind, rows, inputs, span;
+} Segment;
+
+ALWAYS int64_t tiles_of(const Segment *segment) { return (segment->inputs + DEEP - 1) / DEEP; }
+ALWAYS int64_t groups_of(const Segment *segment) { return (segment->rows + ROWS - 1) / ROWS; }
+
+typedef struct {
+    const uint8_t *codes, *inner, *heads;
+} Group;
+
+ALWAYS int64_t group_bytes(const Segment *segment) {
+    const Format format = FORMATS[segment->kind];
+    int64_t tiles = tiles_of(segment), spans = (tiles + segment->span - 1) / segment->span;
+    int64_t bytes = tiles * (code_bytes(format.bits) + inner_bytes(format.style)) + spans * head_bytes(format.style);
+    return (bytes + 63) / 64 * 64;
+}
+
+ALWAYS Group group_at(const Segment *segment, int64_t number) {
+    const Format format = FORMATS[segment->kind];
+    int64_t tiles = tiles_of(segment);
+    Group group;
+    group.codes = segment->data + number * group_bytes(segment);
+    group.inner = group.codes + tiles * code_bytes(format.bits);
+    group.heads = group.inner + tiles * inner_bytes(format.style);
+    return group;
+}
+
+/* A row of activations in 8 bits, with what belongs to 32 of them: number = scale * code, and scale * sum of codes over the
+   first and the second half and the whole, which offsets are multiplied by. `pairs` are the codes again in 16 bits, where
+   the machine multiplies 8-bit weights in 16 bits: of each four 0, 2, 1, 3. */
+typedef struct { float scale, first, second, sum; } Facts;
+
+typedef struct {
+    const int8_t *codes;             /* [rows][tiles * 32] */
+    const int16_t *pairs;            /* the same shape, or NULL */
+    const Facts *facts;              /* [rows][tiles] */
+    const float *numbers;            /* [rows][stride] */
+    int64_t tiles, stride;
+} Activations;
+
+#endif

@@ -1,0 +1,52 @@
+/* The paged KV cache as attention reads it: pages of float32 or of float16. */
+
+#ifndef RIDGELINE_KV_H
+#define RIDGELINE_KV_H
+
+#include "kv_halves.h"
+
+#define MAX_HEAD 256                 /* floats of a head; always a multiple of 16 */
+
+typedef struct {
+    const void *k, *v;               /* [blocks, block_size, kv_heads, width] */
+    int64_t half;                    /* 1: the elements are float16 */
+    int64_t kv_heads, width, block_size;
+    float scale, softcap;
+} Cache;
+
+/* e^x of a score less the largest one. Below e^-60 it is nothing beside the 1 that is always in the sum, and is left out: products
+   of such weights would be subnormal numbers, which take a processor a hundred cycles each. NaN stays NaN. */
+#define LEAST -60.0f
+
+static inline float softmax_weight(float x) { return x < LEAST ? 0.0f : exponential(x); }
+
+static inline __attribute__((always_inline)) Lanes softmax_weights(Lanes x) {
+    return CHOOSE(x < LEAST, (Lanes){0}, exponentials(x));
+}
+
+/* Where each of a row's positions first..first + count lies in a cache: the start of its slot, all heads. */
+static inline void find_slots(const Cache *cache, const int32_t *table, int64_t first, int64_t count, int64_t *slots) {
+    int64_t block = first / cache->block_size, offset = first % cache->block_size;
+    for (int64_t j = 0; j < count; j++) {
+        slots[j] = ((int64_t)table[block] * cache->block_size + offset) * cache->kv_heads * cache->width;
+        if (++offset == cache->block_size) offset = 0, block++;
+    }
+}
+
+/* The heads of one KV head at `count` slots, as floats: where they lie, or widened into `room` [count, width]. */
+static inline __attribute__((always_inline)) void find_heads(
+    const void *pages, int64_t half, int64_t kv_head, int64_t width, const int64_t *slots, int64_t count, float *room,
+    const float **heads) {
+    for (int64_t j = 0; j < count; j++) {
+        int64_t place = slots[j] + kv_head * width;
+        if (half) {
+            const uint16_t *from = (const uint16_t *)pages + place;
+            float *to = room + j * width;
+            for (int64_t i = 0; i < width; i += LANES) *(Lanes *)(to + i) = widened(from + i);
+            heads[j] = to;
+        } else
+            heads[j] = (const float *)pages + place;
+    }
+}
+
+#endif

@@ -1,0 +1,134 @@
+"""Decode steps on a CPU as recorded programs: one call for all kernels of a step (ops/cpu/recording.py).
+
+A step in which every row computes one token and samples is recorded when its number of rows comes for the second time, up to its
+output: the greedy tokens, or the logits. Its inputs are copied to places that stay. Other steps, and those whose ops are not all
+native, run op by op.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ridgeline.layers.batch import Batch, GroupBatch
+from ridgeline.messages import StepPlan
+from ridgeline.ops.attention.attention_arguments import AttentionWork
+from ridgeline.ops.cpu.recording import Arena, Program, Recording
+from ridgeline.ops.registry import is_marked
+from ridgeline.process.log import get_logger
+from ridgeline.runner.device_rows import EVERY_HIDDEN
+from ridgeline.runner.forward import Computed, EagerForward
+from ridgeline.sizes.graph_shapes import Shape
+
+logger = get_logger("programs")
+
+MOST_PROGRAMS = 128                  # the one unused for longest makes room
+_Key = tuple[int, bool]              # rows, greedy
+
+
+@dataclass(slots=True)
+class _Recorded:
+    program: Program | None = None   # None: not recorded yet, or not to be
+    computed: Computed | None = None
+    refused: bool = False
+
+
+class ProgramForward:
+    def __init__(self, eager: EagerForward, tables: list[Tensor], last_token: Tensor) -> None:
+        """`tables`: of each KV group, the block tables of all rows. They and `last_token` stay where they are."""
+        self._eager = eager
+        self._inputs = _Inputs(tables, last_token)
+        self._arena = Arena()
+        self._recorded: OrderedDict[_Key, _Recorded] = OrderedDict()
+        self._decodes = False                            # is the step that is about to run one that can be recorded?
+        self._told = False
+        self.replays = 0
+
+    def shape(self, plan: StepPlan) -> Shape | None:
+        alike = plan.width is None and bool((plan.num_tokens == 1).all())
+        self._decodes = alike and not (plan.want & EVERY_HIDDEN).any()
+        return None
+
+    def prepare(self) -> bool:
+        return False
+
+    def run(self, batch: Batch, greedy: bool) -> Computed:
+        rows = len(batch.tokens)
+        if not self._decodes or len(batch.logits_index) != rows or is_marked():
+            return self._eager.run(batch, greedy)
+        key = (rows, greedy)
+        found = self._recorded.get(key)
+        if found is None:
+            if len(self._recorded) == MOST_PROGRAMS:
+                self._recorded.popitem(last=False)
+            self._recorded[key] = _Recorded()
+            return self._eager.run(batch, greedy)
+        self._recorded.move_to_end(key)
+        if found.refused:
+            return self._eager.run(batch, greedy)
+        if found.program is None or found.computed is None:
+            return self._record(found, batch, greedy)
+        self._inputs.fill(batch)
+        found.program.run()
+        self.replays += 1
+        return found.computed
+
+    def _record(self, found: _Recorded, batch: Batch, greedy: bool) -> Computed:
+        self._inputs.fill(batch)
+        inputs, recording = self._inputs.batch(len(batch.tokens)), Recording(self._arena)
+        with recording.of_calls():
+            computed = self._eager.run(inputs, greedy)
+        computed.hidden = None
+        if recording.missing:
+            found.refused = True
+            if not self._told:
+                logger.info("decode steps run op by op, not as one native program: %s is not native here", recording.missing)
+                self._told = True
+            return computed
+        if computed.logits is not None:
+            computed.logits = self._arena.kept(computed.logits)
+        found.program, found.computed = recording.program(), computed
+        logger.debug("recorded %d calls for %d rows, %s", len(found.program), len(batch.tokens), "greedy" if greedy else "logits")
+        return computed
+
+
+class _Inputs:
+    """The integers of a step, at places that stay."""
+
+    def __init__(self, tables: list[Tensor], last_token: Tensor) -> None:
+        rows = len(last_token)
+        self._tables = tables
+        self._tokens, self._positions, self._sample_rows = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
+        self._kv_len, self._table_rows = (torch.zeros(rows, dtype=torch.int32) for _ in range(2))
+        self._slots = [torch.zeros(rows, dtype=torch.int64) for _ in tables]
+        self._borders = torch.arange(rows + 1, dtype=torch.int32)
+        self._last_token = last_token.numpy()
+        self._copied = [
+            tensor.numpy() for tensor in (self._positions, self._kv_len, self._table_rows, self._sample_rows, *self._slots)
+        ]
+        self._token_array = self._tokens.numpy()
+
+    def fill(self, batch: Batch) -> None:
+        rows = len(batch.tokens)
+        assert batch.table_rows is not None
+        given = (batch.positions, batch.kv_len, batch.table_rows, batch.sample_rows, *(group.slots for group in batch.groups))
+        for target, source in zip(self._copied, given, strict=True):
+            target[:rows] = source.numpy()
+        np.take(self._last_token, batch.table_rows.numpy(), out=self._token_array[:rows])
+
+    def batch(self, rows: int) -> Batch:
+        """As `fill` has filled it."""
+        groups = [
+            GroupBatch(slots[:rows], table) for slots, table in zip(self._slots, self._tables, strict=True)
+        ]
+        places = torch.arange(rows)
+        return Batch(
+            tokens=self._tokens[:rows], positions=self._positions[:rows], query_start=self._borders[: rows + 1],
+            kv_len=self._kv_len[:rows], query_start_host=None, kv_len_host=None, groups=groups, logits_index=places,
+            sample_rows=self._sample_rows[:rows], picks=np.arange(rows), device_picks=places,
+            table_rows=self._table_rows[:rows], work=AttentionWork(rows, 0),
+        )
