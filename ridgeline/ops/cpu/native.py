@@ -27,7 +27,7 @@ from ridgeline.process.log import get_logger
 logger = get_logger("ops")
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_SIGNATURES = {
+_SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 5 + [_INT] * 5 + [_FLOAT] * 2,
     "gated_activation": [_POINTER] * 2 + [_INT] * 4,
     "soft_cap": [_POINTER] + [_INT] * 2 + [_FLOAT],
