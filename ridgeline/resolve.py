@@ -20,7 +20,7 @@ from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_con
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
-from ridgeline.sizes.graph_shapes import PROMPT_TOKENS
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, PROMPT_TOKENS, most_queries
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, cache_dtype, page_bytes
 from ridgeline.sizes.ledger import GIB
 from ridgeline.sizes.op_costs import DTYPE_BYTES, QUANTISED_BYTES
@@ -81,11 +81,8 @@ class ResolvedConfig:
         return EngineConfig.of(
             **self.options.flat()
             | {
-                "model": str(self.model_path),
-                "device": self.device,
-                "dtype": self.dtype,
-                "max_model_len": self.max_model_len,
-                "max_num_seqs": self.max_num_seqs,
+                "model": str(self.model_path), "device": self.device, "dtype": self.dtype,
+                "max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs,
                 "max_num_batched_tokens": self.max_num_batched_tokens,
                 "num_gpu_blocks_override": self.num_blocks,
                 "kv_cache_memory_bytes": None,
@@ -240,6 +237,8 @@ class Memory:
     per_token: int                   # a token's activations in one layer, the widest
     kv_option: str                   # the option that gave the size of the KV cache
     scratch: int = 0                 # the largest weight that a product expands
+    verified: int = 0                # most tokens of decodes with drafts, each with its logits; 0: no drafts
+    per_row_partials: int = 0        # partial results of attention, of a row with one query
 
     @classmethod
     def of(
@@ -280,6 +279,8 @@ class Memory:
             graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
             per_token=per_token,
             scratch=quantised.scratch * size,
+            verified=MOST_VERIFIED if device.kind != "cpu" and draft_options(config.execution.speculative_config).on else 0,
+            per_row_partials=partials,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
         )
 
@@ -287,7 +288,11 @@ class Memory:
         size, on_gpu = DTYPE_BYTES[self.dtype], self.kind != "cpu"
         sampling = sampling_bytes(rows=max_num_seqs, vocab=self.vocab, element_bytes=size, on_gpu=on_gpu)
         masks = mask_bytes(rows=max_num_seqs, vocab=self.vocab) if on_gpu else 0
-        return max_num_seqs * self.per_row_kept + sampling + masks
+        drafts = 0
+        if self.verified:                                # rows times queries of attention are at most this
+            drafts = max(max_num_seqs * most_queries(max_num_seqs), self.verified) * self.per_row_partials
+            drafts += max(0, self.verified - max_num_seqs) * (self.per_row_logits if self.graph_tokens else 0)
+        return max_num_seqs * self.per_row_kept + drafts + sampling + masks
 
     def steps(self, max_num_seqs: int, budget: int) -> int:
         on_gpu = 0 if self.kind == "cpu" else ledger.SMALL_BLOCKS * ledger.SMALL_BLOCK + ledger.LIBRARY_BYTES
@@ -298,9 +303,10 @@ class Memory:
 
         A step's activations are freed before its tokens are sampled, so the larger of the two counts.
         """
-        logits = max_num_seqs * self.per_row_logits
-        launched = max(budget * self.per_token + self.scratch, max_num_seqs * self.per_row_copied, self.scored)
-        recorded = max(max_num_seqs, self.graph_tokens) * self.per_token + self.scratch
+        sampled = max(max_num_seqs, self.verified)
+        logits = sampled * self.per_row_logits
+        launched = max(budget * self.per_token + self.scratch, sampled * self.per_row_copied, self.scored)
+        recorded = max(sampled, self.graph_tokens) * self.per_token + self.scratch
         return logits + launched, logits + recorded if self.graph_tokens else 0
 
     def left(self, max_num_seqs: int, budget: int) -> int:

@@ -79,6 +79,15 @@ class Matcher:
         except Exception:                                # drafts are a favour: the answer goes on without them
             return []
 
+    def allowed(self, tokens: list[int]) -> int:
+        """How many of these tokens its grammar allows, one after the other. xgrammar is not asked: masks will tell."""
+        if self.error or not self._guided:
+            return len(tokens)
+        try:
+            return int(self._matcher.validate_tokens(tokens))                # type: ignore[attr-defined]
+        except Exception:
+            return 0
+
     def ahead(self, guesses: Iterable[int], stop_ids: Collection[int]) -> list[Matcher]:
         """Copies of this matcher after the first guess, after the second, and so on, as far as its grammar allows them and the
         answer goes on. This one stays as it is."""

@@ -75,10 +75,9 @@ class LatentAttention(nn.Module):
         """The attention output of the queries over the cache, [T, heads * value]"""
         spec, sizes = self.spec, self.sizes
         group = batch.groups[spec.group]
-        weight = self.kv_up.weight
-        assert weight is not None                        # no GGUF file has latent attention here, so it is never packed
+        assert self.kv_up.weight is not None             # its scheme keeps numbers
         out = latent_attention(
-            q, kv.k, weight.view(self.num_heads, sizes.nope + sizes.value, sizes.kv_rank), group.block_table,
+            q, kv.k, self.kv_up.weight.view(self.num_heads, sizes.nope + sizes.value, sizes.kv_rank), group.block_table,
             batch.query_start, batch.kv_len, query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
             scale=spec.scale, nope=sizes.nope, slots=group.slots, table_rows=batch.table_rows, work=batch.work,
             shares=group.shares, workspace=batch.workspace, cache_scale=kv.k_scale,

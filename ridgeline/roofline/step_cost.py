@@ -402,7 +402,8 @@ def latent_ops(shape: DecoderShape, counts: StepCounts, latent: Latent, down: Op
     few, many = counts.few_pairs, counts.full.pairs - counts.few_pairs
     near, wide = near_flops(latent.kv_rank, latent.rope), wide_flops(latent.nope, latent.rope, latent.value)
     pairs = (layers - 1) * (few * near + many * wide) + counts.last.pairs * near
-    keys = (layers - 1) * (counts.full.keys - counts.shared) + max(0, counts.last.keys - counts.shared)
+    keys = (layers - 1) * (counts.full.keys - counts.shared)
+    keys += counts.last.keys - counts.shared if counts.last_tokens else 0
     behind = (layers - 1) * tokens + counts.last_tokens
     turned = 3 * (heads + 1) * latent.rope + 4 * latent.kv_rank + 3
     moved = 2 * heads * latent.rope + latent.width

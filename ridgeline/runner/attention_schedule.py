@@ -28,7 +28,7 @@ from ridgeline.ops.launch import multiprocessors
 from ridgeline.runner.row_tables import RowTables
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.staging import Staging
-from ridgeline.sizes.graph_shapes import Shape
+from ridgeline.sizes.graph_shapes import Shape, most_queries
 from ridgeline.sizes.kv_spec import KVGroupSpec
 
 Decoding = tuple[SharedPrefix | None, DeviceShares | None]       # of one group
@@ -45,7 +45,12 @@ def _workspace(
             prefix_tiles=prefix_tiles, deterministic=deterministic, drafts=drafts, programs=shape.programs,
         ) for group, shape in zip(groups, shapes, strict=True)
     )
-    return make_workspace(floats, max_rows, max(shape.columns for shape in shapes), device)
+    # Latents have a counter for each query as well.
+    columns = max(
+        shape.columns * (most_queries(1) if drafts and group.kind == "latent" else 1)
+        for group, shape in zip(groups, shapes, strict=True)
+    )
+    return make_workspace(floats, max_rows, columns, device)
 
 
 def _prefixes(group: KVGroupSpec, shape: DecodeShape, shared: bool) -> SharedPrefixes:

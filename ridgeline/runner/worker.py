@@ -11,6 +11,7 @@ import torch
 
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
+from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
@@ -37,6 +38,7 @@ from ridgeline.runner.start.warm_up import warm_up
 from ridgeline.runner.step_programs import ProgramForward
 from ridgeline.runner.to_host import reserve_masks
 from ridgeline.sizes import ledger
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED
 
 logger = get_logger("worker")
 
@@ -73,6 +75,7 @@ def make_runner(
     with phase("device"):
         device = _device(config, comm)
     meter = MemoryMeter(device)
+    drafts = draft_options(options.execution.speculative_config).on
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
         plain = plain_scheme(device, dtype, options.execution.deterministic, options.model.cpu_activations)
@@ -82,6 +85,7 @@ def make_runner(
         rows = DeviceRows(
             config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.depth, device,
             model.layers[0].attention.num_heads, config.shared_prefixes, options.execution.deterministic,
+            drafts,
         )
         sampler = Sampler(
             config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype
@@ -100,7 +104,7 @@ def make_runner(
             capped = model_config.final_softcap is not None
             forward = GraphForward(
                 eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
-                torch.float32 if capped else dtype, device, config.graph_bytes,
+                torch.float32 if capped else dtype, device, config.graph_bytes, MOST_VERIFIED if drafts else 0,
             )
         elif _runs_programs(config, device, dtype):
             forward = ProgramForward(eager, rows.tables.groups, rows.last_token)

@@ -13,7 +13,7 @@ from ridgeline.messages import Want
 from ridgeline.scheduler.bookkeeping import DraftPlan
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
 from ridgeline.scheduler.running import Running
-from ridgeline.sizes.graph_shapes import most_queries
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
 
 _PROMPT_LOGPROBS = np.int8(Want.PROMPT_LOGPROBS)
 _Planned = tuple[np.ndarray, np.ndarray, DraftPlan | None]
@@ -27,16 +27,18 @@ def give_drafts(
     old = rows[:num_running]
     decodes = (table.known[old] - table.computed[old] == 1) & (table.computed[old] >= table.num_prompt[old])
     places = np.flatnonzero(decodes & (tokens[:num_running] == 1))
-    most = np.minimum(table.limit[rows[places]] - table.known[rows[places]] - 1, table.most_drafts[rows[places]])
+    sequences = [sequence for row in rows[places].tolist() if (sequence := table.sequences[row]) is not None]
+    allowed = np.array([sequence.most_drafts for sequence in sequences], np.int64)
+    most = np.minimum(table.limit[rows[places]] - table.known[rows[places]] - 1, allowed)
+    room = min(room, MOST_VERIFIED - len(rows))
     if room <= 0 or not (most > 0).any():
         return rows, tokens, None
-    sequences = [sequence for row in rows[places].tolist() if (sequence := table.sequences[row]) is not None]
     for place in np.flatnonzero(table.want[rows[places]] & _PROMPT_LOGPROBS).tolist():
         # A preemption loses them while they are in flight. With drafts the answer might end before they are computed again.
         most[place] *= sequences[place].prefill.logprobs_sent
     arrived = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     asked = DecodingRows(
-        sequences, np.clip(most, 0, most_queries(len(places)) - 1), table.known[rows[places]] - arrived, room,
+        sequences, np.clip(most, 0, most_queries(len(rows)) - 1), table.known[rows[places]] - arrived, room,
         int(tokens.sum()), int(table.computed[rows[places]].sum()),
     )
     found = drafter.plan(asked)

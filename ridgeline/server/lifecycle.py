@@ -31,6 +31,7 @@ from ridgeline.server.app import make_app
 from ridgeline.server.body_process import settings_of
 from ridgeline.server.body_work import RESULTS
 from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
+from ridgeline.server.http.accepting import Acceptor
 from ridgeline.server.http.connection_limits import LINGERING, limited_protocol
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
@@ -52,7 +53,6 @@ logger = get_logger("server")
 
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048                       # connections that may wait to be accepted
-ACCEPTED_AT_ONCE = 32                # per turn of the event loop: a flood of them must not hold up open ones
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
 # Open besides connections: 28 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
 OTHER_FILES = 30 + spare_files.COUNT + LINGERING
@@ -92,17 +92,31 @@ def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        backlog=ACCEPTED_AT_ONCE,
         ssl_certfile=options.ssl_certfile or None,
         ssl_keyfile=options.ssl_keyfile or None,
     )
 
 
 class ListeningServer(uvicorn.Server):
+    """uvicorn, with connections accepted by server/http/accepting."""
+
+    most_connections = 2**31
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or []:
-            listener.listen(BACKLOG)                     # asyncio has set it to the number that it accepts at once
+        await super().startup([])
+        self.servers = [self._accepting(listener) for listener in sockets or []]     # type: ignore[misc]
+
+    def _accepting(self, listener: socket.socket) -> Acceptor:
+        config, state = self.config, self.server_state
+
+        def make_protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(         # type: ignore[assignment, call-arg]
+                config=config, server_state=state, app_state=self.lifespan.state,
+            )
+            return made
+
+        listener.setblocking(False)
+        return Acceptor(listener, make_protocol, config.ssl, lambda: self.most_connections - len(state.connections))
 
 
 class HttpServer(ListeningServer):
@@ -112,6 +126,7 @@ class HttpServer(ListeningServer):
         guarded = HostGuard(make_app(service), service.options, len(service.keys) > 0)
         app = RootPath(Gate(guarded, service.options, service.keys), service.options.root_path)
         super().__init__(http_config(app, service.options))
+        self.most_connections = service.options.max_connections + LINGERING
         self._service = service
         self.last_exit: LastExit | None = None
 

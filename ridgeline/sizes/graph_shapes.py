@@ -10,6 +10,9 @@ PROMPT_ROWS = [1, 2, 4, 8]
 PROMPT_TOKENS = [*range(64, 513, 64), *range(640, 1281, 128)]
 
 
+# Most tokens of decodes with drafts in a step. Each has logits, 256 KB for a vocabulary of 128k.
+MOST_VERIFIED = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

@@ -47,10 +47,11 @@ def latent_write_cost(
 
 def latent_attention_cost(
     *, rows: Rows, heads: int, nope: int, rope: int, value: int, rank: int, block_size: int, element_bytes: int,
-    scattered: bool = False, kv_dtype: str | None = None,
+    scattered: bool = False, kv_dtype: str | None = None, drafted: int = 0,
 ) -> Cost:
     """Every entry of the cache is read once per row, however many heads and queries look at it. The products with `kv_up` are
-    those of the way that a row goes: of its queries where they are few, of all its entries where they are many."""
+    those of the way that a row goes: of its queries where they are few, of all its entries where they are many.
+    `drafted`: leading rows that decode with drafts."""
     attended = Attended.of(rows, None, block_size)
     flops = 0
     for queries, length in rows:
@@ -93,6 +94,9 @@ LATENT_ATTENTION_CASES = (
     Case("chunk", _attend([(20, 43)])),
     Case("mixed", _attend([(1, 10), (1, 70), (1, 0), (40, 40), (2, 13), (17, 30)], scattered=True)),
     Case("odd", _attend([(1, 11), (18, 21), (1, 2)], heads=3, nope=12, rope=6, value=20, rank=24, block_size=3)),
+    # Decodes with drafts, of which rows have different numbers, alone and before a prompt.
+    Case("drafts", _attend([(3, 12), (1, 90), (4, 140), (2, 2), (1, 0)], drafted=5, scattered=True)),
+    Case("drafts-first", _attend([(3, 66), (1, 9), (20, 33), (2, 7)], drafted=2)),
     Case("many-heads", _attend([(1, 40), (1, 5), (3, 9)], heads=70)),
     Case("fp8", _attend([(1, 12), (1, 70), (20, 33)], kv_dtype=E4M3), dtypes=("float64", "bfloat16")),
     Case("decode-8", _attend([(1, 250 + row) for row in range(8)], value=128, **_LITE), timed=True),

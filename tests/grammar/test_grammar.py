@@ -188,6 +188,19 @@ def test_many_rows_get_the_masks_they_would_get_alone(
     assert masks.filled == rows and masks.seconds > 0
 
 
+def test_forced_tokens_spell_the_only_text_and_nothing_is_consumed(vocabulary: GrammarVocabulary, backend: str) -> None:
+    asked = SamplingParams(structured_outputs=StructuredOutputs(regex=r"hello world(!|\?)"))
+    made = matcher(vocabulary, asked, backend)
+    forced = made.forced(64)
+    if backend == "xgrammar":
+        assert forced == [] and made.allowed([EOS, EOS]) == 2            # it is not asked: masks will tell
+        return
+    assert forced and b"hello world".startswith(b"".join(vocabulary.pieces[token] for token in forced))
+    assert made.forced(1) == forced[:1]
+    assert made.allowed(forced) == len(forced) and made.allowed([*forced[:1], EOS]) == 1
+    assert made.forced(64) == forced and all(made.accept(token) for token in forced)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_matcher_that_fails_in_a_batch_fails_alone(vocabulary: GrammarVocabulary, backend: str, threads: int) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))

@@ -11,17 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
+from tiny_models import PagedSequences, load, random_tokens, save_checkpoint, teacher_forced_logits
 from torch import Tensor
 
+from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.distributed.comm import Communicator
+from ridgeline.engine.llm import LLM
 from ridgeline.errors import ModelError
+from ridgeline.messages import StepResult
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.expert_config import Experts, Routing
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, load_model_config
-from ridgeline.models.weights import deinterleaved, model_pieces
+from ridgeline.models.weights import deinterleaved, load_weights, model_pieces
+from ridgeline.roofline.steps import StepRecorder
+from ridgeline.sampling_params import SamplingParams
 
 TOKENS = random_tokens(9)
 LAYERS = 2                           # of the real model: its first and one from the middle
@@ -166,3 +171,45 @@ def test_the_ledger_counts_experts(tmp_path: Path) -> None:
         shared = model.embed.weight.numel() if config.tied else 0
         held = sum(parameter.numel() for parameter in model.parameters())
         assert held == config.num_parameters and (shared == 0 or model.head.weight is model.embed.weight)
+
+
+# ---- what a step reads -----------------------------------------------------------------------------------------------
+
+
+def test_experts_that_a_step_reads_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step of the engine, from the device to the roofline: one token visits `used` experts in each layer."""
+    path = save_checkpoint("mixtral", tmp_path)
+    experts = load_model_config(path).experts
+    assert experts is not None
+    seen = []
+    took = StepRecorder.took
+
+    def noted(self: StepRecorder, result: StepResult, *rest: bool) -> None:
+        seen.append((len(result.lengths), result.experts))
+        took(self, result, *rest)
+
+    monkeypatch.setattr(StepRecorder, "took", noted)
+    llm = LLM(path, max_model_len=64, skip_tokenizer_init=True, num_gpu_blocks_override=32)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
+    llm.generate([{"prompt_token_ids": random_tokens(12)}], params, use_tqdm=False)
+    (_, prompt), *decodes = seen
+    layers = llm.core.config.model.num_layers
+    assert layers * experts.used < prompt <= layers * experts.count
+    assert decodes and all(step == (1, layers * experts.used) for step in decodes)
+
+
+def test_zipf_routing_of_dummy_weights_reads_fewer_experts() -> None:
+    reads = {}
+    for name in ("qwen3-30b-a3b", "qwen3-30b-a3b-zipf"):
+        path = write_shape(
+            name, layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=131,
+            moe_intermediate_size=16, intermediate_size=16,
+        )
+        config = load_model_config(path)
+        model = Decoder(config, Communicator(), torch.float32, "cpu", 64)
+        load_weights(model, path, config, "dummy")
+        PagedSequences(model).step({0: random_tokens(40)})
+        assert model.expert_reads is not None
+        reads[name] = int(model.expert_reads.sum())
+    even, zipf = reads.values()
+    assert even > 100 and zipf < 0.75 * even

@@ -404,25 +404,26 @@ def naive_attention(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Ten
                 continue                                 # a padding row
             oldest = 0 if options["window"] is None else max(0, position - options["window"] + 1)
             places = [(int(table[row][p // size]), p % size) for p in range(oldest, position + 1)]
+            blocks, offsets = map(list, zip(*places, strict=True))
             for head in range(q.shape[1]):
-                scores = [float(q[token, head] @ k_cache[b, o, head // group]) * options["scale"] for b, o in places]
+                keys, values = (cache[blocks, offsets, head // group] for cache in (k_cache, v_cache))
+                scores = [score * options["scale"] for score in (keys @ q[token, head]).tolist()]
                 if options["softcap"] is not None:
                     scores = [options["softcap"] * math.tanh(score / options["softcap"]) for score in scores]
-                weights = [math.exp(score - max(scores)) for score in scores]
-                out[token, head] = sum(
-                    weight * v_cache[b, o, head // group] for weight, (b, o) in zip(weights, places, strict=True)
-                ) / sum(weights)
+                beside = [] if options.get("sinks") is None else [float(options["sinks"][head])]     # scores without a value
+                most = max(scores + beside)
+                weights, others = ([math.exp(score - most) for score in each] for each in (scores, beside))
+                out[token, head] = torch.tensor(weights, dtype=values.dtype) @ values / sum(weights + others)
     return out
 
 
 @float64_cases("paged_attention")
-@pytest.mark.parametrize("strided", [False, True])
-def test_paged_attention_definition(case: Case, strided: bool) -> None:
+def test_paged_attention_definition(case: Case) -> None:
     args, options = float64_inputs("paged_attention", case)
     wanted = naive_attention(args, options)
-    if strided:
-        args = (args[0], page_view(args[1]), page_view(args[2]), *args[3:])
-    torch.testing.assert_close(paged_attention.paged_attention(*args, **options), wanted, rtol=1e-12, atol=1e-13)
+    strided = (args[0], page_view(args[1]), page_view(args[2]), *args[3:])
+    for given in (args, strided):
+        torch.testing.assert_close(paged_attention.paged_attention(*given, **options), wanted, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("window", [None, 40])

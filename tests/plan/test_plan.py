@@ -20,7 +20,7 @@ from host_simulation import Simulation
 
 from ridgeline.__main__ import main
 from ridgeline.bench.workload.floors import workload_floor
-from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.bench.workload.shapes import DENSE, MIXTURES, SHAPES, write_shape
 from ridgeline.cli.cmd_plan import parse_kl, parse_slo, preset_lengths
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError, ModelError
@@ -133,7 +133,7 @@ def test_models_have_as_many_parameters_as_published(name: str, billions: float)
     assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=0.01)
 
 
-@pytest.mark.parametrize("name", sorted(SHAPES))
+@pytest.mark.parametrize("name", sorted(DENSE | MIXTURES))
 def test_models_are_those_that_are_benchmarked(name: str) -> None:
     ours, theirs = find_model(name).config, hf_model_config(SHAPES[name], {})
     assert (ours.matrices, ours.num_parameters, ours.num_kv_heads, ours.windows) == (

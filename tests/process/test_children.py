@@ -78,6 +78,13 @@ def test_a_child_is_told_settings_and_no_secrets(monkeypatch: pytest.MonkeyPatch
     assert told.items() <= environment.items() and not kept.keys() & environment.keys()
 
 
+def test_a_child_finds_models_where_its_parent_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`HF_HOME=… ridgeline serve Qwen/Qwen3-8B`: the engine looks the name up as well."""
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.setenv(name, "/models")
+        assert child_environment()[name] == "/models"
+
+
 def test_the_child_has_its_own_session_and_no_terminal(tmp_path: Path) -> None:
     (tmp_path / "probe.py").write_text(
         "import json, os, sys\n"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.models.expert_config import Experts
+from ridgeline.models.latent_config import Latent
 from ridgeline.models.model_config import load_model_config
 from ridgeline.roofline.step_cost import (
     LINEARS,
@@ -223,10 +224,35 @@ STEP = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20), st.booleans()),
 
 PLAIN = replace(TINY, window=None, window_layers=0, last_windowed=False, qk_norm=True, qkv_bias=True)
 MIXTURE = replace(TINY, experts=Experts(6, 2, 5, shared=3, dense=(0,), shared_gate=True, bias=True, router_bias=True))
+LATENT = replace(PLAIN, kv_heads=1, head_dim=6, qk_norm=False, qkv_bias=False, latent=Latent(5, 2, 4, 3, query_rank=7))
 SHAPES = [
     (each, StepCosts(each))
-    for each in (TINY, PLAIN, replace(TINY, last_windowed=False, post_norms=True), MIXTURE, replace(PLAIN, norms=1, gated=False))
+    for each in (TINY, PLAIN, replace(TINY, last_windowed=False, post_norms=True), MIXTURE, replace(PLAIN, norms=1, gated=False),
+                 LATENT)
 ]
+
+
+def test_latents_are_counted_as_they_are_computed() -> None:
+    """Three layers, four heads; up to sixteen queries of a row are absorbed, more are widened, but for the last layer's one."""
+    rows = [(1, 50), (16, 16), (17, 17), (40, 90)]
+    cost = step_cost(LATENT, rows).ops
+    near, wide = 2 * (2 * 5 + 2) + 5, 2 * (4 + 2 + 3) + 5
+    few, many = 50 + 16 * 17 // 2, 17 * 18 // 2 + 40 * 51 + 40 * 39 // 2
+    last = 50 + 16 + 17 + 90
+    assert cost["attention"].flops == 4 * (2 * (few * near + many * wide) + last * near)
+    assert cost["attention"].kv_read == (2 * last + last) * (5 + 2) * 2
+    assert cost["rotary_write"].kv_written == 3 * 74 * 7 * 2 and LATENT.kv_bytes_per_token == 3 * 7 * 2
+    matrices = 8 * (7 + 7) + 7 * 4 * 6 + 5 * 4 * (4 + 3)
+    assert cost["qkv"].weights == 3 * matrices * 2 and cost["qkv"].flops == 3 * 74 * 2 * matrices
+    assert LATENT.linears["output"][:2] == (4 * 3, 8)
+    quantised = replace(LATENT, weight_bytes=1.0)        # all but what widens keys and values
+    assert step_cost(quantised, rows).ops["qkv"].weights == 3 * (matrices + 5 * 4 * 7)
+    together = StepCosts(LATENT).of(
+        np.array([4]), np.array([new for new, _ in rows], np.int32), np.array([kv for _, kv in rows], np.int32),
+        np.ones(4, np.int8), shared=np.array([0]), every_hidden=np.array([False]),
+    )
+    for index, name in enumerate(OPS):
+        assert OpCost(*(int(column[0, index]) for column in together.columns)) == cost[name], name
 
 
 def test_a_mixture_costs_the_experts_that_are_read() -> None:

@@ -19,7 +19,7 @@ from host_simulation import SETUPS, VOCAB, Setup, Simulation, random_request
 from torch import Tensor
 
 from ridgeline.layers.batch import Batch, GroupBatch
-from ridgeline.messages import Request, StepPlan, StepResult
+from ridgeline.messages import BlockOp, Request, StepPlan, StepResult
 from ridgeline.ops.attention import kernel_prefill_hopper
 from ridgeline.runner import device_rows, shared_prefix
 from ridgeline.runner.device_rows import EVERY_HIDDEN, DeviceRows, leading_decodes
@@ -143,6 +143,12 @@ class StampForward:
             tokens.view(torch.uint8), torch.zeros(-8 * len(tokens) % 16 + len(tokens), dtype=torch.uint8)
         ]))
 
+    def copy(self, block_ops: list[BlockOp]) -> None:
+        """All sources are read before any target is written."""
+        size = self._setup.block_size
+        pairs = [(op.source * size + offset, op.target * size + offset) for op in block_ops for offset in range(size)]
+        self._kv |= {target: self._kv[source] for source, target in pairs if source in self._kv}
+
     def _slot(self, group: int, row: int, position: int) -> int:
         size = self._setup.block_size
         block = int(self._rows.tables.on_device[group, row, position // size])
@@ -219,9 +225,9 @@ class Traffic(Simulation):
         self.rows = Rows(setup, self.groups, deterministic)
         self.forward = StampForward(self.rows, setup, padded)
         sampler = Sampler(setup.max_rows, VOCAB, set(setup.eos), "cpu", torch.float32)
-        model: Any = SimpleNamespace(logits=lambda hidden: hidden)
+        model: Any = SimpleNamespace(logits=lambda hidden: hidden, expert_reads=None)
         comm: Any = SimpleNamespace(size=1, waited=0.0, broadcast=lambda tokens: tokens)
-        buffers: Any = SimpleNamespace(run=lambda ops: None)
+        buffers: Any = SimpleNamespace(run=self.forward.copy)
         runner = Runner(model, self.forward, self.rows, sampler, buffers, comm)
         fake, self.runner = self.runner, _Both(self.runner, runner, self.forward, self.rows._staging)      # type: ignore[assignment]
         self.fake = fake

@@ -112,7 +112,7 @@ def test_the_explained_stores_are_in_order(tmp_path: Path) -> None:
     load behind their wait."""
     command = [sys.executable, str(ROOT / "tests/ops/test_kernel_prefill_hopper.py"), "64", "2", "narrow"]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     steps = r"st\.shared|ld\.shared|bar\.warp\.sync|mbarrier\.[a-z_]+(?:\.expect_tx)?"
     place = 0

@@ -58,6 +58,10 @@ class _Poisoned(TorchDispatchMode):
 
     _EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False                                         # else torch imports its compiler to keep it out: seconds
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if isinstance(made, Tensor) and function.overloadpacket.__name__ in self._EMPTY:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ridgeline.draft_options import DraftOptions, draft_options
+from ridgeline.process.log import get_logger
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
@@ -17,6 +18,8 @@ from ridgeline.scheduler.drafts.suffix import Suffix
 from ridgeline.sizes.graph_shapes import decode_sizes
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.op_costs import DTYPE_BYTES
+
+logger = get_logger("engine")
 
 # Of a CPU that was never measured. Only their proportion counts, and only until steps have been measured.
 _CPU_BYTES_S = 10e9
@@ -33,6 +36,9 @@ MAKE: dict[str, Callable[[DraftOptions], Proposer]] = {
 def make_drafter(config: ResolvedConfig) -> Drafter:
     asked = draft_options(config.options.execution.speculative_config)
     if not asked.on:
+        return NoDrafter()
+    if config.options.execution.deterministic and config.device != "cpu":
+        logger.warning("deterministic: no drafts on a GPU, whose attention cuts the keys of a row with drafts in another way")
         return NoDrafter()
     sizes = decode_sizes(config.max_num_batched_tokens) if config.graphs else []
     times = ShapeTimes(step_model(config), sizes, config.max_num_batched_tokens)

@@ -125,9 +125,9 @@ def load(built: Path, level: str) -> SimpleNamespace:
         function = loaded[own if hasattr(loaded, own) else f"ridgeline_{name}_{falls_to}"]
         function.argtypes, function.restype = arguments, None
         setattr(found, name, function)
-    for name, (arguments, result) in _PLAIN.items():
+    for name, (types, result) in _PLAIN.items():
         function = loaded[f"ridgeline_{name}"]
-        function.argtypes, function.restype = arguments, result
+        function.argtypes, function.restype = types, result
         setattr(found, name, function)
     return found
 

@@ -36,14 +36,14 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, stride, limit, alpha,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     CLAMPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    PROGRAMS: tl.constexpr, UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
+    UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [pairs by expert, OUTPUTS]"""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for item in range(tl.program_id(0), num_tiles * blocks, PROGRAMS):
+    for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
         band = item // (NEIGHBOURS * blocks)
         height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
         place = item % (NEIGHBOURS * blocks)
@@ -87,14 +87,14 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
 def _experts_down_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
+    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """x [pairs by expert, INPUTS], weight [experts, OUTPUTS, INPUTS] -> out [pairs, OUTPUTS]"""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    for item in range(tl.program_id(0), num_tiles * blocks, PROGRAMS):
+    for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
         band = item // (NEIGHBOURS * blocks)
         height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
         place = item % (NEIGHBOURS * blocks)
@@ -179,14 +179,14 @@ def experts_triton(
         x, gate_up, x if gate_up_bias is None else gate_up_bias, inner, order, tiles, len(tiles), x.stride(0),
         float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
         BIAS=gate_up_bias is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs,
-        STEP=min(up.inputs, power_of_two(hidden)), NEIGHBOURS=up.neighbours, PROGRAMS=programs, UPCAST=TRITON_INTERPRETED,
+        STEP=min(up.inputs, power_of_two(hidden)), NEIGHBOURS=up.neighbours, UPCAST=TRITON_INTERPRETED,
         num_warps=up.warps, num_stages=up.stages, **dependent,
     )
     programs = _programs(x.device, len(tiles) * cdiv(hidden, back.outputs), back)
     _experts_down_kernel[programs,](
         inner, down, x if down_bias is None else down_bias, results, order, tiles, len(tiles), INPUTS=width, OUTPUTS=hidden,
         BIAS=down_bias is not None, ROWS=back.rows, BLOCK=back.outputs, STEP=max(16, min(back.inputs, power_of_two(width))),
-        NEIGHBOURS=back.neighbours, PROGRAMS=programs, UPCAST=TRITON_INTERPRETED, num_warps=back.warps, num_stages=back.stages,
+        NEIGHBOURS=back.neighbours, UPCAST=TRITON_INTERPRETED, num_warps=back.warps, num_stages=back.stages,
         **dependent,
     )
     block = min(1024, power_of_two(hidden))

@@ -37,7 +37,8 @@ def sorted_pairs(chosen: Tensor, experts: int, rows: int, reads: Tensor | None =
     if pairs:
         _sort_experts_kernel[1,](
             chosen, order, tiles, order if reads is None else reads, pairs, len(tiles), READS=reads is not None,
-            BLOCK=power_of_two(experts), CHUNK=_CHUNK, ROWS=rows, TILES=power_of_two(len(tiles)), num_warps=8,
+            BLOCK=power_of_two(experts), CHUNK=_CHUNK, ROWS=rows,
+            TILES=power_of_two(most_tiles(ONE_CTA_PAIRS, experts, rows)), num_warps=8,       # one variant for any number of pairs
             **dependent_launch(device),
         )
     return order, tiles

@@ -73,19 +73,24 @@ def attend_latents(  # type: ignore[no-untyped-def]
 
 @triton_kernel(do_not_specialize=["table_stride"])
 def latent_decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, turned_ptr, cache_ptr, out_ptr, table_ptr, table_rows_ptr, kv_len_ptr, item_row_ptr, first_item_ptr, size_ptr,
-    scale_ptr, accumulated_ptr, statistics_ptr, arrived_ptr, score_scale, table_stride,
+    q_ptr, turned_ptr, cache_ptr, out_ptr, table_ptr, table_rows_ptr, query_start_ptr, kv_len_ptr, item_row_ptr,
+    first_item_ptr, size_ptr, scale_ptr, accumulated_ptr, statistics_ptr, arrived_ptr, score_scale, table_stride,
     q_token_stride, q_head_stride, turned_token_stride, turned_head_stride, out_token_stride, out_head_stride,
     block_stride, slot_stride, scale_block_stride, scale_slot_stride,
-    HEADS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, COLUMNS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SCALED: tl.constexpr, NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, TILE_HEADS: tl.constexpr,
     TILE_KEYS: tl.constexpr, TILE_RANK: tl.constexpr, TILE_ROPE: tl.constexpr, TILE_SLOTS: tl.constexpr,
     DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """One CTA: one item of the list (split_kv.py), for one tile of heads. The result has COLUMNS * TILE_HEADS heads, of which
-    those beyond HEADS mean nothing. Tiles of heads are the fastest grid index: they read the same entries at the same time.
+    """One CTA: one item of the list (split_kv.py), for one tile of heads of one of the row's QUERIES queries: a column.
+
+    The result has padded heads: those beyond HEADS mean nothing. Columns are the fastest grid index: they read the same entries
+    at the same time. With several queries, a row may have fewer than QUERIES; each sees one entry more than the one before it.
     """
     column = tl.program_id(0)
+    TILES: tl.constexpr = COLUMNS // QUERIES
+    first_head = column % TILES * TILE_HEADS
     item = tl.program_id(1)
     row = tl.load(item_row_ptr + item)
     if row < 0:
@@ -99,13 +104,22 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     table_row = row
     if HAS_TABLE_ROWS:
         table_row = tl.load(table_rows_ptr + row)
-    used = tl.cdiv(kv_len, size)
+    token = row.to(tl.int64)
     share = item - first_item
+    if QUERIES > 1:
+        query = column // TILES
+        query_begin = tl.load(query_start_ptr + row)
+        queries = tl.load(query_start_ptr + row + 1) - query_begin
+        if query >= queries:
+            share = 1 << 30                              # nothing to do, and nothing to write
+        kv_len = tl.maximum(kv_len - queries + query + 1, 0)
+        token = (query_begin + query).to(tl.int64)
+    used = tl.cdiv(kv_len, size)
     dim = tl.arange(0, TILE_RANK)
     turn = tl.arange(0, TILE_ROPE)
     member = tl.arange(0, TILE_HEADS)
-    head = column * TILE_HEADS + member
-    out_ptr += row.to(tl.int64) * out_token_stride + column * TILE_HEADS * out_head_stride
+    head = first_head + member
+    out_ptr += token * out_token_stride + first_head * out_head_stride
     place = member[:, None] * out_head_stride + dim[None, :]
     if share >= used:
         if DEPENDENT:
@@ -127,11 +141,11 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     there = (head < HEADS)[:, None]
     q = tl.load(
-        q_ptr + row.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
+        q_ptr + token * q_token_stride + head[:, None] * q_head_stride + dim[None, :],
         mask=there & (dim < RANK)[None, :], other=0.0,
     )
     turned = tl.load(
-        turned_ptr + row.to(tl.int64) * turned_token_stride + head[:, None] * turned_head_stride + turn[None, :],
+        turned_ptr + token * turned_token_stride + head[:, None] * turned_head_stride + turn[None, :],
         mask=there & (turn < ROPE)[None, :], other=0.0,
     )
     q, turned, score_scale = absorbed_query(q, turned, score_scale, NARROW, UPCAST)
@@ -159,8 +173,8 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     if arrived == used - 1:
         tl.store(counter, 0)                             # ready for the next launch
         merge_shares(
-            accumulated_ptr, statistics_ptr, out_ptr, first_slot, first_slot, 0, used, out_head_stride,
-            COLUMNS, TILE_HEADS, RANK, TILE_HEADS, TILE_RANK, TILE_SLOTS,
+            accumulated_ptr, statistics_ptr, out_ptr, first_slot, first_slot, 0, used, out_token_stride, out_head_stride,
+            TILE_HEADS, COLUMNS, TILE_HEADS, 1, RANK, TILE_HEADS, TILE_RANK, TILE_SLOTS,
         )
 
 
@@ -174,21 +188,22 @@ def tile_of_row(  # type: ignore[no-untyped-def]
     """(row, its first query, its queries, the tile's first query of them), as kernel_prefill.prefill_kernel finds them."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     before = 0
+    first_query = tl.load(query_start_ptr + first_row)
     for begin in range(0, rows, TILE_ROWS):
         candidate = begin + tl.arange(0, TILE_ROWS)
-        start = tl.load(query_start_ptr + first_row + candidate, mask=candidate < rows, other=0) - first_row
+        start = tl.load(query_start_ptr + first_row + candidate, mask=candidate < rows, other=0) - first_query
         before += tl.sum(((candidate < rows) & (start // TILE_TOKENS + candidate <= tile)).to(tl.int32), axis=0)
     row = first_row + before - 1
     query_begin = tl.load(query_start_ptr + row)
     queries = tl.load(query_start_ptr + row + 1) - query_begin
-    tile_token = (tile - (query_begin - first_row) // TILE_TOKENS - (before - 1)) * TILE_TOKENS
+    tile_token = (tile - (query_begin - first_query) // TILE_TOKENS - (before - 1)) * TILE_TOKENS
     return row, query_begin, queries, tile_token
 
 
-@triton_kernel(do_not_specialize=["rows", "first_row", "table_stride"])
+@triton_kernel(do_not_specialize=["rows", "first_row", "base", "table_stride"])
 def latent_older_kernel(  # type: ignore[no-untyped-def]
     q_ptr, turned_ptr, cache_ptr, out_ptr, weight_ptr, table_ptr, table_rows_ptr, query_start_ptr, kv_len_ptr, scale_ptr,
-    rows, first_row, score_scale, table_stride,
+    rows, first_row, base, score_scale, table_stride,
     q_token_stride, q_head_stride, turned_token_stride, turned_head_stride, out_token_stride, out_head_stride,
     weight_token_stride, block_stride, slot_stride, scale_block_stride, scale_slot_stride,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr,
@@ -197,7 +212,7 @@ def latent_older_kernel(  # type: ignore[no-untyped-def]
     TILE_ROPE: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One CTA: TILE_TOKENS tokens of one row, one tile of heads, over the entries before the row's first query: all queries see
-    all of them. The rows from `first_row` on; token `first_row` of the batch is the first of q and out."""
+    all of them. The rows from `first_row` on; token `base` of the batch is the first of q and out."""
     row, query_begin, queries, tile_token = tile_of_row(query_start_ptr, rows, first_row, TILE_ROWS, TILE_TOKENS)
     older = tl.load(kv_len_ptr + row) - queries
     if (tile_token >= queries) | (older <= 0):
@@ -210,7 +225,7 @@ def latent_older_kernel(  # type: ignore[no-untyped-def]
     query = tile_token + pair // TILE_HEADS
     head = tl.program_id(1) * TILE_HEADS + pair % TILE_HEADS
     live = (query < queries) & (head < HEADS)
-    token = (query_begin - first_row + query).to(tl.int64)
+    token = (query_begin - base + query).to(tl.int64)
     dim = tl.arange(0, TILE_RANK)
     turn = tl.arange(0, TILE_ROPE)
     q = tl.load(
@@ -278,22 +293,22 @@ def attend_widened(  # type: ignore[no-untyped-def]
     return maximum, total, accumulated
 
 
-@triton_kernel(do_not_specialize=["rows", "first_row"])
+@triton_kernel(do_not_specialize=["rows", "first_row", "base"])
 def latent_prompt_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, wide_ptr, entry_ptr, older_ptr, weight_ptr, out_ptr, query_start_ptr, kv_len_ptr, rows, first_row, score_scale,
-    q_token_stride, q_head_stride, wide_stride, entry_stride, older_token_stride, older_head_stride, weight_token_stride,
-    out_token_stride, out_head_stride,
+    q_ptr, wide_ptr, entry_ptr, older_ptr, weight_ptr, out_ptr, query_start_ptr, kv_len_ptr, rows, first_row, base,
+    score_scale, q_token_stride, q_head_stride, wide_stride, entry_stride, older_token_stride, older_head_stride,
+    weight_token_stride, out_token_stride, out_head_stride,
     NOPE: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr, RANK: tl.constexpr, HAS_OLDER: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_NOPE: tl.constexpr,
     TILE_ROPE: tl.constexpr, TILE_VALUE: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One CTA: TILE_QUERIES tokens of one row, one head, over the row's own tokens of this step; then the older part is merged
-    in. Token `first_row` of the batch is the first of all tensors."""
+    in. Token `base` of the batch is the first of all tensors."""
     row, query_begin, queries, tile_token = tile_of_row(query_start_ptr, rows, first_row, TILE_ROWS, TILE_QUERIES)
     if tile_token >= queries:
         return
     head = tl.program_id(1)
-    first = query_begin - first_row
+    first = query_begin - base
     query = tile_token + tl.arange(0, TILE_QUERIES)
     live = query < queries
     token = (first + query).to(tl.int64)

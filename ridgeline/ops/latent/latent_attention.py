@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.ops.attention.attention_arguments import latent_shares, leading_decodes
+from ridgeline.ops.attention.attention_arguments import AttentionWork, latent_shares, leading_decodes
 from ridgeline.ops.latent.latent_launch import latent_attention_triton
 from ridgeline.ops.latent.latent_reference import latent_attention_reference
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
@@ -24,7 +24,7 @@ def _triton_supports(site: Site) -> bool:
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, rows: tuple[tuple[int, int], ...], heads: int, nope: int, rope: int, value: int, rank: int, block_size: int,
-    scattered: bool = False, kv_dtype: str | None = None,
+    scattered: bool = False, kv_dtype: str | None = None, drafted: int = 0,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Scattered blocks, NaN in every slot that no query may read, and block 0 (NaN too) where a table has no block."""
     needed = [-(-length // block_size) for _, length in rows]
@@ -45,7 +45,10 @@ def _inputs(
         "query_start_host": query_start, "kv_len_host": kv_len, "scale": (nope + rope) ** -0.5, "nope": nope,
         "slots": torch.tensor(slots, device=device),
     }
-    decodes = leading_decodes(query_start)
+    decodes = drafted or leading_decodes(query_start)
+    if drafted:
+        longest = max((queries for queries, _ in rows[drafted:]), default=0)
+        kwargs["work"] = AttentionWork(drafted, longest, queries=max(queries for queries, _ in rows[:drafted]))
     if scattered:
         place = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
         spread = torch.zeros(len(rows) + 2, table.shape[1], dtype=torch.int32)

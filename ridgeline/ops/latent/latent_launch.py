@@ -119,54 +119,60 @@ def latent_attention_triton(
     call = _Call(q, cache, kv_up, block_table, table_rows, query_start, kv_len, cache_scale, scale, nope)
     out = torch.empty((*q.shape[:2], kv_up.shape[1] - nope), dtype=q.dtype, device=q.device)
     decodes = work.num_decodes
+    # The host knows how many tokens the decodes have where each has one. With drafts all tokens are gone through: those of
+    # prompts get numbers that mean nothing, until they are written below.
+    tokens = decodes if work.queries == 1 else len(q)
     if decodes:
         if shares is None:
             lengths = (kv_len.tolist() if kv_len_host is None else kv_len_host)[:decodes]
             shares = latent_shares(lengths, q.shape[1], q.device)
-        call.widened(_attend_decodes(call, decodes, shares, workspace), out[:decodes])
+        call.widened(_attend_decodes(call, tokens, work, shares, workspace), out[:tokens])
     if decodes < kv_len.shape[0] and work.longest_query:
-        _attend_prompts(call, decodes, work, slots, out)
+        _attend_prompts(call, tokens if work.queries == 1 else 0, work, slots, out)
     return out
 
 
-def _attend_decodes(call: _Call, decodes: int, shares: DeviceShares, workspace: AttentionWorkspace | None) -> Tensor:
-    """Sums of latents of the rows with one query each, [decodes, padded heads, rank]"""
+def _attend_decodes(
+    call: _Call, tokens: int, work: AttentionWork, shares: DeviceShares, workspace: AttentionWorkspace | None
+) -> Tensor:
+    """Sums of latents of the rows with one query each, or with drafts, [tokens, padded heads, rank]"""
     q, rank, heads = call.q, call.rank, call.q.shape[1]
     tile_heads = latent_tile_heads(heads)
-    columns = -(-heads // tile_heads)
-    padded, items = columns * tile_heads, shares.item_row.shape[0]
+    padded = -(-heads // tile_heads) * tile_heads
+    columns, items = work.queries * padded // tile_heads, shares.item_row.shape[0]
+    parts = items * work.queries
     if workspace is None:
-        workspace = make_workspace(partial_floats(items, padded, rank), decodes, columns, q.device)
-    elif workspace.partials.shape[0] < partial_floats(items, padded, rank):
-        raise ValueError(f"the attention workspace was made for fewer than {decodes} decodes")
-    statistics = workspace.partials[items * padded * tile_dim(rank) :]
-    absorbed, turned = call.absorbed(0, decodes), q[:decodes, :, call.nope :]
-    out = torch.empty((decodes, padded, rank), dtype=q.dtype, device=q.device)
+        workspace = make_workspace(partial_floats(parts, padded, rank), work.num_decodes, columns, q.device)
+    elif workspace.partials.shape[0] < partial_floats(parts, padded, rank):
+        raise ValueError(f"the attention workspace was made for fewer than {work.num_decodes} decodes")
+    statistics = workspace.partials[parts * padded * tile_dim(rank) :]
+    absorbed, turned = call.absorbed(0, tokens), q[:tokens, :, call.nope :]
+    out = torch.empty((tokens, padded, rank), dtype=q.dtype, device=q.device)
     tile_keys, launch = decode_tiles(q.dtype, tile_heads, call.narrow)
     kernel_latent.latent_decode_kernel[columns, items](
-        absorbed, turned, call.cache, out, call.table, call.rows, call.kv_len, shares.item_row, shares.first_item,
-        shares.size, scale_argument(call.cache_scale, q)[0], workspace.partials, statistics, workspace.arrived,
+        absorbed, turned, call.cache, out, call.table, call.rows, call.query_start, call.kv_len, shares.item_row,
+        shares.first_item, shares.size, scale_argument(call.cache_scale, q)[0], workspace.partials, statistics, workspace.arrived,
         call.scale * LOG2E, call.table.stride(0), *absorbed.stride()[:2], *turned.stride()[:2], *out.stride()[:2],
-        *call.strides, **call.constants, COLUMNS=columns, TILE_HEADS=tile_heads, TILE_KEYS=tile_keys, TILE_SLOTS=1,
+        *call.strides, **call.constants, COLUMNS=columns, QUERIES=work.queries, TILE_HEADS=tile_heads, TILE_KEYS=tile_keys,
+        TILE_SLOTS=1,
         **launch, **dependent_launch(q.device),
     )
     return out
 
 
-def _attend_prompts(call: _Call, decodes: int, work: AttentionWork, slots: Tensor, out: Tensor) -> None:
-    """The rows after the decodes. Their own entries are read back from the cache: a quantised one then gives the same numbers in
-    whatever chunks a prompt is computed."""
-    tokens, heads, _ = call.q.shape
-    tokens -= decodes
-    rows = call.kv_len.shape[0] - decodes
-    entries = _entries(call, slots[decodes:])
+def _attend_prompts(call: _Call, base: int, work: AttentionWork, slots: Tensor, out: Tensor) -> None:
+    """The rows after the decodes, among the tokens from `base` on. Their own entries are read back from the cache: a quantised
+    one then gives the same numbers in whatever chunks a prompt is computed."""
+    heads, decodes = call.q.shape[1], work.num_decodes
+    tokens, rows = len(call.q) - decodes, call.kv_len.shape[0] - decodes
+    entries = _entries(call, slots[base:])
     wide = torch.mm(entries[:, : call.rank], call.kv_up.flatten(0, 1).t())   # [T, heads * (nope + value)]
-    older, weights = (_attend_older(call, decodes, rows) if work.older else (out, out))
+    older, weights = (_attend_older(call, base, decodes, rows) if work.older else (out, out))
     tile_queries, tile_keys, launch = prompt_tiles(call.q.dtype)
-    q, out, value = call.q[decodes:], out[decodes:], out.shape[2]
+    q, out, value = call.q[base:], out[base:], out.shape[2]
     sizes = {name: call.constants[name] for name in ("RANK", "ROPE", "TILE_ROPE", "UPCAST")}
     kernel_latent.latent_prompt_kernel[tokens // tile_queries + rows, heads](
-        q, wide, entries, older, weights, out, call.query_start, call.kv_len, rows, decodes, call.scale * LOG2E,
+        q, wide, entries, older, weights, out, call.query_start, call.kv_len, rows, decodes, base, call.scale * LOG2E,
         *q.stride()[:2], wide.stride(0), entries.stride(0), *older.stride()[:2], weights.stride(0), *out.stride()[:2],
         NOPE=call.nope, VALUE=value, HAS_OLDER=work.older, TILE_ROWS=256, TILE_QUERIES=tile_queries, TILE_KEYS=tile_keys,
         TILE_NOPE=tile_dim(call.nope), TILE_VALUE=tile_dim(value), **sizes, **launch,
@@ -183,21 +189,21 @@ def _entries(call: _Call, slots: Tensor) -> Tensor:
     return (codes.to(torch.float32) * call.cache_scale[where].unsqueeze(-1)).to(call.q.dtype)
 
 
-def _attend_older(call: _Call, decodes: int, rows: int) -> tuple[Tensor, Tensor]:
+def _attend_older(call: _Call, base: int, decodes: int, rows: int) -> tuple[Tensor, Tensor]:
     """(values of heads [T, H, value], logarithms of their weights [T, H]) over what was in the cache before this step; rows that
     had nothing there get anything."""
-    q = call.q[decodes:]
+    q = call.q[base:]
     tokens, heads, _ = q.shape
     tile_heads = latent_tile_heads(heads)
     tile_queries = 64 if q.element_size() == 2 else max(16, tile_heads)
     tile_tokens = tile_queries // tile_heads
-    absorbed, turned = call.absorbed(decodes), q[:, :, call.nope :]
+    absorbed, turned = call.absorbed(base), q[:, :, call.nope :]
     sums = torch.empty_like(absorbed)
     weights = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
     tile_keys, launch = decode_tiles(q.dtype, tile_queries, call.narrow)
     kernel_latent.latent_older_kernel[tokens // tile_tokens + rows, -(-heads // tile_heads)](
         absorbed, turned, call.cache, sums, weights, call.table, call.rows, call.query_start, call.kv_len,
-        scale_argument(call.cache_scale, q)[0], rows, decodes, call.scale * LOG2E, call.table.stride(0),
+        scale_argument(call.cache_scale, q)[0], rows, decodes, base, call.scale * LOG2E, call.table.stride(0),
         *absorbed.stride()[:2], *turned.stride()[:2], *sums.stride()[:2], weights.stride(0), *call.strides,
         **call.constants, TILE_ROWS=256, TILE_TOKENS=tile_tokens, TILE_HEADS=tile_heads, TILE_QUERIES=tile_queries,
         TILE_KEYS=tile_keys, **launch,

@@ -53,6 +53,8 @@ class RowRecord:
         self.accepted = self.accepted * _ROW_KEEPS + accepted
 
     def fade(self, step: int) -> None:
+        if step == self.step:
+            return
         kept = _ROW_FADES ** (step - self.step)
         self.tried *= kept
         self.accepted *= kept

@@ -99,12 +99,16 @@ class Controller:
                 continue
             for proposer in self._proposers:
                 offer = proposer.propose(sequence, most + pending)
+                if offer is not None and sequence.matcher is not None:
+                    del offer.tokens[sequence.matcher.allowed(offer.tokens) :]       # the rest could never be accepted
                 if offer is None or len(offer.tokens) <= pending:
                     continue
                 record = self._records.get(sequence)
                 if record is None:
                     record = self._records[sequence] = RowRecord(step=step)
                 record.fade(step)
+                if not pending:                          # nothing is in flight: blocks were short, or memory ran out
+                    record.waiting.clear()
                 length = min(most, len(offer.tokens) - pending)
                 made.append(_Offered(place, offer.tokens, length, Source(offer.source, offer.evidence, pending > 0), record))
         return made
@@ -180,15 +184,14 @@ class Controller:
 
     def _drafts(self, rows: DecodingRows, offers: list[_Offered], chances: np.ndarray, width: np.ndarray) -> Drafts:
         reach = int((width + rows.pending).max())
-        tokens = np.full((len(width), reach), -1, np.int32)
-        sums, widths = np.cumsum(chances, axis=1).tolist(), width.tolist()
+        none = [-1] * reach
+        paths, sums, widths = [none] * len(width), np.cumsum(chances, axis=1).tolist(), width.tolist()
         for offered, expected in zip(offers, sums, strict=True):
             own = widths[offered.place]
             if own:
-                path = offered.tokens[:reach]
-                tokens[offered.place, : len(path)] = path
+                paths[offered.place] = offered.tokens[:reach] + none[len(offered.tokens) :]
                 offered.record.waiting.append((offered.source, expected[own - 1]))
-        return Drafts(width.astype(np.int32), tokens)
+        return Drafts(width.astype(np.int32), np.array(paths, np.int32))
 
     # -- results -------------------------------------------------------------------------------------------------------
 

@@ -36,8 +36,10 @@ class ShapeTimes:
         if seconds <= 0 or tokens > self.sizes[-1]:
             return
         row, size = keys.bit_length(), self.size_of(tokens)
-        self._measured.setdefault(row, {}).setdefault(size, deque(maxlen=_REMEMBERED)).append(seconds)
-        self._known.pop(row, None)
+        measured = self._measured.setdefault(row, {}).setdefault(size, deque(maxlen=_REMEMBERED))
+        measured.append(seconds)
+        if self._known.get(row, {}).get(size) != _median(measured):
+            self._known.pop(row, None)                   # what was estimated from it is wrong now
 
     def size_of(self, tokens: int) -> int:
         """The size that a step of that many tokens has."""

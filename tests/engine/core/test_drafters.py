@@ -164,7 +164,7 @@ def test_usage_counts_the_prediction(model: Path) -> None:
     served = Served(model, speculative_config=config(["prediction"]))
     served.run(requests(predicted=plain))
     last = {delta.request_id: delta.predicted for delta in served.deltas}
-    assert all(accepted > 5 and rejected > 0 for accepted, rejected in last.values())
+    assert all(accepted > 5 for accepted, _ in last.values()) and any(rejected for _, rejected in last.values())
     counters = served.drafts.counters
     assert sum(accepted for accepted, _ in last.values()) == counters.accepted_tokens
     assert sum(map(sum, last.values())) == counters.draft_tokens

@@ -90,6 +90,10 @@ class Pool:
 class Allocator(TorchDispatchMode):
     """Follows the tensors of the thread that enters it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False                                     # else torch imports its compiler to keep it out: seconds
+
     def __init__(self) -> None:
         super().__init__()
         self._pools = {(graphs, small): Pool("graphs" if graphs else "steps", small)

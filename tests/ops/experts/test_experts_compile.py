@@ -59,7 +59,7 @@ def compiled(module: Any, name: str, constants: dict[str, Any], dtype: str = "bf
 def product_constants(tile: Tile, up: bool, clamped: bool = False) -> dict[str, Any]:
     found = {
         "INPUTS": HIDDEN if up else WIDTH, "OUTPUTS": WIDTH if up else HIDDEN, "BIAS": clamped, "ROWS": tile.rows,
-        "BLOCK": tile.outputs, "STEP": tile.inputs, "NEIGHBOURS": tile.neighbours, "PROGRAMS": 132, "UPCAST": False,
+        "BLOCK": tile.outputs, "STEP": tile.inputs, "NEIGHBOURS": tile.neighbours, "UPCAST": False,
         "DEPENDENT": True,
     }
     return found | ({"USED": USED, "GATE": 1, "CLAMPED": clamped} if up else {})

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 HELPERS = {
-    kernel_decode: ("fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "merge_shares", "slot_of",
+    kernel_decode: ("fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "member_offset", "merge_shares", "slot_of",
                     "store_scaled"),
     kernel_latent: ("absorbed_query", "attend_latents", "tile_of_row", "load_heads_tile", "attend_widened"),
 }
@@ -82,7 +82,7 @@ def test_decode_compiles(heads: int, tile: int, cache: str, tmp_path: Path) -> N
     narrow = cache != "bf16"
     tile_keys, options = decode_tiles(torch.bfloat16, tile, narrow)
     made = compiled(kernel_latent, "latent_decode_kernel", SIZES | {
-        "HEADS": heads, "COLUMNS": -(-heads // tile), "SCALED": narrow, "NARROW": narrow, "HAS_TABLE_ROWS": True,
+        "HEADS": heads, "COLUMNS": -(-heads // tile), "QUERIES": 1, "SCALED": narrow, "NARROW": narrow, "HAS_TABLE_ROWS": True,
         "TILE_HEADS": tile, "TILE_KEYS": tile_keys, "TILE_SLOTS": 1, "DEPENDENT": True, "UPCAST": False,
     }, cache, launch_pdl=True, **options)
     assert "cp.async" in made.asm["ptx"]

@@ -46,7 +46,7 @@ def test_in_the_interpreter() -> None:
         "t.gemm_gated.multiprocessors = lambda device: 3; t.check_odd_sizes()"
     )
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=200)
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=280)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -162,6 +162,24 @@ def test_the_better_of_two_proposers_is_taken() -> None:
     assert planned is not None and planned.tokens is not None and planned.tokens.tolist() == [[100, 101]]
 
 
+def test_a_grammar_cuts_what_it_refuses() -> None:
+    class OnlyTwo:
+        def allowed(self, tokens: list[int]) -> int:
+            return 2
+
+    sequence = make_sequence()
+    sequence.matcher = OnlyTwo()                         # type: ignore[assignment]
+    planned = fixed().plan(asked([sequence]))
+    assert planned is not None and planned.width.tolist() == [2]
+
+
+def test_drafts_that_never_ran_are_forgotten() -> None:
+    controller, sequence = fixed(), make_sequence()
+    for _ in range(3):
+        controller.plan(asked([sequence], most=3))       # blocks were short: no step came back
+    assert len(controller._records[sequence].waiting) == 1
+
+
 def test_counters_and_positions() -> None:
     controller, sequences = fixed(), [make_sequence(0), make_sequence(1)]
     controller.plan(asked(sequences, most=3))

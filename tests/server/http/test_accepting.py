@@ -1,0 +1,162 @@
+"""Which connections begin first, how many at once, and what happens when there is no room or no file descriptor."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ridgeline.server.http import accepting
+from ridgeline.server.http.accepting import BEGUN_AT_ONCE, Acceptor
+from ridgeline.server.lifecycle import ListeningServer, http_config
+from ridgeline.server.options import ServerOptions
+
+
+class Seen(asyncio.Protocol):
+    """Notes the first bytes of each connection, in the order in which they begin."""
+
+    begun: list[bytes]
+
+    def data_received(self, data: bytes) -> None:
+        self.begun.append(data)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as made:
+        made.setblocking(False)
+        yield made
+
+
+def connect(listener: socket.socket, count: int, text: bytes) -> list[socket.socket]:
+    made = [socket.create_connection(listener.getsockname(), timeout=20) for _ in range(count)]
+    for each in made:
+        each.sendall(text)
+    return made
+
+
+def accepted(listener: socket.socket, until: Callable[[list[bytes], Acceptor], bool], room: int = 10**6) -> list[bytes]:
+    """The first bytes of the connections that began before `until`."""
+    begun: list[bytes] = []
+
+    async def run() -> None:
+        kind = type("Seen", (Seen,), {"begun": begun})
+        acceptor = Acceptor(listener, kind, None, lambda: room)
+        try:
+            async with asyncio.timeout(20):
+                while not until(begun, acceptor):
+                    await asyncio.sleep(0.001)
+        finally:
+            acceptor.close()
+            acceptor.close()                             # again: no error
+
+    asyncio.run(run())
+    return begun
+
+
+def test_a_health_check_does_not_wait_for_those_before_it(listener: socket.socket) -> None:
+    others, probe = connect(listener, 5 * BEGUN_AT_ONCE, b"GET /x HTTP/1.1"), connect(listener, 1, b"GET /health HTTP/1.1")
+    begun = accepted(listener, lambda begun, _: len(begun) == 5 * BEGUN_AT_ONCE + 1)
+    assert b"GET /health HTTP/1.1" in begun[:BEGUN_AT_ONCE]
+    for each in others + probe:
+        each.close()
+
+
+def test_all_begin_in_the_end_and_late_bytes_are_no_hindrance(listener: socket.socket) -> None:
+    silent = [socket.create_connection(listener.getsockname(), timeout=20) for _ in range(3)]
+
+    def told(begun: list[bytes], acceptor: Acceptor) -> bool:
+        if not len(acceptor):
+            for each in silent:
+                if each.fileno() >= 0 and len(begun) < 3:
+                    each.sendall(b"late ")
+        return sum(data.count(b"late") for data in begun) >= 3
+
+    assert b"".join(accepted(listener, told)).startswith(b"late")
+
+
+def test_without_room_a_connection_is_closed(listener: socket.socket) -> None:
+    clients = connect(listener, 4, b"a")
+    begun = accepted(listener, lambda begun, _: len(begun) == 2 and all(_is_closed(each) for each in clients[2:]), room=2)
+    assert begun == [b"a", b"a"]
+
+
+def _is_closed(client: socket.socket) -> bool:
+    client.settimeout(0.01)
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_without_file_descriptors_it_is_told_and_tried_again(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words that the server's handler of such errors looks for."""
+    monkeypatch.setattr(accepting, "RETRY_SECONDS", 0.01)
+    told: list[str] = []
+
+    class Scarce:
+        """A listener that fails twice."""
+
+        left = 2
+
+        def fileno(self) -> int:
+            return listener.fileno()
+
+        def accept(self) -> Any:
+            if self.left:
+                self.left -= 1
+                raise OSError(errno.EMFILE, "too many files")
+            return listener.accept()
+
+    client = connect(listener, 1, b"hello")
+    begun: list[bytes] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        acceptor = Acceptor(Scarce(), type("Seen", (Seen,), {"begun": begun}), None, lambda: 9)      # type: ignore[arg-type]
+        async with asyncio.timeout(20):
+            while not begun:
+                await asyncio.sleep(0.001)
+        acceptor.close()
+
+    asyncio.run(run())
+    assert told == ["socket.accept() out of system resource"] * 2 and begun == [b"hello"]
+    client[0].close()
+
+
+def test_those_that_wait_are_closed_with_the_server(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Acceptor, "_begin", lambda acceptor: None)
+    clients = connect(listener, 3, b"a")
+    assert accepted(listener, lambda _, acceptor: len(acceptor) == 3) == []
+    for client in clients:
+        client.settimeout(20)
+        try:
+            assert client.recv(1) == b""
+        except ConnectionResetError:
+            pass
+
+
+def test_a_server_stops_in_order(listener: socket.socket) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> bytes:
+        server = ListeningServer(http_config(app, ServerOptions()))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
+        status = await reader.readline()
+        writer.close()
+        server.should_exit = True
+        await serving
+        return status
+
+    assert b"204" in asyncio.run(run())
+    assert listener.fileno() == -1                       # and the address is free
