@@ -50,6 +50,8 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("shape", "options"), [
     ("llama-3.2-1b", {}),
     ("qwen3-8b", {"max_num_seqs": 100}),
+    ("qwen3-30b-a3b", {"max_num_seqs": 64}),
+    ("gpt-oss-20b", {"max_num_seqs": 64}),
     ("llama-3.1-8b", {"enforce_eager": True, "max_num_seqs": 37}),
     ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}),
     ("llama-3.1-8b", {"quantization": "mlp=int4,attention=int8", "max_num_seqs": 64}),

@@ -264,7 +264,7 @@ PLANTS = [
     Plant("a running prompt never grows old", Running, "promote_aged", "if deadline > 0:", "if False:",
           one(test_fairness.test_a_running_prompt_grows_old_behind_important_ones)),
     Plant("those who go ahead stay in the queue", WaitingQueue, "remove", "if entry[1] is not sequence", ""),
-    Plant("rows keep a stale order", Rows, "remove", "self._stale = True", "pass"),
+    Plant("rows keep a stale order", Rows, "remove", "self._ranked = None", "pass"),
 ]
 
 
