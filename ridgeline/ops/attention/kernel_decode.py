@@ -213,7 +213,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def from_sinks(ptr, live, share, SINKS: tl.constexpr, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Maximum (base 2) and sum of queries that have seen no key yet, and in the first share their head's sink, if there is one."""
+    """Maximum (base 2) and sum of queries that have seen no key, and in the first share their head's sink, if it has one."""
     maximum = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     if SINKS:
