@@ -198,33 +198,12 @@ def _fill(
     checks = FiniteChecks(_not_finite)
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
-            interleaved = config.interleaved and _ROTATED.search(targets[0]) is not None
-            takes = all(pieces[target].take_packed is not None for target in targets)
-            if takes and isinstance(stored, GGUFSource) and stored.stays_packed(name):
-                _fill_packed(name, [pieces[target] for target in targets], stored, config if interleaved else None)
-                done += source.tensors[name].nbytes
-                if progress is not None:
-                    progress(done, total)
-                continue
-            only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
-            tensor = source.read(name, only)
-            if interleaved:
-                tensor = deinterleaved(tensor, config.head_dim, config.ropes[0].dim)
-            first = 0
-            for target in targets:
-                piece = pieces[target]
-                rows = tensor[first : first + piece.shape[0]]
-                first += piece.shape[0]
-                if piece.store is not None:
-                    kept = upload.fetched(rows[piece.kept])
-                    upload.finish()                      # of tensors before it, which are checked too
-                    checks.add(kept, name, source.tensors[name].file)
-                    checks.finish()                      # it is not kept
-                    piece.store(kept)
-                else:
-                    if rows.data_ptr() != piece.target.data_ptr():
-                        upload.copy(piece.target, rows[piece.kept])
-                    checks.add(piece.target, name, source.tensors[name].file)
+            interleaved = config if config.interleaved and _ROTATED.search(targets[0]) is not None else None
+            those = [pieces[target] for target in targets]
+            if isinstance(stored, GGUFSource) and all(piece.take_packed for piece in those) and stored.stays_packed(name):
+                _fill_packed(name, those, stored, interleaved)
+            else:
+                _fill_numbers(name, those, source, interleaved, upload, checks)
             done += source.tensors[name].nbytes
             if progress is not None:
                 progress(done, total)
@@ -232,8 +211,32 @@ def _fill(
         checks.finish()
 
 
+def _fill_numbers(
+    name: str, pieces: list[Piece], source: Source, interleaved: ModelConfig | None, upload: Upload, checks: FiniteChecks
+) -> None:
+    only = pieces[0].target if len(pieces) == 1 and interleaved is None else None
+    tensor = source.read(name, only)
+    if interleaved is not None:
+        tensor = deinterleaved(tensor, interleaved.head_dim, interleaved.ropes[0].dim)
+    first = 0
+    for piece in pieces:
+        rows = tensor[first : first + piece.shape[0]]
+        first += piece.shape[0]
+        if piece.store is not None:
+            kept = upload.fetched(rows[piece.kept])
+            upload.finish()                              # of tensors before it, which are checked too
+            checks.add(kept, name, source.tensors[name].file)
+            checks.finish()                              # it is not kept
+            piece.store(kept)
+        else:
+            if rows.data_ptr() != piece.target.data_ptr():
+                upload.copy(piece.target, rows[piece.kept])
+            checks.add(piece.target, name, source.tensors[name].file)
+
+
 def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: ModelConfig | None) -> None:
-    """The rows as the file packs them, for weights that stay packed; `interleaved`: rows of heads in GGUF's order."""
+    """The rows as the file packs them, for weights that stay packed. `interleaved`: the model, if its rows are of heads in
+    another order."""
     packed, packing = stored.packed(name)
     packed = packed if interleaved is None else deinterleaved(packed, interleaved.head_dim, interleaved.ropes[0].dim)
     first = 0
