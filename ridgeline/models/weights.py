@@ -195,48 +195,53 @@ def _fill(
     matched = _match(pieces, source, renamer)
     total = sum(source.tensors[name].nbytes for name in matched)
     done = 0
+
+    def ended(name: str) -> None:
+        nonlocal done
+        done += source.tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+
     checks = FiniteChecks(_not_finite)
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
-            interleaved = config if config.interleaved and _ROTATED.search(targets[0]) is not None else None
-            those = [pieces[target] for target in targets]
-            if isinstance(stored, GGUFSource) and all(piece.take_packed for piece in those) and stored.stays_packed(name):
-                _fill_packed(name, those, stored, interleaved)
-            else:
-                _fill_numbers(name, those, source, interleaved, upload, checks)
-            done += source.tensors[name].nbytes
-            if progress is not None:
-                progress(done, total)
+            interleaved = config.interleaved and _ROTATED.search(targets[0]) is not None
+            takes = all(pieces[target].take_packed is not None for target in targets)
+            if takes and isinstance(stored, GGUFSource) and stored.stays_packed(name):
+                _fill_packed(name, [pieces[target] for target in targets], stored, config if interleaved else None)
+                ended(name)
+                continue
+            only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
+            tensor = source.read(name, only)
+            if interleaved:
+                tensor = deinterleaved(tensor, config.head_dim, config.ropes[0].dim)
+            first = 0
+            for target in targets:
+                piece = pieces[target]
+                rows = tensor[first : first + piece.shape[0]]
+                first += piece.shape[0]
+                _fill_piece(piece, rows, upload, checks, (name, source.tensors[name].file))
+            ended(name)
         upload.finish()
         checks.finish()
 
 
-def _fill_numbers(
-    name: str, pieces: list[Piece], source: Source, interleaved: ModelConfig | None, upload: Upload, checks: FiniteChecks
-) -> None:
-    only = pieces[0].target if len(pieces) == 1 and interleaved is None else None
-    tensor = source.read(name, only)
-    if interleaved is not None:
-        tensor = deinterleaved(tensor, interleaved.head_dim, interleaved.ropes[0].dim)
-    first = 0
-    for piece in pieces:
-        rows = tensor[first : first + piece.shape[0]]
-        first += piece.shape[0]
-        if piece.store is not None:
-            kept = upload.fetched(rows[piece.kept])
-            upload.finish()                              # of tensors before it, which are checked too
-            checks.add(kept, name, source.tensors[name].file)
-            checks.finish()                              # it is not kept
-            piece.store(kept)
-        else:
-            if rows.data_ptr() != piece.target.data_ptr():
-                upload.copy(piece.target, rows[piece.kept])
-            checks.add(piece.target, name, source.tensors[name].file)
+def _fill_piece(piece: Piece, rows: Tensor, upload: Upload, checks: FiniteChecks, origin: tuple[str, str]) -> None:
+    """`origin`: the tensor's name and file, for errors."""
+    if piece.store is not None:
+        kept = upload.fetched(rows[piece.kept])
+        upload.finish()                                  # of tensors before it, which are checked too
+        checks.add(kept, *origin)
+        checks.finish()                                  # it is not kept
+        piece.store(kept)
+        return
+    if rows.data_ptr() != piece.target.data_ptr():
+        upload.copy(piece.target, rows[piece.kept])
+    checks.add(piece.target, *origin)
 
 
 def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: ModelConfig | None) -> None:
-    """The rows as the file packs them, for weights that stay packed. `interleaved`: the model, if its rows are of heads in
-    another order."""
+    """The rows as the file packs them, for weights that stay packed; `interleaved`: rows of heads in GGUF's order."""
     packed, packing = stored.packed(name)
     packed = packed if interleaved is None else deinterleaved(packed, interleaved.head_dim, interleaved.ropes[0].dim)
     first = 0

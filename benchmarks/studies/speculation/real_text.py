@@ -5,6 +5,8 @@
 
 Blocks with and without drafts alternate in one process; a case's figure is the median of the ratios of neighbours. `equal`: the
 share of tokens that are the same on and off, 1.0 where rounding does not depend on the number of rows. Run it on a quiet machine.
+
+The proposer `suffix` is left out: every block asks for the same answers, which it would know from the block before.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--speculative-config", default="auto")
+    parser.add_argument("--speculative-config", default='{"method": ["grammar", "prediction", "ngram"]}')
     args = parser.parse_args()
     llm = LLM(args.model, speculative_config=args.speculative_config, max_model_len=2048, use_tqdm_on_load=False)
     rows = [

@@ -212,13 +212,14 @@ def attend_keys(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def from_sinks(ptr, live, SINKS: tl.constexpr, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Maximum (base 2) and sum of queries that have seen no key yet, and their head's sink if there are any."""
+def from_sinks(ptr, live, share, SINKS: tl.constexpr, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Maximum (base 2) and sum of queries without a key yet; in the first share with the sink of their head, if there is one."""
     maximum = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     if SINKS:
-        maximum = tl.load(ptr, mask=live, other=-1e30).to(tl.float32) * 1.4426950408889634
-        total = live.to(tl.float32)
+        sink = tl.load(ptr, mask=live, other=-1e30).to(tl.float32) * 1.4426950408889634
+        maximum = tl.where(share == 0, sink, maximum)
+        total = tl.where(share == 0, live.to(tl.float32), total)
     return maximum, total
 
 
@@ -440,8 +441,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 ):
     """One CTA: one item of the list, which is one share of one row's keys, for one KV head (split_kv.py).
 
-    KV heads are the fastest grid index: CTAs that run at the same time then read neighbouring bytes of the same pages. Partials of
-    prefixes have `prefix_shares` slots for each row and KV head; from slot `own_slots` on every item has one for each KV head."""
+    KV heads are the fastest grid index: CTAs that run at the same time then read neighbouring bytes of the same pages.
+    Partial results of prefixes have `prefix_shares` slots for each row and KV head; from slot `own_slots` on every item has one
+    for each KV head."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     # Lists, lengths and tables were written when the step began, and all keys but the newest in earlier steps: these loads
@@ -532,8 +534,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     else:
         q, score_scale = load_query(q_ptr, q_offset + dim[None, :], live, score_scale, NARROW, UPCAST)
 
-    begins = mine & (share == 0)                         # the first share begins with the sink
-    maximum, total = from_sinks(sinks_ptr + kv_head * GROUP + member % GROUP, begins, SINKS, TILE_QUERIES)
+    maximum, total = from_sinks(sinks_ptr + kv_head * GROUP + member % GROUP, mine, share, SINKS, TILE_QUERIES)
     accumulated = tl.zeros([TILE_QUERIES, TILE_DIM // 2 if PAIRED else TILE_DIM], tl.float32)
     odd_q = q
     if PAIRED:
@@ -556,10 +557,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     first_prefix = pair.to(tl.int64) * prefix_shares
     if HAS_PREFIX:
         if used == 1:                                    # the only share of the row: the prefix partials are complete
-            maximum, total, accumulated = fold_prefix(
-                maximum, total, accumulated, accumulated_ptr, statistics_ptr, first_prefix, used_prefix, member, mine, GROUP,
-                TILE_DIM,
-            )
+            maximum, total, accumulated = fold_prefix(maximum, total, accumulated, accumulated_ptr, statistics_ptr, first_prefix,
+                                                      used_prefix, member, mine, GROUP, TILE_DIM)
     if used == 1:
         out = accumulated / total[:, None]
         tl.store(out_ptr + out_offset, out.to(out_ptr.dtype.element_ty), mask=live)

@@ -74,7 +74,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     q_offset = token[:, None] * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
     q, score_scale = load_query(q_ptr, q_offset, live, score_scale, NARROW, UPCAST)
 
-    maximum, total = from_sinks(sinks_ptr + head, pair < TILE_TOKENS * GROUP, SINKS, TILE_QUERIES)
+    maximum, total = from_sinks(sinks_ptr + head, pair < TILE_TOKENS * GROUP, 0, SINKS, TILE_QUERIES)
     accumulated = tl.zeros([TILE_QUERIES, TILE_DIM], tl.float32)
     first_position = kv_len - queries + tile_token                       # of the tile's first query, and of its last
     last_position = tl.minimum(first_position + TILE_TOKENS, kv_len) - 1
