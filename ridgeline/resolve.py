@@ -81,11 +81,8 @@ class ResolvedConfig:
         return EngineConfig.of(
             **self.options.flat()
             | {
-                "model": str(self.model_path),
-                "device": self.device,
-                "dtype": self.dtype,
-                "max_model_len": self.max_model_len,
-                "max_num_seqs": self.max_num_seqs,
+                "model": str(self.model_path), "device": self.device, "dtype": self.dtype,
+                "max_model_len": self.max_model_len, "max_num_seqs": self.max_num_seqs,
                 "max_num_batched_tokens": self.max_num_batched_tokens,
                 "num_gpu_blocks_override": self.num_blocks,
                 "kv_cache_memory_bytes": None,

@@ -24,10 +24,11 @@ from ridgeline.bench.lab.device_peaks import read_bandwidth
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
-from ridgeline.bench.workload import first_tokens, presets
+from ridgeline.bench.peers import first_tokens
+from ridgeline.bench.peers.peer_llama_cpp import LlamaCppPeer
+from ridgeline.bench.peers.peer_transformers import TransformersPeer
+from ridgeline.bench.workload import presets
 from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
-from ridgeline.bench.workload.peer_llama_cpp import LlamaCppPeer
-from ridgeline.bench.workload.peer_transformers import TransformersPeer
 from ridgeline.bench.workload.workloads import PRESETS, Workload
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
@@ -223,7 +224,7 @@ def measure(
             *first, total = contender.run(prompts, workload.tokens_out) if workload.tokens_out > 1 else one
             if repeat >= 0:
                 times[contender.name].append((one[-1], total, sum(first) / len(first)))
-    row = {name: _figures(workload, runs) for name, runs in times.items()}
+    row: dict[str, Any] = {name: _figures(workload, runs) for name, runs in times.items()}
     if workload.tokens_out > 1:
         for contender in contenders:
             figures = row[contender.name]

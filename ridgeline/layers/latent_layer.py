@@ -75,6 +75,7 @@ class LatentAttention(nn.Module):
         """The attention output of the queries over the cache, [T, heads * value]"""
         spec, sizes = self.spec, self.sizes
         group = batch.groups[spec.group]
+        assert self.kv_up.weight is not None             # its scheme keeps numbers
         out = latent_attention(
             q, kv.k, self.kv_up.weight.view(self.num_heads, sizes.nope + sizes.value, sizes.kv_rank), group.block_table,
             batch.query_start, batch.kv_len, query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,

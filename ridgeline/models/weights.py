@@ -195,6 +195,13 @@ def _fill(
     matched = _match(pieces, source, renamer)
     total = sum(source.tensors[name].nbytes for name in matched)
     done = 0
+
+    def ended(name: str) -> None:
+        nonlocal done
+        done += source.tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+
     checks = FiniteChecks(_not_finite)
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
@@ -202,9 +209,7 @@ def _fill(
             takes = all(pieces[target].take_packed is not None for target in targets)
             if takes and isinstance(stored, GGUFSource) and stored.stays_packed(name):
                 _fill_packed(name, [pieces[target] for target in targets], stored, config if interleaved else None)
-                done += source.tensors[name].nbytes
-                if progress is not None:
-                    progress(done, total)
+                ended(name)
                 continue
             only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
             tensor = source.read(name, only)
@@ -213,26 +218,26 @@ def _fill(
             first = 0
             for target in targets:
                 piece = pieces[target]
-                _fill_piece(piece, tensor[first : first + piece.shape[0]], name, source.tensors[name].file, upload, checks)
+                rows = tensor[first : first + piece.shape[0]]
                 first += piece.shape[0]
-            done += source.tensors[name].nbytes
-            if progress is not None:
-                progress(done, total)
+                _fill_piece(piece, rows, upload, checks, (name, source.tensors[name].file))
+            ended(name)
         upload.finish()
         checks.finish()
 
 
-def _fill_piece(piece: Piece, rows: Tensor, name: str, file: str, upload: Upload, checks: FiniteChecks) -> None:
+def _fill_piece(piece: Piece, rows: Tensor, upload: Upload, checks: FiniteChecks, origin: tuple[str, str]) -> None:
+    """`origin`: the tensor's name and file, for errors."""
     if piece.store is not None:
         kept = upload.fetched(rows[piece.kept])
         upload.finish()                                  # of tensors before it, which are checked too
-        checks.add(kept, name, file)
+        checks.add(kept, *origin)
         checks.finish()                                  # it is not kept
         piece.store(kept)
         return
     if rows.data_ptr() != piece.target.data_ptr():
         upload.copy(piece.target, rows[piece.kept])
-    checks.add(piece.target, name, file)
+    checks.add(piece.target, *origin)
 
 
 def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: ModelConfig | None) -> None:

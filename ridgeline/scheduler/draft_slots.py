@@ -27,11 +27,12 @@ def give_drafts(
     old = rows[:num_running]
     decodes = (table.known[old] - table.computed[old] == 1) & (table.computed[old] >= table.num_prompt[old])
     places = np.flatnonzero(decodes & (tokens[:num_running] == 1))
-    most = np.minimum(table.limit[rows[places]] - table.known[rows[places]] - 1, table.most_drafts[rows[places]])
+    sequences = [sequence for row in rows[places].tolist() if (sequence := table.sequences[row]) is not None]
+    allowed = np.array([sequence.most_drafts for sequence in sequences], np.int64)
+    most = np.minimum(table.limit[rows[places]] - table.known[rows[places]] - 1, allowed)
     room = min(room, MOST_VERIFIED - len(rows))
     if room <= 0 or not (most > 0).any():
         return rows, tokens, None
-    sequences = [sequence for row in rows[places].tolist() if (sequence := table.sequences[row]) is not None]
     for place in np.flatnonzero(table.want[rows[places]] & _PROMPT_LOGPROBS).tolist():
         # A preemption loses them while they are in flight. With drafts the answer might end before they are computed again.
         most[place] *= sequences[place].prefill.logprobs_sent

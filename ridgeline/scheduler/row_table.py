@@ -24,14 +24,12 @@ class Rows:
         self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
-        self.most_drafts = np.zeros(max_rows, np.int64)  # that its request allows in a step
         self.num_held = 0                                # blocks in the tables of all rows …
         self.num_used = 0                                # … and the computed tokens in them
         self.sequences: list[Sequence | None] = [None] * max_rows
         self._running: dict[int, Sequence] = {}          # the same, by row, without the empty ones
         self._free = list(range(max_rows))               # a heap: low rows first keeps batches dense
-        self._ranked = np.zeros(0, np.int64)
-        self._stale = False
+        self._ranked: np.ndarray | None = None           # None: rows have come or gone
 
     def __len__(self) -> int:
         return len(self._running)
@@ -51,8 +49,7 @@ class Rows:
         # What was lost with drafts in flight was counted as if all of them had been accepted.
         self.lost[row] = min(sequence.prefill.lost_tokens, len(sequence.tokens) - 1)
         self.want[row] = want
-        self.most_drafts[row] = sequence.most_drafts
-        self._stale = True
+        self._ranked = None
         return row
 
     def hold(self, row: int, num_blocks: int) -> None:
@@ -67,18 +64,17 @@ class Rows:
         self.sequences[row] = None
         del self._running[row]
         sequence.row = -1
-        self._stale = True
+        self._ranked = None
         return row
 
     def rank_again(self) -> None:
         """A priority has changed."""
-        self._stale = True
+        self._ranked = None
 
     def ranked(self) -> np.ndarray:
         """The occupied rows, the most important first."""
-        if self._stale:
+        if self._ranked is None:
             self._ranked = np.array([sequence.row for sequence in sorted(self._running.values(), key=rank)], np.int64)
-            self._stale = False
         return self._ranked
 
     def running(self) -> list[Sequence]:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ridgeline import errors
-from ridgeline.engine.client.long_work import HUGE_BYTES, HUGE_WORK, LONG_BYTES, away_if_long
+from ridgeline.engine.client.long_work import HUGE_WORK, LONG_BYTES, away_if_long
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import RidgelineError, TryAgain
 from ridgeline.metrics import SPENT
@@ -29,6 +29,7 @@ from ridgeline.server.http.stream import Body
 
 logger = get_logger("server")
 
+MANY_BYTES = 2**18                   # of a body, or of stored responses that it refers to
 MANY_PARTS = 20_000                  # strings, lists and objects: 10 ms to decode; a body with more is long whatever its bytes
 ANSWER_SECONDS = 60.0                # for a body to be read; the first one also waits for imports and the tokenizer
 IDLE_SECONDS = 60.0                  # without a long body, until the process ends
@@ -117,7 +118,7 @@ def name_of(function: Reads) -> str:
 
 def is_long(parts: Iterable[bytes], size: int, answers: bool = False) -> bool:
     """Whether a body takes too long to be read in this process. `answers`: so would its answer, of every word of the body."""
-    most = LONG_BYTES if answers else HUGE_BYTES
+    most = LONG_BYTES if answers else MANY_BYTES
     if size <= LONG_BYTES or size > most:
         return size > most
     found = sum(part.count(b'"') // 2 + part.count(b"[") + part.count(b"{") for part in parts)
@@ -142,7 +143,7 @@ class LongBodies(BodyReader):
         self._decoders = {name: None if kind is bytes else msgspec.msgpack.Decoder(kind) for name, kind in results.items()}
         self._settings = settings
         self._stored = stored
-        stored.most_recalled = HUGE_BYTES
+        stored.most_recalled = MANY_BYTES
         self._child: FramedChild | None = None           # used only by the one thread of HUGE_WORK, while `_reading`
         self._reading = 0
         self._idle: asyncio.TimerHandle | None = None

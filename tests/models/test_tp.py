@@ -28,7 +28,7 @@ EPSILON_RATIO = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 CASES = {
     "llama": {}, "llama-bias": {}, "qwen3": {"num_key_value_heads": 1}, "smollm2": {"intermediate_size": 81},
     "gemma3": {}, "olmo2": {"num_key_value_heads": 1}, "olmoe": {}, "mixtral": {"intermediate_size": 21}, "qwen2_moe": {},
-    "gpt_oss": {}, "cohere2": {}, "deepseek_v2": {}, "deepseek_v2-lite": {"num_attention_heads": 3},
+    "gpt_oss": {}, "cohere2": {}, "deepseek_v2-lite": {"num_attention_heads": 3},
 }
 
 

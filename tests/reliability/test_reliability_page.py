@@ -17,7 +17,7 @@ assert SPEC is not None and SPEC.loader is not None
 SCRIPT: Any = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = SCRIPT      # dataclasses look their module up
 SPEC.loader.exec_module(SCRIPT)
-tests = functools.cache(SCRIPT.marked_tests)     # every process collects this file, and one needs it
+marked_tests = functools.cache(SCRIPT.marked_tests)     # every process collects this file, and one needs it
 REQUIRED = {
     *(f"S-{number:02}" for number in range(1, 13)), *(f"H-{number:02}" for number in range(1, 9)),
     *(f"B-{number:02}" for number in range(1, 26)),
@@ -29,11 +29,11 @@ REQUIRED = {
 
 def test_the_page_is_current() -> None:
     text = SCRIPT.PAGE.read_text(encoding="utf-8")
-    assert SCRIPT.page(text, tests()) == text, "python scripts/make_reliability_page.py --write"
+    assert SCRIPT.page(text, marked_tests()) == text, "python scripts/make_reliability_page.py --write"
 
 
 def test_every_promise_has_a_test_and_every_marker_a_promise() -> None:
-    marked = {promise for test in tests() for promise in test.promises}
+    marked = {promise for test in marked_tests() for promise in test.promises}
     assert marked == set(PROMISES)
     assert {promise[:4] for promise in PROMISES} == REQUIRED
     assert {promise[0] for promise in PROMISES} == set(SECTIONS)
@@ -41,7 +41,7 @@ def test_every_promise_has_a_test_and_every_marker_a_promise() -> None:
 
 def test_what_every_commit_must_pass_is_quick() -> None:
     """Each of these rows has a test that is not slow."""
-    quick = {promise[:4] for test in tests() if not test.slow for promise in test.promises}
+    quick = {promise[:4] for test in marked_tests() if not test.slow for promise in test.promises}
     assert quick >= EVERY_COMMIT
 
 

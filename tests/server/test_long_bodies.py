@@ -15,7 +15,7 @@ import pytest
 from scripted_server import ScriptedServer
 from served_model import wait_until, write_model
 
-from ridgeline.engine.client.long_work import HUGE_BYTES, LONG_BYTES
+from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.client.request_context import LOCAL
 from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, TryAgain
 from ridgeline.server import long_bodies
@@ -25,6 +25,7 @@ from ridgeline.server.body_process import LentResponses, settings_of
 from ridgeline.server.body_work import RESULTS
 from ridgeline.server.http.stream import Body, HeldBodies
 from ridgeline.server.long_bodies import (
+    MANY_BYTES,
     MANY_PARTS,
     BodyReader,
     LongBodies,
@@ -141,7 +142,7 @@ def test_the_server_does_not_decode_a_long_body(server: ScriptedServer, monkeypa
 
     monkeypatch.setattr(prepare, "parse_body", never)
     monkeypatch.setattr(Body, "data", property(never))
-    body = {"messages": TURN, "metadata": {"a": "x" * (HUGE_BYTES + 1)}}
+    body = {"messages": TURN, "metadata": {"a": "x" * (MANY_BYTES + 1)}}
     assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).status_code == 200
 
 
@@ -176,7 +177,7 @@ def test_a_killed_process_is_the_servers_failure_and_is_replaced(server: Scripte
         request = client.build_request("POST", f"{server.url}/v1/chat/completions", json=ask)
         task = asyncio.new_event_loop()
         answered = task.run_in_executor(None, client.send, request)
-        wait_until(lambda: server.service.reader._reading > 0)       # type: ignore[attr-defined]
+        wait_until(lambda: old._owed == 1)               # the question is under way
         os.kill(old.process.pid, signal.SIGKILL)
         answer = task.run_until_complete(answered)
         task.close()
@@ -202,8 +203,8 @@ def test_what_counts_as_long() -> None:
     def judged(body: bytes) -> bool:
         return is_long([body[:1000], body[1000:]], len(body))
 
-    assert judged(b"x" * (HUGE_BYTES + 1))
-    assert not judged(b"x" * HUGE_BYTES)
+    assert judged(b"x" * (MANY_BYTES + 1))
+    assert not judged(b"x" * MANY_BYTES)
     assert not judged(b"[" * LONG_BYTES)                 # few enough to be decoded at once
     assert judged(b"[],".ljust(4) * (MANY_PARTS + 1))
     assert not judged(b"[],".ljust(4) * (MANY_PARTS - 1))

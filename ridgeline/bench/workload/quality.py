@@ -211,6 +211,7 @@ def spread_head(model: Decoder, back: bool = False) -> None:
     """Give the head's rows lengths that differ by much, the same ones for the same model; or undo it."""
     with torch.inference_mode():
         weight = model.head.weight
+        assert weight is not None                        # the engine that is compared keeps no packed head
         generator = torch.Generator().manual_seed(1)
         powers = (torch.randn(weight.shape[0], generator=generator) * _SPREAD).round_()
         # Powers of two: exact in every dtype, in both directions.

@@ -49,9 +49,8 @@ def decode_tiles(
     if dtype == torch.float32:
         # No tensor cores: dot products are unrolled, and large tiles take seconds to compile.
         return 32, 4096, {"num_warps": 4, "num_stages": 2}
-    if members:                                          # their sums need registers, and no warp has fewer than 16 of them
-        warps = 2 if members <= 16 else 4 if members * head_dim <= 64 * 128 and not narrow else 8
-        return 64 if narrow else 32, 4096, {"num_warps": warps, "num_stages": 3 if head_dim <= 128 else 2}
+    if members:
+        return _draft_tiles(head_dim, narrow, members)
     if narrow:                                           # as many bytes as tiles of 32 wide keys, for any number of rows
         return 64, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
     if pairs > 40 * processors and 64 < head_dim <= 128:
@@ -63,6 +62,12 @@ def decode_tiles(
     if pairs > 6 * processors:                           # shared memory and registers for five CTAs per SM
         return 32, 2048, {"num_warps": 2, "num_stages": 2}
     return 32, 8192, {"num_warps": 2, "num_stages": 4 if head_dim <= 128 else 3}
+
+
+def _draft_tiles(head_dim: int, narrow: bool, members: int) -> tuple[int, int, Launch]:
+    """Sums of many queries need registers, and no warp has fewer than 16 of them."""
+    warps = 2 if members <= 16 else 4 if members * head_dim <= 64 * 128 and not narrow else 8
+    return 64 if narrow else 32, 4096, {"num_warps": warps, "num_stages": 3 if head_dim <= 128 else 2}
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, pairs: int) -> tuple[int, int, Launch]:

@@ -53,7 +53,7 @@ def paged_attention_reference(
     query_start_host = query_start.tolist() if query_start_host is None else query_start_host
     if table_rows is not None:
         block_table = block_table.index_select(0, table_rows)
-    if k_cache.dtype != q.dtype:
+    if k_scale is not None or k_cache.dtype != q.dtype:
         k_cache, v_cache, block_table = _widened(q.dtype, k_cache, v_cache, block_table, k_scale, v_scale)
     how = (scale, window, softcap, sinks)
     if out is None and 0 not in kv_len_host:

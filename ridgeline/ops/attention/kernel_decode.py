@@ -213,7 +213,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
 
 @triton_kernel()
 def from_sinks(ptr, live, share, SINKS: tl.constexpr, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Maximum (base 2) and sum of queries that have seen no key, and in the first share their head's sink, if it has one."""
+    """Maximum (base 2) and sum of queries without a key yet; in the first share with the sink of their head, if there is one."""
     maximum = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     if SINKS:
@@ -245,6 +245,17 @@ def fetch_tile(  # type: ignore[no-untyped-def]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton_kernel()
+def queries_of(query_start_ptr, row, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's first query, and how many it has."""
+    token = row
+    queries = 1
+    if QUERIES > 1:
+        token = tl.load(query_start_ptr + row)
+        queries = tl.load(query_start_ptr + row + 1) - token
+    return token, queries
 
 
 @triton_kernel()
@@ -431,9 +442,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     """One CTA: one item of the list, which is one share of one row's keys, for one KV head (split_kv.py).
 
     KV heads are the fastest grid index: CTAs that run at the same time then read neighbouring bytes of the same pages.
-    Partial results of prefixes have `prefix_shares` slots for each row and KV head; from slot `own_slots` on every item
-    has one for each KV head.
-    """
+    Partial results of prefixes have `prefix_shares` slots for each row and KV head; from slot `own_slots` on every item has one
+    for each KV head."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     # Lists, lengths and tables were written when the step began, and all keys but the newest in earlier steps: these loads
@@ -455,11 +465,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if HAS_PREFIX:
         first = tl.load(prefix_len_ptr + row)
         used_prefix = tl.cdiv(first, share_of(first, prefix_shares, MINIMUM_PREFIX, TILE_PREFIX))
-    token = row                                          # of its first query
-    queries = 1
-    if QUERIES > 1:
-        token = tl.load(query_start_ptr + row)
-        queries = tl.load(query_start_ptr + row + 1) - token
+    token, queries = queries_of(query_start_ptr, row, QUERIES)
     if WINDOW > 0:
         first = tl.maximum(kv_len - WINDOW - (queries - 1), 0)
     used = tl.cdiv(kv_len - first, size)
@@ -534,8 +540,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     if PAIRED:
         q, odd_q = tl.split(q.reshape(TILE_QUERIES, TILE_DIM // 2, 2))
     last = tl.full([TILE_QUERIES], 0, tl.int32) + (end - 1)
-    if QUERIES > 1:
-        # Beyond its own position a query sees nothing. With a window the position has to be the true one.
+    if QUERIES > 1:                                      # each sees up to its own position; with a window that is the true one
         last = kv_len - queries + tl.minimum(member // GROUP, queries - 1)
         if WINDOW == 0:
             last = tl.minimum(last, end - 1)

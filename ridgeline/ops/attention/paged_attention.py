@@ -41,9 +41,7 @@ def paged_attention_native(
 ) -> Tensor:
     """The cache is read where it lies: by one kernel for the leading decodes, by another for the rows after them."""
     (tokens, heads, head_dim), rows, (block_size, kv_heads) = q.shape, len(kv_len), k_cache.shape[1:3]
-    packed = q.stride()[1:] == (head_dim, 1) and k_cache.is_contiguous() and v_cache.is_contiguous()
-    known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (torch.float32, torch.float16)
-    if not (packed and known) or block_table.stride(1) != 1 or any(options.get(name) is not None for name in NOT_NATIVE):
+    if not _is_readable(q, k_cache, v_cache, block_table) or any(options.get(name) is not None for name in NOT_NATIVE):
         return paged_attention_reference(
             q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
             kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows, **options,
@@ -52,8 +50,9 @@ def paged_attention_native(
     if tokens != rows:
         decodes = leading_decodes(query_start_host or query_start.tolist()) if work is None else work.num_decodes
     out = torch.empty(q.shape, dtype=q.dtype)
-    shape = (kv_heads, heads // kv_heads, head_dim, block_size, block_table.stride(0), q.stride(0))
     half = int(k_cache.dtype == torch.float16)
+    shape = (kv_heads, heads // kv_heads, head_dim, block_size, block_table.stride(0), q.stride(0))
+    how = (window or 0, scale, softcap or 0.0)
     caches = (q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
     lines = 0 if table_rows is None else table_rows.data_ptr()
     if decodes:
@@ -63,15 +62,22 @@ def paged_attention_native(
         partial = torch.empty(decodes * splits * heads * (head_dim + 2), dtype=q.dtype)
         native.library().decode_attention(
             *caches, block_table.data_ptr(), lines, kv_len.data_ptr(), out.data_ptr(), partial.data_ptr(), half, decodes, *shape,
-            splits, window or 0, scale, softcap or 0.0,
+            splits, *how,
         )
     if decodes < rows:
-        table = block_table if table_rows is not None else block_table[decodes:]
+        table = block_table if lines else block_table[decodes:]
         native.library().prefill_attention(
             *caches, table.data_ptr(), lines and lines + decodes * 4, query_start[decodes:].data_ptr(),
-            kv_len[decodes:].data_ptr(), out.data_ptr(), half, rows - decodes, *shape, window or 0, scale, softcap or 0.0,
+            kv_len[decodes:].data_ptr(), out.data_ptr(), half, rows - decodes, *shape, *how,
         )
     return out
+
+
+def _is_readable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:
+    """Are the tensors laid out as the native kernels read them?"""
+    packed = q.stride()[1:] == (q.shape[2], 1) and k_cache.is_contiguous() and v_cache.is_contiguous()
+    known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (torch.float32, torch.float16)
+    return packed and known and block_table.stride(1) == 1
 
 
 # Options that the native kernels do not read; the others do not change the result.

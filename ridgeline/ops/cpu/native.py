@@ -27,7 +27,7 @@ from ridgeline.process.log import get_logger
 logger = get_logger("ops")
 
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_SIGNATURES = {
+_SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER] * 5 + [_INT] * 5 + [_FLOAT] * 2,
     "gated_activation": [_POINTER] * 2 + [_INT] * 4,
     "soft_cap": [_POINTER] + [_INT] * 2 + [_FLOAT],
@@ -125,9 +125,9 @@ def load(built: Path, level: str) -> SimpleNamespace:
         function = loaded[own if hasattr(loaded, own) else f"ridgeline_{name}_{falls_to}"]
         function.argtypes, function.restype = arguments, None
         setattr(found, name, function)
-    for name, (arguments, result) in _PLAIN.items():
+    for name, (types, result) in _PLAIN.items():
         function = loaded[f"ridgeline_{name}"]
-        function.argtypes, function.restype = arguments, result
+        function.argtypes, function.restype = types, result
         setattr(found, name, function)
     return found
 

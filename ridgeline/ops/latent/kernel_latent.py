@@ -173,8 +173,8 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     if arrived == used - 1:
         tl.store(counter, 0)                             # ready for the next launch
         merge_shares(
-            accumulated_ptr, statistics_ptr, out_ptr, first_slot, first_slot, 0, used, out_head_stride,
-            COLUMNS, TILE_HEADS, RANK, TILE_HEADS, TILE_RANK, TILE_SLOTS,
+            accumulated_ptr, statistics_ptr, out_ptr, first_slot, first_slot, 0, used, out_token_stride, out_head_stride,
+            TILE_HEADS, COLUMNS, TILE_HEADS, 1, RANK, TILE_HEADS, TILE_RANK, TILE_SLOTS,
         )
 
 

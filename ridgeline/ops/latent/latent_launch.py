@@ -5,7 +5,7 @@ Queries are absorbed and sums of latents widened by batched matrix products, one
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,8 +114,6 @@ def latent_attention_triton(
 ) -> Tensor:
     if work is None:
         work = work_of(query_start_host if query_start_host is not None else query_start.tolist())
-    if work.queries > 1:                                 # rows with drafts: its decode kernel takes one query of a row
-        work = replace(work, num_decodes=0, longest_query=max(work.longest_query, work.queries), older=True)
     call = _Call(q, cache, kv_up, block_table, table_rows, query_start, kv_len, cache_scale, scale, nope)
     out = torch.empty((*q.shape[:2], kv_up.shape[1] - nope), dtype=q.dtype, device=q.device)
     decodes = work.num_decodes

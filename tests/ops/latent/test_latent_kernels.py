@@ -22,7 +22,8 @@ pytestmark = [
 ]
 
 HELPERS = {
-    kernel_decode: ("fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "merge_shares", "slot_of",
+    kernel_decode: ("fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "member_offset",
+                    "merge_shares", "slot_of",
                     "store_scaled"),
     kernel_latent: ("absorbed_query", "attend_latents", "tile_of_row", "load_heads_tile", "attend_widened"),
 }

@@ -6,6 +6,7 @@ prints a line. The parent takes the time from before the process exists to that 
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -56,15 +57,11 @@ def _start(name: str, path: Path, threads: int) -> float:
 
 def main(name: str, path: str) -> None:
     threads = int(os.environ["OMP_NUM_THREADS"])
+    # Each process imports one of the two: importing is part of a start.
     if name == "ridgeline":
-        from ridgeline.bench.workload.bench_engine import Engine
-
-        engine = Engine(path)
-        engine.run([PROMPT], 1)
+        importlib.import_module("ridgeline.bench.workload.bench_engine").Engine(path).run([PROMPT], 1)
     else:
-        from ridgeline.bench.workload.peer_llama_cpp import LlamaCppPeer
-
-        LlamaCppPeer(Path(path), threads).run([PROMPT], 1)
+        importlib.import_module("ridgeline.bench.peers.peer_llama_cpp").LlamaCppPeer(Path(path), threads).run([PROMPT], 1)
     print(_SAID, flush=True)
     os._exit(0)                                          # what is left is not part of a start
 

@@ -21,7 +21,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore, make_grammars
 from ridgeline.engine.ipc import PLAN
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
-from ridgeline.messages import Request, TokenDelta
+from ridgeline.messages import Request, StepPlan, StepResult, TokenDelta
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 from ridgeline.scheduler.sequence import Sequence
 
@@ -214,11 +214,20 @@ def test_plans_with_drafts_can_be_replayed(model: Path, off: Run) -> None:
     """Saved as bytes and obeyed by a fresh runner, they give the same tokens again."""
     drafter = DialDrafter(knows(off.answers), VOCAB, 0.7, width=4)
     first = Run(model, OPTIONS | {"async_scheduling": False}, drafter)
-    frames, results = [], []
-    inner = first.core.executor
-    submit, collect = inner.submit, inner.collect
-    inner.submit = lambda plan: (frames.append(PLAN.encode(plan)), submit(plan))[1]            # type: ignore[method-assign]
-    inner.collect = lambda: (results.append(collect()), results[-1])[1]                       # type: ignore[method-assign]
+    frames: list[bytes] = []
+    results: list[StepResult] = []
+    submit, collect = first.core.executor.submit, first.core.executor.collect
+
+    def submitted(plan: StepPlan) -> None:
+        frames.append(PLAN.encode(plan))
+        submit(plan)
+
+    def collected() -> StepResult:
+        results.append(collect())
+        return results[-1]
+
+    first.core.executor.submit = submitted               # type: ignore[method-assign]
+    first.core.executor.collect = collected              # type: ignore[method-assign]
     first.finish(requests())
     again = EngineCore.start(EngineConfig.of(model=str(model), **OPTIONS | {"async_scheduling": False})).executor
     assert any(PLAN.decode(frame).width is not None for frame in frames)
