@@ -172,6 +172,7 @@ def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
 
 
 ATTENTION_HELPERS = (
+    "from_sinks",
     "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
     "merge_shares", "from_sinks", "queries_of", "member_offset", "fold_prefix", "prepared", "in_runs", "partner_of", "angles",
     "norm_weights", "load_heads", "turned", "store_scaled", "store_newest", "slot_of", "load_pairs",

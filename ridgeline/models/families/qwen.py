@@ -36,10 +36,10 @@ QWEN3 = Family(
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
-    qkv_bias=True,
     spelled={"attention_out_bias": "", "attention_bias": "qkv_bias"},
     experts=ExpertRule(shared_gate=True),
     only={"use_sliding_window": False},
+    defaults={"qkv_bias": True},
     names=LLAMA_NAMES | EXPERT_NAMES | {
         "model.layers.{}.mlp.shared_expert_gate": "layers.{}.mlp.shared_gate",
         "model.layers.{}.mlp.shared_expert.gate_proj": "layers.{}.mlp.shared.gate_up:gate",
