@@ -34,6 +34,7 @@ from ridgeline.cache.prefix_cache import PrefixCache
 from ridgeline.scheduler import answers as answers_module
 from ridgeline.scheduler import draft_slots, fairness
 from ridgeline.scheduler import running as running_module
+from ridgeline.scheduler import scheduler as scheduler_module
 from ridgeline.scheduler.answers import Answers
 from ridgeline.scheduler.bookkeeping import InFlight
 from ridgeline.scheduler.joining import Joining
@@ -238,15 +239,14 @@ PLANTS = [
     Plant("rejected drafts stay known", Answers, "settle", "table.known[row] -= too_many", "pass", drafted),
     Plant("a later step keeps its end", InFlight, "shorten", "self.ends[place] -= too_many", "pass", drafted),
     Plant("rejected drafts count as used slots", Answers, "settle", "table.num_used -= too_many", "pass", drafted),
-    Plant("blocks of rejected drafts are published", Answers, "_commit", "result.lengths // self._manager.block_size",
-          "flight.ends // self._manager.block_size", drafted),
+    Plant("blocks of rejected drafts are published", Answers, "_commit", "int(result.lengths[place])",
+          "int(flight.ends[place])", drafted),
     Plant("accepted drafts are published with other tokens", Answers, "_commit", "result.tokens[place, :",
           "result.tokens[0, :", drafted),
     Plant("what follows a stop is said", Answers, "_said", "del tokens[number:]", "pass", drafted),
-    Plant("drafts go past the limit", draft_slots, "give_drafts", "- table.known[rows[places]] - 1",
+    Plant("drafts go past the limit", scheduler_module, "give_drafts", "- table.known[rows[places]] - 1",
           "- table.known[rows[places]] + 2", drafted),
     Plant("drafts have no blocks", draft_slots, "_with_blocks", "+ 1 + width > table", "+ 1 > table", drafted),
-    Plant("drafts overspend the budget", draft_slots, "_check", "> asked.room", "> 99 * asked.room", drafted),
     Plant("guesses follow the wrong token", draft_slots, "_ordered", "path[order]", "path[order][:, 1:]", drafted),
     Plant("drafted rows are not told apart in the order", draft_slots, "_ordered", "start[order]", "start", drafted),
     Plant("a result with too many tokens is taken", InFlight, "check", "(surplus >= 0) & ", "",

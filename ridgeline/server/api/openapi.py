@@ -188,6 +188,7 @@ OPERATIONS = (
     Operation("/docs", "This document as a page"),
     Operation("/", "Where to go from here; for a browser, the dashboard", gives=Index),
     Operation("/v1", "The same", gives=Index),
+    Operation("/v1/", "The same", gives=Index),
 )
 
 
