@@ -65,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [sys.executable, __file__]
     ranks = [subprocess.Popen([*words, str(rank), "2", str(directory)], env=environment) for rank in range(2)]
     try:
-        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+        assert [process.wait(timeout=600) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()
