@@ -37,7 +37,7 @@ def dense(embedded_model: Path) -> Decoder:
     """Two layers of the embedded model, in float64."""
     config = load_model_config(embedded_model)
     config = dataclasses.replace(
-        config, num_layers=LAYERS, windows=config.windows[:LAYERS], ropes=config.ropes[:LAYERS], stored_block_bytes=0,
+        config, num_layers=LAYERS, windows=config.windows[:LAYERS], ropes=config.ropes[:LAYERS], packed=(),
         quantisation=None,
     )
     model = Decoder(config, Communicator(), torch.float64, "cpu", 64)
@@ -167,7 +167,7 @@ def test_the_ledger_counts_experts(tmp_path: Path) -> None:
     for name in ("mixtral", "qwen2_moe", "granitemoe", "glm4_moe", "gpt_oss"):
         path = save_checkpoint(name, tmp_path / name)
         config: ModelConfig = load_model_config(path)
-        model = Decoder(config, Communicator(), torch.float32, "cpu", 32)
+        model = Decoder(config, Communicator(), torch.float64, "cpu", 32)      # in float32 weights are made when they are loaded
         shared = model.embed.weight.numel() if config.tied else 0
         held = sum(parameter.numel() for parameter in model.parameters())
         assert held == config.num_parameters and (shared == 0 or model.head.weight is model.embed.weight)
