@@ -25,7 +25,7 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         target = self._target()
         target.parent.mkdir(parents=True, exist_ok=True)
-        for old in target.parent.glob("native-*.so"):
+        for old in target.parent.glob("native-*.native"):
             old.unlink()
         try:
             native_build.compile_into(target)

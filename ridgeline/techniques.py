@@ -24,10 +24,11 @@ class Technique:
     requires: tuple[str, ...] = ()   # techniques without which it can do nothing
     excludes: tuple[str, ...] = ()   # techniques with which it cannot work
     device: str = ""                 # the kind of device it is for; empty: any
+    also_off: tuple[Any, ...] = ()   # other values of its options with which it is off
 
     def is_on(self, options: Mapping[str, Any]) -> bool:
         """None, an option that is still to be decided, counts as off."""
-        return any(options[name] not in (value, None) for name, value in self.off.items())
+        return any(options[name] not in (value, None, *self.also_off) for name, value in self.off.items())
 
 
 TECHNIQUES = (
@@ -75,7 +76,7 @@ TECHNIQUES = (
     Technique(
         "fp8 KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,
         "half the bytes per token: the KV cache holds twice as many, and attention reads half", "runner/kv_buffers.py",
-        device="cuda",
+        device="cuda", also_off=("float32",),
     ),
     Technique(
         "tensor parallelism", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}, "bytes", False,

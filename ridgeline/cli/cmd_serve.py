@@ -136,7 +136,7 @@ def example(service: Service, address: str) -> str:
         body = {"prompt": "The capital of France is", "temperature": 0}
     else:
         path = "chat/completions"
-        body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+        body = {"messages": [{"role": "user", "content": "What is the capital of Germany?"}], "temperature": 0}
     data = shlex.quote(json.dumps(body))
     key = f' -H "Authorization: Bearer ${VARIABLE}"' if len(service.keys) else ""
     return f"curl {address}/v1/{path}{key} -H 'Content-Type: application/json' -d {data}"

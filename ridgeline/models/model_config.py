@@ -107,6 +107,11 @@ class ModelConfig:
         return self._matrices(0 if self.experts is None else self.experts.count)
 
     @property
+    def plain_matrices(self) -> list[tuple[int, int, int]]:
+        """The same without experts."""
+        return self._matrices(0)
+
+    @property
     def token_matrices(self) -> list[tuple[int, int, int]]:
         """The same, of the experts only those that one token visits."""
         return self._matrices(0 if self.experts is None else self.experts.used)
@@ -239,8 +244,8 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1,
     """
     numbers, blocks = config.num_parameters, 0
     if device == "cpu" and dtype == "float32":
-        numbers += sum(
-            count * outputs * inputs for count, outputs, inputs in config.matrices
+        numbers += sum(                                  # a second layout, which experts do not have
+            count * outputs * inputs for count, outputs, inputs in config.plain_matrices
             if outputs // tp_size >= fewest_outputs()
         )
         if tp_size == 1:                                 # shards are expanded

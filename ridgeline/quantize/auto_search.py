@@ -8,6 +8,7 @@ The card decides, not the prediction: the first allocation is predicted, each fu
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -74,7 +75,8 @@ def excess(card: dict[str, Any], limits: dict[str, float]) -> float:
     for name, limit in limits.items():
         for row in card["quality"]["slices"].values():
             value = LIMITS[name](row)
-            worst = max(worst, value / limit if limit > 0 else (0.0 if value <= 0 else float("inf")))
+            share = value / limit if limit > 0 else (0.0 if value <= 0 else math.inf)
+            worst = max(worst, math.inf if math.isnan(share) else share)     # NaN never passes
     return worst
 
 

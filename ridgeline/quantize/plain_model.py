@@ -23,7 +23,7 @@ from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 OUTSIDE = -1                         # the block of everything that belongs to no layer
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
-_LINEARS = re.compile(r"layers\.\d+\.(attention\.(qkv|output)|mlp\.(gate_up|down))\.weight:\w*")
+_LINEARS = re.compile(r"layers\.\d+\.(attention\.(qkv|output)|mlp\.(gate_up|up|down))\.weight:\w*")
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -36,6 +36,9 @@ class PlainModel:
             raise ModelError(
                 f"{path.name} is quantised already ({stored.method}): give the checkpoint that it was made from, in 16 or 32 bits"
             )
+        if self.config.experts is not None or self.config.latent is not None:
+            what = "mixtures of experts" if self.config.experts is not None else "models with latent attention"
+            raise ModelError(f"{path.name}: {what} cannot be quantised by this command yet; serve with --quantization instead")
         if self.gguf and self.config.family.name not in GGUF_FAMILIES:
             raise ModelError(
                 f"{path.name}: GGUF files of {self.config.family.name} cannot be written as a Hugging Face directory yet "

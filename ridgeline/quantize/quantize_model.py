@@ -7,6 +7,7 @@ Peak memory is one layer, and with GPTQ the calibration's hidden states beside i
 
 from __future__ import annotations
 
+import os
 import platform as python_platform
 import shutil
 import sys
@@ -104,24 +105,25 @@ def _search(job: Job) -> dict[str, Any]:
     kept = job.out.with_name(f"{job.out.name}.costs.json")
     passages = calibration_passages(job.text, Tokenizer.load(job.model), max(auto_search.TOKENS, FEWEST_TOKENS), job.seed)
     units = auto_search.measured_units(job.model, job.recipe, passages, kept, job.show)
-    folders: list[Path] = []
+    tries: list[tuple[Path, dict[str, Any]]] = []
 
     def make(recipe: QuantizeRecipe) -> dict[str, Any]:
-        folder = job.out.with_name(f"{job.out.name}.try{len(folders) + 1}")
-        folders.append(folder)
-        there = card.find_card(folder)                   # of a run that was stopped
-        if there is not None and there.matches and there.card["recipe"] == recipe.as_data():
-            return there.card
-        shutil.rmtree(folder, ignore_errors=True)
-        made = _quantize(replace(job, recipe=recipe, out=folder, name=job.out.name))
+        folder = job.out.with_name(f"{job.out.name}.{os.getpid()}.try{len(tries) + 1}")
+        try:
+            made = _quantize(replace(job, recipe=recipe, out=folder, name=job.out.name))
+        except BaseException:
+            shutil.rmtree(folder.with_name(f"{folder.name}.part"), ignore_errors=True)
+            raise
         assert made is not None
+        tries.append((folder, made))
         return made
 
-    made = auto_search.search(units, job.limits, job.recipe, make, say if job.show else lambda line: None)
-    best = next(folder for folder in folders if (there := card.find_card(folder)) and there.card == made)
-    best.rename(job.out)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        made = auto_search.search(units, job.limits, job.recipe, make, say if job.show else lambda line: None)
+        next(folder for folder, its in tries if its is made).rename(job.out)
+    finally:
+        for folder, _ in tries:
+            shutil.rmtree(folder, ignore_errors=True)
     kept.unlink(missing_ok=True)
     card.find_card(job.out)
     return made

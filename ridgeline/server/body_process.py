@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from ridgeline.server.api.prepared import Prepared
 from ridgeline.server.api.vllm.score import Pairs
 from ridgeline.server.body_work import FUNCTIONS
 from ridgeline.server.give_back import give_back_large_blocks, return_freed_memory
-from ridgeline.server.long_bodies import Made, Recalled, Reply, Task, Wanted, failure_of
+from ridgeline.server.long_bodies import Broken, Made, Recalled, Reply, Task, Wanted, failure_of
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
@@ -106,6 +107,8 @@ async def answered(service: Service, task: Task, body: bytes) -> Reply:
         return Wanted(needs.name, needs.items)
     except RidgelineError as error:
         return failure_of(error)
+    except Exception:                                    # a bug: the server logs it, and the next body is read all the same
+        return Broken(traceback.format_exc(limit=-8))
     is_answer = isinstance(made, bytes) or not isinstance(made, KEPT)
     return Made(as_bytes, is_answer, SPENT["tokenising"] - began)
 

@@ -87,7 +87,13 @@ class Made(msgspec.Struct, tag=True):
     tokenising: float                # CPU seconds
 
 
-Reply = Failure | Wanted | Made
+class Broken(msgspec.Struct, tag=True):
+    """The function has failed by a mistake of ours."""
+
+    traceback: str
+
+
+Reply = Failure | Wanted | Made | Broken
 TO_REPLY = msgspec.msgpack.Decoder(Reply)
 _ERRORS: Mapping[str, type[RidgelineError]] = {
     each.__name__: each for module in (errors, server_errors) for each in vars(module).values()
@@ -189,7 +195,10 @@ class LongBodies(BodyReader):
                 self.close()
                 self._child = FramedChild(MODULE, stderr=subprocess.DEVNULL, pipe_bytes=PIPE_BYTES)
                 self._child.ask([self._settings()], ANSWER_SECONDS)
-            return TO_REPLY.decode(self._child.ask(parts, ANSWER_SECONDS))
+            reply: Reply = TO_REPLY.decode(self._child.ask(parts, ANSWER_SECONDS))
+            if isinstance(reply, Broken):
+                raise RuntimeError(f"in the process that reads long requests: {reply.traceback}")
+            return reply
         except OSError as error:
             raise TryAgain(f"the process that reads long requests cannot be started ({error.strerror})", 1.0) from None
         except TimeoutError:

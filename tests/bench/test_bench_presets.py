@@ -71,17 +71,23 @@ def test_sizes_of_the_workloads() -> None:
     assert max(token for prompt, _ in GPU_PRESETS["batch128"].requests(1, 500) for token in prompt) < 500
 
 
+MIXTURES = {"qwen3-30b-a3b": 30.532, "mixtral-8x7b": 46.703, "gpt-oss-20b": 20.915, "deepseek-v2-lite": 15.706}
+
+
 def test_shapes_are_the_public_models() -> None:
     billions = {name: load_model_config(write_shape(name)).num_parameters / 1e9 for name in SHAPES}
     assert billions == pytest.approx(
-        {"llama-3.1-8b": 8.030, "llama-3.2-1b": 1.236, "qwen3-8b": 8.191, "llama-3.1-70b": 70.554}, abs=1e-3
+        {"llama-3.1-8b": 8.030, "llama-3.2-1b": 1.236, "qwen3-8b": 8.191, "llama-3.1-70b": 70.554} | {
+            name + routing: size for routing in ("", "-zipf") for name, size in MIXTURES.items()
+        }, abs=1e-3
     )
     assert load_model_config(write_shape("llama-3.1-70b", 2)).num_layers == 2
 
 
 def test_the_suite_covers_every_shape_and_every_workload() -> None:
     groups = presets.SUITE.values()
-    assert {group.shape for group in groups} == set(SHAPES) and set(presets.MODEL_OPTIONS) <= set(SHAPES)
+    mixtures = {name + routing for routing in ("", "-zipf") for name in MIXTURES}        # measured by themselves
+    assert {group.shape for group in groups} == set(SHAPES) - mixtures and set(presets.MODEL_OPTIONS) <= set(SHAPES)
     assert set(presets.SUITE["llama-3.1-8b"].presets) == set(GPU_PRESETS)
     parser = OptionParser(prog="bench")
     offline.add_arguments(parser)

@@ -33,6 +33,7 @@ from ridgeline.messages import Request
 from ridgeline.roofline.step_cost import DecoderShape
 from ridgeline.roofline.steps import StepRecorder
 from ridgeline.sampling_params import RequestOutputKind, StructuredOutputs
+from ridgeline.scheduler.drafting import NoDrafter
 from ridgeline.scheduler.scheduler import SchedulerCounters
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "num_gpu_blocks_override": 600, "max_num_seqs": 8}
@@ -592,7 +593,7 @@ class FaultyCore:
         self.has_work = self.closed = False
         manager = SimpleNamespace(num_free=5, counters=CacheCounters(), pool=BlockPool(6, lambda block: None))
         counts = {"num_running": 0, "num_arrived": 0, "num_waiting": 0}
-        self.scheduler = SimpleNamespace(**counts, counters=SchedulerCounters(), manager=manager)
+        self.scheduler = SimpleNamespace(**counts, counters=SchedulerCounters(), manager=manager, drafter=NoDrafter())
         self.config = SimpleNamespace(device="cpu")
         self.executor = SimpleNamespace()
         self.recorder = StepRecorder(DecoderShape(8, 8, 1, 1, 8, 1, 8), "float32")

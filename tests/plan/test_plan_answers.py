@@ -66,7 +66,7 @@ def test_objectives_take_only_what_this_engine_has_here(gpu: str, formats: set[s
     more = candidates(made, Traffic(512, 128), 2, any_engine=True)
     assert {"int4 weights", "several devices"} <= {name for point in more for name in missing(point.setup)}
     here = {effect.technique for effect in effects(made, Traffic(512, 128)) if effect.here}
-    assert here == formats | {"prefix hits 50%"}
+    assert here == formats | {"prefix hits 50%", "4 drafts, α = 0.7"}
 
 
 def test_what_is_not_there_is_marked() -> None:
@@ -155,8 +155,8 @@ def test_a_model_that_the_engine_refuses_does_not_fit_a_cpu() -> None:
     assert large.fits and not small.fits
 
 
-@pytest.mark.parametrize(("stored", "planned"), [("Q4_1", "int4"), ("Q8_0", "int8"), ("Q4_0", None)])
-def test_blocks_that_are_expanded_are_read_wide(stored: str, planned: str | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stored", "planned"), [("Q4_1", "int4"), ("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_blocks_are_planned_as_they_are_kept(stored: str, planned: str, tmp_path: Path) -> None:
     matrix = np.zeros((256, 256), np.float32)
     path = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, {"blk.0.w": (matrix, stored)})
     assert packed_format(str(path)) == planned

@@ -40,6 +40,7 @@ def test_a_damaged_embedded_model_is_not_used(cache: Path, monkeypatch: pytest.M
 @pytest.mark.reliability("S-10d")
 def test_a_library_that_was_changed_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.native_build, "compile_into", lambda target: target.write_bytes(b"code"))
+    monkeypatch.setattr(native.native_build, "file_name", lambda: "kernels.native")  # not the one in the package: it is in use
     loaded: list[bytes] = []
 
     def load(file: str, **options: object) -> None:
@@ -49,7 +50,7 @@ def test_a_library_that_was_changed_is_not_loaded(cache: Path, monkeypatch: pyte
     monkeypatch.setattr(native.ctypes, "CDLL", load)
     monkeypatch.setattr(native, "_openmp_runtimes", list)
     built = native.build()
-    assert native._is_ours(built)
+    assert built.parent == cache and native._is_ours(built)
     built.write_bytes(b"other")
     assert not native._is_ours(built) and native.library.__wrapped__() is None
     assert loaded == [b"code"]                           # made anew

@@ -56,7 +56,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_wheel_holds_nothing_that_runs_data(tmp_path: Path) -> None:
     """What is shipped, not only what is written: the same scan over the built wheel."""
     source = tmp_path / "source"                         # building leaves things beside what it builds
-    shutil.copytree(ROOT / "ridgeline", source / "ridgeline", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(ROOT / "ridgeline", source / "ridgeline", ignore=shutil.ignore_patterns("__pycache__", "*.native"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
@@ -66,7 +66,8 @@ def test_the_wheel_holds_nothing_that_runs_data(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         sources = {name: archive.read(name).decode() for name in names if name.endswith(".py")}
-    assert len(sources) > 80 and not [name for name in names if name.endswith((".pth", ".pyc", ".pkl", ".pt", ".bin", ".so"))]
+    binary = (".pth", ".pyc", ".pkl", ".pt", ".bin", ".so", ".native")
+    assert len(sources) > 80 and not [name for name in names if name.endswith(binary)]
     assert [each for name, text in sources.items() for each in offences(text, name.removeprefix("ridgeline/"))] == []
 
 

@@ -179,7 +179,7 @@ def reached(engine: Engine, before: tuple[int, int], heard: Sequence[Heard]) -> 
         "chunked prefill": any(len(each.prompt) - each.cached > config.max_num_batched_tokens for each in heard),
         "prefix caching": any(each.cached for each in heard),
         "overlap": config.depth > 0,
-        "CUDA graphs": replays > 0,
+        "CUDA graphs": replays > 0 and config.graphs,
         "shared-prefix attention": sharing > 0,
         "quantised weights": config.options.model.quantization != "none" or config.model.quantisation is not None,
         "fp8 KV": config.kv_dtype in QUANTISED_BYTES,

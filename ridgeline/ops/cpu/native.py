@@ -59,13 +59,16 @@ def path() -> Path:
 
 def build() -> Path:
     """Compile, unless it is done already."""
-    target = path()
+    return _built_in(path())
+
+
+def _built_in(target: Path) -> Path:
     if target.is_file() and _is_ours(target):
         return target
     scratch = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         native_build.compile_into(scratch)
-        note = scratch.with_suffix(".note")
+        note = scratch.with_name(f"{scratch.name}.note")
         note.write_text(integrity.sha256_of(scratch))
         os.replace(note, _note_of(target))               # the note first: a build without one is not loaded
         os.replace(scratch, target)
@@ -98,10 +101,17 @@ def library() -> Any:
     """The kernels by name, compiled now if they are not yet; None if they cannot be compiled or loaded, which is logged once."""
     try:
         if not path().is_file():
-            logger.info("compiling the CPU kernels for this machine (once; a few seconds)")
+            logger.info("compiling the CPU kernels for this machine (once; up to a minute)")
         elif not _is_ours(path()):
             logger.warning("%s is not as it was built, and is not used: it is compiled anew", path())
-        return load(build(), level())
+        built = build()
+        try:
+            return load(built, level())
+        except OSError:
+            if built.parent != Path(__file__).parent:
+                raise
+            logger.info("the CPU kernels that came with the package cannot be loaded; compiling them for this machine (once)")
+            return load(_built_in(platform.cache_dir() / built.name), level())
     except (OSError, ConfigError) as error:
         logger.warning("the CPU kernels cannot be used, and decoding is slower: %s", error)
         return None
@@ -118,11 +128,11 @@ def load(built: Path, level: str) -> SimpleNamespace:
     for runtime in _openmp_runtimes():
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
     loaded = ctypes.CDLL(str(built))
-    falls_to = next((each.falls_to for each in native_build.levels() if each.name == level), "")
+    names = [each.name for each in native_build.levels()]
+    lower = names[names.index(level) :]                  # a level may have some functions only, or be left out of the build
     found = SimpleNamespace()
     for name, arguments in _SIGNATURES.items():
-        own = f"ridgeline_{name}_{level}"
-        function = loaded[own if hasattr(loaded, own) else f"ridgeline_{name}_{falls_to}"]
+        function = next(loaded[own] for each in lower if hasattr(loaded, own := f"ridgeline_{name}_{each}"))
         function.argtypes, function.restype = arguments, None
         setattr(found, name, function)
     for name, (types, result) in _PLAIN.items():
@@ -135,7 +145,7 @@ def load(built: Path, level: str) -> SimpleNamespace:
 def _openmp_runtimes() -> list[str]:
     """The OpenMP runtimes that torch has loaded into this process."""
     with open("/proc/self/maps") as maps:
-        mapped = {line.split()[-1] for line in maps if "/" in line}
+        mapped = dict.fromkeys(line.split(maxsplit=5)[5].rstrip("\n") for line in maps if "/" in line)
     return [file for file in mapped if Path(file).name.startswith(("libgomp", "libomp", "libiomp5"))]
 
 

@@ -65,12 +65,13 @@ def sources() -> list[Path]:
 
 
 def file_name() -> str:
-    """Made of sources, flags and architecture: changed sources never use an old build."""
+    """Made of sources, flags and architecture: changed sources never use an old build. Not `.so`: Python would take it for a
+    module of the package."""
     # Without the sets of features: their order differs from process to process.
     key = hashlib.sha256(repr((platform.machine(), FLAGS, [level[:2] for level in levels()])).encode())
     for path in sources():
         key.update(path.relative_to(SOURCES).as_posix().encode() + path.read_bytes())
-    return f"native-{key.hexdigest()[:16]}.so"
+    return f"native-{key.hexdigest()[:16]}.native"
 
 
 def compile_into(target: Path) -> None:
@@ -79,9 +80,10 @@ def compile_into(target: Path) -> None:
     _check(compiler)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         folder = Path(scratch)
+        known = [level for level in levels() if _knows(compiler, level, folder)]
         jobs: list[tuple[Path, Level | None]] = [
             (source, level) for source in sources() if source.suffix == ".c"
-            for level in ((None,) if source.name in ONCE else levels())
+            for level in ((None,) if source.name in ONCE else known)
             if level is None or not level.falls_to or source.name in PRODUCTS
         ]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
@@ -106,6 +108,16 @@ def _check(compiler: str) -> None:
         subprocess.run([compiler, "--version"], capture_output=True, check=False)
     except OSError as error:
         raise BuildError(f"no C compiler: {compiler} cannot be run ({error.strerror}); set CC") from None
+
+
+def _knows(compiler: str, level: Level, folder: Path) -> bool:
+    """Older compilers do not know the newest instructions: such a level is left out, and its processors use the next one."""
+    if not level.flags:
+        return True
+    empty = folder / "empty.c"
+    empty.touch()
+    command = [compiler, *level.flags, "-c", str(empty), "-o", str(folder / "empty.o")]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _run(compiler: str, arguments: list[str], what: str) -> None:

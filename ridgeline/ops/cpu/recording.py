@@ -10,6 +10,7 @@ What a program reads must stay where it is: weights, KV pages, tables, and the i
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -73,6 +74,9 @@ def _tensor(room: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.frombuffer(room, dtype=dtype, count=count).view(shape)
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
 class Recording(TorchDispatchMode):
     """`with recording.of_calls(): …`; afterwards `program()`, unless an op was `missing`."""
 
@@ -85,21 +89,25 @@ class Recording(TorchDispatchMode):
     @contextmanager
     def of_calls(self) -> Iterator[None]:
         library = native.library()
-        own = dict(vars(library))
-        for name, function in own.items():
-            setattr(library, name, self._written_down(function))
-        try:
-            with self:
-                yield
-        finally:
+        with _ONE_AT_A_TIME:                             # the library is the process's: another engine's thread may record, too
+            own = dict(vars(library))
             for name, function in own.items():
-                setattr(library, name, function)
+                setattr(library, name, self._written_down(function))
+            try:
+                with self:
+                    yield
+            finally:
+                for name, function in own.items():
+                    setattr(library, name, function)
 
     def _written_down(self, function: Any) -> Callable[..., None]:
         address = ctypes.cast(function, ctypes.c_void_p).value
         kinds = [kind is ctypes.c_float for kind in function.argtypes]
+        recorder = threading.get_ident()
 
         def call(*arguments: Any) -> Any:
+            if threading.get_ident() != recorder:        # of another engine in this process
+                return function(*arguments)
             words = [each or 0 for each, is_float in zip(arguments, kinds, strict=True) if not is_float]
             floats = [each for each, is_float in zip(arguments, kinds, strict=True) if is_float]
             if len(words) > _WORDS or len(floats) > _FLOATS or function.restype is not None:

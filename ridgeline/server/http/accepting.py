@@ -54,10 +54,12 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 break
             except OSError as error:
-                if error.errno not in _SCARCE:
-                    raise
-                told = {"message": "socket.accept() out of system resource", "exception": error}     # asyncio's own words
-                self._loop.call_exception_handler(told)
+                scarce = error.errno in _SCARCE
+                # asyncio's own words; any other error is of this one connection, and those before it begin all the same
+                told = "socket.accept() out of system resource" if scarce else "a connection could not be accepted"
+                self._loop.call_exception_handler({"message": told, "exception": error})
+                if not scarce:
+                    break
                 self._loop.remove_reader(self._listener.fileno())        # it stays readable
                 self._loop.call_later(RETRY_SECONDS, self._listen)
                 break

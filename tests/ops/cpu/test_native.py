@@ -230,12 +230,12 @@ def test_without_a_compiler_the_error_is_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CC", "false")
     with pytest.raises(ConfigError, match=r"false failed on \w+\.c"):
         native.build()
-    assert not list(tmp_path.glob("*.so*"))
+    assert not list(tmp_path.glob("native*"))
 
 
 def test_an_engine_compiles_what_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """`pip install` runs no `ridgeline build`: the first engine compiles, and says so; without a compiler it says that, too."""
-    missing, built = Path("/nowhere/native.so"), native.path()
+    missing, built = Path("/nowhere/kernels.native"), native.path()
     monkeypatch.setattr(native, "path", lambda: missing)
     monkeypatch.setattr(native, "build", lambda: built)
     monkeypatch.setattr(native.logger.parent, "propagate", True)

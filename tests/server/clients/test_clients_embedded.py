@@ -20,8 +20,8 @@ from served_model import ServerProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 NAME = "SmolLM2-135M-Instruct"
-MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
-ANSWER = "The capital of France is Paris."
+MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of Germany?"}]
+ANSWER = "The capital of Germany is Berlin."
 SCHEMA: dict[str, Any] = {
     "type": "object", "additionalProperties": False, "required": ["capital", "sure"],
     "properties": {"capital": {"enum": ["Berlin", "Paris", "Rome"]}, "sure": {"type": "boolean"}},

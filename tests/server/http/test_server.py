@@ -675,11 +675,11 @@ def test_the_embedded_model_answers(embedded_model: Path) -> None:
     with ServerProcess() as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
         name = "SmolLM2-135M-Instruct"
-        messages: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+        messages: list[Any] = [{"role": "user", "content": "What is the capital of Germany?"}]
         whole = client.chat.completions.create(model=name, messages=messages, max_tokens=12, temperature=0)
         chunks = client.chat.completions.create(
             model=name, messages=messages, max_tokens=12, temperature=0, stream=True
         )
-        assert whole.choices[0].message.content == "The capital of France is Paris."
+        assert whole.choices[0].message.content == "The capital of Germany is Berlin."
         assert whole.choices[0].finish_reason == "stop"
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content

@@ -38,7 +38,8 @@ def pooled(kind: str) -> SamplingParams:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, Any]:
     """Prompts come in chunks, and begin alike: what a prefix cache would spare, a mean must still see."""
     path = save_checkpoint(request.param, tmp_path_factory.mktemp("embeddings") / request.param)
-    options: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 100, "max_num_batched_tokens": 16}
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_gpu_blocks_override": 100, "max_num_batched_tokens": 16,
+                               "kv_cache_dtype": "float32"}
     return LLM(path, skip_tokenizer_init=True, max_num_seqs=4, **options), build_model(request.param).eval()
 
 
@@ -71,7 +72,7 @@ def test_a_mean_survives_preemption(tmp_path: Path) -> None:
     path = save_checkpoint("llama", tmp_path / "llama")
     core = EngineCore.start(EngineConfig.of(
         model=str(path), dtype="float32", block_size=4, num_gpu_blocks_override=60, max_num_batched_tokens=8, max_num_seqs=4,
-        enable_prefix_caching=False, skip_tokenizer_init=True,
+        enable_prefix_caching=False, skip_tokenizer_init=True, kv_cache_dtype="float32",
     ))
     for number in range(3):
         core.add(Request(f"v{number}", PROMPTS[2], pooled("mean")))
