@@ -108,6 +108,10 @@ def test_the_search_corrects_its_budget_by_the_card(factor: float) -> None:
     assert found["size"]["output_bytes"] <= 1.1 * least
 
 
+def test_figures_that_are_not_numbers_meet_no_limit() -> None:
+    assert excess(card_of(1e6, float("nan")), {"kl": 0.1, "ppl": 0.1}) == float("inf")
+
+
 def test_limits_that_nothing_meets_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="no formats of auto meet the limits: the nearest has a slice at 5"):
         search(UNITS, {"kl": 0.1}, AUTO, lambda recipe: card_of(1e6, 0.5))

@@ -217,3 +217,9 @@ def test_the_predicted_bytes_are_the_bytes(plain: Path, tmp_path: Path) -> None:
 def test_a_recipe_that_fits_no_linear_says_why(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quantises none of the 15 linears: .*kept as asked"):
         quantize(job(plain, tmp_path / "out", keep=["proj"]))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v2"])
+def test_what_cannot_be_quantised_yet_is_one_line(family: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cannot be quantised by this command yet"):
+        PlainModel(save_checkpoint(family, tmp_path / family))

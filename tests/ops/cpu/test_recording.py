@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -81,3 +83,16 @@ def test_the_library_is_as_before_afterwards() -> None:
         assert vars(native.library())["rms_norm"] is not before["rms_norm"]
         raise ZeroDivisionError
     assert vars(native.library()) == before
+
+
+def test_calls_of_another_thread_are_not_recorded() -> None:
+    """A second engine of the process: its calls work, and are none of this program's."""
+    x, other, results = torch.randn(3, 64), torch.randn(2, 64), list[Tensor]()
+    expected = rms_norm(other, WEIGHT, 1e-5)
+    recording = Recording(Arena())
+    with torch.inference_mode(), recording.of_calls():
+        rms_norm(x, WEIGHT, 1e-5)
+        thread = threading.Thread(target=lambda: results.append(rms_norm(other, WEIGHT, 1e-5)))
+        thread.start()
+        thread.join()
+    assert len(recording.program()) == 1 and torch.equal(results[0], expected)

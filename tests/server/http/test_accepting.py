@@ -33,7 +33,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def connect(listener: socket.socket, count: int, text: bytes) -> list[socket.socket]:
-    made = [socket.create_connection(listener.getsockname(), timeout=20) for _ in range(count)]
+    made = [socket.create_connection(listener.getsockname(), timeout=120) for _ in range(count)]
     for each in made:
         each.sendall(text)
     return made
@@ -47,7 +47,7 @@ def accepted(listener: socket.socket, until: Callable[[list[bytes], Acceptor], b
         kind = type("Seen", (Seen,), {"begun": begun})
         acceptor = Acceptor(listener, kind, None, lambda: room)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not until(begun, acceptor):
                     await asyncio.sleep(0.001)
         finally:
@@ -67,7 +67,7 @@ def test_a_health_check_does_not_wait_for_those_before_it(listener: socket.socke
 
 
 def test_all_begin_in_the_end_and_late_bytes_are_no_hindrance(listener: socket.socket) -> None:
-    silent = [socket.create_connection(listener.getsockname(), timeout=20) for _ in range(3)]
+    silent = [socket.create_connection(listener.getsockname(), timeout=120) for _ in range(3)]
 
     def told(begun: list[bytes], acceptor: Acceptor) -> bool:
         if not len(acceptor):
@@ -120,7 +120,7 @@ def test_without_file_descriptors_it_is_told_and_tried_again(listener: socket.so
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
         acceptor = Acceptor(Scarce(), type("Seen", (Seen,), {"begun": begun}), None, lambda: 9)      # type: ignore[arg-type]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not begun:
                 await asyncio.sleep(0.001)
         acceptor.close()
@@ -160,3 +160,38 @@ def test_a_server_stops_in_order(listener: socket.socket) -> None:
 
     assert b"204" in asyncio.run(run())
     assert listener.fileno() == -1                       # and the address is free
+
+
+def test_an_error_of_one_connection_holds_up_no_other(listener: socket.socket) -> None:
+    """accept() may fail for a connection that was reset: those before it in the same turn begin all the same."""
+    told: list[str] = []
+
+    class Flaw:
+        """Its second connection is broken."""
+
+        count = 0
+
+        def fileno(self) -> int:
+            return listener.fileno()
+
+        def accept(self) -> Any:
+            self.count += 1
+            if self.count == 2:
+                raise OSError(errno.EPROTO, "protocol error")
+            return listener.accept()
+
+    clients = connect(listener, 3, b"hello")
+    begun: list[bytes] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        acceptor = Acceptor(Flaw(), type("Seen", (Seen,), {"begun": begun}), None, lambda: 9)        # type: ignore[arg-type]
+        async with asyncio.timeout(120):
+            while len(begun) < 3:
+                await asyncio.sleep(0.001)
+        acceptor.close()
+
+    asyncio.run(run())
+    assert told == ["a connection could not be accepted"]
+    for each in clients:
+        each.close()
