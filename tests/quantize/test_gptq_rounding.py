@@ -102,7 +102,7 @@ def test_moments_are_those_of_the_inputs(tmp_path: Path) -> None:
     normed = x * (x.pow(2).mean(1, keepdim=True) + model.config.rms_norm_eps).rsqrt()
     normed = normed * weights["model.layers.0.input_layernorm.weight"]
     found = observed[run.linear_of("model.layers.0.self_attn.k_proj.weight")]
-    torch.testing.assert_close(found.moments, normed.t() @ normed)
+    torch.testing.assert_close(found.moments, normed.t() @ normed, rtol=1e-5, atol=1e-4)       # sums of 275 products
     torch.testing.assert_close(found.mean, normed.abs().mean(0))
     torch.testing.assert_close(found.largest, normed.abs().amax(0))
     torch.testing.assert_close(found.sample, normed)     # so few tokens are all kept

@@ -44,7 +44,8 @@ def own_token_unseen(patch: Patch) -> None:
     """A wrong mask: the KV length leaves out the token that was just written."""
     def make(attend: Any) -> Any:
         def shorter(q: Any, k: Any, v: Any, table: Any, start: Any, length: Any, **rest: Any) -> Any:
-            rest["kv_len_host"] = [max(1, n - 1) for n in rest["kv_len_host"]]
+            if rest["kv_len_host"] is not None:          # steps of decodes alone have none
+                rest["kv_len_host"] = [max(1, n - 1) for n in rest["kv_len_host"]]
             return attend(q, k, v, table, start, (length - 1).clamp(min=1), **rest)
         return shorter
     change(patch, attention, "paged_attention", make)
@@ -98,7 +99,8 @@ def tokens_of_neighbours(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
 
 def lost_token(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
     """A chunk's first token is lost."""
-    for place, (first, end) in enumerate(zip(batch.query_start_host, batch.query_start_host[1:], strict=False)):
+    borders = batch.query_start.tolist()
+    for place, (first, end) in enumerate(zip(borders, borders[1:], strict=False)):
         if end - first > 2 and place == 0:
             batch.tokens[first] = batch.tokens[first + 1]
 
