@@ -24,7 +24,7 @@ LEFT_OUT = {"__init__.py"}
 def package_files(root: Path = ROOT) -> list[str]:
     """Paths below the repository, folder by folder."""
     files = [path for path in (root / "ridgeline").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    kept = [path for path in files if path.name not in LEFT_OUT and path.suffix not in (".pyc", ".so")]
+    kept = [path for path in files if path.name not in LEFT_OUT and path.suffix not in (".pyc", ".native")]
     return sorted(path.relative_to(root).as_posix() for path in kept)
 
 
