@@ -278,7 +278,8 @@ def family_of(architecture: object, known: Callable[[Family], Sequence[str]], wh
     for family in FAMILIES:
         if architecture in known(family):
             return family
-    supported = ", ".join(name for family in FAMILIES for name in known(family))
+    names = [name for family in FAMILIES for name in known(family)]
+    supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
     raise ModelError(f"{where}: architecture {architecture!r} is not supported; supported: {supported}")
 
 

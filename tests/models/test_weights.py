@@ -30,7 +30,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config
 from ridgeline.models.rope import llama3_divisors
-from ridgeline.models.weights import load_weights, model_pieces
+from ridgeline.models.weights import load_weights
 
 TOKENS = random_tokens(24)
 WEIGHTS = "model.safetensors"
@@ -436,8 +436,7 @@ def test_dummy_weights_need_only_a_config_and_keep_activations_sane(name: str, t
     assert 0.2 < float(logits.std()) < 5
     assert torch.equal(teacher_forced_logits(dummy(path), TOKENS, 20), logits)
     assert not torch.equal(teacher_forced_logits(dummy(path, seed=1), TOKENS, 20), logits)
-    pieces = model_pieces(dummy(path))
-    assert all(float(piece.target.std()) > 0 for piece in pieces.values())
+    assert all(float(numbers.std()) > 0 for numbers in dummy(path).numbers().values())
 
 
 def test_unknown_load_format(llama: Path) -> None:

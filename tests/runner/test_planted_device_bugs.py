@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def tokens_of_neighbours(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
 def lost_token(rows: DeviceRows, plan: StepPlan, batch: Any) -> None:
     """A chunk's first token is lost."""
     borders = batch.query_start.tolist()
-    for place, (first, end) in enumerate(zip(borders, borders[1:], strict=False)):
+    for place, (first, end) in enumerate(itertools.pairwise(borders)):
         if end - first > 2 and place == 0:
             batch.tokens[first] = batch.tokens[first + 1]
 
