@@ -218,6 +218,7 @@ def test_a_build_in_the_package_comes_first(monkeypatch: pytest.MonkeyPatch, tmp
     assert native.path().parent != tmp_path
     prebuilt = tmp_path / native_build.file_name()
     prebuilt.write_bytes(b"code")
+    monkeypatch.setattr(native_build, "file_name", lambda: "native-other.native")        # none like it came with the package
     monkeypatch.setenv("CC", "no-such-compiler")
     assert native.path() == native.build() == prebuilt
 
