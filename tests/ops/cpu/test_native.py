@@ -218,13 +218,13 @@ def test_a_build_in_the_package_comes_first(monkeypatch: pytest.MonkeyPatch, tmp
     assert native.path().parent != tmp_path
     prebuilt = tmp_path / native_build.file_name()
     prebuilt.write_bytes(b"code")
-    monkeypatch.setattr(native_build, "file_name", lambda: "native-other.native")        # none like it came with the package
     monkeypatch.setenv("CC", "no-such-compiler")
     assert native.path() == native.build() == prebuilt
 
 
 def test_without_a_compiler_the_error_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(native_build, "file_name", lambda: "native-other.native")        # none like it came with the package
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(ConfigError, match="no C compiler: no-such-compiler"):
         native.build()
