@@ -108,7 +108,7 @@ def test_a_step_of_a_shape_has_as_many_tiles_as_any_other(monkeypatch: pytest.Mo
         assert tiles.shape == (prefill_tiles.most_tiles(128, 2, 4), 4)
         assert tiles[tiles[:, 1] > 0, 0].min() == 4      # after the decodes, padding included
     fixed = DeviceRows([group], 8, 512, 256, 0, torch.device("cpu"), heads=8, deterministic=True)
-    assert fixed._tile_group is None
+    assert fixed.schedule._tile_group is None
 
 
 # ── the kernel, compiled ─────────────────────────────────────────────────────────────────────────────────────────────
