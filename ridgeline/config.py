@@ -71,8 +71,12 @@ class CacheOptions:
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that the engine may use", low=0.01)
     enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts with a common prefix")
     kv_cache_dtype: str = option(
-        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype, on a CPU float16 instead of "
-        "float32; float32 (CPU only)", ("auto", "fp8", "float32"),
+        "auto", "format of the KV cache. fp8 (e4m3) or int8: half the memory, with a scale per token and head, or the checkpoint's "
+        "calibrated ones; k=int8,v=fp8: keys and values apart; auto: the model's dtype, on a CPU float16 instead of float32; "
+        "float32 (CPU only)",
+    )
+    kv_cache_dtype_skip_layers: str = option(
+        "", "layers whose KV cache is not quantised: numbers, ranges, or sliding_window, such as 0,1,30-31"
     )
     kv_layout: str = option(
         "paged", "contiguous: reserve max_model_len tokens for every request (turns paging off)",
@@ -129,7 +133,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
          "qwen3", "step3", "step3p5"), "think",
     ),
     "tool_call_parser": {"llama4_json": "llama3_json", "openai": "harmony"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"},
 }
 
 

@@ -73,7 +73,7 @@ _IGNORED: dict[str, str] = {
         sse_ping_interval= list_devices log_prompts_dir= print_token_count= in_prefix_bos in_prefix= in_suffix=
     """,
     "a request that loses its KV blocks is computed again": "swap_space=",
-    "fp8 KV always has a scale per token and head": "calculate_kv_scales kv_cache_dtype_skip_layers=",
+    "a quantised KV cache has a scale per token and head, unless the checkpoint has calibrated ones": "calculate_kv_scales",
     "the KV cache is always on the model's device": "kv_offload",
     "tool choice is always on": "enable_auto_tool_choice",
     "reasoning is split off where the chat template has it; see --reasoning-parser": """
@@ -208,7 +208,7 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("kv_transfer_config= kv_events_config= ec_transfer_config= ec_manager_config= weight_transfer_config=", (),
      "prefill and decode run in one engine"),
     ("quantization_config=", ({}, "{}"), "use --quantization"),
-    ("cache_type_k= cache_type_v=", ("f16", "bf16", "f32"), "use --kv-cache-dtype fp8 (GPU only)"),
+    ("cache_type_k= cache_type_v=", ("f16", "bf16", "f32"), "use --kv-cache-dtype k=int8,v=int8"),
     ("enable_sleep_mode sleep_idle_seconds=", (False, -1), "stop the server to free its memory"),
     ("enable_prompt_embeds enable_mm_embeds", (False,), "prompts are text or token ids"),
     ("mmproj= mmproj_url= image= audio= video=", (), f"{_NO_MEDIA}: use a text model"),

@@ -15,15 +15,17 @@ from pathlib import Path
 from ridgeline.config import EngineConfig
 from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
+from ridgeline.kv_options import kv_format
 from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config, weight_bytes
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, PROMPT_TOKENS, most_queries
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, cache_dtype, page_bytes
+from ridgeline.sizes.kv_format import KVFormat
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
 from ridgeline.sizes.ledger import GIB
-from ridgeline.sizes.op_costs import DTYPE_BYTES, QUANTISED_BYTES
+from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.techniques import TECHNIQUES, turned_off
 
@@ -62,7 +64,7 @@ class ResolvedConfig:
     num_blocks: int
     prefix_caching: bool
     depth: int                       # steps in flight beside the one being planned
-    kv_dtype: str                    # of the KV cache
+    kv_format: KVFormat              # of the KV cache
     graphs: bool                     # decode steps are captured as CUDA graphs and replayed
     shared_prefixes: bool            # attention reads a prefix shared by running requests once
     step_seconds: float              # target time of a step that prompts share with decoding requests; 0: no limit
@@ -71,6 +73,11 @@ class ResolvedConfig:
     graph_bytes: int                 # … and the largest CUDA graph
     reasons: dict[str, str] = field(default_factory=dict)        # option -> why it has its value
     device_name: str = ""
+
+    @property
+    def kv_dtype(self) -> str:
+        """The KV cache's format in words."""
+        return self.kv_format.name
 
     @property
     def contiguous(self) -> bool:
@@ -106,6 +113,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     reasons: dict[str, str] = {}
     dtype = _dtype(config, model, device, reasons)
     groups = kv_groups(model, config.cache.block_size, config.parallel.tensor_parallel_size)
+    stored = kv_format(config, model, path, device.kind, dtype, reasons)
     longest = _longest(config, model)
 
     flat = {name: value for part in dataclasses.asdict(config).values() for name, value in part.items()}
@@ -113,8 +121,6 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     for technique in TECHNIQUES:
         if technique.name in off:
             reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
-    if "fp8 KV" in off:
-        raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
     graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
     check_quantization(
         model, config.model.quantization, device.kind, dtype, config.parallel.tensor_parallel_size,
@@ -123,7 +129,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype, model)
 
-    max_num_seqs, budget, memory = _sizes(config, device, model, dtype, groups, longest, graphs, reasons)
+    max_num_seqs, budget, memory = _sizes(config, device, model, dtype, groups, stored, longest, graphs, reasons)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
     most_tokens = budget if chunked else max(budget, longest)    # see _budget
     num_blocks = _num_blocks(config, memory, groups, longest, most_tokens, max_num_seqs, reasons)
@@ -136,18 +142,11 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off,
         depth=int(_overlap(config, device, reasons)),
-        kv_dtype=_kv_dtype(config, device.kind, dtype), graphs=graphs,
+        kv_format=stored, graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
     )
-
-
-def _kv_dtype(config: EngineConfig, device: str, dtype: str) -> str:
-    asked = config.cache.kv_cache_dtype
-    if asked == "float32" and (device, dtype) != ("cpu", "float32"):
-        raise ConfigError(f"kv_cache_dtype float32 is for a CPU that computes in float32, not for {device} in {dtype}; use auto")
-    return cache_dtype(asked, dtype, device, config.model.kernels)
 
 
 def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: dict[str, str]) -> bool:
@@ -166,14 +165,14 @@ def _overlap(config: EngineConfig, device: DeviceFacts, reasons: dict[str, str])
 
 
 def _sizes(
-    config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec], longest: int,
-    graphs: bool, reasons: dict[str, str],
+    config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec], stored: KVFormat,
+    longest: int, graphs: bool, reasons: dict[str, str],
 ) -> tuple[int, int, Memory]:
     """max_num_seqs and the token budget, and what memory there is with them."""
     asked, cache = config.scheduler, config.cache
 
     def memory(most_tokens: int) -> Memory:
-        return Memory.of(config, device, model, dtype, groups, longest, graphs, most_tokens)
+        return Memory.of(config, device, model, dtype, groups, stored, longest, graphs, most_tokens)
 
     if device.kind == "cpu":
         budget = asked.max_num_batched_tokens or CPU_STEP_TOKENS
@@ -243,7 +242,7 @@ class Memory:
     @classmethod
     def of(
         cls, config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec],
-        longest: int, graphs: bool, budget: int,
+        stored: KVFormat, longest: int, graphs: bool, budget: int,
     ) -> Memory:
         share, ranks = config.cache.gpu_memory_utilization, config.parallel.tensor_parallel_size
         if not 0 < share <= 1:
@@ -270,7 +269,7 @@ class Memory:
             kind=device.kind, dtype=dtype, room=room, others=allowed - room,
             weights=weight_bytes(model, dtype, device.kind, ranks, config.model.quantization) + rotation,
             runtime=device.runtime,
-            per_block=page_bytes(groups, (QUANTISED_BYTES | DTYPE_BYTES)[_kv_dtype(config, device.kind, dtype)]),
+            per_block=page_bytes(groups, stored),
             vocab=model.vocab_size,
             per_row_kept=tables + (logits if graphs else 0) + partials,
             per_row_logits=logits,

@@ -74,9 +74,9 @@ TECHNIQUES = (
         "quant/quantised.py",
     ),
     Technique(
-        "fp8 KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,
+        "quantised KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,
         "half the bytes per token: the KV cache holds twice as many, and attention reads half", "runner/kv_buffers.py",
-        device="cuda", also_off=("float32",),
+        also_off=("float32",),
     ),
     Technique(
         "tensor parallelism", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}, "bytes", False,

@@ -235,7 +235,7 @@ class WhatIf:
         log = planned_log(config, load)
         shape = log.shape
         if kv_dtype:
-            shape = replace(shape, kv_bytes=kv_element_bytes(kv_dtype, shape.head_dim))
+            shape = replace(shape, kv_bytes=kv_element_bytes(kv_dtype, shape.head_dim), window_kv_bytes=None)
         return speeds.price(log.rows.costs(StepCosts(shape, self.reads)))
 
     def gain(self, case: Case) -> float:

@@ -95,7 +95,7 @@ def make_runner(
         with meter.part(ledger.WEIGHTS):
             _kernels_and_weights(ahead, config, model, rows, sampler, comm, progress)
         with phase("KV cache"), meter.part(ledger.KV):
-            buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
+            buffers = KVBuffers(config.groups, config.num_blocks, config.kv_format, device)
         with phase("kernels"):
             ahead.finish()
     with phase("rows"), meter.part(ledger.ROWS):

@@ -369,7 +369,8 @@ def test_what_was_reached_is_what_happened_since() -> None:
     options = SimpleNamespace(execution=SimpleNamespace(deterministic=False), model=SimpleNamespace(quantization="none"))
     model = SimpleNamespace(quantisation=None)
     config = SimpleNamespace(
-        max_num_batched_tokens=64, depth=1, kv_dtype="bfloat16", dtype="bfloat16", options=options, model=model, graphs=True,
+        max_num_batched_tokens=64, depth=1, kv_dtype="bfloat16", kv_format=KVFormat("bfloat16", "bfloat16"),
+        dtype="bfloat16", options=options, model=model, graphs=True,
     )
     runner = SimpleNamespace(forward=SimpleNamespace(replays=7), rows=SimpleNamespace(prefixes=[SimpleNamespace(steps=3)]))
     engine: Any = SimpleNamespace(config=config, runner=runner)

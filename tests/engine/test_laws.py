@@ -33,9 +33,9 @@ from ridgeline.techniques import TECHNIQUES, Technique
 MODELS = ("llama", "mistral", "gemma2", "qwen3")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = TECHNIQUES
-# Those that can be active here and promise equal tokens. fp8 KV promises a bound and quantised weights the tokens of the expanded
+# Those that can be active here and promise equal tokens. Quantised KV promises a bound, quantised weights the tokens of the expanded
 # weights (tests/models/test_fp8.py): they have laws of their own.
-TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in ("fp8 KV", "quantised weights"))
+TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in ("quantised KV", "quantised weights"))
 if DEVICE == "cuda" and torch.cuda.device_count() < 2:
     TECHNIQUES = tuple(each for each in TECHNIQUES if each.name != "tensor parallelism")
 OFF: dict[str, Any] = {name: value for technique in ALL for name, value in technique.off.items()}
@@ -137,7 +137,7 @@ ACTIVE: dict[str, Callable[[EngineCore], bool]] = {
     != all(group.window is not None for group in core.config.groups),
     "speculation": lambda core: core.scheduler.drafter.counters.draft_tokens > 0,
     "quantised weights": lambda core: core.config.options.model.quantization == "fp8",
-    "fp8 KV": lambda core: core.config.kv_dtype == "float8_e4m3fn",
+    "quantised KV": lambda core: core.config.kv_format.quantised,
     "tensor parallelism": lambda core: isinstance(core.executor, TensorParallelExecutor),
 }
 # What a technique needs to have something to do.

@@ -278,7 +278,7 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     """Counts what one rank computes and moves. Its model knows how many bytes GEMMs read of a weight; without one, as when
     steps are only planned, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
-    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=common_block_size(config.groups))
+    shape = decoder_shape(config.model, config.dtype, kv=config.kv_format, block_size=common_block_size(config.groups))
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)

@@ -118,7 +118,7 @@ def collect_kernels(
         return
     chosen = _one_of_each(model)
     few = model.with_layers(chosen)
-    buffers = KVBuffers(config.groups, 2, getattr(torch, config.kv_dtype), rows.device)
+    buffers = KVBuffers(config.groups, 2, config.kv_format, rows.device)
     pages = buffers.layers()
     forward = EagerForward(few, [pages[number] for number in chosen], rows.last_token)
     runner = Runner(few, forward, rows, sampler, buffers, comm)
