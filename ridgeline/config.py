@@ -71,8 +71,8 @@ class CacheOptions:
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that the engine may use", low=0.01)
     enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts with a common prefix")
     kv_cache_dtype: str = option(
-        "auto", "format of the KV cache. fp8 (e4m3) or int8: half the memory, with a scale per token and head, or the checkpoint's "
-        "calibrated ones; k=int8,v=fp8: keys and values apart; auto: the model's dtype, on a CPU float16 instead of float32; "
+        "auto", "format of the KV cache. fp8 (e4m3) or int8: half the memory, with a scale per token and head, or with the "
+        "checkpoint's calibrated ones; k=int8,v=fp8: keys and values apart; auto: the model's dtype, on a CPU float16 instead of float32; "
         "float32 (CPU only)",
     )
     kv_cache_dtype_skip_layers: str = option(

@@ -59,7 +59,8 @@ class KVGroupSpec:
         """What one block of one layer holds: scales of keys and values, keys, values; a latent is both."""
         k, v = format.of_layer(layer)
         parts, heads = (("k", k), ("v", v))[: self.vectors], self.block_size * self.num_kv_heads
-        scales = tuple(Area(f"{name}_scale", "float32", heads * SCALE_BYTES) for name, dtype in parts if format.scale_bytes(dtype))
+        scaled = [name for name, dtype in parts if format.scale_bytes(dtype)]
+        scales = tuple(Area(f"{name}_scale", "float32", heads * SCALE_BYTES) for name in scaled)
         return scales + tuple(Area(name, dtype, heads * self.head_dim * element_bytes(dtype)) for name, dtype in parts)
 
     def layer_bytes(self, format: KVFormat, layer: int) -> int:
@@ -78,7 +79,7 @@ class Slot:
     """One layer slot of a block: where its layers have their pages."""
 
     bytes: int                       # of one block
-    areas: tuple[Area, ...]          # the same for all its layers, each with memory of its own; empty: they differ, and share a page
+    areas: tuple[Area, ...]          # of all its layers, each with memory of its own; empty: they differ, and share a page
 
 
 def slots_of(groups: list[KVGroupSpec], format: KVFormat) -> list[Slot]:

@@ -31,6 +31,7 @@ from ridgeline.ops.linear import gemm_gated
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.step_cost import DecoderShape, Peaks, decoder_shape, step_cost
 from ridgeline.runner import shared_prefix
+from ridgeline.sizes.kv_format import KVFormat
 
 H200_FACTS = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), runtime=800 << 20)
 H200 = Peaks(4.38e12, 793e12)

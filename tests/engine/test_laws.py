@@ -33,7 +33,7 @@ from ridgeline.techniques import TECHNIQUES, Technique
 MODELS = ("llama", "mistral", "gemma2", "qwen3")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = TECHNIQUES
-# Those that can be active here and promise equal tokens. Quantised KV promises a bound, quantised weights the tokens of the expanded
+# Those that can be active here and promise equal tokens. Quantised KV promises a bound, quantised weights those of the expanded
 # weights (tests/models/test_fp8.py): they have laws of their own.
 TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in ("quantised KV", "quantised weights"))
 if DEVICE == "cuda" and torch.cuda.device_count() < 2:

@@ -181,7 +181,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
 ):
     """Walk the keys [begin, end) in tiles; the last tile may reach beyond end. `block`: the blocks of the first tile.
 
-    NARROW: eight-bit keys meet queries of sixteen; V_NARROW: the values are eight-bit. PAIRED: `q` and `accumulated` have the even dimensions, `odd_q` and `odd` the others; else those are not used.
+    NARROW: eight-bit keys meet queries of sixteen; V_NARROW: so do the values. PAIRED: `q` and `accumulated` have the even
+    dimensions, `odd_q` and `odd` the others; else those are not used.
 
     MASKED tiles hide what lies beyond a query's position or behind its window; others are visible to every query. No
     slot at or beyond `limit` is ever read: such keys read the last slot before it again, and are hidden.

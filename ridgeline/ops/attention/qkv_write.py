@@ -196,7 +196,8 @@ def rotary_write_triton(
         HEADS_ROUND=power_of_two(heads), KV_HEADS_ROUND=power_of_two(kv_heads),
         HALF_ROUND=power_of_two(half), REST_ROUND=power_of_two(max(head_dim - 2 * half, 1)),
         DIM_ROUND=power_of_two(head_dim), NORM=q_norm is not None, K_SCALED=k_scale is not None, V_SCALED=v_scale is not None,
-        K_LIMIT=largest_code(k_cache.dtype), V_LIMIT=largest_code(v_cache.dtype), CALIBRATED=is_calibrated(k_scale), num_warps=4, **dependent_launch(qkv.device),
+        K_LIMIT=largest_code(k_cache.dtype), V_LIMIT=largest_code(v_cache.dtype),
+        CALIBRATED=is_calibrated(k_scale) or is_calibrated(v_scale), num_warps=4, **dependent_launch(qkv.device),
     )
     return q
 
