@@ -20,6 +20,7 @@ from typing import Any
 
 from ridgeline.errors import ConfigError
 from ridgeline.known_options import asks_for_nothing, known_option
+from ridgeline.sizes.kv_format import parse as parse_kv_dtype
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | float | None = None) -> Any:
@@ -72,8 +73,8 @@ class CacheOptions:
     enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts with a common prefix")
     kv_cache_dtype: str = option(
         "auto", "format of the KV cache. fp8 (e4m3) or int8: half the memory, with a scale per token and head, or with the "
-        "checkpoint's calibrated ones; k=int8,v=fp8: keys and values apart; auto: the model's dtype, on a CPU float16 instead of float32; "
-        "float32 (CPU only)",
+        "checkpoint's calibrated ones; k=int8,v=fp8: keys and values apart; auto: the model's dtype, on a CPU float16 instead of "
+        "float32; float32 (CPU only)",
     )
     kv_cache_dtype_skip_layers: str = option(
         "", "layers whose KV cache is not quantised: numbers, ranges, or sliding_window, such as 0,1,30-31"
@@ -154,8 +155,11 @@ class EngineConfig:
             name = _answered(given, value, declared)
             if name == "quantization" and isinstance(value, dict):
                 value = json.dumps(value)
+            if name == "kv_cache_dtype_skip_layers" and isinstance(value, (list, tuple)):
+                value = ",".join(map(str, value))
             if name and value is not None:
                 values[name] = checked(*declared[name], value)
+        parse_kv_dtype(values.get("kv_cache_dtype", "auto"))
         return cls(
             **{
                 group: kind(**{name: values[name] for name in _fields(kind) if name in values})

@@ -208,7 +208,7 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("kv_transfer_config= kv_events_config= ec_transfer_config= ec_manager_config= weight_transfer_config=", (),
      "prefill and decode run in one engine"),
     ("quantization_config=", ({}, "{}"), "use --quantization"),
-    ("cache_type_k= cache_type_v=", ("f16", "bf16", "f32"), "use --kv-cache-dtype k=int8,v=int8"),
+    ("cache_type_k= cache_type_v=", ("f16", "bf16", "f32"), "use --kv-cache-dtype fp8, int8 or k=FORMAT,v=FORMAT"),
     ("enable_sleep_mode sleep_idle_seconds=", (False, -1), "stop the server to free its memory"),
     ("enable_prompt_embeds enable_mm_embeds", (False,), "prompts are text or token ids"),
     ("mmproj= mmproj_url= image= audio= video=", (), f"{_NO_MEDIA}: use a text model"),

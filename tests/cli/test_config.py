@@ -105,7 +105,8 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
     [
         ({"trust_remote_code": True}, "trust_remote_code=True .* runs code from model directories"),
         ({"quantization": 8}, "quantization must be of type str"),
-        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be one of auto, fp8"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype .int3. is unknown; known: auto, fp8, int8"),
+        ({"kv_cache_dtype": "k=int8,q=fp8"}, "kv_cache_dtype .k=int8,q=fp8. is not understood"),
         ({"revision": "main"}, "revision='main' .*ridgeline pull NAME --revision"),
         ({"download_dir": "/tmp"}, "download_dir='/tmp' .* local directory"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 .* tensor_parallel_size"),

@@ -103,7 +103,7 @@ def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.
         ("-pp 2", "-pp 2 is not supported: there is tensor parallelism only: use --tensor-parallel-size"),
         ("--revision main", "ridgeline pull NAME --revision REV"),
         ("--lora a.gguf", "merge the adapter"),
-        ("-ctk q8_0", "use --kv-cache-dtype fp8"),
+        ("-ctk q8_0", "use --kv-cache-dtype fp8, int8 or k=FORMAT,v=FORMAT"),
         ("--system-prompt hi", "--system-prompt is --system here, and this command has no such option"),
         ("--grammar x", "send it with each request: structured_outputs"),
         ("--lora-modules", "--lora-modules needs a value"),
