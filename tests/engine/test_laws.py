@@ -209,6 +209,20 @@ ALL_ON = {name: value for technique in TECHNIQUES if technique.exact for name, v
 USUAL = PLAIN | ALL_ON | CROWD
 
 
+@pytest.mark.reliability("P-07")
+@pytest.mark.parametrize("stored", [
+    {"kv_cache_dtype": "k=int8,v=fp8", "kv_cache_dtype_skip_layers": "sliding_window"},
+    *(pytest.param({"kv_cache_dtype": name}, marks=slow) for name in ("int8", "fp8", "k=auto,v=int8")),
+], ids=lambda stored: "-".join(stored.values()))
+def test_a_quantised_cache_holds_the_same_whatever_else_is_on(stored: dict[str, Any], models: dict[str, Path]) -> None:
+    """Scales are of one token each, so a token's codes do not depend on batches, chunks, prefixes or drafts."""
+    asked = requests()[:6]
+    expected = run(models["gemma2"], PLAIN | stored, asked).answers
+    outcome = run(models["gemma2"], USUAL | stored | {"max_num_batched_tokens": 16}, asked)
+    assert outcome.answers == expected
+    assert ACTIVE["quantised KV"](outcome.core)
+
+
 @pytest.mark.reliability("P-08")
 @pytest.mark.parametrize(("rows", "name"), [
     *((5, name) for name in MODELS), (2, "gemma2"), (12, "gemma2"),
