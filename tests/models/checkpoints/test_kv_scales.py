@@ -28,7 +28,9 @@ def write(directory: Path, scales: dict[str, torch.Tensor]) -> Path:
     return directory
 
 
-def named(kind: str, dtype: torch.dtype = torch.float32, values: tuple[float, ...] = (0.5, 0.25, 2.0, 0.75)) -> dict[str, torch.Tensor]:
+def named(
+    kind: str, dtype: torch.dtype = torch.float32, values: tuple[float, ...] = (0.5, 0.25, 2.0, 0.75)
+) -> dict[str, torch.Tensor]:
     names = [f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in NAMES[kind]]
     return {name: torch.tensor([value], dtype=dtype) for name, value in zip(names, values, strict=True)}
 
