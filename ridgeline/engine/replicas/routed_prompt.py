@@ -27,7 +27,10 @@ class RoutedPrompt:
 
 
 def token_bytes(ids: Sequence[int]) -> bytes:
-    return np.asarray(ids, np.uint32).tobytes()
+    try:
+        return np.asarray(ids, np.int64).astype(np.uint32).tobytes()
+    except OverflowError:                                # no token has such an id: the engine will refuse it
+        return repr(ids).encode()
 
 
 def tokens_prompt(ids: Sequence[int], salt: str, most_output: int | None, is_cached: bool, streams: bool = True) -> RoutedPrompt:
