@@ -118,6 +118,9 @@ class ExecutionOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
     tensor_parallel_size: int = option(1, "number of ranks (processes) that share every layer", low=1)
+    data_parallel_size: int = option(
+        1, "engines behind one front end, each with a whole copy of the model; `ridgeline serve` only", low=1
+    )
 
 
 # Other spellings of an option's values, vLLM's.

@@ -248,8 +248,9 @@ class Memory:
         share, ranks = config.cache.gpu_memory_utilization, config.parallel.tensor_parallel_size
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
-        # Ranks on the CPU share one memory; each GPU has its own.
-        allowed = room = device.memory // ranks if device.kind == "cpu" else int(device.memory * share)
+        # Ranks and engines on the CPU share one memory; each GPU has its own.
+        sharing = ranks * config.parallel.data_parallel_size
+        allowed = room = device.memory // sharing if device.kind == "cpu" else int(device.memory * share)
         if device.free:                                  # others may be on the GPU; what we have taken already is ours
             room = min(room, device.free + device.runtime)
         size = DTYPE_BYTES[dtype]
