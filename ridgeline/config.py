@@ -20,6 +20,7 @@ from typing import Any
 
 from ridgeline.errors import ConfigError
 from ridgeline.known_options import asks_for_nothing, known_option
+from ridgeline.sizes.mesh_shape import MeshShape
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | float | None = None) -> Any:
@@ -118,6 +119,20 @@ class ExecutionOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
     tensor_parallel_size: int = option(1, "number of ranks (processes) that share every layer", low=1)
+    pipeline_parallel_size: int = option(
+        1, "number of stages, each with some of the layers, one after the other; ranks in all: times tensor_parallel_size", low=1
+    )
+    enable_expert_parallel: bool = option(
+        False, "the ranks of tensor_parallel_size divide the experts of a mixture among them, not each expert's width"
+    )
+
+    @property
+    def mesh(self) -> MeshShape:
+        return MeshShape(self.tensor_parallel_size, self.pipeline_parallel_size)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.size
 
 
 # Other spellings of an option's values, vLLM's.

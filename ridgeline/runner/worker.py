@@ -39,6 +39,7 @@ from ridgeline.runner.step_programs import ProgramForward
 from ridgeline.runner.to_host import reserve_masks
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED
+from ridgeline.sizes.kv_spec import groups_here
 
 logger = get_logger("worker")
 
@@ -79,7 +80,7 @@ def make_runner(
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
         plain = plain_scheme(device, dtype, options.execution.deterministic, options.model.cpu_activations)
-        formats = LinearFormats(model_config, options.model.quantization, device.type, comm.size)
+        formats = LinearFormats(model_config, options.model.quantization, device.type, comm.tensor.size)
         model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):
         rows = DeviceRows(
@@ -95,7 +96,8 @@ def make_runner(
         with meter.part(ledger.WEIGHTS):
             _kernels_and_weights(ahead, config, model, rows, sampler, comm, progress)
         with phase("KV cache"), meter.part(ledger.KV):
-            buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
+            here = groups_here(config.groups, model.numbers_here)
+            buffers = KVBuffers(here, config.num_blocks, getattr(torch, config.kv_dtype), device)
         with phase("kernels"):
             ahead.finish()
     with phase("rows"), meter.part(ledger.ROWS):
@@ -119,7 +121,7 @@ def make_runner(
 
 def _runs_programs(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -> bool:
     options = config.options
-    alone = not options.execution.enforce_eager and options.parallel.tensor_parallel_size == 1
+    alone = not options.execution.enforce_eager and options.parallel.num_ranks == 1
     return alone and kernels_are_used() and native.supports(Site(device.type, dtype, 0))
 
 
@@ -212,7 +214,7 @@ def _device(config: ResolvedConfig, comm: Communicator) -> torch.device:
         if comm.size > 1:
             torch.set_num_threads(max(1, platform.cpu_count() // comm.size))
         return torch.device("cpu")
-    device = torch.device("cuda", comm.rank)
+    device = torch.device("cuda", comm.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)                        # the driver's part of start-up
     return device

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from ridgeline.config import EngineConfig
-from ridgeline.distributed.comm import ProcessGroup
-from ridgeline.engine.ipc import PLAN
+from ridgeline.engine.core.executor import join
+from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, STOP
 from ridgeline.errors import one_line
 from ridgeline.process.orphans import end_with_parent
 from ridgeline.resolve import DeviceFacts, resolve
@@ -47,24 +46,35 @@ class Link:
     def report(self, reached: str, reason: str = "") -> None:
         self._reports.send(json.dumps([self._rank, reached, reason]).encode())
 
-    def receive(self) -> bytes:
+    def receive(self) -> tuple[bytes, bytes]:
+        """What to do, and its frame."""
         while not self._plans.poll(_POLL_MS):
             self.check()
-        return self._plans.recv()
+        what, *frame = self._plans.recv_multipart()
+        return what, frame[0] if frame else b""
 
 
 def obey(given: dict[str, Any], link: Link) -> None:
     options = EngineConfig.of(**given["options"])
     config = resolve(options, DeviceFacts(options.model.device, _UNLIMITED, (options.model.dtype,)))
     link.report("started")
-    backend = "gloo" if config.device == "cpu" else "nccl"
-    comm = ProcessGroup(given["rank"], given["size"], Path(given["store"]), backend)
+    comm = join(config, given["rank"], given["store"])
     runner = make_runner(config, comm, link.check)
     link.report("loaded")
-    while frame := link.receive():
+    depth, in_flight = runner.rows.depth, 0
+    while (message := link.receive())[0] != STOP:
+        what, frame = message
+        if what == SAID:
+            said = SAID_TOKENS.decode(frame)
+            runner.said(said.rows, said.tokens)
+            continue
+        assert what == RUN
         runner.submit(PLAN.decode(frame))
         runner.sample()
-        runner.collect()
+        in_flight += 1
+        if in_flight > depth:                            # as late as on rank 0: the device is not waited for before
+            runner.collect()
+            in_flight -= 1
     comm.close()
 
 

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
-from ridgeline.distributed.comm import ProcessGroup
+from ridgeline.distributed.meet import meet
 from ridgeline.engine.core import executor as executor_module
+from ridgeline.engine.core import ranks as ranks_module
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import EngineDead
 from ridgeline.messages import Request
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And no test waits for the network to give up: its limit is longer than a test may take."""
-    monkeypatch.setattr(ProcessGroup.__init__, "__defaults__", ("gloo", 3600.0))
+    monkeypatch.setattr(meet, "__defaults__", ("gloo", 3600.0, False))
     folder = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))        # short: a socket's path has 107 characters
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = set(psutil.Process().children())
@@ -96,7 +97,7 @@ def test_a_rank_that_dies_in_a_collective_is_named(model: Path) -> None:
 
 
 def test_a_rank_that_does_not_leave_is_ended(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks_module, "_LEAVE_SECONDS", 0.5)
     core = start(model)
     (rank,) = ranks()
     rank.suspend()
@@ -141,6 +142,6 @@ def test_rank_zero_that_fails_takes_the_others_along(model: Path, monkeypatch: p
         raise RuntimeError("no memory here")
 
     monkeypatch.setattr(executor_module, "make_runner", fail)
-    monkeypatch.setattr(executor_module, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks_module, "_LEAVE_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match="no memory here"):
         start(model)
