@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.sharding import Shard
 from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.embedding import LMHead, VocabEmbedding
@@ -179,8 +180,10 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, config.hidden_size, place)
         # How many experts each layer has read in the newest step; None: the model is no mixture.
         self.expert_reads: Tensor | None = None
+        self.experts_here: Shard | None = None
         mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
         if mixtures:
+            self.experts_here = mixtures[0].experts.here
             self.expert_reads = torch.zeros(len(mixtures), dtype=torch.int32, device=device)
             for mixture, place_of in zip(mixtures, self.expert_reads.split(1), strict=True):
                 mixture.reads = place_of
@@ -252,11 +255,17 @@ class Decoder(nn.Module):
         return found
 
     def is_elsewhere(self, path: str) -> bool:
-        """Is that a part of the model which another stage has?"""
+        """Is that a part of the model which another rank has?"""
         first, _, rest = path.partition(".")
         if first == "layers":
-            number = int(rest.partition(".")[0])
-            return number < self.config.num_layers and number not in self.numbers_here
+            number, _, inside = rest.partition(".")
+            if int(number) not in self.numbers_here:
+                return int(number) < self.config.num_layers
+            here = self.experts_here
+            if here is None or not inside.startswith("mlp.experts."):
+                return False
+            expert = int(inside.split(".")[2])
+            return expert < here.total and not here.start <= expert < here.stop
         return getattr(self, first, self) is None
 
     def stored_formats(self) -> dict[str, WeightFormat]:
