@@ -20,6 +20,8 @@ from torch import Tensor
 
 from ridgeline.distributed.pipeline import WHOLE, Stage
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor        # its new name, from torch 2.13 on
+
 
 class Axis:
     """One rank alone."""
@@ -60,6 +62,10 @@ class Communicator:
         """Seconds in blocking collectives so far."""
         return self.tensor.waited + self.stages.waited
 
+    def agree(self, decision: bool) -> bool:
+        """Rank 0's decision, on every rank: where a clock decides, they would differ."""
+        return decision
+
     def close(self) -> None:
         """Leave the mesh."""
 
@@ -82,7 +88,7 @@ class ProcessAxis(Axis):
         """Into one tensor of a size that the host knows: a CUDA graph can hold it."""
         found = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         with self._waiting():
-            dist.all_gather_into_tensor(found, x.contiguous(), group=self._group)
+            _gather(found, x.contiguous(), group=self._group)
         return torch.cat(found.chunk(self.size), dim=-1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:

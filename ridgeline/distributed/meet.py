@@ -16,7 +16,13 @@ from ridgeline.sizes.mesh_shape import MeshShape
 
 
 class ProcessMesh(Communicator):
-    """Ends the processes' connections with close()."""
+    """Several ranks; close() ends their connections."""
+
+    def agree(self, decision: bool) -> bool:
+        on_gpu = dist.get_backend() == "nccl"
+        said = torch.tensor([decision], dtype=torch.int32, device="cuda" if on_gpu else "cpu")
+        dist.broadcast(said, 0)
+        return bool(said.item())
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -189,8 +189,9 @@ class Runner:
         self._buffers.run(plan.block_ops)
 
     def _is_greedy(self, plan: StepPlan, work: _Work) -> bool:
-        """Do all rows want the best token, and nothing else? Then the forward pass chooses it."""
-        if self._comm.tensor.size > 1 or plan.width is not None or (plan.want & _LOGPROBS).any():
+        """Do all rows want the best token, and nothing else? Then the forward pass chooses it, every rank for itself: all have
+        the same logits, to the last bit."""
+        if plan.width is not None or (plan.want & _LOGPROBS).any():
             return False
         return self._sampler.all_greedy(work.rows)
 

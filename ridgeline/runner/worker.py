@@ -62,7 +62,8 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
         raise ConfigError("device is cuda, but torch sees no GPU here; use device=cpu")
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    return DeviceFacts("cuda", total, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free, name)
+    sharing = -(-config.parallel.num_ranks // torch.cuda.device_count())         # ranks on one GPU: slow, to try things out
+    return DeviceFacts("cuda", total // sharing, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free // sharing, name)
 
 
 def make_runner(
@@ -106,14 +107,14 @@ def make_runner(
             capped = model_config.final_softcap is not None
             forward = GraphForward(
                 eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
-                torch.float32 if capped else dtype, device, config.graph_bytes, MOST_VERIFIED if drafts else 0,
+                torch.float32 if capped else dtype, device, config.graph_bytes, MOST_VERIFIED if drafts else 0, comm.size == 1,
             )
         elif _runs_programs(config, device, dtype):
             forward = ProgramForward(eager, rows.tables.groups, rows.last_token)
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
-            _first_steps(config, runner)
+            _first_steps(config, runner, comm)
         runner.memory = meter.measured()
         logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
@@ -171,13 +172,13 @@ def _kernels_and_weights(
             torch.cuda.empty_cache()                     # of what loading took: later tensors would be put into it
 
 
-def _first_steps(config: ResolvedConfig, runner: Runner) -> None:
+def _first_steps(config: ResolvedConfig, runner: Runner, comm: Communicator) -> None:
     """Reserve the memory that steps need, and run and capture what the first requests will launch."""
     memory_pools.take(runner.rows.device, config.step_bytes)
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     warm_up(runner, *sizes)
     if isinstance(runner.forward, GraphForward):
-        rehearsal = Rehearsal(runner, runner.forward, *sizes)
+        rehearsal = Rehearsal(runner, runner.forward, *sizes, comm)
         runner.rehearse = rehearsal.go_on
         with phase("graphs"):
             captured = rehearsal.before_ready(CAPTURE_SECONDS)

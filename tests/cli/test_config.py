@@ -108,7 +108,7 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
         ({"kv_cache_dtype": "int3"}, "kv_cache_dtype must be one of auto, fp8"),
         ({"revision": "main"}, "revision='main' .*ridgeline pull NAME --revision"),
         ({"download_dir": "/tmp"}, "download_dir='/tmp' .* local directory"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 .* tensor_parallel_size"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2 .* pipeline_parallel_size"),
         ({"enable_lora": True}, "enable_lora=True"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb=4"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend='ray'"),

@@ -116,9 +116,11 @@ class PipelineExecutor(RankedExecutor):
         self._late = config.device == "cpu"
         self._flights: deque[StepPlan] = deque()
         self._masks: deque[Any] = deque()                # of those that run late
+        self.most_in_flight = 0
 
     def submit(self, plan: StepPlan) -> None:
         self._flights.append(plan)
+        self.most_in_flight = max(self.most_in_flight, len(self._flights))
         if self._late:
             self._ranks.check()
             self._ranks.send(RUN, PLAN.encode(plan))
