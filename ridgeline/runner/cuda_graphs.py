@@ -60,7 +60,7 @@ class GraphForward:
         device: torch.device, num_bytes: int = 0, most_verified: int = 0, stand_ins: bool = True,
     ) -> None:
         """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph. `stand_ins`:
-        may a step use a larger graph than its own? Not where other ranks, which may have other graphs, must have the same shape."""
+        may a step use a larger graph than its own? Not where other ranks, with other graphs, must have the same shape."""
         self._stand_ins = stand_ins
         self._eager = eager
         self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified)
