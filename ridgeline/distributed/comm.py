@@ -66,6 +66,9 @@ class Communicator:
         """Rank 0's decision, on every rank: where a clock decides, they would differ."""
         return decision
 
+    def give_up(self) -> None:
+        """From another thread: end what waits for a rank that is gone."""
+
     def close(self) -> None:
         """Leave the mesh."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ridgeline.distributed.comm import ALONE, Axis, Communicator, ProcessAxis
 from ridgeline.distributed.pipeline import WHOLE, ProcessStage, Stage
@@ -24,8 +25,14 @@ class ProcessMesh(Communicator):
         dist.broadcast(said, 0)
         return bool(said.item())
 
+    def give_up(self) -> None:
+        """gloo notices by itself. NCCL's kernels wait for the other rank until they are told not to."""
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            distributed_c10d._abort_process_group()      # public only as an argument of later versions
+
     def close(self) -> None:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def meet(

@@ -18,8 +18,8 @@ import numpy as np
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.meet import ProcessMesh, meet
-from ridgeline.engine.core.ranks import Ranks
 from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, Said
+from ridgeline.engine.ranks.rank_processes import Ranks
 from ridgeline.messages import StepPlan, StepResult
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.runner.worker import make_runner
@@ -76,6 +76,7 @@ class RankedExecutor:
                 self._comm = join(config, 0, ranks.store)
                 self.runner = make_runner(config, self._comm, watched)
             ranks.wait("loaded")
+            ranks.watch(self._comm)
         except BaseException:
             self.close()
             raise
@@ -92,7 +93,9 @@ class RankedExecutor:
 
     def collect(self) -> StepResult:
         with self._ranks.named():
-            return self.runner.collect()
+            result = self.runner.collect()
+        self._ranks.require()                            # what a step brings that was given up is nothing
+        return result
 
     def prepare(self) -> bool:
         return False                                     # every rank would have to, in step

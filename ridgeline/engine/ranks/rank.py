@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import zmq
 
 from ridgeline.config import EngineConfig
+from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.core.executor import join
 from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, STOP
+from ridgeline.engine.ranks.rank_watch import BEAT_SECONDS
 from ridgeline.errors import one_line
 from ridgeline.process.orphans import end_with_parent
 from ridgeline.resolve import DeviceFacts, resolve
@@ -38,6 +43,10 @@ class Link:
         self._plans.connect(given["address"])
         self._reports = context.socket(zmq.PUSH)
         self._reports.connect(given["reports"])
+        self._beats = context.socket(zmq.PUSH)           # of the thread that says that this rank lives
+        self._beats.setsockopt(zmq.SNDHWM, 4)
+        self._beats.connect(given["beats"])
+        self.steps = 0
 
     def check(self, *_: int) -> None:
         if os.getppid() != self._parent:
@@ -45,6 +54,16 @@ class Link:
 
     def report(self, reached: str, reason: str = "") -> None:
         self._reports.send(json.dumps([self._rank, reached, reason]).encode())
+
+    def live(self, mesh: Communicator) -> None:
+        """Say so once a second from now on: a thread of its own, for this one may wait for other ranks."""
+        def beat() -> None:
+            while True:
+                with suppress(zmq.Again):
+                    self._beats.send(json.dumps([self._rank, self.steps, mesh.waited]).encode(), zmq.NOBLOCK)
+                time.sleep(BEAT_SECONDS)
+
+        threading.Thread(target=beat, name="beat", daemon=True).start()
 
     def receive(self) -> tuple[bytes, bytes]:
         """What to do, and its frame."""
@@ -60,6 +79,7 @@ def obey(given: dict[str, Any], link: Link) -> None:
     link.report("started")
     comm = join(config, given["rank"], given["store"])
     runner = make_runner(config, comm, link.check)
+    link.live(comm)
     link.report("loaded")
     depth, in_flight = runner.rows.depth, 0
     while (message := link.receive())[0] != STOP:
@@ -72,6 +92,7 @@ def obey(given: dict[str, Any], link: Link) -> None:
         runner.submit(PLAN.decode(frame))
         runner.sample()
         in_flight += 1
+        link.steps += 1
         if in_flight > depth:                            # as late as on rank 0: the device is not waited for before
             runner.collect()
             in_flight -= 1

@@ -1,4 +1,4 @@
-"""The processes of the ranks above 0, and the sockets to them. No call here waits for a rank that has ended."""
+"""The processes of the ranks above 0, and the sockets to them. No call here waits for a rank that has ended or hangs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 
 import zmq
 
+from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.ipc import STOP, SocketDir
+from ridgeline.engine.ranks.rank_watch import Process, RankWatch
 from ridgeline.errors import EngineDead
 from ridgeline.process.children import child_environment, start_child
 from ridgeline.resolve import ResolvedConfig
@@ -28,7 +30,8 @@ class Ranks:
         self.store = self._sockets.path / "store"
         self._context = zmq.Context()
         self._links: dict[int, zmq.Socket[bytes]] = {}
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._children: dict[int, Process] = {}
+        self._watch: RankWatch | None = None
         self._reached: dict[int, str] = {}               # rank -> the last thing it said it had done
         try:
             self._start(config)
@@ -39,6 +42,8 @@ class Ranks:
     def _start(self, config: ResolvedConfig) -> None:
         self._reports = self._context.socket(zmq.PULL)
         self._reports.bind(self._sockets.address("reports"))
+        self._beats = self._context.socket(zmq.PULL)
+        self._beats.bind(self._sockets.address("beats"))
         environment = {"OMP_NUM_THREADS": "1"} | child_environment()
         for rank in range(1, self.shape.size):
             link = self._links[rank] = self._context.socket(zmq.PUSH)
@@ -46,9 +51,19 @@ class Ranks:
             settings = {
                 "options": config.pinned().flat(), "rank": rank, "store": str(self.store),
                 "address": self._sockets.address(f"rank-{rank}"), "reports": self._sockets.address("reports"),
+                "beats": self._sockets.address("beats"),
                 "parent": os.getpid(),
             }
-            self._children[rank] = start_child("ridgeline.engine.core.rank", json.dumps(settings), environment=environment)
+            self._children[rank] = start_child("ridgeline.engine.ranks.rank", json.dumps(settings), environment=environment)
+
+    def watch(self, mesh: Communicator) -> None:
+        """All ranks are there: from now on none may be silent for long."""
+        self._watch = RankWatch(self._beats, self._children, lambda: mesh.waited, mesh.give_up)
+
+    def require(self) -> None:
+        """EngineDead if a rank is known to have ended; costs nothing."""
+        if self._watch is not None and self._watch.lost:
+            self.check()
 
     def check(self) -> None:
         """EngineDead when a rank has ended, with its own last words if it had any."""
@@ -61,13 +76,17 @@ class Ranks:
             if process.poll() is not None:
                 if self._reports.poll(_POLL_MS):
                     return self.check()                  # what it said as it ended says more
-                raise EngineDead(f"rank {rank} ended with code {process.returncode}")
+                raise EngineDead(self._ended(rank))
+
+    def _ended(self, rank: int) -> str:
+        hung = {} if self._watch is None else self._watch.hung
+        return hung.get(rank) or f"rank {rank} ended with code {self._children[rank].returncode}"
 
     def _first_to_end(self) -> str:
         """A rank that ends breaks the connections of the others, which say so. It is the one to be named."""
         for rank, process in self._children.items():
             if (process.poll() or 0) < 0:
-                return f"rank {rank} ended with code {process.returncode}"
+                return self._ended(rank)
         return ""
 
     def wait(self, reached: str) -> None:
@@ -105,6 +124,8 @@ class Ranks:
 
     def end(self) -> None:
         """However things stand: no process, socket or file is left, within seconds. A second call does nothing."""
+        if self._watch is not None:
+            self._watch.end()
         for link in self._links.values():
             _sent(link, STOP)
         deadline = time.monotonic() + _LEAVE_SECONDS
