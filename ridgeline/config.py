@@ -126,6 +126,11 @@ class ParallelOptions:
         False, "the ranks of tensor_parallel_size divide the experts of a mixture among them, not each expert's width"
     )
 
+    distributed_executor_backend: str = option(
+        "mp", "where ranks run. mp: on this machine; ray: on the machines of a Ray cluster (pip install 'ridgeline[ray]')",
+        ("mp", "ray"),
+    )
+
     @property
     def mesh(self) -> MeshShape:
         return MeshShape(self.tensor_parallel_size, self.pipeline_parallel_size)
@@ -145,6 +150,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
     ),
     "tool_call_parser": {"llama4_json": "llama3_json", "openai": "harmony"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "distributed_executor_backend": {"uni": "mp"},
 }
 
 

@@ -199,7 +199,6 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
      "start one server per GPU behind a load balancer"),
     ("nnodes= node_rank= headless rpc=", (0, 1, False), "one engine runs on one machine"),
     ("enable_eplb enable_dbo", (False,), f"{_NO_EXPERTS}; leave it out"),
-    ("distributed_executor_backend=", ("mp", "uni"), "ranks are processes on this machine; leave it out"),
     ("device_ids=", (), "set CUDA_VISIBLE_DEVICES"),
     ("cpu_offload_gb= kv_offloading_size= offload_group_size= offload_num_in_group= offload_prefetch_step=", (0,),
      "weights and KV must fit into the device's memory; use a smaller model or fp8"),

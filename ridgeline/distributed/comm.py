@@ -51,6 +51,7 @@ class Communicator:
 
     def __init__(self, tensor: Axis = ALONE, stages: Stage = WHOLE, experts: Axis = ALONE, rank: int = 0) -> None:
         self.tensor, self.stages, self.experts, self.rank = tensor, stages, experts, rank
+        self.device_index: int | None = None             # of the GPU on this rank's machine; None: by its rank
 
     @property
     def size(self) -> int:

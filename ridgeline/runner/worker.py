@@ -215,7 +215,8 @@ def _device(config: ResolvedConfig, comm: Communicator) -> torch.device:
         if comm.size > 1:
             torch.set_num_threads(max(1, platform.cpu_count() // comm.size))
         return torch.device("cpu")
-    device = torch.device("cuda", comm.rank % torch.cuda.device_count())
+    index = comm.rank % torch.cuda.device_count() if comm.device_index is None else comm.device_index
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)                        # the driver's part of start-up
     return device

@@ -111,7 +111,7 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2 .* pipeline_parallel_size"),
         ({"enable_lora": True}, "enable_lora=True"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb=4"),
-        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend='ray'"),
+        ({"distributed_executor_backend": "external"}, "distributed_executor_backend must be one of mp, ray"),
         ({"tokenizer_mode": "mistral"}, "tokenizer_mode='mistral'"),
         ({"tensor_parallel_sise": 2}, "unknown option 'tensor_parallel_sise'; did you mean 'tensor_parallel_size'"),
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be at least 0.01"),

@@ -9,9 +9,10 @@ with `said`; the scheduler plans such a row again only after its step was collec
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.meet import ProcessMesh, meet
 from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, Said
 from ridgeline.engine.ranks.rank_processes import Ranks
+from ridgeline.engine.ranks.rank_wire import interface_of
 from ridgeline.messages import StepPlan, StepResult
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.runner.worker import make_runner
@@ -73,7 +75,7 @@ class RankedExecutor:
         try:
             ranks.wait("started")                        # a missing rank would be waited for without end
             with ranks.named():
-                self._comm = join(config, 0, ranks.store)
+                self._comm = join(config, 0, ranks.joining)
                 self.runner = make_runner(config, self._comm, watched)
             ranks.wait("loaded")
             ranks.watch(self._comm)
@@ -151,11 +153,15 @@ class PipelineExecutor(RankedExecutor):
         return result
 
 
-def join(config: ResolvedConfig, rank: int, store: Any) -> ProcessMesh:
-    """The mesh of this engine's ranks, once all have come."""
+def join(config: ResolvedConfig, rank: int, given: Mapping[str, Any]) -> ProcessMesh:
+    """The mesh of this engine's ranks, once all have come. `given`: where they meet, and what this one has there."""
     parallel = config.options.parallel
     backend = "gloo" if config.device == "cpu" else "nccl"
-    return meet(parallel.mesh, rank, store, backend, divide_experts=parallel.enable_expert_parallel)
+    if given.get("own_address"):                         # several machines: gloo would look up the host's name instead
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(given["own_address"]))
+    mesh = meet(parallel.mesh, rank, given["store"], backend, divide_experts=parallel.enable_expert_parallel)
+    mesh.device_index = given.get("device_index")
+    return mesh
 
 
 def make_executor(config: ResolvedConfig, progress: Progress | None = None) -> Executor:

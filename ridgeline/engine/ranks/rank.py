@@ -21,7 +21,10 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.core.executor import join
 from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, STOP
 from ridgeline.engine.ranks.rank_watch import BEAT_SECONDS
+from ridgeline.engine.ranks.rank_wire import connect
+from ridgeline.engine.ranks.ray_ranks import KEYS
 from ridgeline.errors import one_line
+from ridgeline.process.children import erase_variable
 from ridgeline.process.orphans import end_with_parent
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.runner.worker import make_runner
@@ -39,13 +42,15 @@ class Link:
 
     def __init__(self, given: dict[str, Any], context: zmq.Context[Any]) -> None:
         self._rank, self._parent = given["rank"], given["parent"]
+        keys = json.loads(os.environ.pop(KEYS, "{}"))
+        erase_variable(KEYS)
         self._plans = context.socket(zmq.PULL)
-        self._plans.connect(given["address"])
+        connect(self._plans, given["address"], keys)
         self._reports = context.socket(zmq.PUSH)
-        self._reports.connect(given["reports"])
+        connect(self._reports, given["reports"], keys)
         self._beats = context.socket(zmq.PUSH)           # of the thread that says that this rank lives
         self._beats.setsockopt(zmq.SNDHWM, 4)
-        self._beats.connect(given["beats"])
+        connect(self._beats, given["beats"], keys)
         self.steps = 0
 
     def check(self, *_: int) -> None:
@@ -77,7 +82,7 @@ def obey(given: dict[str, Any], link: Link) -> None:
     options = EngineConfig.of(**given["options"])
     config = resolve(options, DeviceFacts(options.model.device, _UNLIMITED, (options.model.dtype,)))
     link.report("started")
-    comm = join(config, given["rank"], given["store"])
+    comm = join(config, given["rank"], given)
     runner = make_runner(config, comm, link.check)
     link.live(comm)
     link.report("loaded")

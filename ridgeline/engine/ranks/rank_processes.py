@@ -8,12 +8,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import zmq
 
 from ridgeline.distributed.comm import Communicator
-from ridgeline.engine.ipc import STOP, SocketDir
+from ridgeline.engine.ipc import STOP
 from ridgeline.engine.ranks.rank_watch import Process, RankWatch
+from ridgeline.engine.ranks.rank_wire import LocalWire, Wire
+from ridgeline.engine.ranks.ray_ranks import RayLauncher
 from ridgeline.errors import EngineDead
 from ridgeline.process.children import child_environment, start_child
 from ridgeline.resolve import ResolvedConfig
@@ -23,12 +26,48 @@ _SEND_SECONDS = 10.0                 # a rank that takes no plan for so long is 
 _LEAVE_SECONDS = 5.0                 # what ranks get to end by themselves
 
 
+class Launcher(Protocol):
+    """Where ranks run, and how they are reached."""
+
+    wire: Wire
+    own_address: str                 # of this machine, where ranks may be on others
+    device_index: int | None         # the GPU of rank 0; None: by its number
+
+    def start(self, rank: int, settings: dict[str, Any]) -> Process: ...
+
+    def close(self) -> None: ...
+
+
+class LocalLauncher:
+    """Processes of this one."""
+
+    own_address = ""
+    device_index = None
+
+    def __init__(self) -> None:
+        self.wire: Wire = LocalWire()
+        self._environment = {"OMP_NUM_THREADS": "1"} | child_environment()
+
+    def start(self, rank: int, settings: dict[str, Any]) -> Process:
+        given = json.dumps(settings | {"parent": os.getpid()})
+        return start_child("ridgeline.engine.ranks.rank", given, environment=self._environment)
+
+    def close(self) -> None:
+        self.wire.close()
+
+
+def make_launcher(config: ResolvedConfig, context: zmq.Context[Any]) -> Launcher:
+    parallel = config.options.parallel
+    if parallel.distributed_executor_backend == "ray":
+        return RayLauncher(context, parallel.mesh, config.device == "cuda")
+    return LocalLauncher()
+
+
 class Ranks:
     def __init__(self, config: ResolvedConfig) -> None:
         self.shape = config.options.parallel.mesh
-        self._sockets = SocketDir()
-        self.store = self._sockets.path / "store"
         self._context = zmq.Context()
+        self._launcher = make_launcher(config, self._context)
         self._links: dict[int, zmq.Socket[bytes]] = {}
         self._children: dict[int, Process] = {}
         self._watch: RankWatch | None = None
@@ -40,21 +79,23 @@ class Ranks:
             raise
 
     def _start(self, config: ResolvedConfig) -> None:
+        wire = self._launcher.wire
         self._reports = self._context.socket(zmq.PULL)
-        self._reports.bind(self._sockets.address("reports"))
         self._beats = self._context.socket(zmq.PULL)
-        self._beats.bind(self._sockets.address("beats"))
-        environment = {"OMP_NUM_THREADS": "1"} | child_environment()
+        common = {
+            "options": config.pinned().flat(), "store": wire.store, "reports": wire.bind(self._reports, "reports"),
+            "beats": wire.bind(self._beats, "beats"),
+        }
         for rank in range(1, self.shape.size):
             link = self._links[rank] = self._context.socket(zmq.PUSH)
-            link.bind(self._sockets.address(f"rank-{rank}"))
-            settings = {
-                "options": config.pinned().flat(), "rank": rank, "store": str(self.store),
-                "address": self._sockets.address(f"rank-{rank}"), "reports": self._sockets.address("reports"),
-                "beats": self._sockets.address("beats"),
-                "parent": os.getpid(),
-            }
-            self._children[rank] = start_child("ridgeline.engine.ranks.rank", json.dumps(settings), environment=environment)
+            address = wire.bind(link, f"rank-{rank}")
+            self._children[rank] = self._launcher.start(rank, common | {"rank": rank, "address": address})
+
+    @property
+    def joining(self) -> dict[str, Any]:
+        """Where rank 0 meets the others, and with which device."""
+        launcher = self._launcher
+        return {"store": launcher.wire.store, "own_address": launcher.own_address, "device_index": launcher.device_index}
 
     def watch(self, mesh: Communicator) -> None:
         """All ranks are there: from now on none may be silent for long."""
@@ -136,8 +177,8 @@ class Ranks:
                 process.kill()
                 process.wait()
         self._links, self._children = {}, {}
+        self._launcher.close()
         self._context.destroy(linger=0)
-        self._sockets.close()
 
 
 def _sent(link: zmq.Socket[bytes], *frames: bytes) -> bool:
