@@ -9,7 +9,7 @@ are added to those of a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,11 @@ def common_block_size(groups: list[KVGroupSpec]) -> int:
 def page_bytes(groups: list[KVGroupSpec], element_size: int) -> int:
     """Bytes of one block in all layer slots. Every group can use every page, so the largest one counts."""
     return max(len(group.layers) for group in groups) * max(group.layer_bytes(element_size) for group in groups)
+
+
+def groups_here(groups: list[KVGroupSpec], layers: range) -> list[KVGroupSpec]:
+    """The same groups with those of their layers that a pipeline's stage has; some may have none."""
+    return [replace(group, layers=tuple(layer for layer in group.layers if layer in layers)) for group in groups]
 
 
 def cache_dtype(asked: str, dtype: str, device: str, kernels: str = "auto") -> str:
