@@ -139,11 +139,10 @@ def devices(value: Any) -> set[str]:
     return {device for each in fields for device in devices(each)}
 
 
-@pytest.mark.parametrize("op", [packed_linear.packed_linear, packed_linear.normed_packed_linear, quantised_linear.quantised_linear],
-                         ids=lambda op: op.name)
-def test_the_float64_definition_gets_every_tensor_on_the_cpu(op: Op[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["packed_linear", "normed_packed_linear", "quantised_linear"])
+def test_the_float64_definition_gets_every_tensor_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are records of tensors: one that stayed on the GPU would meet an x on the CPU. `meta` stands for the GPU."""
-    args, _ = make_inputs(op, op.cases[0], torch.bfloat16, "cpu")
+    args, _ = make_inputs(REGISTRY[name], REGISTRY[name].cases[0], torch.bfloat16, "cpu")
     moved: list[str] = []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append("cpu") or tensor.to("meta"))
     weight = next(value for value in args if isinstance(value, PackedWeight | QuantisedWeight))
