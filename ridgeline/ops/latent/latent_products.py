@@ -144,8 +144,8 @@ def latent_merge_kernel(  # type: ignore[no-untyped-def]
         statistics = statistics_ptr + slot * (2 * TILE_HEADS) + member
         maxima = tl.load(statistics, mask=part < used, other=-1e30)
         sums = tl.load(statistics + TILE_HEADS, mask=part < used, other=0.0)
-        place = (slot * TILE_HEADS + member)[:, None] * TILE_RANK + dim[None, :]
-        parts = tl.load(accumulated_ptr + place, mask=(part < used)[:, None], other=0.0)
+        source = accumulated_ptr + (slot * TILE_HEADS + member)[:, None] * TILE_RANK + dim[None, :]
+        parts = tl.load(source, mask=(part < used)[:, None], other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
         decay = tl.exp2(maximum - new_maximum)
         shrink = tl.exp2(maxima - new_maximum)
