@@ -4,7 +4,7 @@ Kernels have variants, and a few numbers of a step decide which one it launches.
 
     linears, norms               by tokens: sizes of captured decodes, prompts, the largest steps
     decode attention             by rows: decodes alone, beside a prompt, after a shared prefix
-    prefill attention            by the tokens of the longest prompt, where no one kernel serves all
+    prefill attention            by the tokens of the longest prompt, where no one kernel serves all; with and without older keys
     greedy tokens                with every step
     sampling                     sampled, filtered, or greedy; one row or many; of the model's logits or of edited ones
     masks, log-probabilities     of sampled tokens and of prompts
@@ -79,6 +79,8 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
     for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
         if tokens <= longest_chunk and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
             yield KernelStep([tokens])
+    if longest_chunk > 1 and longest > 2:
+        yield KernelStep([2], past=1)                    # a later chunk of a prompt
     yield from _sampling(num_rows)
     scored = SamplingParams(temperature=0, prompt_logprobs=1)
     for rows in (15, *beyond):                           # rows of logits that the head computes
