@@ -21,6 +21,7 @@ from typing import Any
 from ridgeline.errors import ConfigError
 from ridgeline.known_options import asks_for_nothing, known_option
 from ridgeline.sizes.kv_format import parse as parse_kv_dtype
+from ridgeline.sizes.mesh_shape import MeshShape
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | float | None = None) -> Any:
@@ -123,6 +124,27 @@ class ExecutionOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
     tensor_parallel_size: int = option(1, "number of ranks (processes) that share every layer", low=1)
+    data_parallel_size: int = option(
+        1, "engines behind one front end, each with a whole copy of the model; `ridgeline serve` only", low=1
+    )
+    pipeline_parallel_size: int = option(
+        1, "number of stages, each with some of the layers, one after the other; ranks in all: times tensor_parallel_size", low=1
+    )
+    enable_expert_parallel: bool = option(
+        False, "the ranks of tensor_parallel_size divide the experts of a mixture among them, not each expert's width"
+    )
+    distributed_executor_backend: str = option(
+        "mp", "where ranks run. mp: on this machine; ray: on the machines of a Ray cluster (pip install 'ridgeline[ray]')",
+        ("mp", "ray"),
+    )
+
+    @property
+    def mesh(self) -> MeshShape:
+        return MeshShape(self.tensor_parallel_size, self.pipeline_parallel_size)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.size
 
 
 # Other spellings of an option's values, vLLM's.
@@ -135,6 +157,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
     ),
     "tool_call_parser": {"llama4_json": "llama3_json", "openai": "harmony"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"},
+    "distributed_executor_backend": {"uni": "mp"},
 }
 
 

@@ -105,7 +105,11 @@ def _health(service: Service) -> list[Route]:
 
     async def health(request: Request) -> Response:
         blocks = llm.ready.num_blocks if llm.ready else 0
-        counts = {"requests": llm.num_open, "running": llm.running, "free_blocks": llm.free_blocks, "num_blocks": blocks}
+        counts: dict[str, Any] = {
+            "requests": llm.num_open, "running": llm.running, "free_blocks": llm.free_blocks, "num_blocks": blocks,
+        }
+        if len(llm.engines) > 1:
+            counts["engines"] = [each.state for each in llm.engines]
         if service.state == "ok":
             return json_response({"status": "ok", **counts})
         reason = {"code": 503, "message": NOT_READY[service.state], "type": "unavailable_error"}     # as llama.cpp's is

@@ -8,7 +8,7 @@ ledger count bytes from here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.errors import ConfigError
 from ridgeline.sizes.op_costs import DTYPE_BYTES, E4M3, INT8, QUANTISED_BYTES, SCALE_BYTES
@@ -39,6 +39,13 @@ class KVFormat:
     def of_layer(self, layer: int) -> tuple[str, str]:
         """The dtypes of a layer's keys and values."""
         return (self.wide, self.wide) if layer in self.wide_layers else (self.k, self.v)
+
+    def of_stage(self, layers: range) -> KVFormat:
+        """Of a pipeline's stage, whose layers are counted from 0."""
+        return replace(
+            self, wide_layers=frozenset(layer - layers.start for layer in self.wide_layers if layer in layers),
+            scales=self.scales[layers.start : layers.stop],
+        )
 
     def scale_bytes(self, dtype: str) -> int:
         """Of a stored key or value of one head."""

@@ -9,7 +9,7 @@ are added to those of a block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.sizes.kv_format import KVFormat, element_bytes
 from ridgeline.sizes.op_costs import SCALE_BYTES
@@ -80,6 +80,11 @@ class Slot:
 
     bytes: int                       # of one block
     areas: tuple[Area, ...]          # of all its layers, each with memory of its own; empty: they differ, and share a page
+
+
+def groups_here(groups: list[KVGroupSpec], layers: range) -> list[KVGroupSpec]:
+    """The same groups with those of their layers that a pipeline's stage has; some may have none."""
+    return [replace(group, layers=tuple(layer for layer in group.layers if layer in layers)) for group in groups]
 
 
 def slots_of(groups: list[KVGroupSpec], format: KVFormat) -> list[Slot]:

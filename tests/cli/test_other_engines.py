@@ -100,7 +100,7 @@ def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.
         ("--enable-lora", "--enable-lora is not supported: LoRA adapters are not applied at run time; merge the adapter"),
         ("--trust-remote-code", "Ridgeline never runs code from model directories"),
         ("--speculative-model x", "drafts are switched by --speculative-config"),
-        ("-pp 2", "-pp 2 is not supported: there is tensor parallelism only: use --tensor-parallel-size"),
+        ("-dcp 2", "-dcp 2 is not supported: layers and experts are divided, contexts are not"),
         ("--revision main", "ridgeline pull NAME --revision REV"),
         ("--lora a.gguf", "merge the adapter"),
         ("-ctk q8_0", "use --kv-cache-dtype fp8, int8 or k=FORMAT,v=FORMAT"),

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import timeit
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from ridgeline.ops import activation, registry, rms_norm, rotary, vocabulary_end
 from ridgeline.ops.attention import attention_reference, fused_decode, kv_write, paged_attention, qkv_write
 from ridgeline.ops.attention.attention_arguments import largest_code
 from ridgeline.ops.experts import experts_op, route
-from ridgeline.ops.latent import latent_attention, latent_write
+from ridgeline.ops.latent import fused_latent, latent_attention, latent_write
 from ridgeline.ops.linear import gguf_blocks, linear_op
 from ridgeline.ops.packed import packed_linear
+from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.quantised import quantised_linear
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
@@ -38,16 +40,16 @@ OPS: list[Op[Any, Any]] = [
     paged_attention.paged_attention, logprobs.logprobs, linear_op.linear, linear_op.normed_linear, gguf_blocks.block_linear,
     qkv_write.rotary_write, sample.apply_mask, fused_decode.decode_attention, quantised_linear.quantised_linear,
     packed_linear.packed_linear, packed_linear.normed_packed_linear, vocabulary_ends.embedding, vocabulary_ends.soft_cap,
-    latent_write.latent_write, latent_attention.latent_attention, route.route, experts_op.experts,
+    latent_write.latent_write, latent_attention.latent_attention, fused_latent.latent_decode, route.route, experts_op.experts,
 ]
 CUDA = torch.cuda.is_available()
 
 
-def device_of(implementation: Implementation, dtype: torch.dtype) -> str | None:
+def device_of(op: Op[Any, Any], implementation: Implementation, dtype: torch.dtype, gpu: bool = CUDA) -> str | None:
     """Where this implementation can run here; None if nowhere."""
     if implementation.name == "triton" and TRITON_INTERPRETED:
         return "cpu" if implementation.supports(Site("cuda", dtype, 64)) else None
-    for device in ("cuda", "cpu") if CUDA else ("cpu",):
+    for device in ("cuda", "cpu") if gpu and op is not gguf_blocks.block_linear else ("cpu",):       # its Matrix is a CPU's
         if implementation.supports(Site(device, dtype, 64)):
             return device
     return None
@@ -65,7 +67,7 @@ def all_checks() -> list[Any]:
         for implementation in op.implementations:
             for case in op.cases:
                 for dtype in case.dtypes:
-                    if dtype == "float64" or device_of(implementation, getattr(torch, dtype)) is None:
+                    if dtype == "float64" or device_of(op, implementation, getattr(torch, dtype)) is None:
                         continue
                     if case.timed and implementation.name == "triton" and TRITON_INTERPRETED:
                         continue                         # minutes, in the interpreter
@@ -86,6 +88,9 @@ def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -
 def widened(value: Any) -> Any:
     if isinstance(value, QuantisedWeight):               # codes and scales are exact as they are
         return QuantisedWeight(*(each.cpu() if isinstance(each, torch.Tensor) else each for each in value))
+    if isinstance(value, PackedWeight):
+        tensors = {name: getattr(value, name) for name in ("codes", "scale", "zero", "outer")}
+        return replace(value, **{name: None if each is None else each.cpu() for name, each in tensors.items()})
     return value.to("cpu", torch.float64) if isinstance(value, torch.Tensor) and value.is_floating_point() else (
         value.cpu() if isinstance(value, torch.Tensor) else value
     )
@@ -104,7 +109,7 @@ def results(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 def test_implementation_matches_the_float64_definition(
     op: Op[Any, Any], implementation: Implementation, case: Case, dtype: str
 ) -> None:
-    device = device_of(implementation, getattr(torch, dtype))
+    device = device_of(op, implementation, getattr(torch, dtype))
     assert device is not None
     args, kwargs = make_inputs(op, case, getattr(torch, dtype), device)
     if implementation.name == "native" and not implementation.supports(Site(device, getattr(torch, dtype), args[0].shape[-1])):
@@ -126,6 +131,28 @@ def test_implementation_matches_the_float64_definition(
             )
         else:
             assert torch.equal(got.cpu(), wanted)
+
+
+def devices(value: Any) -> set[str]:
+    if isinstance(value, torch.Tensor):
+        return {value.device.type}
+    fields = value if isinstance(value, tuple) else (getattr(value, name) for name in getattr(value, "__slots__", ()))
+    return {device for each in fields for device in devices(each)}
+
+
+@pytest.mark.parametrize("name", ["packed_linear", "normed_packed_linear", "quantised_linear"])
+def test_the_float64_definition_gets_every_tensor_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are records of tensors: one that stayed on the GPU would meet an x on the CPU. `meta` stands for the GPU."""
+    args, _ = make_inputs(REGISTRY[name], REGISTRY[name].cases[0], torch.bfloat16, "cpu")
+    moved: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append("cpu") or tensor.to("meta"))
+    weight = next(value for value in args if isinstance(value, PackedWeight | QuantisedWeight))
+    assert devices(weight) == {"cpu"} and devices(widened(weight)) == {"meta"} and moved
+
+
+def test_an_op_of_the_cpu_is_tested_there_on_a_gpu_machine() -> None:
+    where = {op.name: device_of(op, op.implementations[-1], torch.float32, gpu=True) for op in OPS}
+    assert where["block_linear"] == "cpu" and where["packed_linear"] == where["rotary"] == "cuda"
 
 
 @pytest.mark.reliability("P-13")
