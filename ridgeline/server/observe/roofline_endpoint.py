@@ -57,6 +57,14 @@ def window_seconds(given: str | None) -> float:
     return seconds
 
 
+def chosen(llm: AsyncLLM, given: str | None) -> AsyncLLM:
+    """The query's `engine`; the first one without it."""
+    number = int(given) if given is not None and given.isdigit() and len(given) < 6 else 0 if given is None else -1
+    if not 0 <= number < len(llm.engines):
+        raise BadRequest(f"engine must be a number from 0 to {len(llm.engines) - 1}")
+    return llm.engines[number]
+
+
 class RooflineReply(msgspec.Struct):
     """Times in seconds; `at` is seconds before now; shares are parts of 1."""
 
@@ -76,6 +84,7 @@ class RooflineReply(msgspec.Struct):
     history: dict[str, Any]          # one row a second
     points: dict[str, Any]           # one row a step
     quality: str = ""                # what quantised weights cost, from their card
+    engines: int = 1                 # of this server; the rest is about one of them
 
 
 def document(
