@@ -25,7 +25,7 @@ logger = get_logger("ranks")
 
 KEYS = "RIDGELINE_RANK_KEYS"         # the variable with the keys of a rank's sockets, which is erased as it starts
 PLACE_SECONDS = 60.0                 # for Ray to find room
-_ANSWER_SECONDS = 60.0               # for an actor to start
+_ANSWER_SECONDS = 300.0              # for an actor to start
 
 
 class Keeper:
