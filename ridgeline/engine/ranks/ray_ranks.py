@@ -25,7 +25,7 @@ logger = get_logger("ranks")
 
 KEYS = "RIDGELINE_RANK_KEYS"         # the variable with the keys of a rank's sockets, which is erased as it starts
 PLACE_SECONDS = 60.0                 # for Ray to find room
-_ANSWER_SECONDS = 60.0               # for an actor to start
+_ANSWER_SECONDS = 300.0              # for an actor to start
 
 
 class Keeper:
@@ -62,14 +62,18 @@ class RayRank:
         keeper.wait.remote().future().add_done_callback(self._note)
 
     def _note(self, future: Any) -> None:
-        self.returncode = -9 if future.exception() is not None else future.result()
-        self._ended.set()
+        if self.returncode is None:
+            self.returncode = -9 if future.exception() is not None else future.result()
+            self._ended.set()
 
     def poll(self) -> int | None:
         return self.returncode
 
     def kill(self) -> None:
+        """Its end counts from now on: a machine that cannot be reached will not confirm it."""
         self._ray.kill(self._keeper)
+        self.returncode = -9
+        self._ended.set()
 
     def wait(self, timeout: float | None = None) -> int:
         if not self._ended.wait(timeout):

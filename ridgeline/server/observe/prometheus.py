@@ -71,7 +71,7 @@ def families(llm: AsyncLLM) -> list[Family]:
 
 
 def of_all_engines(llm: AsyncLLM) -> list[Family]:
-    """Each sample has the number of its engine in the label `engine`. There are no sums: those of Prometheus would count twice."""
+    """Each sample has the number of its engine in the label `engine`. No sums: those of Prometheus would count twice."""
     made = [families(engine) for engine in llm.engines]
     for number, each in enumerate(made):
         for family in each:
