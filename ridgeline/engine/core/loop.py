@@ -168,7 +168,7 @@ def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] |
         seconds=time.monotonic() - started,
         kv_dtype=config.kv_dtype,
         techniques=active_techniques(config),
-        memory={part: size * config.options.parallel.tensor_parallel_size for part, size in config.memory.items()},
+        memory={part: size * config.options.parallel.num_ranks for part, size in config.memory.items()},
         sizes={"num_gpu_blocks_override": config.num_blocks, "max_model_len": config.max_model_len},
     )
     spare_the_old()
