@@ -68,6 +68,7 @@ class Ranks:
         self.shape = config.options.parallel.mesh
         self._context = zmq.Context()
         self._launcher = make_launcher(config, self._context)
+        self._reports, self._beats = self._context.socket(zmq.PULL), self._context.socket(zmq.PULL)
         self._links: dict[int, zmq.Socket[bytes]] = {}
         self._children: dict[int, Process] = {}
         self._watch: RankWatch | None = None
@@ -80,8 +81,6 @@ class Ranks:
 
     def _start(self, config: ResolvedConfig) -> None:
         wire = self._launcher.wire
-        self._reports = self._context.socket(zmq.PULL)
-        self._beats = self._context.socket(zmq.PULL)
         common = {
             "options": config.pinned().flat(), "store": wire.store, "reports": wire.bind(self._reports, "reports"),
             "beats": wire.bind(self._beats, "beats"),
@@ -176,7 +175,10 @@ class Ranks:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        sockets = [*self._links.values(), self._reports, self._beats]
         self._links, self._children = {}, {}
+        for socket in sockets:                           # before the wire, which decides on connections that are being made
+            socket.close(linger=0)
         self._launcher.close()
         self._context.destroy(linger=0)
 
