@@ -42,7 +42,7 @@ class LocalLauncher:
     """Processes of this one."""
 
     own_address = ""
-    device_index = None
+    device_index: int | None = None
 
     def __init__(self) -> None:
         self.wire: Wire = LocalWire()
