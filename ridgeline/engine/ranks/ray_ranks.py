@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 
 from ridgeline.engine.ranks.rank_wire import FarWire, Keys, Wire
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import child_environment, start_child
 from ridgeline.process.log import get_logger
 from ridgeline.sizes.mesh_shape import MeshShape
@@ -105,7 +105,8 @@ class RayLauncher:
         if not group.wait(PLACE_SECONDS):
             self._ray.util.remove_placement_group(group)
             there = self._ray.cluster_resources()
-            raise ConfigError(
+            # No fault of the settings: a machine may come back, and the next start find room.
+            raise EngineDead(
                 f"the Ray cluster has no room for {size} ranks with one {'GPU' if on_gpu else 'CPU'} each: it has "
                 f"{there.get('CPU', 0):.0f} CPUs and {there.get('GPU', 0):.0f} GPUs, some of which may be in use"
             )
