@@ -17,7 +17,9 @@ from ridgeline.layers.linear import AnyNorm, GateUpLinear, Linear, Placement, no
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.experts.experts_op import experts
 from ridgeline.ops.experts.route import route
+from ridgeline.ops.experts.router import route_rows
 from ridgeline.quant.piece import Piece
+from ridgeline.quant.scheme import Fused, Unquantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +155,17 @@ class Mixture(nn.Module):
         out = self.of_normed(rows, batch)
         return (out if post_norm is None else post_norm(out)), stream
 
+    def _routed(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Experts of each token, and their weights."""
+        router, spec = self.router, self.spec
+        bias = router.e_score_correction_bias
+        if type(router.scheme) in (Unquantised, Fused):
+            return route_rows(x, router.weight, router.bias, spec.used, bias=bias, **spec.rule)  # type: ignore[arg-type]
+        return route(router(x, batch), spec.used, bias=bias, **spec.rule)  # type: ignore[arg-type]
+
     def of_normed(self, x: Tensor, batch: Batch) -> Tensor:
         spec, weights = self.spec, self.experts
-        logits = self.router(x, batch)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        chosen, shares = route(logits, spec.used, bias=self.router.e_score_correction_bias, **spec.rule)  # type: ignore[arg-type]
+        chosen, shares = self._routed(x, batch)
         out = experts(
             x, weights.gate_up, weights.down, chosen, shares, spec.activation, gate_up_bias=weights.gate_up_bias,
             down_bias=weights.down_bias, limit=spec.limit, alpha=spec.alpha,

@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ridgeline.ops.experts.expert_gate import gated_sums
 from ridgeline.ops.experts.expert_tiles import sorted_pairs
-from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two
-from ridgeline.ops.linear.gemv import GATES, activated
+from ridgeline.ops.experts.few_tokens import experts_few, serves
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
+from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton_kernel
 
 
@@ -29,6 +31,15 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     neighbours: int                  # tiles of rows that go through the outputs together
+
+
+@triton_kernel()
+def _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(where the tile of a work item is listed, its block of outputs): NEIGHBOURS tiles of rows go through the blocks together."""
+    band = item // (NEIGHBOURS * blocks)
+    height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
+    place = item % (NEIGHBOURS * blocks)
+    return tiles_ptr + 3 * (band * NEIGHBOURS + place % height), place // height
 
 
 @triton_kernel(do_not_specialize=["num_tiles"])
@@ -44,43 +55,35 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
-        band = item // (NEIGHBOURS * blocks)
-        height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
-        place = item % (NEIGHBOURS * blocks)
-        tile = tiles_ptr + 3 * (band * NEIGHBOURS + place % height)
+        tile, block = _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
         expert = tl.load(tile)
         if expert >= 0:
             first, stop = tl.load(tile + 1), tl.load(tile + 2)
             at = first + tl.arange(0, ROWS)
             token = tl.load(order_ptr + at, mask=at < stop, other=0) // USED
-            output = place // height * BLOCK + tl.arange(0, BLOCK)
+            output = block * BLOCK + tl.arange(0, BLOCK)
             column = tl.arange(0, STEP)
             rows = x_ptr + token.to(tl.int64)[:, None] * stride + column[None, :]
             gates = weight_ptr + (expert.to(tl.int64) * 2 * OUTPUTS + output)[:, None] * INPUTS + column[None, :]
-            gate = tl.zeros((ROWS, BLOCK), tl.float32)
-            up = tl.zeros((ROWS, BLOCK), tl.float32)
+            gate = tl.zeros((BLOCK, ROWS), tl.float32)
+            up = tl.zeros((BLOCK, ROWS), tl.float32)
             for start in range(0, INPUTS, STEP):
                 inside = start + column[None, :] < INPUTS
-                left = tl.load(rows + start, mask=(at < stop)[:, None] & inside, other=0.0)
+                right = tl.trans(tl.load(rows + start, mask=(at < stop)[:, None] & inside, other=0.0))
                 kept = (output < OUTPUTS)[:, None] & inside
-                right = tl.load(gates + start, mask=kept, other=0.0)
+                left = tl.load(gates + start, mask=kept, other=0.0)
                 partner = tl.load(gates + OUTPUTS * INPUTS + start, mask=kept, other=0.0)
                 if UPCAST:
                     left, right, partner = left.to(tl.float32), right.to(tl.float32), partner.to(tl.float32)
-                gate = tl.dot(left, tl.trans(right), gate, input_precision="ieee")
-                up = tl.dot(left, tl.trans(partner), up, input_precision="ieee")
+                gate = tl.dot(left, right, gate, input_precision="ieee")
+                up = tl.dot(partner, right, up, input_precision="ieee")
             if BIAS:
                 biases = bias_ptr + expert * 2 * OUTPUTS + output
-                gate += tl.load(biases, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-                up += tl.load(biases + OUTPUTS, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-            if CLAMPED:
-                gate = tl.minimum(gate, limit)
-                up = tl.minimum(tl.maximum(up, -limit), limit) + 1.0
-                gate = gate / (1.0 + tl.exp(-alpha * gate))
-            else:
-                gate = activated(gate, GATE)
+                gate += tl.load(biases, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+                up += tl.load(biases + OUTPUTS, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+            result = gated_sums(gate, up, limit, alpha, GATE, CLAMPED).to(out_ptr.dtype.element_ty)
             out = out_ptr + at.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-            tl.store(out, (gate * up).to(out_ptr.dtype.element_ty), mask=(at < stop)[:, None] & (output < OUTPUTS)[None, :])
+            tl.store(out, tl.trans(result), mask=(at < stop)[:, None] & (output < OUTPUTS)[None, :])
 
 
 @triton_kernel(do_not_specialize=["num_tiles"])
@@ -95,31 +98,29 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
-        band = item // (NEIGHBOURS * blocks)
-        height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
-        place = item % (NEIGHBOURS * blocks)
-        tile = tiles_ptr + 3 * (band * NEIGHBOURS + place % height)
+        tile, block = _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
         expert = tl.load(tile)
         if expert >= 0:
             first, stop = tl.load(tile + 1), tl.load(tile + 2)
             at = first + tl.arange(0, ROWS)
-            output = place // height * BLOCK + tl.arange(0, BLOCK)
+            output = block * BLOCK + tl.arange(0, BLOCK)
             column = tl.arange(0, STEP)
             rows = x_ptr + at.to(tl.int64)[:, None] * INPUTS + column[None, :]
             weights = weight_ptr + (expert.to(tl.int64) * OUTPUTS + output)[:, None] * INPUTS + column[None, :]
-            sums = tl.zeros((ROWS, BLOCK), tl.float32)
+            sums = tl.zeros((BLOCK, ROWS), tl.float32)
             for start in range(0, INPUTS, STEP):
                 inside = start + column[None, :] < INPUTS
-                left = tl.load(rows + start, mask=(at < stop)[:, None] & inside, other=0.0)
-                right = tl.load(weights + start, mask=(output < OUTPUTS)[:, None] & inside, other=0.0)
+                right = tl.trans(tl.load(rows + start, mask=(at < stop)[:, None] & inside, other=0.0))
+                left = tl.load(weights + start, mask=(output < OUTPUTS)[:, None] & inside, other=0.0)
                 if UPCAST:
                     left, right = left.to(tl.float32), right.to(tl.float32)
-                sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
+                sums = tl.dot(left, right, sums, input_precision="ieee")
             if BIAS:
-                sums += tl.load(bias_ptr + expert * OUTPUTS + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+                sums += tl.load(bias_ptr + expert * OUTPUTS + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
             pair = tl.load(order_ptr + at, mask=at < stop, other=0).to(tl.int64)
             out = out_ptr + pair[:, None] * OUTPUTS + output[None, :]
-            tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=(at < stop)[:, None] & (output < OUTPUTS)[None, :])
+            kept = (at < stop)[:, None] & (output < OUTPUTS)[None, :]
+            tl.store(out, tl.trans(sums.to(out_ptr.dtype.element_ty)), mask=kept)
 
 
 @triton_kernel()
@@ -146,14 +147,14 @@ def _sum_experts_kernel(  # type: ignore[no-untyped-def]
 
 
 def tile_for(pairs: int, experts: int, gated: bool) -> Tile:
-    """By pairs per visited expert. Not measured yet: from what the dense GEMMs of this engine need on an H200."""
+    """By pairs per visited expert. A tile has room for more than their mean: an expert with two tiles is read twice."""
     per_expert = pairs / min(pairs, experts)
-    if per_expert <= 16:
+    if per_expert <= 9:
         return Tile(16, 32 if gated else 64, 128, 4, 4, 1)
-    if per_expert <= 32:
-        return Tile(32, 64, 128 if not gated else 64, 4, 4, 1)
+    if per_expert <= 20:
+        return Tile(32, 64, 64, 4, 4, 1)
     if per_expert <= 96:
-        return Tile(64, 64 if gated else 128, 64, 4, 4, 4)
+        return Tile(64, 64 if gated else 128, 64, 4, 4, 2)
     return Tile(128, 64 if gated else 128, 64, 8, 4, 8)
 
 
@@ -168,13 +169,17 @@ def experts_triton(
     if not tokens:
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
+    if serves(tokens, used, count):
+        return experts_few(
+            x, gate_up, down, chosen, weights, out, kind, (gate_up_bias, down_bias), limit, alpha, reads,
+        )
     pairs = tokens * used
     up, back = tile_for(pairs, count, True), tile_for(pairs, count, False)
     order, tiles = sorted_pairs(chosen, count, up.rows, reads)
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     dependent = dependent_launch(x.device)
-    programs = _programs(x.device, len(tiles) * cdiv(width, up.outputs), up)
+    programs = _programs(x.device, len(tiles) * cdiv(width, up.outputs), up, True)
     _experts_up_kernel[programs,](
         x, gate_up, x if gate_up_bias is None else gate_up_bias, inner, order, tiles, len(tiles), x.stride(0),
         float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
@@ -182,7 +187,7 @@ def experts_triton(
         STEP=min(up.inputs, power_of_two(hidden)), NEIGHBOURS=up.neighbours, UPCAST=TRITON_INTERPRETED,
         num_warps=up.warps, num_stages=up.stages, **dependent,
     )
-    programs = _programs(x.device, len(tiles) * cdiv(hidden, back.outputs), back)
+    programs = _programs(x.device, len(tiles) * cdiv(hidden, back.outputs), back, False)
     _experts_down_kernel[programs,](
         inner, down, x if down_bias is None else down_bias, results, order, tiles, len(tiles), INPUTS=width, OUTPUTS=hidden,
         BIAS=down_bias is not None, ROWS=back.rows, BLOCK=back.outputs, STEP=max(16, min(back.inputs, power_of_two(width))),
@@ -196,7 +201,8 @@ def experts_triton(
     return out
 
 
-def _programs(device: torch.device, items: int, tile: Tile) -> int:
-    """CTAs: few rows as many as fit at once, for each streams weights; many rows one for each SM, or two small ones."""
-    most = multiprocessors(device) * (8 if tile.rows == 16 else 2 if tile.rows < 128 else 1)
-    return min(items, most)
+def _programs(device: torch.device, items: int, tile: Tile, gated: bool) -> int:
+    """CTAs: as many as fit at once, and no more than there are work items."""
+    stage = (tile.rows + tile.outputs * (1 + gated)) * tile.inputs * 2
+    each = max(1, min(8, shared_memory(device) // (tile.stages * stage + 1024)))
+    return min(items, multiprocessors(device) * each)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_triton_compile import compiled_for_h100, stack_bytes
 
-from ridgeline.ops.experts import expert_products, expert_tiles, route
+from ridgeline.ops.experts import expert_gate, expert_products, expert_tiles, few_tokens, route, router
 from ridgeline.ops.experts.expert_products import Tile, tile_for
+from ridgeline.ops.linear import gemv
 from ridgeline.ops.registry import TRITON_INTERPRETED
 
 pytestmark = [
@@ -20,7 +22,16 @@ pytestmark = [
 ]
 slow = pytest.mark.slow
 HIDDEN, WIDTH, EXPERTS, USED = 2048, 768, 128, 8         # Qwen3-30B-A3B
-INTEGERS = ("order_ptr", "tiles_ptr", "reads_ptr")
+MODULES = (expert_gate, expert_products, expert_tiles, few_tokens, gemv, route, router)
+CALLED = (
+    "activated", "gated_sums", "_tile_at", "_weights_of", "_count_experts", "_down_block", "_write_tiles", "_logits_at", "_scored",
+    "choose_experts",
+)
+INTEGERS = ("arrived_ptr", "order_ptr", "tiles_ptr", "reads_ptr")
+WIDE = {
+    "_sum_experts_kernel": ("weight_ptr",), "_experts_few_down_kernel": ("share_ptr",),
+    "_router_experts_kernel": ("logits_ptr", "bias_ptr", "weight_ptr"),
+}
 FLOATS = ("limit", "alpha", "scale")
 
 
@@ -30,12 +41,14 @@ def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import triton.language
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # compile, do not remember
-    activated = expert_products.activated
-    compiled = activated if isinstance(activated, triton.JITFunction) else triton.jit(activated)
-    for module in (expert_products, expert_tiles, route):
+    for module in MODULES:
         monkeypatch.setattr(module, "tl", triton.language)
-    monkeypatch.setattr(expert_products, "activated", compiled)
-    monkeypatch.setitem(compiled.fn.__globals__, "tl", triton.language)
+    for name in CALLED:                                  # functions that kernels call must be compiled ones too
+        places = [module for module in MODULES if hasattr(module, name)]
+        function = getattr(places[0], name)
+        compiled = function if isinstance(function, triton.JITFunction) else triton.jit(function)
+        for module in places:
+            monkeypatch.setattr(module, name, compiled)
 
 
 def compiled(module: Any, name: str, constants: dict[str, Any], dtype: str = "bf16", **options: Any) -> Any:
@@ -48,7 +61,8 @@ def compiled(module: Any, name: str, constants: dict[str, Any], dtype: str = "bf
         elif each in ("chosen_ptr",):
             types[each] = "*i64"
         elif each.endswith("_ptr"):
-            types[each] = "*fp32" if module is route or (name == "_sum_experts_kernel" and each == "weight_ptr") else f"*{dtype}"
+            wide = each in WIDE.get(name, ()) or (module is route and each != "offset_ptr")
+            types[each] = "*fp32" if wide else f"*{dtype}"
         elif not each.isupper():
             types[each] = "fp32" if each in FLOATS else "i32"
     assert set(constants) == {each for each in names if each.isupper()}
@@ -75,7 +89,7 @@ def test_grouped_products_use_tensor_cores_and_spill_nothing(pairs: int, up: boo
     tile = tile_for(pairs, EXPERTS, up)
     name = "_experts_up_kernel" if up else "_experts_down_kernel"
     found = compiled(expert_products, name, product_constants(tile, up), num_warps=tile.warps, num_stages=tile.stages)
-    assert ("wgmma" if tile.rows >= 64 else "mma.sync") in found.asm["ptx"]
+    assert ("wgmma" if tile.outputs >= 64 else "mma.sync") in found.asm["ptx"]
     assert "cp.async" in found.asm["ptx"]                # weights are on their way while others are multiplied
     assert stack_bytes(found.asm["cubin"], tmp_path) == 0
     assert found.metadata.shared <= 227 * 1024
@@ -90,12 +104,35 @@ def test_clamped_experts_with_biases_compile(tmp_path: Path) -> None:
 
 
 def test_routing_sorting_and_the_sum_compile(tmp_path: Path) -> None:
-    routed = compiled(route, "_route_experts_kernel", {
-        "EXPERTS": 128, "BLOCK": 128, "USED": 8, "SLOTS": 8, "SIGMOID": False, "NORMALISE": True, "BIAS": False,
+    rule = {
+        "EXPERTS": 128, "BLOCK": 128, "USED": 8, "SIGMOID": False, "NORMALISE": True, "OFFSET": False, "BIAS": False,
         "DEPENDENT": True,
-    }, num_warps=1)
+    }
+    routed = compiled(route, "_route_experts_kernel", rule, num_warps=4)
     assert stack_bytes(routed.asm["cubin"], tmp_path) == 0
-    sort = {"READS": True, "BLOCK": 128, "CHUNK": 32, "ROWS": 16, "TILES": 256, "DEPENDENT": True}
+    routed = compiled(router, "_router_experts_kernel", rule | {"INPUTS": HIDDEN, "STEP": 2048, "OUTPUTS": 2}, num_warps=4)
+    assert stack_bytes(routed.asm["cubin"], tmp_path) == 0
+    sort = {"READS": True, "BLOCK": 128, "PAIRS": 32, "CHUNK": 256, "ROWS": 16, "TILES": 512, "DEPENDENT": True}
     assert stack_bytes(compiled(expert_tiles, "_sort_experts_kernel", sort, num_warps=8).asm["cubin"], tmp_path) == 0
     summed = {"WIDTH": HIDDEN, "USED": USED, "BLOCK": 1024, "DEPENDENT": True}
     assert stack_bytes(compiled(expert_products, "_sum_experts_kernel", summed, num_warps=4).asm["cubin"], tmp_path) == 0
+
+
+@pytest.mark.parametrize(("hidden", "width", "used", "clamped"), [
+    (HIDDEN, WIDTH, USED, False), pytest.param(2880, 2880, 4, True, marks=slow), pytest.param(4096, 14336, 2, False, marks=slow),
+])
+def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
+    hidden: int, width: int, used: int, clamped: bool, tmp_path: Path
+) -> None:
+    up, down = few_tokens.few_up(width, hidden), few_tokens.few_down(width, hidden)
+    shared = {"USED": used, "BIAS": clamped, "DEPENDENT": True}
+    for name, constants, warps in (
+        ("_experts_few_up_kernel", {
+            "INPUTS": hidden, "OUTPUTS": width, "GATE": 1, "CLAMPED": clamped, "READS": True, "PAIRS": 8 * used,
+            "BLOCK": up.outputs, "STEP": up.inputs,
+        }, up.warps),
+        ("_experts_few_down_kernel", {"INPUTS": width, "OUTPUTS": hidden, "BLOCK": down.outputs, "STEP": down.inputs}, down.warps),
+    ):
+        found = compiled(few_tokens, name, shared | constants, num_warps=warps)
+        assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", found.asm["ptx"])
+        assert stack_bytes(found.asm["cubin"], tmp_path) == 0
