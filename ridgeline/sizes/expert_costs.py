@@ -3,6 +3,7 @@ token has chosen, once each."""
 
 from __future__ import annotations
 
+from ridgeline.quant.format import MXFP4
 from ridgeline.sizes.op_costs import INDEX_BYTES, SCALE_BYTES, Case, Cost, gated_activation_cost
 
 KERNELS = 5                          # of a mixture: choose, sort, up, down, sum
@@ -64,6 +65,7 @@ ROUTER_CASES = tuple(
 def experts_cost(
     *, tokens: int, hidden: int, width: int, experts: int, used: int, spread: int, element_bytes: int, bias: bool = False,
     kind: str = "silu", limit: float | None = None, visited: float | None = None, weight_bytes: float | None = None,
+    codes: bool = False,
 ) -> Cost:
     """`visited`: experts that are read, where the case does not say it by its routing."""
     if visited is None:
@@ -71,7 +73,8 @@ def experts_cost(
     pairs = tokens * used
     activation = gated_activation_cost(tokens=pairs, intermediate=width, kind=kind, element_bytes=element_bytes).flops
     flops = pairs * (6 * hidden * width + 2 * hidden) + activation
-    weights = 3 * hidden * width * (element_bytes if weight_bytes is None else weight_bytes)
+    each = MXFP4.bytes_each() if codes else element_bytes if weight_bytes is None else weight_bytes
+    weights = 3 * hidden * width * each
     if bias:
         flops += pairs * (2 * width + hidden)
         weights += (2 * width + hidden) * element_bytes
@@ -96,5 +99,16 @@ EXPERTS_CASES = tuple(
         ("many", 70, 48, 33, 4, 2, 1, False, "silu", None, False),
         ("all", 9, 16, 16, 3, 3, 1, True, "silu", None, False),
         ("decode-8", 8, 512, 192, 32, 4, 4, False, "silu", None, True),
+    )
+) + tuple(
+    Case(f"codes-{name}", {
+        "tokens": tokens, "hidden": hidden, "width": width, "experts": experts, "used": used, "spread": spread, "bias": bias,
+        "kind": "silu", "limit": 1.0 if bias else None, "codes": True,
+    }, dtypes=("float64", "bfloat16"), timed=timed)
+    for name, tokens, hidden, width, experts, used, spread, bias, timed in (
+        ("one", 1, 64, 32, 8, 2, 0, False, False),
+        ("two", 2, 96, 160, 32, 3, 2, True, False),
+        ("few", 5, 160, 96, 8, 2, 3, True, False),
+        ("many", 70, 64, 64, 4, 2, 1, False, False),
     )
 )

