@@ -24,6 +24,7 @@ from ridgeline.engine.core.oom_backoff import Thrift
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.messages import Request, TokenDelta
+from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.thread_clock import ThreadClock
@@ -278,7 +279,10 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     """Counts what one rank computes and moves. Its model knows how many bytes GEMMs read of a weight; without one, as when
     steps are only planned, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
-    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=common_block_size(config.groups))
+    shape = decoder_shape(
+        config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=common_block_size(config.groups),
+        expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device, ranks),
+    )
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)

@@ -263,18 +263,19 @@ def experts_triton(
     results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     dependent = dependent_launch(x.device)
     given = {"GROUP": 0 if scales is None else GROUP, "SORTED": not is_few, "UPCAST": TRITON_INTERPRETED, **dependent}
-    bits = 16 if scales is None else 4
+    bits, (up_scale, down_scale) = (16, (chosen, chosen)) if scales is None else (4, scales)
     programs = _programs(x.device, number * cdiv(width, up.outputs), up, True, bits)
     _experts_up_kernel[programs,](
-        x, gate_up, chosen if scales is None else scales[0], x if gate_up_bias is None else gate_up_bias, inner, chosen, order, tiles,
-        chosen if reads is None else reads, number, x.stride(0), float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
-        BIAS=gate_up_bias is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs, STEP=_step(up, hidden),
+        x, gate_up, up_scale, x if gate_up_bias is None else gate_up_bias, inner, chosen, order, tiles,
+        chosen if reads is None else reads, number, x.stride(0), float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width,
+        USED=used, GATE=GATES[kind], BIAS=gate_up_bias is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs,
+        STEP=_step(up, hidden),
         NEIGHBOURS=up.neighbours, READS=is_few and reads is not None, PAIRS=power_of_two(MOST_TOKENS * used),
         num_warps=up.warps, num_stages=up.stages, **given,
     )
     programs = _programs(x.device, number * cdiv(hidden, back.outputs), back, False, bits)
     _experts_down_kernel[programs,](
-        inner, down, chosen if scales is None else scales[1], x if down_bias is None else down_bias, results, chosen, order, tiles,
+        inner, down, down_scale, x if down_bias is None else down_bias, results, chosen, order, tiles,
         number, INPUTS=width, OUTPUTS=hidden, BIAS=down_bias is not None, ROWS=back.rows, BLOCK=back.outputs,
         STEP=_step(back, width), NEIGHBOURS=back.neighbours, num_warps=back.warps, num_stages=back.stages, **given,
     )

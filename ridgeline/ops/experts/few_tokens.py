@@ -132,7 +132,7 @@ def _experts_few_down_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     sums = tl.zeros((BLOCK, STEP), tl.float32)
     biases = tl.zeros((BLOCK,), tl.float32)
-    for step in range(0, USED * chunks):
+    for step in range(USED * chunks):
         later = _down_block(weight_ptr, chosen_ptr, token, step + 2, column, output, USED, INPUTS, OUTPUTS, STEP, EVEN)
         pair = token * USED + step // chunks
         share = tl.load(share_ptr + pair).to(tl.float32)

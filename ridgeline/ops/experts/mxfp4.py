@@ -32,7 +32,7 @@ def expanded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton_kernel()
 def expanded_codes(codes, scale, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """codes [BLOCK, groups, 16], scale [BLOCK, groups] -> bfloat16 [BLOCK, 32 groups]; with UPCAST, in the interpreter, float32."""
+    """codes [BLOCK, groups, 16], scale [BLOCK, groups] -> bfloat16 [BLOCK, 32 groups]; with UPCAST (the interpreter) float32."""
     BLOCK: tl.constexpr = codes.shape[0]
     INPUTS: tl.constexpr = codes.shape[1] * codes.shape[2] * 2
     pair = codes.to(tl.int32)
@@ -45,7 +45,7 @@ def expanded_codes(codes, scale, UPCAST: tl.constexpr):  # type: ignore[no-untyp
         high = (bits & -65536).to(tl.float32, bitcast=True) * factor
     else:
         factor = ((exponent << 7) | (exponent << 23))[:, :, None].broadcast_to(codes.shape)
-        words = tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [bits, factor], dtype=tl.int32, is_pure=True, pack=1)
+        words = tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [bits, factor], tl.int32, is_pure=True, pack=1)
         low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.join(low, high).reshape((BLOCK, INPUTS))

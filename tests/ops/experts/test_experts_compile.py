@@ -24,8 +24,8 @@ slow = pytest.mark.slow
 HIDDEN, WIDTH, EXPERTS, USED = 2048, 768, 128, 8         # Qwen3-30B-A3B
 MODULES = (expert_gate, expert_products, expert_tiles, few_tokens, gemv, mxfp4, route, router)
 CALLED = (
-    "activated", "gated_sums", "_tile_at", "_weights_of", "visited_experts", "_down_block", "_write_tiles", "_logits_at", "_scored",
-    "choose_experts", "_pairs_at", "_scales_at", "_weights_at", "expanded_codes",
+    "activated", "gated_sums", "_tile_at", "_weights_of", "visited_experts", "_down_block", "_write_tiles", "_logits_at",
+    "_scored", "choose_experts", "_pairs_at", "_scales_at", "_weights_at", "expanded_codes",
 )
 INTEGERS = ("arrived_ptr", "order_ptr", "tiles_ptr", "reads_ptr")
 WIDE = {
@@ -51,7 +51,9 @@ def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             monkeypatch.setattr(module, name, compiled)
 
 
-def compiled(module: Any, name: str, constants: dict[str, Any], dtype: str = "bf16", codes: tuple[str, ...] = (), **options: Any) -> Any:
+def compiled(
+    module: Any, name: str, constants: dict[str, Any], dtype: str = "bf16", codes: tuple[str, ...] = (), **options: Any
+) -> Any:
     kernel = getattr(module, name)
     names = list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
     types = {}
@@ -76,7 +78,8 @@ def product_constants(
     tile: Tile, up: bool, clamped: bool = False, group: int = 0, hidden: int = HIDDEN, width: int = WIDTH,
 ) -> dict[str, Any]:
     found = {
-        "INPUTS": hidden if up else width, "OUTPUTS": width if up else hidden, "GROUP": group, "SORTED": group == 0, "BIAS": clamped, "ROWS": tile.rows,
+        "INPUTS": hidden if up else width, "OUTPUTS": width if up else hidden, "GROUP": group, "SORTED": group == 0,
+        "BIAS": clamped, "ROWS": tile.rows,
         "BLOCK": tile.outputs, "STEP": tile.inputs, "NEIGHBOURS": tile.neighbours, "UPCAST": False,
         "DEPENDENT": True,
     }
@@ -137,7 +140,9 @@ def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
             "INPUTS": hidden, "OUTPUTS": width, "GATE": 1, "CLAMPED": clamped, "READS": True, "PAIRS": 8 * used,
             "BLOCK": up.outputs, "STEP": up.inputs,
         }, up.warps),
-        ("_experts_few_down_kernel", {"INPUTS": width, "OUTPUTS": hidden, "BLOCK": down.outputs, "STEP": down.inputs}, down.warps),
+        ("_experts_few_down_kernel", {
+            "INPUTS": width, "OUTPUTS": hidden, "BLOCK": down.outputs, "STEP": down.inputs,
+        }, down.warps),
     ):
         found = compiled(few_tokens, name, shared | constants, num_warps=warps)
         assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", found.asm["ptx"])
