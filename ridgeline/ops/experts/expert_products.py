@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ridgeline.ops.experts.expert_gate import gated_sums
 from ridgeline.ops.experts.expert_tiles import sorted_pairs
-from ridgeline.ops.experts.few_tokens import MOST_TOKENS, experts_few, serves, visited_experts
+from ridgeline.ops.experts.few_codes import experts_few_codes
+from ridgeline.ops.experts.few_tokens import experts_few, serves
 from ridgeline.ops.experts.mxfp4 import GROUP, expanded_codes
 from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
 from ridgeline.ops.linear.gemv import GATES
@@ -35,28 +36,14 @@ class Tile(NamedTuple):
 
 
 @triton_kernel()
-def _tile_at(  # type: ignore[no-untyped-def]
-    tiles_ptr, chosen_ptr, item, num_tiles, blocks, NEIGHBOURS: tl.constexpr, SORTED: tl.constexpr,
-):
+def _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS: tl.constexpr):  # type: ignore[no-untyped-def]
     """(expert, first place, place behind the last, block of outputs) of a work item. NEIGHBOURS tiles go through the blocks
-    together. Not SORTED: every pair is a tile, and the places are the pairs."""
+    together."""
     band = item // (NEIGHBOURS * blocks)
     height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
     place = item % (NEIGHBOURS * blocks)
-    number = band * NEIGHBOURS + place % height
-    if SORTED:
-        tile = tiles_ptr + 3 * number
-        expert, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    else:
-        expert, first, stop = tl.load(chosen_ptr + number).to(tl.int32), number, number + 1
-    return expert, first, stop, place // height
-
-
-@triton_kernel()
-def _pairs_at(order_ptr, at, stop, SORTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    if SORTED:
-        return tl.load(order_ptr + at, mask=at < stop, other=0)
-    return at
+    tile = tiles_ptr + 3 * (band * NEIGHBOURS + place % height)
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), place // height
 
 
 @triton_kernel()
@@ -94,10 +81,10 @@ def _weights_at(  # type: ignore[no-untyped-def]
 
 @triton_kernel(do_not_specialize=["num_tiles"])
 def _experts_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, chosen_ptr, order_ptr, tiles_ptr, reads_ptr, num_tiles, stride, limit, alpha,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, stride, limit, alpha,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, READS: tl.constexpr, PAIRS: tl.constexpr, UPCAST: tl.constexpr,
+    CLAMPED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [pairs by expert, OUTPUTS]"""
@@ -105,14 +92,11 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if READS:                                            # where nothing is sorted
-        if tl.program_id(0) == 0:
-            visited_experts(chosen_ptr, reads_ptr, num_tiles, PAIRS)
     for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
-        expert, first, stop, block = _tile_at(tiles_ptr, chosen_ptr, item, num_tiles, blocks, NEIGHBOURS, SORTED)
+        expert, first, stop, block = _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
         if expert >= 0:
             at = first + tl.arange(0, ROWS)
-            token = _pairs_at(order_ptr, at, stop, SORTED) // USED
+            token = tl.load(order_ptr + at, mask=at < stop, other=0) // USED
             output = block * BLOCK + tl.arange(0, BLOCK)
             kept = output < OUTPUTS
             row = expert.to(tl.int64) * 2 * OUTPUTS + output
@@ -150,8 +134,8 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
 
 @triton_kernel(do_not_specialize=["num_tiles"])
 def _experts_down_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, chosen_ptr, order_ptr, tiles_ptr, num_tiles,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SORTED: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -161,7 +145,7 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
-        expert, first, stop, block = _tile_at(tiles_ptr, chosen_ptr, item, num_tiles, blocks, NEIGHBOURS, SORTED)
+        expert, first, stop, block = _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
         if expert >= 0:
             at = first + tl.arange(0, ROWS)
             output = block * BLOCK + tl.arange(0, BLOCK)
@@ -186,7 +170,7 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
                 scale = following
             if BIAS:
                 sums += tl.load(bias_ptr + row, mask=kept, other=0.0).to(tl.float32)[:, None]
-            pair = _pairs_at(order_ptr, at, stop, SORTED).to(tl.int64)
+            pair = tl.load(order_ptr + at, mask=at < stop, other=0).to(tl.int64)
             out = out_ptr + pair[:, None] * OUTPUTS + output[None, :]
             tl.store(out, tl.trans(sums.to(out_ptr.dtype.element_ty)), mask=(at < stop)[:, None] & kept[None, :])
 
@@ -238,7 +222,7 @@ def experts_triton(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
     reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Codes with `scales` and few tokens go through the kernels of tiles, too, with a tile for each pair."""
+    """With `scales`, gate_up and down are MXFP4 codes."""
     count, hidden = down.shape[:2]
     width = gate_up.shape[1] // 2
     tokens, used = chosen.shape
@@ -246,38 +230,31 @@ def experts_triton(
     if not tokens:
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
-    is_few = serves(tokens, used, count)
-    if is_few and scales is None:
-        return experts_few(
-            x, gate_up, down, chosen, weights, out, kind, (gate_up_bias, down_bias), limit, alpha, reads,
-        )
+    if serves(tokens, used, count):
+        few = (chosen, weights, out, kind, (gate_up_bias, down_bias), limit, alpha, reads)
+        return experts_few(x, gate_up, down, *few) if scales is None else experts_few_codes(x, gate_up, down, scales, *few)
     pairs = tokens * used
     tile = tile_for if scales is None else code_tile_for
     up, back = tile(pairs, count, True), tile(pairs, count, False)
-    order = tiles = chosen
-    number = pairs
-    if not is_few:
-        order, tiles = sorted_pairs(chosen, count, up.rows, reads)
-        number = len(tiles)
+    order, tiles = sorted_pairs(chosen, count, up.rows, reads)
+    number = len(tiles)
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     dependent = dependent_launch(x.device)
-    given = {"GROUP": 0 if scales is None else GROUP, "SORTED": not is_few, "UPCAST": TRITON_INTERPRETED, **dependent}
+    given = {"GROUP": 0 if scales is None else GROUP, "UPCAST": TRITON_INTERPRETED, **dependent}
     bits, (up_scale, down_scale) = (16, (chosen, chosen)) if scales is None else (4, scales)
     programs = _programs(x.device, number * cdiv(width, up.outputs), up, True, bits)
     _experts_up_kernel[programs,](
-        x, gate_up, up_scale, x if gate_up_bias is None else gate_up_bias, inner, chosen, order, tiles,
-        chosen if reads is None else reads, number, x.stride(0), float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width,
-        USED=used, GATE=GATES[kind], BIAS=gate_up_bias is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs,
-        STEP=_step(up, hidden),
-        NEIGHBOURS=up.neighbours, READS=is_few and reads is not None, PAIRS=power_of_two(MOST_TOKENS * used),
-        num_warps=up.warps, num_stages=up.stages, **given,
+        x, gate_up, up_scale, x if gate_up_bias is None else gate_up_bias, inner, order, tiles, number, x.stride(0),
+        float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
+        BIAS=gate_up_bias is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs, STEP=_step(up, hidden),
+        NEIGHBOURS=up.neighbours, num_warps=up.warps, num_stages=up.stages, **given,
     )
     programs = _programs(x.device, number * cdiv(hidden, back.outputs), back, False, bits)
     _experts_down_kernel[programs,](
-        inner, down, down_scale, x if down_bias is None else down_bias, results, chosen, order, tiles,
-        number, INPUTS=width, OUTPUTS=hidden, BIAS=down_bias is not None, ROWS=back.rows, BLOCK=back.outputs,
-        STEP=_step(back, width), NEIGHBOURS=back.neighbours, num_warps=back.warps, num_stages=back.stages, **given,
+        inner, down, down_scale, x if down_bias is None else down_bias, results, order, tiles, number, INPUTS=width,
+        OUTPUTS=hidden, BIAS=down_bias is not None, ROWS=back.rows, BLOCK=back.outputs, STEP=_step(back, width),
+        NEIGHBOURS=back.neighbours, num_warps=back.warps, num_stages=back.stages, **given,
     )
     block = min(1024, power_of_two(hidden))
     _sum_experts_kernel[tokens * cdiv(hidden, block),](

@@ -31,13 +31,19 @@ def expanded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @triton_kernel()
+def placed_codes(codes):  # type: ignore[no-untyped-def]
+    """Both codes of a byte as bfloat16 numbers, 2^126 times too small, in the halves of an int32: exponents and mantissas to bits
+    6 to 8 of a half, signs to bit 15."""
+    pair = codes.to(tl.int32)
+    return ((pair * 0x40040) & 0x01C001C0) | ((pair * 0x1001000) & -0x7FFF8000)
+
+
+@triton_kernel()
 def expanded_codes(codes, scale, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
     """codes [BLOCK, groups, 16], scale [BLOCK, groups] -> bfloat16 [BLOCK, 32 groups]; with UPCAST (the interpreter) float32."""
     BLOCK: tl.constexpr = codes.shape[0]
     INPUTS: tl.constexpr = codes.shape[1] * codes.shape[2] * 2
-    pair = codes.to(tl.int32)
-    # Both codes of a byte at once: exponents and mantissas to bits 6 to 8 of each half, signs to bit 15.
-    bits = ((pair * 0x40040) & 0x01C001C0) | ((pair * 0x1001000) & -0x7FFF8000)
+    bits = placed_codes(codes)
     exponent = tl.minimum(scale.to(tl.int32), 128) + 126
     if UPCAST:
         factor = tl.exp2((exponent - 127).to(tl.float32))[:, :, None]

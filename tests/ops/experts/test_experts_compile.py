@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 from test_triton_compile import compiled_for_h100, stack_bytes
 
-from ridgeline.ops.experts import expert_gate, expert_products, expert_tiles, few_tokens, mxfp4, route, router
+from ridgeline.ops.experts import (
+    expert_gate,
+    expert_products,
+    expert_tiles,
+    few_codes,
+    few_tokens,
+    mxfp4,
+    route,
+    router,
+)
 from ridgeline.ops.experts.expert_products import Tile, tile_for
 from ridgeline.ops.linear import gemv
 from ridgeline.ops.registry import TRITON_INTERPRETED
@@ -22,14 +31,16 @@ pytestmark = [
 ]
 slow = pytest.mark.slow
 HIDDEN, WIDTH, EXPERTS, USED = 2048, 768, 128, 8         # Qwen3-30B-A3B
-MODULES = (expert_gate, expert_products, expert_tiles, few_tokens, gemv, mxfp4, route, router)
+MODULES = (expert_gate, expert_products, expert_tiles, few_codes, few_tokens, gemv, mxfp4, route, router)
 CALLED = (
     "activated", "gated_sums", "_tile_at", "_weights_of", "visited_experts", "_down_block", "_write_tiles", "_logits_at",
-    "_scored", "choose_experts", "_pairs_at", "_scales_at", "_weights_at", "expanded_codes",
+    "_scored", "choose_experts", "_block_of", "_rows_of", "_products", "_codes_at", "placed_codes",
+    "_scales_at", "_weights_at", "expanded_codes",
 )
 INTEGERS = ("arrived_ptr", "order_ptr", "tiles_ptr", "reads_ptr")
 WIDE = {
     "_sum_experts_kernel": ("weight_ptr",), "_experts_few_down_kernel": ("share_ptr",),
+    "_experts_codes_down_kernel": ("share_ptr",),
     "_router_experts_kernel": ("logits_ptr", "bias_ptr", "weight_ptr"),
 }
 FLOATS = ("limit", "alpha", "scale")
@@ -78,14 +89,12 @@ def product_constants(
     tile: Tile, up: bool, clamped: bool = False, group: int = 0, hidden: int = HIDDEN, width: int = WIDTH,
 ) -> dict[str, Any]:
     found = {
-        "INPUTS": hidden if up else width, "OUTPUTS": width if up else hidden, "GROUP": group, "SORTED": group == 0,
+        "INPUTS": hidden if up else width, "OUTPUTS": width if up else hidden, "GROUP": group,
         "BIAS": clamped, "ROWS": tile.rows,
         "BLOCK": tile.outputs, "STEP": tile.inputs, "NEIGHBOURS": tile.neighbours, "UPCAST": False,
         "DEPENDENT": True,
     }
-    return found | ({
-        "USED": USED, "GATE": 1, "CLAMPED": clamped, "READS": group > 0, "PAIRS": 64,
-    } if up else {})
+    return found | ({"USED": USED, "GATE": 1, "CLAMPED": clamped} if up else {})
 
 
 @pytest.mark.parametrize(("pairs", "up"), [
