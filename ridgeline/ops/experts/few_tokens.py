@@ -158,11 +158,11 @@ def serves(tokens: int, used: int, experts: int) -> bool:
 
 
 def few_up(width: int, hidden: int) -> Few:
-    return Few(4, min(2048, _step(hidden)), 4)
+    return Few(2, _step(hidden), 2) if hidden <= 2048 else Few(4, _step(hidden), 4)
 
 
 def few_down(width: int, hidden: int) -> Few:
-    return Few(4, _step(width), 4)
+    return Few(8, _step(width), 8) if width <= 1024 else Few(4, _step(width), 4)
 
 
 def _step(inputs: int) -> int:

@@ -57,9 +57,9 @@ def _scored(  # type: ignore[no-untyped-def]
 ):
     """(scores, what the choice is made by)"""
     scores = tl.sigmoid(logits) if SIGMOID else tl.exp(logits - top) / total
-    choice = scores
+    choice = logits                                      # in the same order
     if BIAS:
-        choice += tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+        choice = scores + tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
     return scores, tl.where(expert < EXPERTS, choice, float("-inf"))
 
 
@@ -79,13 +79,14 @@ def choose_experts(  # type: ignore[no-untyped-def]
         top = tl.max(logits)
         total = tl.sum(tl.exp(logits - top))
     scores, choice = _scored(logits, bias_ptr, expert, top, total, EXPERTS, SIGMOID, BIAS)
-    place = tl.zeros((BLOCK,), tl.int32)
+    better = tl.zeros((BLOCK, CHUNK), tl.int32)
     for start in tl.static_range(0, BLOCK, CHUNK):
         other = start + tl.arange(0, CHUNK)
         theirs = _logits_at(logits_ptr, offset_ptr, other, EXPERTS, OFFSET)
         _, rival = _scored(theirs, bias_ptr, other, top, total, EXPERTS, SIGMOID, BIAS)
         equal = (rival[None, :] == choice[:, None]) & (other[None, :] < expert[:, None])
-        place += tl.sum(((rival[None, :] > choice[:, None]) | equal).to(tl.int32), 1)
+        better += ((rival[None, :] > choice[:, None]) | equal).to(tl.int32)
+    place = tl.sum(better, 1)
     if NORMALISE:
         share = tl.sum(tl.where(place < USED, scores, 0.0))
         scores = scores / (share + 1e-20 if SIGMOID else share)
