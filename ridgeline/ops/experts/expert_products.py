@@ -231,7 +231,7 @@ def experts_triton(
     if not tokens:
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if serves(tokens, used, count) and (scales is None or few_codes.runs(x)):
+    if serves(tokens, used, count) and (scales is None or few_codes.runs(x, hidden)):
         few = (chosen, weights, out, kind, (gate_up_bias, down_bias), limit, alpha, reads)
         if scales is None:
             return experts_few(x, gate_up, down, *few)
