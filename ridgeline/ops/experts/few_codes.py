@@ -3,7 +3,7 @@
 A warp has a strip of 16 outputs, and multiplies 128 inputs at a time by eight `mma.sync` of 16 inputs. Which inputs these are is
 free, as long as the codes and x agree: lane 4 r + t has the 32 codes of its group t of outputs r and r + 8, 16 bytes each as they
 lie in memory, and the same inputs of x. So nothing moves between lanes, and a group's scale is a factor of a lane's own numbers.
-Of a word, code i of its lower and code i of its upper half become one operand: they get to their places without being taken apart.
+Of a word, code i of its lower and code i of its upper half become one operand, so that one shift moves both.
 
     up      a strip is eight gates and their partners, so a lane has both; a CTA has one strip for each warp
     down    the warps of a CTA have the experts of one token for one strip, and their sums are added in that order
