@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         found = profile_decode(engine, batch, args.context, args.steps, args.keep_trace)
         config = engine.config
         shape = decoder_shape(
-            config.model, config.dtype, engine.bytes_per_weight(batch), config.kv_dtype,
+            config.model, config.dtype, engine.bytes_per_weight(batch), config.kv_format,
             expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device),
         )
         context = args.context + args.steps // 2

@@ -221,7 +221,7 @@ def code_tile_for(pairs: int, experts: int, gated: bool) -> Tile:
 def experts_triton(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
+    reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None, elsewhere: bool = False,
 ) -> Tensor:
     """With `scales`, gate_up and down are MXFP4 codes."""
     count, hidden = down.shape[:2]
@@ -231,7 +231,7 @@ def experts_triton(
     if not tokens:
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if serves(tokens, used, count) and (scales is None or few_codes.runs(x, hidden)):
+    if serves(tokens, used, count) and not elsewhere and (scales is None or few_codes.runs(x, hidden)):
         few = (chosen, weights, out, kind, (gate_up_bias, down_bias), limit, alpha, reads)
         if scales is None:
             return experts_few(x, gate_up, down, *few)
@@ -239,10 +239,11 @@ def experts_triton(
     pairs = tokens * used
     tile = tile_for if scales is None else code_tile_for
     up, back = tile(pairs, count, True), tile(pairs, count, False)
-    order, tiles = sorted_pairs(chosen, count, up.rows, reads)
+    order, tiles = sorted_pairs(chosen, count, up.rows, reads, elsewhere)
     number = len(tiles)
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    # Of experts that are elsewhere no tile writes the result.
+    results = (torch.zeros if elsewhere else torch.empty)((pairs, hidden), dtype=x.dtype, device=x.device)
     dependent = dependent_launch(x.device)
     given = {"GROUP": 0 if scales is None else GROUP, "UPCAST": TRITON_INTERPRETED, **dependent}
     bits, (up_scale, down_scale) = (16, (chosen, chosen)) if scales is None else (4, scales)
