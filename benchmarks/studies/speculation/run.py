@@ -34,6 +34,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.drafters import step_model
+from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows, Drafts, NoDrafter
@@ -196,7 +197,7 @@ def main() -> None:
     core = EngineCore.start(EngineConfig.of(
         model=model, max_model_len=longest, max_num_seqs=max(batch for batch, _ in cells), speculative_config="ngram", **options,
     ))
-    if args.shape:
+    if args.shape and isinstance(core.executor, LocalExecutor):
         core.executor.runner.model.embed.weight.data.mul_(LOUD)
     for context, (batch, width), alpha in itertools.product(args.context, cells, args.alpha):
         if batch * (context + args.output) > core.config.num_blocks * core.config.groups[0].block_size:
