@@ -59,7 +59,7 @@ def start(
     assert isinstance(core.executor, LocalExecutor)
     runner = core.executor.runner
     seen = Seen(runner, known or set())
-    rehearsal = Rehearsal(runner, seen, len(core.config.groups), ROWS, TOKENS, LONGEST, most_verified)   # type: ignore[arg-type]
+    rehearsal = Rehearsal(runner, seen, len(core.config.groups), ROWS, TOKENS, LONGEST, most_verified=most_verified)   # type: ignore[arg-type]
     return core, rehearsal, seen
 
 

@@ -54,7 +54,7 @@ def paged_attention_reference(
     query_start_host = query_start.tolist() if query_start_host is None else query_start_host
     if table_rows is not None:
         block_table = block_table.index_select(0, table_rows)
-    if k_scale is not None or k_cache.dtype != q.dtype:
+    if not (k_scale is v_scale is None and k_cache.dtype == v_cache.dtype == q.dtype):
         k_cache, v_cache, block_table = _widened(q.dtype, k_cache, v_cache, block_table, k_scale, v_scale)
     how = (scale, window, softcap, sinks)
     if out is None and 0 not in kv_len_host and query_start_host[-1] == len(q):
@@ -110,8 +110,9 @@ def _widened(
     blocks, table = torch.unique(block_table, return_inverse=True)
     wide = torch.promote_types(dtype, torch.float32)
     k, v = (cache[blocks].to(wide) for cache in (k_cache, v_cache))
-    if k_scale is not None and v_scale is not None:
-        k, v = k * k_scale[blocks].unsqueeze(-1), v * v_scale[blocks].unsqueeze(-1)
+    k, v = (
+        values if scale is None else values * scale[blocks].unsqueeze(-1) for values, scale in ((k, k_scale), (v, v_scale))
+    )
     return k.to(dtype), v.to(dtype), table.to(torch.int32)
 
 
