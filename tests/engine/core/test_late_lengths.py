@@ -24,7 +24,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import GraphShapes, Shape
 
 ROWS = 6
-CPU = {"device": "cpu", "dtype": "float64"}
+CPU = {"device": "cpu", "dtype": "float64", "pipeline_parallel_size": 1, "tensor_parallel_size": 1}
 FEW_BLOCKS = {"num_gpu_blocks_override": 44, "max_model_len": 60, "max_num_seqs": ROWS}
 
 
