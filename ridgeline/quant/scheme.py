@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ridgeline.distributed.sharding import Shard
 from ridgeline.errors import ConfigError
 from ridgeline.ops.activation import gated_activation
+from ridgeline.ops.kernel_table import MANY_ROWS
 from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.gemm_invariant import invariant_linear
 from ridgeline.ops.linear.linear_op import linear as product
@@ -155,10 +156,8 @@ class Fused(Unquantised):
     """GPU. Few rows: one kernel for norm, GEMM and activation. Many rows: cuBLAS adds the residual in its epilogue, so that the
     next norm reads and writes half as much."""
 
-    MANY_ROWS = 1024
-
     def adds(self, linear: nn.Module, x: Tensor) -> bool:
-        return x.shape[0] >= self.MANY_ROWS and linear.bias is None
+        return x.shape[0] >= MANY_ROWS and linear.bias is None
 
     def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
         return residual.addmm_(x, linear.weight.t())

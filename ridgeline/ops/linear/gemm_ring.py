@@ -9,8 +9,6 @@ gemm_small.py runs.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -23,17 +21,16 @@ from ridgeline.ops.hopper import (
     fetch,
     gl,
     group_barrier,
-    is_hopper,
     mbarrier,
     tiles_of,
     wait_for_kernel_before,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
-from ridgeline.ops.linear.select import SPLIT_UNIT, RingGemmPlan, ring_gemm_plan, split_inputs
+from ridgeline.ops.linear.select import SPLIT_UNIT, RingGemmPlan, split_inputs
 from ridgeline.ops.registry import gluon_kernel, triton
 
 if HAS_GLUON:
@@ -263,18 +260,6 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         wanted = (output < end) & (token < written_rows)
         gl.store(out_ptr + token.to(gl.int64) * outputs + output, sums.to(out_ptr.dtype.element_ty), mask=wanted)
     async_copy.wait_group(0)
-
-
-RESERVED = 1280                      # bytes of shared memory that a CTA needs beside its rings: mbarriers, and the driver's
-
-
-@functools.cache
-def ring_gemm_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> RingGemmPlan | None:
-    """The plan where this kernel runs; None: gemm_small.py does."""
-    plan = ring_gemm_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
-    if plan is None:
-        return None
-    return plan if plan.programs * (plan.shared_bytes(gated) + RESERVED) <= shared_memory(device) else None
 
 
 def ring_gemm(
