@@ -16,6 +16,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.linear import Linear, Placement, RowLinear
 from ridgeline.layers.norm import RMSNorm
+from ridgeline.ops.latent.fused_latent import joined, latent_decode
 from ridgeline.ops.latent.latent_attention import latent_attention
 from ridgeline.ops.latent.latent_write import latent_write
 from ridgeline.quant.scheme import Unquantised
@@ -55,18 +56,40 @@ class LatentAttention(nn.Module):
 
     def forward(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection to the attention output [T, heads * value]; writes the latents to the cache."""
-        return self.read(self.write(qkv, batch, kv), batch, kv)
+        if batch.work is None or not joined(batch.work, len(batch.kv_len), len(qkv)):
+            return self.read(self.write(qkv, batch, kv), batch, kv)
+        sizes, spec = self.sizes, self.spec
+        group = batch.groups[spec.group]
+        q, latent = self._parts(qkv, batch)
+        out = latent_decode(
+            q, latent, self.kv_norm.weight, batch.positions, group.slots, spec.rotation, kv.k, self._kv_up, group.block_table,
+            batch.query_start, batch.kv_len, eps=sizes.eps, interleaved=sizes.interleaved, scale=spec.scale, nope=sizes.nope,
+            cache_scale=kv.k_scale, query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
+            table_rows=batch.table_rows, work=batch.work, shares=group.shares, workspace=batch.workspace,
+        )
+        return out.flatten(1)
+
+    def _parts(self, qkv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(queries [T, heads, nope + rope], latents with the shared key [T, rank + rope])"""
+        width = self.sizes.kv_rank + self.sizes.rope
+        q, latent = qkv[:, :-width], qkv[:, -width:]
+        if self.q_up is not None and self.q_norm is not None:
+            q = self.q_up(self.q_norm(q), batch)
+        return q.unflatten(-1, (self.num_heads, -1)), latent
+
+    @property
+    def _kv_up(self) -> Tensor:
+        """[heads, nope + value, rank]"""
+        assert self.kv_up.weight is not None             # its scheme keeps numbers
+        return self.kv_up.weight.view(self.num_heads, self.sizes.nope + self.sizes.value, self.sizes.kv_rank)
 
     def write(self, qkv: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         """From the projection [T, queries (compressed or not) + latent]: writes the latents to the cache, returns q
         [T, heads, nope + rope], rotated."""
         sizes, spec = self.sizes, self.spec
-        width = sizes.kv_rank + sizes.rope
-        q, latent = qkv[:, :-width], qkv[:, -width:]
-        if self.q_up is not None and self.q_norm is not None:
-            q = self.q_up(self.q_norm(q), batch)
+        q, latent = self._parts(qkv, batch)
         return latent_write(
-            q.unflatten(-1, (self.num_heads, -1)), latent, self.kv_norm.weight, batch.positions,
+            q, latent, self.kv_norm.weight, batch.positions,
             batch.groups[spec.group].slots, spec.rotation, kv.k, eps=sizes.eps, interleaved=sizes.interleaved,
             cache_scale=kv.k_scale,
         )
@@ -75,11 +98,10 @@ class LatentAttention(nn.Module):
         """The attention output of the queries over the cache, [T, heads * value]"""
         spec, sizes = self.spec, self.sizes
         group = batch.groups[spec.group]
-        assert self.kv_up.weight is not None             # its scheme keeps numbers
         out = latent_attention(
-            q, kv.k, self.kv_up.weight.view(self.num_heads, sizes.nope + sizes.value, sizes.kv_rank), group.block_table,
-            batch.query_start, batch.kv_len, query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
-            scale=spec.scale, nope=sizes.nope, slots=group.slots, table_rows=batch.table_rows, work=batch.work,
-            shares=group.shares, workspace=batch.workspace, cache_scale=kv.k_scale,
+            q, kv.k, self._kv_up, group.block_table, batch.query_start, batch.kv_len,
+            query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host, scale=spec.scale, nope=sizes.nope,
+            slots=group.slots, table_rows=batch.table_rows, work=batch.work, shares=group.shares, workspace=batch.workspace,
+            cache_scale=kv.k_scale,
         )
         return out.flatten(1)

@@ -26,7 +26,7 @@ PARTS = (
     ("communication", _COLLECTIVE.pattern),
     ("experts", r"_experts_"),
     ("attention", r"attention|attn|flash|fmha|^(decode|prefill|prefix|prompt|latent_(decode|older|prompt))_kernel"),
-    ("linears and head", r"gemm|gemv|fp8_rows|_expand_|_few_rows_"),
+    ("linears and head", r"gemm|gemv|fp8_rows|_expand_|_few_rows_|^latent_(absorb|widen|merge)"),
     ("sampling", r"sampl|argmax|topk|top_k|softmax|logprob|sort|^_(best|race|select|finish|mask|scan)_kernel"),
     ("norms", r"norm"),
     ("rotary and kv_write", r"rotary|rope|kv_write|latent_write|write_kv|reshape_and_cache"),
@@ -41,7 +41,7 @@ OP_PARTS = {
     "kv_write": "rotary and kv_write", "rotary_write": "rotary and kv_write", "paged_attention": "attention",
     "decode_attention": "attention", "greedy": "sampling", "sample": "sampling", "apply_mask": "sampling",
     "logprobs": "sampling", "experts": "experts", "route_experts": "experts", "latent_write": "rotary and kv_write",
-    "latent_attention": "attention",
+    "latent_attention": "attention", "latent_decode": "attention",
 }
 # And for torch's, where nothing is marked around them.
 _TORCH_PARTS = (
@@ -54,7 +54,7 @@ COSTS_OF = {
     "activation": ("activation",), "linears and head": ("qkv", "output", "gate_up", "down", "head"), "sampling": ("sample",),
     "embedding": ("embedding",), "experts": ("experts",),
 }
-_HOLDS_OTHERS = ("decode_attention",)                    # ops that may call others: those count, not they
+_HOLDS_OTHERS = ("decode_attention", "latent_decode")     # ops that may call others: those count, not they
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,16 @@ def latent_attention_cost(
     return Cost(flops, attended.keys * entry + moved * element_bytes + tables)
 
 
+def latent_decode_cost(*, rows: Rows, interleaved: bool, element_bytes: int, **sizes: Any) -> Cost:
+    """Both ops; what the first writes and the second reads is counted twice, but for the queries."""
+    attention = latent_attention_cost(rows=rows, element_bytes=element_bytes, **sizes)
+    own = {name: sizes[name] for name in ("heads", "nope", "rope", "rank", "block_size", "kv_dtype") if name in sizes}
+    tokens = sum(queries for queries, _ in rows)
+    write = latent_write_cost(tokens=tokens, interleaved=interleaved, element_bytes=element_bytes, **own)
+    turned = 2 * tokens * sizes["heads"] * sizes["rope"] * element_bytes
+    return Cost(attention.flops + write.flops, attention.bytes + write.bytes - turned)
+
+
 def _write(tokens: int, interleaved: bool = True, **changes: Any) -> dict[str, Any]:
     sizes = {"heads": 3, "nope": 8, "rope": 4, "rank": 16, "block_size": 4}
     return {"tokens": tokens, "interleaved": interleaved, **sizes, **changes}
@@ -100,4 +110,14 @@ LATENT_ATTENTION_CASES = (
     Case("many-heads", _attend([(1, 40), (1, 5), (3, 9)], heads=70)),
     Case("fp8", _attend([(1, 12), (1, 70), (20, 33)], kv_dtype=E4M3), dtypes=("float64", "bfloat16")),
     Case("decode-8", _attend([(1, 250 + row) for row in range(8)], value=128, **_LITE), timed=True),
+)
+LATENT_DECODE_CASES = (
+    Case("one", _attend([(1, 9)], interleaved=True)),
+    Case("rows", _attend([(1, 70), (1, 1), (1, 0), (1, 18)], interleaved=False, scattered=True)),
+    Case("more-rows", _attend([(1, 3 + 7 * row) for row in range(18)], interleaved=True)),
+    Case("odd", _attend([(1, 11), (1, 66)], interleaved=True, heads=3, nope=12, rope=6, value=20, rank=24, block_size=3)),
+    Case("many-heads", _attend([(1, 40), (1, 5)], interleaved=False, heads=70)),
+    Case("drafts", _attend([(3, 12), (1, 90), (2, 40)], interleaved=True, drafted=3)),
+    Case("mixed", _attend([(1, 10), (20, 33)], interleaved=True)),
+    Case("decode-1", _attend([(1, 640)], interleaved=True, value=128, **_LITE), timed=True),
 )

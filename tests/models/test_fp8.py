@@ -15,7 +15,7 @@ from test_laws import PLAIN, requests, run
 from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
-from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.comm import ALONE, Communicator
 from ridgeline.distributed.sharding import Shard, whole
 from ridgeline.errors import ConfigError
 from ridgeline.layers.linear import Linear, Placement
@@ -166,7 +166,7 @@ def test_what_does_not_go_with_it_is_refused_before_loading(tmp_path: Path) -> N
 
 
 def test_a_rank_that_holds_padding_alone_stores_nothing() -> None:
-    place = Placement(Communicator(), lambda path: Fp8(Unquantised()), torch.bfloat16, torch.device("cpu"))
+    place = Placement(ALONE, lambda path: Fp8(Unquantised()), torch.bfloat16, torch.device("cpu"))
     linear = Linear({"": whole(16)}, Shard(16, 16, 16, 8), False, place)
     store = linear.pieces()["weight:"].store
     assert store is not None

@@ -52,6 +52,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path) -> None:
     ("qwen3-8b", {"max_num_seqs": 100}),
     ("qwen3-30b-a3b", {"max_num_seqs": 64}),
     ("gpt-oss-20b", {"max_num_seqs": 64}),
+    ("deepseek-v2-lite", {"max_num_seqs": 200}),
     ("llama-3.1-8b", {"enforce_eager": True, "max_num_seqs": 37}),
     ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}),
     ("llama-3.1-8b", {"quantization": "mlp=int4,attention=int8", "max_num_seqs": 64}),
@@ -198,6 +199,7 @@ def test_steps_of_every_kind_are_among_them() -> None:
     assert {len(step.counts) for step in steps if step.past} >= {FEWEST_ROWS, 8, 16, 32, 64, 128, 256}
     some("gate and up written whole", lambda step: sum(step.counts) == gemm_gated.FEWEST_ROWS - 1)
     some("a mask", lambda step: step.masked)
+    some("a later chunk of a prompt", lambda step: step.past and max(step.counts) > 1)
     some("log-probabilities", lambda step: step.params.logprobs is not None)
     some("log-probabilities of a prompt", lambda step: step.params.prompt_logprobs is not None)
     some("a penalty", lambda step: step.params.repetition_penalty != 1 and step.params.temperature > 0)

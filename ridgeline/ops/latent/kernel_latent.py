@@ -63,8 +63,40 @@ def attend_latents(  # type: ignore[no-untyped-def]
         scales = scale_ptr + wide_block * scale_block_stride + slot * scale_slot_stride
         maximum, total, accumulated, _ = fold_tile(
             scores, latent, latent, maximum, total, accumulated, accumulated, key, last, scales, scales, score_scale, 0.0,
-            True, 0, False, SCALED, NARROW, False, UPCAST,
+            True, 0, False, SCALED, SCALED, NARROW, False, UPCAST,
         )
+    return maximum, total, accumulated
+
+
+@triton_kernel()
+def attend_keys_first(  # type: ignore[no-untyped-def]
+    q, turned, maximum, total, accumulated, cache_ptr, table_ptr, block, begin, end, score_scale, block_stride, slot_stride,
+    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_RANK: tl.constexpr,
+    TILE_ROPE: tl.constexpr, UPCAST: tl.constexpr,
+):
+    """As attend_latents, with entries as the rows of both products: scores [keys, heads], sums [rank, heads]. Sixteen heads are
+    too few rows for Hopper's matrix instruction, and enough columns. Of a cache without scales."""
+    lane = tl.arange(0, TILE_KEYS)
+    heads = tl.trans(q)
+    turned_heads = tl.trans(turned)
+    for tile in range(begin, end, TILE_KEYS):
+        key = tile + lane
+        slot = slot_of(tl.minimum(key, end - 1), BLOCK_SIZE)
+        latent = load_tile(cache_ptr, block, slot, block_stride, slot_stride, RANK, TILE_RANK)
+        rotated = load_tile(cache_ptr + RANK, block, slot, block_stride, slot_stride, ROPE, TILE_ROPE)
+        latent = in_compute_type(latent, q.dtype, False, UPCAST)
+        scores = tl.dot(latent, heads, input_precision="ieee")
+        scores = tl.dot(in_compute_type(rotated, q.dtype, False, UPCAST), turned_heads, scores, input_precision="ieee")
+        block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, end - 1) // BLOCK_SIZE)
+        scores = tl.where((key < end)[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=0) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_maximum[None, :])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=0)
+        accumulated = tl.dot(
+            tl.trans(latent), weights.to(latent.dtype), accumulated * decay[None, :], input_precision="ieee"
+        )
+        maximum = new_maximum
     return maximum, total, accumulated
 
 
@@ -81,9 +113,11 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     SCALED: tl.constexpr, NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, TILE_HEADS: tl.constexpr,
     TILE_KEYS: tl.constexpr, TILE_RANK: tl.constexpr, TILE_ROPE: tl.constexpr, TILE_SLOTS: tl.constexpr,
-    DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
+    KEYS_FIRST: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One CTA: one item of the list (split_kv.py), for one tile of heads of one of the row's QUERIES queries: a column.
+
+    APART: all shares leave partial results, and latent_merge_kernel merges them: more CTAs than the one that arrives last.
 
     The result has padded heads: those beyond HEADS mean nothing. Columns are the fastest grid index: they read the same entries
     at the same time. With several queries, a row may have fewer than QUERIES; each sees one entry more than the one before it.
@@ -125,9 +159,10 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
         if DEPENDENT:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        if share == 0:                                   # a padding row: nothing to see
-            nothing = tl.zeros([TILE_HEADS, TILE_RANK], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + place, nothing, mask=(dim < RANK)[None, :])
+        if not APART:
+            if share == 0:                               # a padding row: nothing to see
+                nothing = tl.zeros([TILE_HEADS, TILE_RANK], out_ptr.dtype.element_ty)
+                tl.store(out_ptr + place, nothing, mask=(dim < RANK)[None, :])
         return
 
     begin = share * size
@@ -151,31 +186,41 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     q, turned, score_scale = absorbed_query(q, turned, score_scale, NARROW, UPCAST)
     maximum = tl.full([TILE_HEADS], -1e30, tl.float32)
     total = tl.zeros([TILE_HEADS], tl.float32)
-    accumulated = tl.zeros([TILE_HEADS, TILE_RANK], tl.float32)
-    last = tl.full([TILE_HEADS], 0, tl.int32) + (end - 1)
-    maximum, total, accumulated = attend_latents(
-        q, turned, maximum, total, accumulated, cache_ptr, table_ptr, scale_ptr, block, begin, end, last, score_scale,
-        block_stride, slot_stride, scale_block_stride, scale_slot_stride,
-        RANK, ROPE, BLOCK_SIZE, SCALED, NARROW, TILE_KEYS, TILE_RANK, TILE_ROPE, UPCAST,
-    )
-    if used == 1:
-        out = accumulated / total[:, None]
-        tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=(dim < RANK)[None, :])
-        return
+    if KEYS_FIRST:
+        accumulated = tl.zeros([TILE_RANK, TILE_HEADS], tl.float32)
+        maximum, total, accumulated = attend_keys_first(
+            q, turned, maximum, total, accumulated, cache_ptr, table_ptr, block, begin, end, score_scale, block_stride,
+            slot_stride, RANK, ROPE, BLOCK_SIZE, TILE_KEYS, TILE_RANK, TILE_ROPE, UPCAST,
+        )
+        accumulated = tl.trans(accumulated)
+    else:
+        accumulated = tl.zeros([TILE_HEADS, TILE_RANK], tl.float32)
+        last = tl.full([TILE_HEADS], 0, tl.int32) + (end - 1)
+        maximum, total, accumulated = attend_latents(
+            q, turned, maximum, total, accumulated, cache_ptr, table_ptr, scale_ptr, block, begin, end, last, score_scale,
+            block_stride, slot_stride, scale_block_stride, scale_slot_stride,
+            RANK, ROPE, BLOCK_SIZE, SCALED, NARROW, TILE_KEYS, TILE_RANK, TILE_ROPE, UPCAST,
+        )
+    if not APART:
+        if used == 1:
+            out = accumulated / total[:, None]
+            tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=(dim < RANK)[None, :])
+            return
     first_slot = (first_item * COLUMNS + column).to(tl.int64)
     slot = first_slot + share * COLUMNS
     tl.store(statistics_ptr + slot * (2 * TILE_HEADS) + member, maximum)
     tl.store(statistics_ptr + slot * (2 * TILE_HEADS) + TILE_HEADS + member, total)
     tl.store(accumulated_ptr + (slot * TILE_HEADS + member)[:, None] * TILE_RANK + dim[None, :], accumulated)
-    tl.debug_barrier()                                   # all threads have stored before one of them counts the arrival
-    counter = arrived_ptr + row * COLUMNS + column
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    if arrived == used - 1:
-        tl.store(counter, 0)                             # ready for the next launch
-        merge_shares(
-            accumulated_ptr, statistics_ptr, out_ptr, first_slot, first_slot, 0, used, out_token_stride, out_head_stride,
-            TILE_HEADS, COLUMNS, TILE_HEADS, 1, RANK, TILE_HEADS, TILE_RANK, TILE_SLOTS,
-        )
+    if not APART:
+        tl.debug_barrier()                               # all threads have stored before one of them counts the arrival
+        counter = arrived_ptr + row * COLUMNS + column
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrived == used - 1:
+            tl.store(counter, 0)                         # ready for the next launch
+            merge_shares(
+                accumulated_ptr, statistics_ptr, out_ptr, first_slot, first_slot, 0, used, out_token_stride, out_head_stride,
+                TILE_HEADS, COLUMNS, TILE_HEADS, 1, RANK, TILE_HEADS, TILE_RANK, TILE_SLOTS,
+            )
 
 
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -288,7 +333,7 @@ def attend_widened(  # type: ignore[no-untyped-def]
         scores = tl.dot(turned, tl.trans(rotated), scores, input_precision="ieee")
         maximum, total, accumulated, _ = fold_tile(
             scores, v, v, maximum, total, accumulated, accumulated, key, position, entry_ptr, entry_ptr, score_scale, 0.0,
-            MASKED, 0, False, False, False, False, UPCAST,
+            MASKED, 0, False, False, False, False, False, UPCAST,
         )
     return maximum, total, accumulated
 

@@ -1,6 +1,7 @@
 """Launches of the Triton kernels of latent attention (kernel_latent.py), and the products per head around them.
 
-Queries are absorbed and sums of latents widened by batched matrix products, one matrix per head: cuBLAS.
+Queries are absorbed and sums of latents widened by one matrix per head: those of decodes by latent_products.py, those of prompts
+by cuBLAS.
 """
 
 from __future__ import annotations
@@ -24,19 +25,31 @@ from ridgeline.ops.attention.attention_arguments import (
 )
 from ridgeline.ops.attention.attention_launch import LOG2E
 from ridgeline.ops.attention.split_kv import DeviceShares
-from ridgeline.ops.latent import kernel_latent
+from ridgeline.ops.latent import kernel_latent, latent_products
+from ridgeline.ops.latent.latent_products import per_head
+from ridgeline.ops.latent.latent_write import FreshLatents
 from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.registry import TRITON_INTERPRETED
 
 Launch = dict[str, int]
+FEW_MERGED = 8                       # queries of decodes whose shares are merged where their sums are widened
 
 
-def decode_tiles(dtype: torch.dtype, queries: int, narrow: bool) -> tuple[int, Launch]:
-    """(entries per tile, launch options) of CTAs with that many pairs of a query and a head. Narrow entries are widened in
-    registers, which takes twice the warps."""
+def decode_tiles(dtype: torch.dtype, heads: int, scaled: bool) -> tuple[int, bool, Launch]:
+    """(entries per tile, whether they are the rows of the products, launch options) of decodes with that many heads a CTA. Narrow
+    entries are widened in registers, which takes twice the warps."""
+    if dtype == torch.float32:
+        return 16, not scaled, {"num_warps": 4, "num_stages": 2}
+    if scaled:
+        return 32, False, {"num_warps": 8, "num_stages": 3}
+    return 64, True, {"num_warps": 4 if heads == 16 else 8, "num_stages": 2}
+
+
+def older_tiles(dtype: torch.dtype) -> tuple[int, Launch]:
+    """(entries per tile, launch options) of prompts over what was in the cache before."""
     if dtype == torch.float32:
         return 16, {"num_warps": 4, "num_stages": 2}
-    return 32, {"num_warps": 4 if queries == 16 and not narrow else 8, "num_stages": 3}
+    return 32, {"num_warps": 8, "num_stages": 3}
 
 
 def prompt_tiles(dtype: torch.dtype) -> tuple[int, int, Launch]:
@@ -47,7 +60,7 @@ def prompt_tiles(dtype: torch.dtype) -> tuple[int, int, Launch]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class LatentCall:
     """What all launches of one call have in common."""
 
     q: Tensor
@@ -98,14 +111,6 @@ class _Call:
         per_head(sums[:, : self.q.shape[1]], self.kv_up[:, self.nope :].transpose(1, 2), out)
 
 
-def per_head(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
-    """x [T, H, inputs] by one matrix [inputs, outputs] per head -> [T, H, outputs]"""
-    if out is None:
-        out = torch.empty((*x.shape[:2], matrices.shape[2]), dtype=x.dtype, device=x.device)
-    torch.bmm(x.transpose(0, 1), matrices, out=out.transpose(0, 1))
-    return out
-
-
 def latent_attention_triton(
     q: Tensor, cache: Tensor, kv_up: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor, *,
     scale: float, nope: int, slots: Tensor, query_start_host: list[int] | None = None, kv_len_host: list[int] | None = None,
@@ -114,7 +119,7 @@ def latent_attention_triton(
 ) -> Tensor:
     if work is None:
         work = work_of(query_start_host if query_start_host is not None else query_start.tolist())
-    call = _Call(q, cache, kv_up, block_table, table_rows, query_start, kv_len, cache_scale, scale, nope)
+    call = LatentCall(q, cache, kv_up, block_table, table_rows, query_start, kv_len, cache_scale, scale, nope)
     out = torch.empty((*q.shape[:2], kv_up.shape[1] - nope), dtype=q.dtype, device=q.device)
     decodes = work.num_decodes
     # The host knows how many tokens the decodes have where each has one. With drafts all tokens are gone through: those of
@@ -124,17 +129,19 @@ def latent_attention_triton(
         if shares is None:
             lengths = (kv_len.tolist() if kv_len_host is None else kv_len_host)[:decodes]
             shares = latent_shares(lengths, q.shape[1], q.device)
-        call.widened(_attend_decodes(call, tokens, work, shares, workspace), out[:tokens])
+        attend_decodes(call, tokens, work, shares, workspace, out[:tokens])
     if decodes < kv_len.shape[0] and work.longest_query:
         _attend_prompts(call, tokens if work.queries == 1 else 0, work, slots, out)
     return out
 
 
-def _attend_decodes(
-    call: _Call, tokens: int, work: AttentionWork, shares: DeviceShares, workspace: AttentionWorkspace | None
-) -> Tensor:
-    """Sums of latents of the rows with one query each, or with drafts, [tokens, padded heads, rank]"""
-    q, rank, heads = call.q, call.rank, call.q.shape[1]
+def attend_decodes(
+    call: LatentCall, tokens: int, work: AttentionWork, shares: DeviceShares, workspace: AttentionWorkspace | None, out: Tensor,
+    fresh: FreshLatents | None = None,
+) -> None:
+    """Values of heads [tokens, H, value] of the rows with one query each, or with drafts. `fresh`: their entries are not in the
+    cache yet."""
+    q, rank, heads = call.q[:tokens], call.rank, call.q.shape[1]
     tile_heads = latent_tile_heads(heads)
     padded = -(-heads // tile_heads) * tile_heads
     columns, items = work.queries * padded // tile_heads, shares.item_row.shape[0]
@@ -144,21 +151,33 @@ def _attend_decodes(
     elif workspace.partials.shape[0] < partial_floats(parts, padded, rank):
         raise ValueError(f"the attention workspace was made for fewer than {work.num_decodes} decodes")
     statistics = workspace.partials[parts * padded * tile_dim(rank) :]
-    absorbed, turned = call.absorbed(0, tokens), q[:tokens, :, call.nope :]
-    out = torch.empty((tokens, padded, rank), dtype=q.dtype, device=q.device)
-    tile_keys, launch = decode_tiles(q.dtype, tile_heads, call.narrow)
+    few = tokens <= latent_products.MOST_TOKENS
+    if few or fresh is not None:
+        absorbed = latent_products.absorb(q, call.kv_up, call.nope, call.cache, fresh)
+    else:
+        absorbed = call.absorbed(0, tokens)
+    turned, apart = q[:, :, call.nope :], work.num_decodes * work.queries <= FEW_MERGED
+    sums = absorbed if apart else torch.empty((tokens, padded, rank), dtype=q.dtype, device=q.device)
+    tile_keys, keys_first, launch = decode_tiles(q.dtype, tile_heads, call.cache_scale is not None)
     kernel_latent.latent_decode_kernel[columns, items](
-        absorbed, turned, call.cache, out, call.table, call.rows, call.query_start, call.kv_len, shares.item_row,
+        absorbed, turned, call.cache, sums, call.table, call.rows, call.query_start, call.kv_len, shares.item_row,
         shares.first_item, shares.size, scale_argument(call.cache_scale, q)[0], workspace.partials, statistics, workspace.arrived,
-        call.scale * LOG2E, call.table.stride(0), *absorbed.stride()[:2], *turned.stride()[:2], *out.stride()[:2],
+        call.scale * LOG2E, call.table.stride(0), *absorbed.stride()[:2], *turned.stride()[:2], *sums.stride()[:2],
         *call.strides, **call.constants, COLUMNS=columns, QUERIES=work.queries, TILE_HEADS=tile_heads, TILE_KEYS=tile_keys,
-        TILE_SLOTS=1,
-        **launch, **dependent_launch(q.device),
+        TILE_SLOTS=1, KEYS_FIRST=keys_first, APART=apart, **launch, **dependent_launch(q.device),
     )
-    return out
+    if apart:
+        latent_products.merge(
+            workspace.partials, statistics, call.kv_up, call.nope, call.query_start, call.kv_len, shares, out,
+            decodes=work.num_decodes, queries=work.queries, columns=columns, tile_heads=tile_heads,
+        )
+    elif few:
+        latent_products.widen(sums, call.kv_up, call.nope, out)
+    else:
+        call.widened(sums, out)
 
 
-def _attend_prompts(call: _Call, base: int, work: AttentionWork, slots: Tensor, out: Tensor) -> None:
+def _attend_prompts(call: LatentCall, base: int, work: AttentionWork, slots: Tensor, out: Tensor) -> None:
     """The rows after the decodes, among the tokens from `base` on. Their own entries are read back from the cache: a quantised
     one then gives the same numbers in whatever chunks a prompt is computed."""
     heads, decodes = call.q.shape[1], work.num_decodes
@@ -177,7 +196,7 @@ def _attend_prompts(call: _Call, base: int, work: AttentionWork, slots: Tensor, 
     )
 
 
-def _entries(call: _Call, slots: Tensor) -> Tensor:
+def _entries(call: LatentCall, slots: Tensor) -> Tensor:
     """The cache at these slots, [T, rank + rope]"""
     cache, size = call.cache, call.cache.shape[1]
     where = (slots // size, slots % size, 0)
@@ -187,7 +206,7 @@ def _entries(call: _Call, slots: Tensor) -> Tensor:
     return (codes.to(torch.float32) * call.cache_scale[where].unsqueeze(-1)).to(call.q.dtype)
 
 
-def _attend_older(call: _Call, base: int, decodes: int, rows: int) -> tuple[Tensor, Tensor]:
+def _attend_older(call: LatentCall, base: int, decodes: int, rows: int) -> tuple[Tensor, Tensor]:
     """(values of heads [T, H, value], logarithms of their weights [T, H]) over what was in the cache before this step; rows that
     had nothing there get anything."""
     q = call.q[base:]
@@ -198,7 +217,7 @@ def _attend_older(call: _Call, base: int, decodes: int, rows: int) -> tuple[Tens
     absorbed, turned = call.absorbed(base), q[:, :, call.nope :]
     sums = torch.empty_like(absorbed)
     weights = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    tile_keys, launch = decode_tiles(q.dtype, tile_queries, call.narrow)
+    tile_keys, launch = older_tiles(q.dtype)
     kernel_latent.latent_older_kernel[tokens // tile_tokens + rows, -(-heads // tile_heads)](
         absorbed, turned, call.cache, sums, weights, call.table, call.rows, call.query_start, call.kv_len,
         scale_argument(call.cache_scale, q)[0], rows, decodes, base, call.scale * LOG2E, call.table.stride(0),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention.attention_arguments import quantise_kv, scale_argument, token_scales
-from ridgeline.ops.attention.kernel_decode import store_scaled
+from ridgeline.ops.attention.attention_arguments import largest_code, quantise_kv, scale_argument, token_scales
+from ridgeline.ops.attention.kernel_decode import scales_of, store_scaled
 from ridgeline.ops.launch import dependent_launch, power_of_two
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.ops.rms_norm import rms_norm
@@ -55,15 +56,15 @@ def latent_write_reference(
 
 
 @triton_kernel()
-def _latent_write_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, latent_ptr, norm_ptr, positions_ptr, slots_ptr, cos_sin_ptr, cache_ptr, scale_ptr, eps,
+def write_entry(  # type: ignore[no-untyped-def]
+    q_ptr, latent_ptr, norm_ptr, positions_ptr, slots_ptr, cos_sin_ptr, cache_ptr, scale_ptr, eps, token,
     q_token_stride, q_head_stride, latent_stride, block_stride, slot_stride, scale_block_stride, scale_slot_stride,
     HEADS: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS_ROUND: tl.constexpr, HALF_ROUND: tl.constexpr, RANK_ROUND: tl.constexpr, INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """One CTA per token. The queries are rotated in place."""
-    token = tl.program_id(0).to(tl.int64)
+    """One CTA, one token. The queries are rotated in place."""
+    token = token.to(tl.int64)
     head = tl.arange(0, HEADS_ROUND)
     pair = tl.arange(0, HALF_ROUND)
     dim = tl.arange(0, RANK_ROUND)
@@ -76,8 +77,8 @@ def _latent_write_kernel(  # type: ignore[no-untyped-def]
     live = (head < HEADS)[:, None] & (pair < HALF)[None, :]
     weight = tl.load(norm_ptr + dim, mask=dim < RANK, other=0.0).to(tl.float32)
     if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     position = tl.load(positions_ptr + token)
     slot = tl.maximum(tl.load(slots_ptr + token), 0)
     angle_ptr = cos_sin_ptr + position * (2 * HALF) + pair
@@ -102,16 +103,65 @@ def _latent_write_kernel(  # type: ignore[no-untyped-def]
     largest = tl.maximum(largest, tl.maximum(tl.max(tl.abs(turned_first), axis=0), tl.max(tl.abs(turned_second), axis=0)))
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    if SCALED:
-        place = scale_ptr + block * scale_block_stride + offset * scale_slot_stride
-        tl.store(place, tl.where(largest > 0, largest / LIMIT, 1.0))
-    largest = largest + tl.zeros([1], tl.float32)
+    one = tl.arange(0, 1)
+    place = scale_ptr + block * scale_block_stride + offset * scale_slot_stride + one
+    scale = scales_of(place, largest + tl.zeros([1], tl.float32), one == 0, LIMIT, SCALED, False)
     entry = block * block_stride + offset * slot_stride
-    store_scaled(cache_ptr, (entry + dim)[None, :], latent[None, :], (dim < RANK)[None, :], largest, LIMIT, SCALED)
+    store_scaled(cache_ptr, (entry + dim)[None, :], latent[None, :], (dim < RANK)[None, :], scale, LIMIT, SCALED)
     entry += RANK
     lives = (pair < HALF)[None, :]
-    store_scaled(cache_ptr, (entry + first_place)[None, :], turned_first[None, :], lives, largest, LIMIT, SCALED)
-    store_scaled(cache_ptr, (entry + second_place)[None, :], turned_second[None, :], lives, largest, LIMIT, SCALED)
+    store_scaled(cache_ptr, (entry + first_place)[None, :], turned_first[None, :], lives, scale, LIMIT, SCALED)
+    store_scaled(cache_ptr, (entry + second_place)[None, :], turned_second[None, :], lives, scale, LIMIT, SCALED)
+
+
+@triton_kernel()
+def _latent_write_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, latent_ptr, norm_ptr, positions_ptr, slots_ptr, cos_sin_ptr, cache_ptr, scale_ptr, eps,
+    q_token_stride, q_head_stride, latent_stride, block_stride, slot_stride, scale_block_stride, scale_slot_stride,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, HALF: tl.constexpr, RANK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS_ROUND: tl.constexpr, HALF_ROUND: tl.constexpr, RANK_ROUND: tl.constexpr, INTERLEAVED: tl.constexpr,
+    SCALED: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    write_entry(
+        q_ptr, latent_ptr, norm_ptr, positions_ptr, slots_ptr, cos_sin_ptr, cache_ptr, scale_ptr, eps, tl.program_id(0),
+        q_token_stride, q_head_stride, latent_stride, block_stride, slot_stride, scale_block_stride, scale_slot_stride,
+        HEADS, NOPE, HALF, RANK, BLOCK_SIZE, HEADS_ROUND, HALF_ROUND, RANK_ROUND, INTERLEAVED, SCALED, LIMIT, DEPENDENT,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FreshLatents:
+    """The new tokens of a step, before norm, rotation and write: the arguments of latent_write."""
+
+    latent: Tensor
+    norm: Tensor
+    positions: Tensor
+    slots: Tensor
+    cos_sin: Tensor
+    eps: float
+    interleaved: bool
+    cache_scale: Tensor | None = None
+
+
+def write_arguments(
+    q: Tensor, nope: int, rank: int, cache: Tensor, fresh: FreshLatents | None
+) -> tuple[tuple[Any, ...], tuple[int, ...], dict[str, Any]]:
+    """(pointers and eps, strides from `latent` on, constants) of `write_entry`; without `fresh`, values that it does not use."""
+    half = (q.shape[2] - nope) // 2
+    scale = None if fresh is None else fresh.cache_scale
+    scales, strides = scale_argument(scale, cache)
+    if fresh is None:
+        arguments: tuple[Any, ...] = (q, q, q, q, q, cache, scales, 0.0)
+    else:
+        arguments = (fresh.latent, fresh.norm, fresh.positions, fresh.slots, fresh.cos_sin, cache, scales, fresh.eps)
+    constants = {
+        "HEADS": q.shape[1], "NOPE": nope, "HALF": half, "RANK": rank, "BLOCK_SIZE": cache.shape[1],
+        "HEADS_ROUND": power_of_two(q.shape[1]), "HALF_ROUND": power_of_two(half), "RANK_ROUND": power_of_two(rank),
+        "INTERLEAVED": fresh is not None and fresh.interleaved, "SCALED": scale is not None,
+        "LIMIT": largest_code(cache.dtype),
+    }
+    latent_stride = 0 if fresh is None else fresh.latent.stride(0)
+    return arguments, (latent_stride, *cache.stride()[:2], *strides[:2]), constants
 
 
 def latent_write_triton(
@@ -119,17 +169,13 @@ def latent_write_triton(
     eps: float, interleaved: bool, cache_scale: Tensor | None = None,
 ) -> Tensor:
     """In place."""
-    tokens, heads, width = q.shape
-    half, rank = cos_sin.shape[-1], norm.shape[0]
+    tokens, _, width = q.shape
     if tokens == 0:
         return q
-    scales, strides = scale_argument(cache_scale, cache)
+    fresh = FreshLatents(latent, norm, positions, slots, cos_sin, eps, interleaved, cache_scale)
+    arguments, strides, constants = write_arguments(q, width - 2 * cos_sin.shape[-1], norm.shape[0], cache, fresh)
     _latent_write_kernel[(tokens,)](
-        q, latent, norm, positions, slots, cos_sin, cache, scales, eps, q.stride(0), q.stride(1), latent.stride(0),
-        *cache.stride()[:2], *strides[:2], HEADS=heads, NOPE=width - 2 * half, HALF=half, RANK=rank,
-        BLOCK_SIZE=cache.shape[1], HEADS_ROUND=power_of_two(heads), HALF_ROUND=power_of_two(half),
-        RANK_ROUND=power_of_two(rank), INTERLEAVED=interleaved, SCALED=cache_scale is not None,
-        LIMIT=torch.finfo(cache.dtype).max, num_warps=4, **dependent_launch(q.device),
+        q, *arguments, *q.stride()[:2], *strides, **constants, num_warps=4, **dependent_launch(q.device)
     )
     return q
 
