@@ -55,6 +55,7 @@ class Choice(NamedTuple):
 
 
 H200 = DeviceFacts(True, True, 232_448, MULTIPROCESSORS)
+CPU = DeviceFacts(False, False, 0, 0)
 MANY_ROWS = 1024                     # from here on no choice changes; the library adds the residual in its epilogue
 # Bytes of shared memory that a CTA needs beside what its plan counts: mbarriers, reductions, layout conversions, the driver's.
 RING_GEMV_RESERVED, RING_GEMM_RESERVED, PACKED_RESERVED = 2048, 1280, 12 * 1024
@@ -62,6 +63,7 @@ WIDE_SCRATCH, WIDE_PART_SCRATCH = 5 * 1024, 1024
 GATED_ROWS, GATED_OUTPUTS, GATED_INPUTS = 640, 4096, 6144            # fewest rows and pairs, most inputs, of gemm_gated.py
 GATED_SHARED = (128 + 2 * 128) * 64 * 2 * 4 + 128 * 128 * 2          # its blocks in flight, and the tile it writes
 CODES_RUN = 256                      # inputs of a unit of codes_gemv.py
+FEWEST_BLOCKED_ROWS = 4              # of a CPU's float32 linears that keep oneDNN's layout, too (quant/layout.py)
 MOST_CODE_ROWS = 64                  # that ops/quantised multiplies by codes; for more rows it expands the weight
 
 # ── plans: None where the kernel does not serve the call ─────────────────────────────────────────────────────────────
@@ -176,6 +178,14 @@ def _few_rows(call: Call) -> bool | None:
     return True if 1 <= call.rows <= MOST_CODE_ROWS else None
 
 
+def _one_row(call: Call) -> bool | None:
+    return True if call.rows == 1 else None
+
+
+def _blocked(call: Call) -> bool | None:
+    return True if call.rows >= FEWEST_BLOCKED_ROWS else None
+
+
 def _always(call: Call) -> bool:
     return True
 
@@ -198,6 +208,8 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     "int8-32": (_ONE_ROW, *_ANY),
     "4-bit": (Kernel("packed_gemv", _packed_gemv, True), Kernel("packed_gemm", _packed_gemm), Kernel("expand", _always)),
     "other": _ANY,
+    "cpu-float32": (Kernel("linear_row", _one_row), Kernel("blocked", _blocked), Kernel("library", _always)),
+    "cpu-packed": (Kernel("packed_rows", _always),),
 }
 LIBRARY = Choice("library", True, False)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ridgeline.ops.activation import gated_activation, gated_activation_reference
 from ridgeline.ops.cpu import native
 from ridgeline.ops.hopper import device_facts
-from ridgeline.ops.kernel_table import LIBRARY, Choice, choose
+from ridgeline.ops.kernel_table import CPU, LIBRARY, Choice, choose
 from ridgeline.ops.linear.gemm_gated import gated_gemm, suits
 from ridgeline.ops.linear.gemm_ring import ring_gemm
 from ridgeline.ops.linear.gemm_small import small_gemm
@@ -118,9 +118,10 @@ def _on_a_gpu(site: Site) -> bool:
 
 def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """One row only streams the weight: native code. More rows go to torch."""
-    if x.shape[0] != 1 or x.stride(1) != 1 or not weight.is_contiguous():
-        return F.linear(x, weight, bias)
     outputs, inputs = weight.shape
+    chosen = choose("cpu-float32", x.shape[0], outputs, inputs, False, CPU).kernel
+    if chosen != "linear_row" or x.stride(1) != 1 or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
     out = torch.empty((1, outputs), dtype=x.dtype)
     native.library().linear_row(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), inputs, outputs
