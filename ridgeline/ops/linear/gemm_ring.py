@@ -99,6 +99,12 @@ def _block_scales(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
+def _no_scales(output):  # type: ignore[no-untyped-def]
+    ones = (output * 0 + 1).to(gl.float32)
+    return ones, ones, ones, ones
+
+
+@gluon_kernel()
 def _added(sums, other, second, third, fourth, scales, BLOCK_SCALED: gl.constexpr):  # type: ignore[no-untyped-def]
     if BLOCK_SCALED > 0:
         sums += (other * scales[0] + second * scales[1]) + (third * scales[2] + fourth * scales[3])
@@ -117,11 +123,10 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
 ):
     """CTA (first tile, split); tiles are assigned round-robin, and the ring continues from one tile to the next.
 
-    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are 8-bit
-    codes, int8 or e4m3, with a scale for each row of x and each output (no gate). Sums of int8 products are exact. The tensor
-    cores truncate sums of e4m3 products to about 11 bits, so every 128 inputs have sums of their own, which are added in
-    float32; with BLOCK_SCALED they have a scale for that many outputs. PAIRED: every two rows of x are the coarse and the fine
-    codes of one row (fp8_rows.py).
+    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are 8-bit codes,
+    int8 or e4m3, with a scale for each row of x and each output (no gate). Sums of int8 products are exact. Tensor cores truncate
+    sums of e4m3 products to about 11 bits, so every 128 inputs have sums of their own, added in float32; with BLOCK_SCALED they
+    have a scale for that many outputs. PAIRED: every two rows of x are the coarse and the fine codes of one row (fp8_rows.py).
     """
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
     LINES: gl.constexpr = SCALED and weight_ptr.dtype.element_ty != gl.int8
@@ -166,8 +171,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         third = sums
         fourth = sums
         output = tile * step + place_of_output
-        ones = (output * 0 + 1).to(gl.float32)
-        scales = (ones, ones, ones, ones)
+        scales = _no_scales(output)
         for unit in range(begin, begin + chunks):
             async_copy.wait_group(STAGES - 2)
             mbarrier.wait(filled.index(x_slot), phase)
