@@ -62,6 +62,7 @@ RING_GEMV_RESERVED, RING_GEMM_RESERVED, PACKED_RESERVED = 2048, 1280, 12 * 1024
 WIDE_SCRATCH, WIDE_PART_SCRATCH = 5 * 1024, 1024
 GATED_ROWS, GATED_OUTPUTS, GATED_INPUTS = 640, 4096, 6144            # fewest rows and pairs, most inputs, of gemm_gated.py
 GATED_SHARED = (128 + 2 * 128) * 64 * 2 * 4 + 128 * 128 * 2          # its blocks in flight, and the tile it writes
+INTEGER_SHARED = (128 + 256) * 128 * 3 + 128 * 256 * 2 + 2048       # integer_product.py: blocks in flight, and the tile it writes
 CODES_RUN = 256                      # inputs of a unit of codes_gemv.py
 FEWEST_BLOCKED_ROWS = 4              # of a CPU's float32 linears that keep oneDNN's layout, too (quant/layout.py)
 MOST_CODE_ROWS = 64                  # that ops/quantised multiplies by codes; for more rows it expands the weight
@@ -154,6 +155,10 @@ def _scaled_mm_blocks(call: Call) -> bool | None:
     return True if call.device.hopper and whole and call.rows > 1 else None
 
 
+def _integer_gemm(call: Call) -> bool | None:
+    return True if call.device.hopper and call.device.shared >= INTEGER_SHARED else None
+
+
 def _packed(call: Call) -> PackedGemvPlan | PackedGemmPlan | None:
     if not (call.device.gluon and call.device.hopper):
         return None
@@ -202,7 +207,7 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
         Kernel("library", _always),
     ),
     "fp8-row": (*_ROWS, Kernel("scaled_mm", _always)),
-    "int8-row": (*_ROWS, Kernel("int_mm", _always)),
+    "int8-row": (*_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
     "fp8-block": (_ONE_ROW, *_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
     "fp8-block-cut": (_ONE_ROW, _ROWS[0], Kernel("expand", _always)),    # blocks that a part of the linear cuts
     "int8-32": (_ONE_ROW, *_ANY),

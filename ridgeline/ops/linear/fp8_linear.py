@@ -23,7 +23,7 @@ from ridgeline.ops.kernel_table import Choice, choose
 from ridgeline.ops.linear.fp8_rows import fp8_groups, fp8_rows, fp8_rows_reference, gated_fp8_rows, normed_fp8_rows
 from ridgeline.ops.linear.gemm_ring import ring_gemm
 from ridgeline.ops.linear.gemm_wide import wide_gemm
-from ridgeline.ops.linear.integer_product import integer_product
+from ridgeline.ops.linear.integer_product import integer_gemm, integer_product
 from ridgeline.ops.packed.select_packed import PackedGemvPlan
 from ridgeline.ops.quantised.codes_gemv import codes_gemv, codes_gemv_for
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
@@ -125,6 +125,8 @@ def multiplied(rows: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None
         return ring_gemm(rows.codes, weight, bias, plan, scales=scales, paired=rows.paired, dtype=rows.dtype)
     if kernel == "wide_gemm":
         return wide_gemm(rows.codes, weight, bias, plan, scales=scales, dtype=rows.dtype)
+    if kernel == "integer_gemm":
+        return integer_gemm(rows.codes, weight, *scales, bias, rows.dtype)
     if kernel == "int_mm":
         return integer_product(rows.codes, weight, *scales, bias, rows.dtype)
     # Without fast accumulation: with it, a sum of 14,336 equal terms is 10 % too small.

@@ -67,8 +67,8 @@ def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
     tiles = cdiv(rows, BLOCK_ROWS) * cdiv(outputs, BLOCK_OUTPUTS)
     programs = min(tiles, multiprocessors(x.device))
     _gated_gemm_kernel[programs,](
-        _described(x, BLOCK_ROWS, BLOCK_INPUTS), _described(weight.view(2, outputs, inputs), 2, BLOCK_OUTPUTS, BLOCK_INPUTS),
-        _described(out, BLOCK_ROWS, BLOCK_OUTPUTS), rows, outputs, inputs,
+        described(x, BLOCK_ROWS, BLOCK_INPUTS), described(weight.view(2, outputs, inputs), 2, BLOCK_OUTPUTS, BLOCK_INPUTS),
+        described(out, BLOCK_ROWS, BLOCK_OUTPUTS), rows, outputs, inputs,
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS, NEIGHBOURS=NEIGHBOURS,
         PROGRAMS=programs, GATE=GATES[gate], UPCAST=TRITON_INTERPRETED,     # the interpreter's narrow dot products are wrong
         num_warps=8, num_stages=STAGES,
@@ -76,7 +76,8 @@ def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
     return out
 
 
-def _described(tensor: Tensor, *block: int) -> Any:
+def described(tensor: Tensor, *block: int) -> Any:
+    """The TMA descriptor of a tensor, for tiles of a block."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # not where there is no triton
 
     if TRITON_INTERPRETED:                               # it reads the tensor itself
