@@ -150,7 +150,8 @@ def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any)
     """The transformers model itself, with weights that depend only on the name."""
     import transformers
 
-    kind, config = CHECKPOINTS[name][0], build_config(name, **overrides)
+    kind, differences = CHECKPOINTS[name]
+    config = build_config(name, **overrides)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
     if "swiglu_limit" in differences:                    # before transformers 5.18 its model has 7.0, whatever the config says
         for layer in model.model.layers:
