@@ -129,14 +129,29 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
     return path
 
 
-def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """The transformers model itself, with weights that depend only on the name."""
+def save_config(name: str, path: Path) -> Path:
+    """Only the config.json of checkpoint `name`."""
+    config = build_config(name)
+    config.architectures = [f"{CHECKPOINTS[name][0]}ForCausalLM"]
+    config.save_pretrained(path)
+    return path
+
+
+def build_config(name: str, **overrides: Any) -> Any:
     import transformers  # takes seconds: only for the tests that need it
 
     kind, differences = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
     eager = EAGER_EXPERTS if any("expert" in name for name in differences) else {}
-    config = config_class(**BASE | eager | differences | overrides)
+    return config_class(**BASE | eager | differences | overrides)
+
+
+def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """The transformers model itself, with weights that depend only on the name."""
+    import transformers
+
+    kind, differences = CHECKPOINTS[name]
+    config = build_config(name, **overrides)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
     if "swiglu_limit" in differences:                    # before transformers 5.18 its model has 7.0, whatever the config says
         for layer in model.model.layers:
