@@ -2,8 +2,8 @@
 
 A thread has the 32 codes of a group, 16 bytes, and the same inputs of x. Codes become float32 numbers by bits alone, 2^126 times
 too small: x is multiplied by 2^64 before, and a group's sum by its scale and the rest of the power. So a weight takes seven to
-ten instructions, which is what limits these kernels: at the memory's speed an SM has 3.4. Measured on an H200 with the matrices of
-gpt-oss-20b: 46 us for one token, 26 % of the bandwidth; 16-bit weights take 61 us.
+ten instructions, which is what limits these kernels: at the memory's speed an SM has 3.4. On an H200, with the matrices of
+gpt-oss-20b, one token takes 46 us, 26 % of the bandwidth; with 16-bit weights it takes 61 us.
 
 Written in Gluon, because Triton's choice of layouts moves x, scales and sums through shared memory in every step. The
 interpreter and other devices take the tiles of expert_products.py.
@@ -187,7 +187,8 @@ def _experts_codes_down_kernel(  # type: ignore[no-untyped-def]
 
 def runs(x: Tensor, hidden: int) -> bool:
     """Rows of x are read as pairs of numbers."""
-    return HAS_GLUON and x.is_cuda and x.dtype == torch.bfloat16 and x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0 and hidden % 2 == 0
+    aligned = x.stride(0) % 2 == 0 and x.data_ptr() % 4 == 0 and hidden % 2 == 0
+    return HAS_GLUON and x.is_cuda and x.dtype == torch.bfloat16 and aligned
 
 
 def codes_up() -> Few:
