@@ -68,8 +68,8 @@ class EngineCore:
         self._collects = True                            # is Python's garbage collector on in this process?
         self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
         # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. Of a GPU the
-        # host knows them with the result.
-        self._waits_for_drafts = config.device != "cpu"
+        # host knows them with the result; until then the device keeps the lengths (runner/row_tables.py).
+        self._device_knows_first = config.device != "cpu"
 
     @classmethod
     def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
@@ -132,7 +132,7 @@ class EngineCore:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         if self.grammars.num_pending:
             self._take_grammars(deltas)
-        while self._waits_for_drafts and self.scheduler.has_drafts_in_flight:
+        while self._device_knows_first and self.scheduler.waits_for_drafts:
             deltas += self._take_in()
         plan = self.scheduler.schedule()
         if len(plan.rows):
