@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from folders import FAKES, import_path
 
-from ridgeline.ops.linear import gemm_gated
+from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.runner.shared_prefix import FEWEST_ROWS
 from ridgeline.runner.start.kernel_steps import KernelStep, kernel_steps
 
@@ -200,7 +200,7 @@ def test_steps_of_every_kind_are_among_them() -> None:
     some("decodes beside a prompt", lambda step: step.counts[0] == 1 and step.counts[-1] > 1)
     some("a shared prefix", lambda step: step.past * (len(step.counts) - 1) >= 32_768)
     assert {len(step.counts) for step in steps if step.past} >= {FEWEST_ROWS, 8, 16, 32, 64, 128, 256}
-    some("gate and up written whole", lambda step: sum(step.counts) == gemm_gated.FEWEST_ROWS - 1)
+    some("gate and up written whole", lambda step: sum(step.counts) == GATED_ROWS - 1)
     some("a mask", lambda step: step.masked)
     some("a later chunk of a prompt", lambda step: step.past and max(step.counts) > 1)
     some("log-probabilities", lambda step: step.params.logprobs is not None)

@@ -24,6 +24,7 @@ from ridgeline.engine.core.oom_backoff import Thrift
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.messages import Request, TokenDelta
+from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.models.stages import stage_config
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
@@ -284,7 +285,10 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     stages = config.options.parallel.pipeline_parallel_size
     layers = stage_layers(config.model.num_layers, stages - 1, stages)
     model, stored = stage_config(config.model, layers), config.kv_format.of_stage(layers)
-    shape = decoder_shape(model, config.dtype, kv=stored, block_size=common_block_size(config.groups))
+    shape = decoder_shape(
+        model, config.dtype, kv=stored, block_size=common_block_size(config.groups),
+        expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device, ranks),
+    )
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)

@@ -31,7 +31,7 @@ from ridgeline.layers.linear import Linear
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.compile_ahead import CompileAhead
-from ridgeline.ops.linear import gemm_gated
+from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.runner.forward import EagerForward
@@ -73,7 +73,7 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int, drafts
     """The ones that take longest to compile first. `drafts`: rows may have some."""
     num_rows, longest = min(max_rows, max_step_tokens), max_model_len - 1
     most = min(max_step_tokens, num_rows * longest)
-    for tokens in dict.fromkeys([most, min(most, gemm_gated.FEWEST_ROWS - 1)]):
+    for tokens in dict.fromkeys([most, min(most, GATED_ROWS - 1)]):
         whole, rest = divmod(tokens, longest)
         yield KernelStep([rest] * (rest == 1) + [longest] * whole + [rest] * (rest > 1))
     shapes = GraphShapes(max_rows, max_step_tokens)
