@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.fp8_linear import (
+    BLOCK,
     Fp8Rows,
     expanded,
     fp8_linear,
@@ -35,7 +36,10 @@ class Fp8(Quantised):
         super().__init__(format, plain, made)
 
     def finish(self, linear: nn.Module) -> None:
-        if multiplies(linear.weight):
+        if linear.format.scales.block[1] not in (0, BLOCK):          # a shard ends inside a block: smaller ones
+            linear.scheme = Quantised(self.format, self.plain, self.made)
+            linear.scheme.finish(linear)
+        elif multiplies(linear.weight):
             linear.scale.data = linear.scale.data.float()            # blocks may have scales in 16 bits
             gemm_small.prepare(linear.weight.device)
             gemm_wide.prepare(linear.weight.device)
@@ -43,6 +47,8 @@ class Fp8(Quantised):
             self.expand_once(linear)
 
     def numbers(self, linear: nn.Module) -> Tensor:
+        if linear.scale.dim() == 2:
+            return super().numbers(linear)
         return expanded(linear.weight, linear.scale, torch.promote_types(linear.dtype, torch.float32))
 
     def apply(self, linear: nn.Module, x: Tensor | Fp8Rows, batch: object) -> Tensor:
