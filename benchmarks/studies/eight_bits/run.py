@@ -35,7 +35,8 @@ def columns(x: torch.Tensor, wide: list[torch.Tensor], fp8: list[torch.Tensor], 
     blocks = torch.rand(outputs // 128, inputs // 128, device="cuda") + 0.5
     found = [
         timed(lambda weight: F.linear(x, weight), wide), timed(lambda weight: fp8_linear_gpu(x, weight, scale), fp8),
-        timed(lambda weight: fp8_linear_gpu(x, weight, blocks), fp8), timed(lambda weight: fp8_linear_gpu(x, weight, scale), int8),
+        timed(lambda weight: fp8_linear_gpu(x, weight, blocks), fp8),
+        timed(lambda weight: fp8_linear_gpu(x, weight, scale), int8),
     ]
     if len(x) >= 128:
         codes, groups = fp8_groups(x)
