@@ -210,7 +210,8 @@ class PackedFloat32(Unquantised):
             linear.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), self.TYPICAL_ROWS)
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        chosen = choose("cpu-float32", x.shape[0], *linear.weight.shape, False, CPU).kernel
+        outputs, inputs = linear.weight.shape
+        chosen = choose("cpu-float32", x.shape[0], outputs, inputs, False, CPU).kernel
         if chosen != "blocked" or linear.packed is None:
             return product(x, linear.weight, linear.bias)
         return torch.ops.mkldnn._linear_pointwise(x, linear.packed, linear.bias, "none", [], "")
