@@ -110,6 +110,17 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return _few_rows(x, weight, bias, chosen)
 
 
+def linear_onto(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """out + x weight^T, written over `out`; on a GPU, by the kernel that multiplies where one can."""
+    few = len(x) <= MOST_ROWS and x.dtype in NARROW
+    chosen = _plan(x, weight, gated=False) if few else None
+    if isinstance(chosen, GemvPlan) and out.is_contiguous() and ring_for(*_shape(weight, None), False, x.device) is None:
+        return gemv(x, weight, None, chosen, onto=out)[0]
+    if chosen is None:
+        return out.addmm_(x, weight.t())
+    return out.add_(linear(x, weight))
+
+
 def normed_linear_triton(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
     *, norm_offset: float = 0.0, gate: str | None = None,
