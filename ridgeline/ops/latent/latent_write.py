@@ -76,8 +76,8 @@ def write_entry(  # type: ignore[no-untyped-def]
         second_place = pair + HALF
     live = (head < HEADS)[:, None] & (pair < HALF)[None, :]
     weight = tl.load(norm_ptr + dim, mask=dim < RANK, other=0.0).to(tl.float32)
-    # What the host sent for the step may be read before the wait. Then all loads before the first store, behind which the compiler
-    # would leave them.
+    # What the host sent for the step may be read before the wait. Behind it all loads come before the first store: the compiler
+    # leaves them in that order.
     position = tl.load(positions_ptr + token)
     slot = tl.maximum(tl.load(slots_ptr + token), 0)
     angle_ptr = cos_sin_ptr + position * (2 * HALF) + pair
