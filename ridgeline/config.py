@@ -20,6 +20,8 @@ from typing import Any
 
 from ridgeline.errors import ConfigError
 from ridgeline.known_options import asks_for_nothing, known_option
+from ridgeline.sizes.kv_format import parse as parse_kv_dtype
+from ridgeline.sizes.mesh_shape import MeshShape
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | float | None = None) -> Any:
@@ -71,8 +73,12 @@ class CacheOptions:
     gpu_memory_utilization: float = option(0.9, "fraction of the GPU's memory that the engine may use", low=0.01)
     enable_prefix_caching: bool = option(True, "reuse the KV cache of prompts with a common prefix")
     kv_cache_dtype: str = option(
-        "auto", "fp8: e4m3 with a scale per token and head (GPU only); auto: the model's dtype, on a CPU float16 instead of "
-        "float32; float32 (CPU only)", ("auto", "fp8", "float32"),
+        "auto", "format of the KV cache. fp8 (e4m3) or int8: half the memory, with a scale per token and head, or with the "
+        "checkpoint's calibrated ones; k=int8,v=fp8: keys and values apart; auto: the model's dtype, on a CPU float16 instead of "
+        "float32; float32 (CPU only)",
+    )
+    kv_cache_dtype_skip_layers: str = option(
+        "", "layers whose KV cache is not quantised: numbers, ranges, or sliding_window, such as 0,1,30-31"
     )
     kv_layout: str = option(
         "paged", "contiguous: reserve max_model_len tokens for every request (turns paging off)",
@@ -118,6 +124,27 @@ class ExecutionOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
     tensor_parallel_size: int = option(1, "number of ranks (processes) that share every layer", low=1)
+    data_parallel_size: int = option(
+        1, "engines behind one front end, each with a whole copy of the model; `ridgeline serve` only", low=1
+    )
+    pipeline_parallel_size: int = option(
+        1, "number of stages, each with some of the layers, one after the other; ranks in all: times tensor_parallel_size", low=1
+    )
+    enable_expert_parallel: bool = option(
+        False, "the ranks of tensor_parallel_size divide the experts of a mixture among them, not each expert's width"
+    )
+    distributed_executor_backend: str = option(
+        "mp", "where ranks run. mp: on this machine; ray: on the machines of a Ray cluster (pip install 'ridgeline[ray]')",
+        ("mp", "ray"),
+    )
+
+    @property
+    def mesh(self) -> MeshShape:
+        return MeshShape(self.tensor_parallel_size, self.pipeline_parallel_size)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.size
 
 
 # Other spellings of an option's values, vLLM's.
@@ -129,7 +156,8 @@ SPELLINGS: dict[str, dict[str, str]] = {
          "qwen3", "step3", "step3p5"), "think",
     ),
     "tool_call_parser": {"llama4_json": "llama3_json", "openai": "harmony"},
-    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"},
+    "distributed_executor_backend": {"uni": "mp"},
 }
 
 
@@ -150,8 +178,11 @@ class EngineConfig:
             name = _answered(given, value, declared)
             if name == "quantization" and isinstance(value, dict):
                 value = json.dumps(value)
+            if name == "kv_cache_dtype_skip_layers" and isinstance(value, (list, tuple)):
+                value = ",".join(map(str, value))
             if name and value is not None:
                 values[name] = checked(*declared[name], value)
+        parse_kv_dtype(values.get("kv_cache_dtype", "auto"))
         return cls(
             **{
                 group: kind(**{name: values[name] for name in _fields(kind) if name in values})

@@ -35,13 +35,13 @@ _INTERNAL = "it is about the other engine's internals"
 _NO_LORA = "LoRA adapters are not applied at run time"
 _NO_MEDIA = "prompts are text only"
 _DRAFT = "drafts are switched by --speculative-config, and no draft model or trained head runs yet"
-_NO_EXPERTS = "every rank has a part of every expert"
+_NO_EXPERTS = "experts stay on the ranks that --enable-expert-parallel gives them"
 _ONE_DEVICE = "all layers are on one device; --device cpu or cuda chooses it"
 _MEMORY = "memory is taken as the operating system gives it"
 _CORS = "--allowed-origins sends the headers that browsers need"
 _TEMPLATES = "chat templates are always Jinja, sandboxed"
 _METRICS = "/metrics always has the counters"
-_NO_PARALLEL = "there is tensor parallelism only"
+_NO_PARALLEL = "layers and experts are divided, contexts are not"
 
 # Why it changes nothing -> names.
 _IGNORED: dict[str, str] = {
@@ -73,7 +73,7 @@ _IGNORED: dict[str, str] = {
         sse_ping_interval= list_devices log_prompts_dir= print_token_count= in_prefix_bos in_prefix= in_suffix=
     """,
     "a request that loses its KV blocks is computed again": "swap_space=",
-    "fp8 KV always has a scale per token and head": "calculate_kv_scales kv_cache_dtype_skip_layers=",
+    "a quantised KV cache has a scale per token and head, unless the checkpoint has calibrated ones": "calculate_kv_scales",
     "the KV cache is always on the model's device": "kv_offload",
     "tool choice is always on": "enable_auto_tool_choice",
     "reasoning is split off where the chat template has it; see --reasoning-parser": """
@@ -192,14 +192,12 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("speculative_model= num_speculative_tokens= spec_method= spec_model= spec_tokens= spec_type="
      " model_draft= spec_draft_model= spec_draft_hf= hf_repo_draft= spec_default diffusion_config= mtp dflash eagle3", (),
      _DRAFT),
-    ("pipeline_parallel_size= decode_context_parallel_size= prefill_context_parallel_size=", (1,),
-     f"{_NO_PARALLEL}: use --tensor-parallel-size"),
-    ("data_parallel_size=", (1,), "start one server per GPU behind a load balancer"),
+    ("decode_context_parallel_size= prefill_context_parallel_size=", (1,),
+     f"{_NO_PARALLEL}: use --tensor-parallel-size or --pipeline-parallel-size"),
     ("data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb enable_elastic_ep", (False,),
-     "start one server per GPU behind a load balancer"),
+     "--data-parallel-size has engines of one machine; `ridgeline route` is for several machines"),
     ("nnodes= node_rank= headless rpc=", (0, 1, False), "one engine runs on one machine"),
-    ("enable_expert_parallel enable_eplb enable_dbo", (False,), f"{_NO_EXPERTS}; leave it out"),
-    ("distributed_executor_backend=", ("mp", "uni"), "ranks are processes on this machine; leave it out"),
+    ("enable_eplb enable_dbo", (False,), f"{_NO_EXPERTS}; leave it out"),
     ("device_ids=", (), "set CUDA_VISIBLE_DEVICES"),
     ("cpu_offload_gb= kv_offloading_size= offload_group_size= offload_num_in_group= offload_prefetch_step=", (0,),
      "weights and KV must fit into the device's memory; use a smaller model or fp8"),
@@ -208,7 +206,7 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("kv_transfer_config= kv_events_config= ec_transfer_config= ec_manager_config= weight_transfer_config=", (),
      "prefill and decode run in one engine"),
     ("quantization_config=", ({}, "{}"), "use --quantization"),
-    ("cache_type_k= cache_type_v=", ("f16", "bf16", "f32"), "use --kv-cache-dtype fp8 (GPU only)"),
+    ("cache_type_k= cache_type_v=", ("f16", "bf16", "f32"), "use --kv-cache-dtype fp8, int8 or k=FORMAT,v=FORMAT"),
     ("enable_sleep_mode sleep_idle_seconds=", (False, -1), "stop the server to free its memory"),
     ("enable_prompt_embeds enable_mm_embeds", (False,), "prompts are text or token ids"),
     ("mmproj= mmproj_url= image= audio= video=", (), f"{_NO_MEDIA}: use a text model"),

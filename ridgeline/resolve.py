@@ -13,17 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.config import EngineConfig
+from ridgeline.context_room import budget_of, max_model_len_of
 from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
+from ridgeline.kv_options import kv_format
 from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
-from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config, weight_bytes
+from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config
+from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, PROMPT_TOKENS, most_queries
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, cache_dtype, page_bytes
+from ridgeline.sizes.kv_format import KVFormat
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
 from ridgeline.sizes.ledger import GIB
-from ridgeline.sizes.op_costs import DTYPE_BYTES, QUANTISED_BYTES
+from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS, mask_bytes, sampling_bytes
 from ridgeline.techniques import TECHNIQUES, turned_off
 
@@ -62,7 +66,7 @@ class ResolvedConfig:
     num_blocks: int
     prefix_caching: bool
     depth: int                       # steps in flight beside the one being planned
-    kv_dtype: str                    # of the KV cache
+    kv_format: KVFormat              # of the KV cache
     graphs: bool                     # decode steps are captured as CUDA graphs and replayed
     shared_prefixes: bool            # attention reads a prefix shared by running requests once
     step_seconds: float              # target time of a step that prompts share with decoding requests; 0: no limit
@@ -71,6 +75,11 @@ class ResolvedConfig:
     graph_bytes: int                 # … and the largest CUDA graph
     reasons: dict[str, str] = field(default_factory=dict)        # option -> why it has its value
     device_name: str = ""
+
+    @property
+    def kv_dtype(self) -> str:
+        """The KV cache's format in words."""
+        return self.kv_format.name
 
     @property
     def contiguous(self) -> bool:
@@ -87,7 +96,7 @@ class ResolvedConfig:
                 "num_gpu_blocks_override": self.num_blocks,
                 "kv_cache_memory_bytes": None,
                 "enable_prefix_caching": self.prefix_caching,
-                "async_scheduling": self.depth > 0,
+                "async_scheduling": self.depth >= self.options.parallel.pipeline_parallel_size,
             }
         )
 
@@ -106,6 +115,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     reasons: dict[str, str] = {}
     dtype = _dtype(config, model, device, reasons)
     groups = kv_groups(model, config.cache.block_size, config.parallel.tensor_parallel_size)
+    stored = kv_format(config, model, path, device.kind, dtype, reasons)
     longest = _longest(config, model)
 
     flat = {name: value for part in dataclasses.asdict(config).values() for name, value in part.items()}
@@ -113,8 +123,6 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     for technique in TECHNIQUES:
         if technique.name in off:
             reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
-    if "fp8 KV" in off:
-        raise ConfigError(f"kv_cache_dtype fp8 {off['fp8 KV']}; leave it at auto")
     graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
     check_quantization(
         model, config.model.quantization, device.kind, dtype, config.parallel.tensor_parallel_size,
@@ -123,31 +131,24 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype, model)
 
-    max_num_seqs, budget, memory = _sizes(config, device, model, dtype, groups, longest, graphs, reasons)
+    max_num_seqs, budget, memory = _sizes(config, device, model, dtype, groups, stored, longest, graphs, reasons)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
-    most_tokens = budget if chunked else max(budget, longest)    # see _budget
+    most_tokens = budget if chunked else max(budget, longest)    # see budget_of
     num_blocks = _num_blocks(config, memory, groups, longest, most_tokens, max_num_seqs, reasons)
-    max_model_len = _max_model_len(config, groups, num_blocks, memory.per_block, longest, budget, reasons)
-    budget = _budget(config, budget, max_model_len, reasons)
+    max_model_len = max_model_len_of(config, groups, num_blocks, memory.per_block, longest, budget, reasons)
+    budget = budget_of(config, budget, max_model_len, reasons)
     step_bytes, graph_bytes = memory.pools(max_num_seqs, budget)
 
     return ResolvedConfig(
         options=config, model_path=path, model=model, device=device.kind, dtype=dtype, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off,
-        depth=int(_overlap(config, device, reasons)),
-        kv_dtype=_kv_dtype(config, device.kind, dtype), graphs=graphs,
+        depth=max(int(_overlap(config, device, reasons)), config.parallel.pipeline_parallel_size - 1),
+        kv_format=stored, graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
     )
-
-
-def _kv_dtype(config: EngineConfig, device: str, dtype: str) -> str:
-    asked = config.cache.kv_cache_dtype
-    if asked == "float32" and (device, dtype) != ("cpu", "float32"):
-        raise ConfigError(f"kv_cache_dtype float32 is for a CPU that computes in float32, not for {device} in {dtype}; use auto")
-    return cache_dtype(asked, dtype, device, config.model.kernels)
 
 
 def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: dict[str, str]) -> bool:
@@ -166,14 +167,14 @@ def _overlap(config: EngineConfig, device: DeviceFacts, reasons: dict[str, str])
 
 
 def _sizes(
-    config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec], longest: int,
-    graphs: bool, reasons: dict[str, str],
+    config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec], stored: KVFormat,
+    longest: int, graphs: bool, reasons: dict[str, str],
 ) -> tuple[int, int, Memory]:
     """max_num_seqs and the token budget, and what memory there is with them."""
     asked, cache = config.scheduler, config.cache
 
     def memory(most_tokens: int) -> Memory:
-        return Memory.of(config, device, model, dtype, groups, longest, graphs, most_tokens)
+        return Memory.of(config, device, model, dtype, groups, stored, longest, graphs, most_tokens)
 
     if device.kind == "cpu":
         budget = asked.max_num_batched_tokens or CPU_STEP_TOKENS
@@ -181,7 +182,7 @@ def _sizes(
     kv_bytes = cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override is not None:
         kv_bytes = cache.num_gpu_blocks_override * memory(0).per_block
-    whole = longest if not asked.enable_chunked_prefill and asked.max_num_batched_tokens is None else 0      # see _budget
+    whole = longest if not asked.enable_chunked_prefill and asked.max_num_batched_tokens is None else 0      # see budget_of
     max_num_seqs, budget = gpu_sizes(memory, asked.max_num_seqs, asked.max_num_batched_tokens, kv_bytes, whole)
     why = "more would take most of the memory that the weights leave"
     if asked.max_num_seqs is None and max_num_seqs < GPU_ROWS:
@@ -243,13 +244,15 @@ class Memory:
     @classmethod
     def of(
         cls, config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec],
-        longest: int, graphs: bool, budget: int,
+        stored: KVFormat, longest: int, graphs: bool, budget: int,
     ) -> Memory:
         share, ranks = config.cache.gpu_memory_utilization, config.parallel.tensor_parallel_size
+        mesh = config.parallel.mesh
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
-        # Ranks on the CPU share one memory; each GPU has its own.
-        allowed = room = device.memory // ranks if device.kind == "cpu" else int(device.memory * share)
+        # Ranks and engines on the CPU share one memory; each GPU has its own.
+        sharing = mesh.size * config.parallel.data_parallel_size
+        allowed = room = device.memory // sharing if device.kind == "cpu" else int(device.memory * share)
         if device.free:                                  # others may be on the GPU; what we have taken already is ours
             room = min(room, device.free + device.runtime)
         size = DTYPE_BYTES[dtype]
@@ -268,9 +271,9 @@ class Memory:
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
         return cls(
             kind=device.kind, dtype=dtype, room=room, others=allowed - room,
-            weights=weight_bytes(model, dtype, device.kind, ranks, config.model.quantization) + rotation,
+            weights=fullest_weight_bytes(model, dtype, device.kind, mesh, config.model.quantization) + rotation,
             runtime=device.runtime,
-            per_block=page_bytes(groups, (QUANTISED_BYTES | DTYPE_BYTES)[_kv_dtype(config, device.kind, dtype)]),
+            per_block=fullest_page_bytes(groups, model.num_layers, mesh.pipeline, stored),
             vocab=model.vocab_size,
             per_row_kept=tables + (logits if graphs else 0) + partials,
             per_row_logits=logits,
@@ -354,7 +357,7 @@ class Memory:
         if self.kind == "cpu":
             return "use a smaller model, or end other programs"
         smaller = {"float64": "dtype float32", "float32": "dtype bfloat16", "bfloat16": "quantization fp8"}.get(self.dtype)
-        return f"use a smaller model, {f'{smaller}, ' if smaller else ''}or more GPUs (tensor_parallel_size)"
+        return f"use a smaller model, {f'{smaller}, ' if smaller else ''}or more GPUs (tensor_ or pipeline_parallel_size)"
 
     def _without_others(self) -> str:
         """For error messages: the memory that other processes have taken."""
@@ -460,40 +463,3 @@ def _num_blocks(
     num_blocks = min(given // memory.per_block, most)
     memory.check(num_blocks, max_num_seqs, budget)
     return num_blocks
-
-
-def _max_model_len(
-    config: EngineConfig, groups: list[KVGroupSpec], num_blocks: int, page: int, longest: int, budget: int,
-    reasons: dict[str, str],
-) -> int:
-    """One sequence of the greatest length must fit, or it could never finish."""
-    contiguous = config.cache.kv_layout == "contiguous"
-
-    def needed(tokens: int) -> int:
-        return blocks_for(groups, tokens, tokens if contiguous else budget)
-
-    if needed(longest) <= num_blocks - 1:
-        return longest
-    low, high = 0, longest                               # the largest length that fits lies in [low, high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= num_blocks - 1 else (low, middle)
-    if low < 2 or config.model.max_model_len is not None:
-        fits = f"the largest max_model_len that fits is {low}" if low >= 2 else "no request fits"
-        raise ConfigError(
-            f"max_model_len {longest} needs {needed(longest) + 1} KV blocks "
-            f"({(needed(longest) + 1) * page / GIB:.3f} GiB), but there are only {num_blocks}; {fits}"
-        )
-    reasons["max_model_len"] = f"{low}: what the KV cache holds; the model allows {longest}"
-    return low
-
-
-def _budget(config: EngineConfig, budget: int, max_model_len: int, reasons: dict[str, str]) -> int:
-    if config.scheduler.enable_chunked_prefill or budget >= max_model_len:
-        return budget
-    if config.scheduler.max_num_batched_tokens is not None:
-        raise ConfigError(
-            f"without chunked prefill max_num_batched_tokens ({budget}) must be at least max_model_len, {max_model_len}"
-        )
-    reasons["max_num_batched_tokens"] = "max_model_len: without chunked prefill a whole prompt is one step"
-    return max_model_len

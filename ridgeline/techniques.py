@@ -56,7 +56,7 @@ TECHNIQUES = (
     Technique(
         "CUDA graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
         "a decode step is one launch instead of hundreds", "runner/cuda_graphs.py",
-        excludes=("tensor parallelism",), device="cuda",
+        device="cuda",
     ),
     Technique(
         "shared-prefix attention", {"shared_prefix_attention": True}, {"shared_prefix_attention": False}, "bytes", True,
@@ -66,7 +66,7 @@ TECHNIQUES = (
     Technique(
         "speculation", {"speculative_config": "auto"}, {"speculative_config": ""}, "bytes", True,
         "several tokens a step where drafts are right: the weights are read once for all of them",
-        "scheduler/drafts/controller.py",
+        "scheduler/drafts/controller.py", excludes=("pipeline parallelism",),
     ),
     Technique(
         "quantised weights", {"quantization": "fp8"}, {"quantization": "none"}, "bytes", False,
@@ -74,13 +74,23 @@ TECHNIQUES = (
         "quant/quantised.py",
     ),
     Technique(
-        "fp8 KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,
+        "quantised KV", {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "auto"}, "bytes", False,
         "half the bytes per token: the KV cache holds twice as many, and attention reads half", "runner/kv_buffers.py",
-        device="cuda", also_off=("float32",),
+        also_off=("float32",),
     ),
     Technique(
         "tensor parallelism", {"tensor_parallel_size": 2}, {"tensor_parallel_size": 1}, "bytes", False,
         "weights and KV divided by the ranks, for two all-reduces a layer", "distributed/comm.py",
+    ),
+    Technique(
+        "pipeline parallelism", {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 1}, "capacity", True,
+        "weights and KV divided by the stages, for one transfer a stage; as many steps at once as there are stages",
+        "distributed/pipeline.py",
+    ),
+    Technique(
+        "expert parallelism", {"enable_expert_parallel": True}, {"enable_expert_parallel": False}, "bytes", False,
+        "a rank reads whole experts, and only those of its own that tokens have chosen", "layers/mixture.py",
+        requires=("tensor parallelism",),
     ),
 )
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_start
 from hypothesis import HealthCheck, settings
 from reliability_rows import EVERY_COMMIT
 
-from ridgeline.process import embedded
+from ridgeline.process import children, embedded
 
 # A shell without a terminal starts background processes with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,6 +48,8 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    if "ridgeline.engine.client.engine_child" in sys.modules or "ridgeline.engine.core.executor" in sys.modules:
+        warm_start.begin()
     if grammar_check := sys.modules.get("ridgeline.engine.client.grammar_check"):
         # So may a grammar: its limit of CPU time stays, and those of wall-clock time that a test makes short.
         _wait_for_grammars(grammar_check)
@@ -64,6 +68,12 @@ def _wait_for_grammars(grammar_check: Any) -> None:
 def embedded_model() -> Path:
     """SmolLM2-135M-Instruct; `make install` has fetched it."""
     return embedded.require()
+
+
+@pytest.fixture
+def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes start as users start them, with all imports."""
+    monkeypatch.setattr(children, "subprocess", subprocess)
 
 
 @pytest.fixture(autouse=True)

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
     for batch in args.batch:
         found = profile_decode(engine, batch, args.context, args.steps, args.keep_trace)
         config = engine.config
-        shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(batch), config.kv_dtype)
+        shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(batch), config.kv_format)
         context = args.context + args.steps // 2
         rates = Peaks(peaks.read_bytes_s, peaks.rate(engine.config.dtype))
         floor, _ = step_floor(shape, [(1, context)] * batch, rates)

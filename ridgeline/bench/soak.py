@@ -37,7 +37,7 @@ _QUIET_SECONDS = 60.0                # for the last answers to end
 _SETTLE_SECONDS = 2.0                # and then for connections to close
 _SHOWN = 240                         # samples that the record keeps
 _ROLES = {
-    "ridgeline.engine.core.engine_process": "engine", "ridgeline.engine.core.rank": "rank",
+    "ridgeline.engine.core.engine_process": "engine", "ridgeline.engine.ranks.rank": "rank",
     "ridgeline.grammar.compile_worker": "grammar compiler",
     "ridgeline.text.chat_template": "template renderer",
 }

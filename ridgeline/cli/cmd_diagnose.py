@@ -104,8 +104,8 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
         )
     )
     options = engine_config(args).flat()
-    if options.get("tensor_parallel_size", 1) > 1:
-        raise ConfigError("a workload is diagnosed in one process: leave --tensor-parallel-size out, or diagnose a server's URL")
+    if max(options.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")) > 1:
+        raise ConfigError("a workload is diagnosed in one process: leave parallel sizes out, or diagnose a server's URL")
     if args.shape:
         if args.shape not in shapes.SHAPES:
             raise ConfigError(f"unknown shape {args.shape!r}; the shapes are {', '.join(sorted(shapes.SHAPES))}")

@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,6 +16,8 @@ from ridgeline.cli.terminal import require_model
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.watchdog import Supervision
+from ridgeline.engine.replicas.replica_llm import ReplicaLLM
+from ridgeline.engine.replicas.replicated_llm import ReplicatedLLM
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import load_model_config
 from ridgeline.process.log import get_logger
@@ -62,7 +65,8 @@ def run(args: argparse.Namespace) -> None:
     keys = load_keys(options)
     quality = quality_line(config, options.require_quality)
     supervision = Supervision(max_restarts=options.max_engine_restarts, silence=float(options.engine_timeout))
-    llm = AsyncLLM(**config.flat(), supervision=supervision)
+    kind = ReplicatedLLM if config.parallel.data_parallel_size > 1 else AsyncLLM
+    llm = kind(**config.flat(), supervision=supervision)
     require_authentication(options, keys)
     with ExitStack() as until_ready:
         tick = until_ready.enter_context(progress_bar(f"loading {model_name(llm, options)}", in_bytes=True))
@@ -110,10 +114,12 @@ def welcome(service: Service, address: str, quality: str = "") -> str:
     assert ready is not None
     facts = f"{service.name} in {ready.dtype} on {ready.device}, context {ready.max_model_len}, ready after {since_start():.1f} s"
     parts = [f"{part} {ready.memory[part] / 1e9:.2f} GB" for part in (WEIGHTS, KV) if part in ready.memory]
+    engines = engine_lines(service.llm.engines)
     return "\n".join(
         [
             f"ridgeline {__version__}: {facts}",
-            *([f"memory: {', '.join(parts)}"] if parts else []),
+            *([f"memory{' of each engine' if engines else ''}: {', '.join(parts)}"] if parts else []),
+            *engines,
             *([f"quality: {quality}"] if quality else []),
             f"sampling defaults: {service.llm.sampling_defaults}",
             f"ready: {address}/v1  (Ctrl-C stops)",
@@ -123,6 +129,17 @@ def welcome(service: Service, address: str, quality: str = "") -> str:
             "",
         ]
     )
+
+
+def engine_lines(engines: Sequence[AsyncLLM]) -> list[str]:
+    """Where each of several engines runs, and what it shares."""
+    lines = []
+    for each in engines if len(engines) > 1 else ():
+        assert isinstance(each, ReplicaLLM) and each.ready is not None
+        place, blocks = each.placement, each.ready.num_blocks
+        shared = f", shared by {place.sharing} engines: no faster than one" if place.sharing > 1 else ""
+        lines.append(f"engine {each.number}: {place.device}, {blocks * each.ready.block_size} tokens of KV cache{shared}")
+    return lines
 
 
 def example(service: Service, address: str) -> str:

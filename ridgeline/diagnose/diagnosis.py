@@ -252,7 +252,7 @@ def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int, peak
     return Setting(
         device=config.device, max_rows=config.max_num_seqs, kv_usage=kv_usage, preemptions=preemptions,
         weight_bytes=run.log.weight_bytes, kv_bytes=run.log.shape.kv_bytes, graphs=config.graphs, overlap=config.depth > 0,
-        prefix_caching=config.prefix_caching, ranks=config.options.parallel.tensor_parallel_size, dtype=config.dtype,
+        prefix_caching=config.prefix_caching, ranks=config.options.parallel.num_ranks, dtype=config.dtype,
         native=tuple(peaks.flops_s), speculation=engine.core.scheduler.drafter.active,
     )
 

@@ -31,7 +31,7 @@ from ridgeline.roofline.remedies import Planned
 from ridgeline.roofline.step_cost import kv_element_bytes
 from ridgeline.roofline.vectorised import ManyCosts, StepCosts
 from ridgeline.runner.worker import device_facts
-from ridgeline.sizes.abilities import KV_FORMATS, available
+from ridgeline.sizes.abilities import KV_FORMATS, available, distinct
 
 _CLEAR = 0.8                         # of a part's floor: what binds the step's part is clear
 _TIMES = (2, 4, 8)                   # rows to try
@@ -191,7 +191,7 @@ def _gpu_cases(config: ResolvedConfig, native: Collection[str]) -> Iterator[Case
         yield Case("graphs", "CUDA graphs (leave enforce_eager off)", "memory of the graphs", {"enforce_eager": False},
                    speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))
     if config.options.cache.kv_cache_dtype == "auto":
-        for narrow in available(KV_FORMATS, config.device, native, config.dtype):
+        for narrow in distinct(available(KV_FORMATS, config.device, native, config.dtype)):
             yield Case(narrow.flag, f"{narrow.flag}: fewer bytes of the cache", "quality: `ridgeline eval`",
                        {narrow.option: narrow.name}, speeds=_narrow_pages, kv_dtype=narrow.name)
 
@@ -235,7 +235,7 @@ class WhatIf:
         log = planned_log(config, load)
         shape = log.shape
         if kv_dtype:
-            shape = replace(shape, kv_bytes=kv_element_bytes(kv_dtype, shape.head_dim))
+            shape = replace(shape, kv_bytes=kv_element_bytes(kv_dtype, shape.head_dim), window_kv_bytes=None)
         return speeds.price(log.rows.costs(StepCosts(shape, self.reads)))
 
     def gain(self, case: Case) -> float:

@@ -1,26 +1,29 @@
-"""The collectives that sharded layers need. At size 1 each is the identity.
+"""The mesh of ranks that run one model: one axis for each way in which the work is divided. At size 1 every collective is the
+identity.
 
-Processes meet through a file, not a port, so nothing listens on the network. This file moves tensors; `sharding.py` says
-which rank keeps which part.
+    tensor     every rank has a part of every layer: heads, columns, rows of the vocabulary
+    stages     every rank has some of the layers, one after the other (pipeline.py)
+    experts    every rank has some of the experts, whole; its ranks are those of the tensor axis
+
+Processes meet through a file or a store (`meet`). This file moves tensors; `sharding.py` says which rank keeps which part.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ridgeline.errors import ConfigError
+from ridgeline.distributed.pipeline import WHOLE, Stage
+
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor        # its new name, from torch 2.13 on
 
 
-class Communicator:
+class Axis:
     """One rank alone."""
 
     rank = 0
@@ -39,45 +42,62 @@ class Communicator:
         """`source`'s x on every rank, in place."""
         return x
 
+
+ALONE = Axis()
+
+
+class Communicator:
+    """The mesh as one rank sees it. Without arguments: one rank alone, which has everything."""
+
+    def __init__(self, tensor: Axis = ALONE, stages: Stage = WHOLE, experts: Axis = ALONE, rank: int = 0) -> None:
+        self.tensor, self.stages, self.experts, self.rank = tensor, stages, experts, rank
+        self.device_index: int | None = None             # of the GPU on this rank's machine; None: by its rank
+
+    @property
+    def size(self) -> int:
+        """Ranks, all together."""
+        return self.tensor.size * self.stages.count
+
+    @property
+    def waited(self) -> float:
+        """Seconds in blocking collectives so far."""
+        return self.tensor.waited + self.stages.waited
+
+    def agree(self, decision: bool) -> bool:
+        """Rank 0's decision, on every rank: where a clock decides, they would differ."""
+        return decision
+
+    def give_up(self) -> None:
+        """From another thread: end what waits for a rank that is gone."""
+
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the mesh."""
 
 
-class ProcessGroup(Communicator):
+class ProcessAxis(Axis):
     """Ranks in processes of their own, over gloo (CPU) or NCCL (CUDA)."""
 
-    def __init__(
-        self, rank: int, size: int, store: Path, backend: str = "gloo", timeout_seconds: float = 120.0
-    ) -> None:
-        """`store` is a new path, the same for all ranks. A collective fails after `timeout_seconds` if a rank has not joined,
-        and at once if a rank has exited."""
-        if not 0 <= rank < size:
-            raise ConfigError(f"rank must be in 0..{size - 1}, got {rank}")
-        if backend == "gloo":
-            # All ranks are on this machine; gloo would otherwise look up the host's name, which may not resolve.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self.rank = rank
-        self.size = size
-        self._waits = backend == "gloo"                  # NCCL only queues its work
-        dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+    def __init__(self, members: list[int], rank: int, group: dist.ProcessGroup | None = None) -> None:
+        """`members`: the ranks of this axis as the mesh counts them; `rank`: this one, likewise."""
+        self.rank, self.size = members.index(rank), len(members)
+        self._members, self._group = members, group
+        self._waits = dist.get_backend(group) == "gloo"              # NCCL only queues its work
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with self._waiting():
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        """Into one tensor of a size that the host knows: a CUDA graph can hold it."""
+        found = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         with self._waiting():
-            dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, dim=-1)
+            _gather(found, x.contiguous(), group=self._group)
+        return torch.cat(found.chunk(self.size), dim=-1)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         with self._waiting():
-            dist.broadcast(x, source)
+            dist.broadcast(x, self._members[source], group=self._group)
         return x
 
     @contextmanager
@@ -86,6 +106,3 @@ class ProcessGroup(Communicator):
         yield
         if self._waits:
             self.waited += time.perf_counter() - began
-
-    def close(self) -> None:
-        dist.destroy_process_group()

@@ -197,7 +197,19 @@ FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)
 
 # -- messages between ranks ---------------------------------------------------------------------------------------------
 
+class Said(msgspec.Struct):
+    """What rows have sampled."""
+
+    rows: np.ndarray
+    tokens: np.ndarray
+
+
+# The first frame of a message to a rank says what it is.
+RUN = b"run"                         # this plan
+SAID = b"said"                       # to the first stage: tokens of the last one, before the next plan that has these rows
+STOP = b"stop"
 PLAN: Codec[StepPlan] = Codec(StepPlan)
+SAID_TOKENS: Codec[Said] = Codec(Said)
 
 
 _LONGEST_FOLDER = 50

@@ -57,8 +57,8 @@ class Scorer:
 
     def __init__(self, options: dict[str, Any], longest: int, show: bool = True) -> None:
         """`longest`: tokens of the longest sequence."""
-        if options.get("tensor_parallel_size", 1) > 1:
-            raise ConfigError("evaluation reads logits in one process: use tensor_parallel_size 1")
+        if max(options.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")) > 1:
+            raise ConfigError("evaluation reads logits in one process: use tensor_parallel_size 1 and pipeline_parallel_size 1")
         config = _sized(EngineConfig.of(**options), longest)
         self.path = model_path(config)
         with progress_bar(f"loading {self.path.name}", in_bytes=True, wanted=show) as tick:

@@ -71,9 +71,9 @@ class VocabEmbedding(nn.Module):
 class LMHead(Linear):
     """rows [S, hidden] → logits [S, vocabulary] on every rank. May share the embedding's weight."""
 
-    def __init__(self, embed: VocabEmbedding, tied: bool, place: Placement) -> None:
-        shard = embed.shard
-        super().__init__({"": shard}, whole(embed.hidden_size), False, place, embed if tied else None)
+    def __init__(self, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None, place: Placement) -> None:
+        shard = even_shard(vocab_size, place.comm.rank, place.comm.size)
+        super().__init__({"": shard}, whole(hidden_size), False, place, tied)
         self.comm = place.comm
         self.vocab_size = shard.total
 

@@ -11,5 +11,5 @@ from torch import Tensor
 class LayerKV:
     k: Tensor                        # [blocks, block_size, kv_heads, head_dim]
     v: Tensor
-    k_scale: Tensor | None = None    # float32 [blocks, block_size, kv_heads] of a cache narrower than the activations
+    k_scale: Tensor | None = None    # float32 [blocks, block_size, kv_heads] of quantised keys; calibrated: with strides of 0
     v_scale: Tensor | None = None

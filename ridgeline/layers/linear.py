@@ -1,7 +1,7 @@
 """Linear layers that know their shard. A column linear divides its outputs among the ranks, a row linear its inputs.
 
-Fused projections are column linears with several parts, each divided on its own. The shard comes from the communicator;
-layers above this file do no rank arithmetic. The linear's scheme decides how a weight is stored and multiplied.
+Fused projections are column linears with several parts, each divided on its own. The shard comes from the mesh's tensor
+axis; layers above this file do no rank arithmetic. The linear's scheme decides how a weight is stored and multiplied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.comm import ALONE, Axis
 from ridgeline.distributed.sharding import Shard, even_shard, head_shards, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm
@@ -29,11 +29,12 @@ AnyNorm = RMSNorm | LayerNorm | NoNorm
 class Placement:
     """What every layer needs to make its parameters."""
 
-    comm: Communicator
+    comm: Axis                       # the tensor axis: ranks that have a part of every layer
     schemes: Callable[[str], Scheme]                     # of a linear, by its path in the decoder
     dtype: torch.dtype
     device: torch.device
     path: str = ""
+    experts: Axis = ALONE            # ranks that divide the experts among them; alone: every rank has a part of each expert
 
     def inside(self, name: str) -> Placement:
         """For what is inside the layer of that name."""

@@ -1,7 +1,9 @@
 """The mixture of experts in the place of an MLP: router, experts, and the shared expert that every token visits.
 
 Every rank has all experts and a part of the width of each, as with a plain MLP, so the ranks stay in step whatever the tokens
-choose. The router is whole on every rank.
+choose. Or the ranks divide the experts among them: each has some of them whole, and adds nothing for the others. Either way every
+rank has all tokens, and results are summed over the ranks: shapes do not depend on what tokens choose. The router is whole on
+every rank.
 """
 
 from __future__ import annotations
@@ -70,54 +72,66 @@ def _zipf(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 
 
 class ExpertWeights(nn.Module):
-    """gate, up and down of all experts, for this rank's part of their width: [experts, 2 width, hidden] and [experts, hidden,
-    width]."""
+    """gate, up and down of this rank's experts, for its part of their width: [experts, 2 width, hidden] and [experts, hidden,
+    width]. Either the experts are divided among the ranks or the width is."""
 
     def __init__(self, spec: MixtureSpec, place: Placement) -> None:
         super().__init__()
-        self.comm = place.comm
-        self.shard = even_shard(spec.width, place.comm.rank, place.comm.size)
+        divided, axis = place.experts.size > 1, place.experts
+        self.counts_bias = divided or place.comm.rank == 0       # the sum over ranks must count it once
+        self.here = even_shard(spec.count, axis.rank, axis.size)
+        self.shard = whole(spec.width) if divided else even_shard(spec.width, place.comm.rank, place.comm.size)
         new = torch.zeros if self.shard.filled < self.shard.size else torch.empty
         size, hidden = self.shard.size, spec.hidden_size
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(new(shape, dtype=place.dtype, device=place.device), requires_grad=False)
 
-        self.gate_up = parameter(spec.count, 2 * size, hidden)
-        self.down = parameter(spec.count, hidden, size)
-        self.gate_up_bias = parameter(spec.count, 2 * size) if spec.bias else None
-        self.down_bias = parameter(spec.count, hidden) if spec.bias else None
+        count = self.here.filled
+        self.gate_up = parameter(count, 2 * size, hidden)
+        self.down = parameter(count, hidden, size)
+        self.gate_up_bias = parameter(count, 2 * size) if spec.bias else None
+        self.down_bias = parameter(count, hidden) if spec.bias else None
 
     def pieces(self) -> dict[str, Piece]:
         """By "expert.linear.parameter:part"."""
         shard, hidden = self.shard, self.gate_up.shape[2]
         kept = slice(shard.start, shard.stop)
         found: dict[str, Piece] = {}
-        for expert in range(len(self.gate_up)):
+        for expert, number in enumerate(range(self.here.start, self.here.stop)):
             for part, first in (("gate", 0), ("up", shard.size)):
                 rows = slice(first, first + shard.filled)
-                found[f"{expert}.gate_up.weight:{part}"] = Piece(
+                found[f"{number}.gate_up.weight:{part}"] = Piece(
                     (shard.total, hidden), (kept, slice(None)), self.gate_up.data[expert, rows], (0.0, hidden**-0.5)
                 )
                 if self.gate_up_bias is not None:
-                    found[f"{expert}.gate_up.bias:{part}"] = Piece(
+                    found[f"{number}.gate_up.bias:{part}"] = Piece(
                         (shard.total,), (kept,), self.gate_up_bias.data[expert, rows], (0.0, 0.02)
                     )
-            found[f"{expert}.down.weight:"] = Piece(
+            found[f"{number}.down.weight:"] = Piece(
                 (hidden, shard.total), (slice(None), kept), self.down.data[expert, :, : shard.filled], (0.0, shard.total**-0.5)
             )
             if self.down_bias is not None:
-                found[f"{expert}.down.bias:"] = Piece((hidden,), (slice(None),), self.down_bias.data[expert], (0.0, 0.02))
+                found[f"{number}.down.bias:"] = Piece((hidden,), (slice(None),), self.down_bias.data[expert], (0.0, 0.02))
         return found
 
     def finish(self) -> None:
-        if self.down_bias is not None and self.comm.rank > 0:
-            self.down_bias.zero_()                       # the sum over ranks must count it once
+        if self.down_bias is not None and not self.counts_bias:
+            self.down_bias.zero_()
+
+    @property
+    def divided(self) -> bool:
+        return self.here.filled < self.here.total
+
+    def local(self, chosen: Tensor) -> Tensor:
+        """Numbers of experts as this rank counts them; those of other ranks get the number behind the last."""
+        mine = chosen - self.here.start
+        return torch.where((mine >= 0) & (mine < self.here.filled), mine, self.here.filled)
 
     @property
     def expert_bytes(self) -> int:
         """Of one expert on this rank: what a step reads if a token has chosen it."""
-        return sum(parameter.nbytes for parameter in self.parameters()) // len(self.gate_up)
+        return sum(parameter.nbytes for parameter in self.parameters()) // max(1, len(self.gate_up))
 
 
 class SharedExpert(nn.Module):
@@ -170,10 +184,11 @@ class Mixture(nn.Module):
         logits = self.router(x, batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         chosen, shares = route(logits, spec.used, bias=self.router.e_score_correction_bias, **spec.rule)  # type: ignore[arg-type]
+        chosen = weights.local(chosen) if weights.divided else chosen
         out = experts(
             x, weights.gate_up, weights.down, chosen, shares, spec.activation, gate_up_bias=weights.gate_up_bias,
             down_bias=weights.down_bias, limit=spec.limit, alpha=spec.alpha,
-            reads=self.reads,
+            reads=self.reads, elsewhere=weights.divided,
         )
         if self.shared is not None and self.shared_gate is None:
             out = self.shared.onto(out, x, spec.activation, batch, source)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.comm import Axis
 from ridgeline.distributed.sharding import Shard
 from ridgeline.ops.rms_norm import rms_norm
 from ridgeline.quant.piece import Piece
@@ -93,7 +93,7 @@ class WideNorm(nn.Module):
     """An RMS norm over all heads of q or of k together, which the ranks divide among them."""
 
     def __init__(
-        self, shard: Shard, copies: int, eps: float, comm: Communicator, dtype: torch.dtype, device: torch.device
+        self, shard: Shard, copies: int, eps: float, comm: Axis, dtype: torch.dtype, device: torch.device
     ) -> None:
         """`copies`: of each element, on how many ranks it is."""
         super().__init__()

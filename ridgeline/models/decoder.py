@@ -2,7 +2,7 @@
 
 The ModelConfig says what a model is; nothing here or below branches on a family's name. Activations pass through the
 layers as (x, residual), so that the next norm adds the residual. No rank arithmetic and no names of weights: layers know
-their shard, `weights.py` knows checkpoints.
+their shard, the mesh knows which layers are here, `weights.py` knows checkpoints.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.sharding import Shard
 from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.embedding import LMHead, VocabEmbedding
@@ -135,6 +136,19 @@ class ParallelLayer(DecoderLayer):
         return self.attention.output(out, batch) + self.mlp.of_normed(rows, batch), stream
 
 
+class Layers(nn.ModuleList):
+    """The layers that this stage has, under the numbers that they have in the model."""
+
+    def __init__(self, layers: dict[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, place: int) -> nn.Module:      # type: ignore[override]
+        """By place among those that are here."""
+        return list(self._modules.values())[place]       # type: ignore[return-value]
+
+
 class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, comm: Communicator, dtype: torch.dtype, device: torch.device | str,
@@ -142,50 +156,70 @@ class Decoder(nn.Module):
     ) -> None:
         """Parameters are allocated on `device`, to be filled by `load_weights`. `schemes`: of linears, by path."""
         super().__init__()
-        self.config = config
+        self.config, self.stage = config, comm.stages
+        self.numbers_here = comm.stages.layers(config.num_layers)    # of the layers
         device = torch.device(device)
         plain = plain_scheme(device, dtype)
-        place = Placement(comm, schemes or (lambda path: plain), dtype, device)
+        place = Placement(comm.tensor, schemes or (lambda path: plain), dtype, device, experts=comm.experts)
         rotations = {
             rope: rotation_table(rope.frequencies(max_model_len), rope.scale, max_model_len, dtype, place.device)
             for rope in dict.fromkeys(config.ropes)
         }
-        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, place)
-        self.layers = nn.ModuleList(
-            (ParallelLayer if config.parallel else DecoderLayer)(config, number, AttentionSpec(
+        self.embed: VocabEmbedding | None = None         # here on the first stage, and where the head shares it
+        if self.stage.first or (self.stage.last and config.tied):
+            self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, place)
+        groups = layer_groups(config)
+        self.layers = Layers({
+            number: (ParallelLayer if config.parallel else DecoderLayer)(config, number, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
-                config.output_bias, config.attention_scale, config.attention_softcap, window, group, rotations[rope],
-                config.sinks,
+                config.output_bias, config.attention_scale, config.attention_softcap, config.windows[number], groups[number],
+                rotations[config.ropes[number]], config.sinks,
             ), place.inside(f"layers.{number}"))
-            for number, (window, rope, group) in enumerate(
-                zip(config.windows, config.ropes, layer_groups(config), strict=True)
-            )
-        )
+            for number in self.numbers_here
+        })
         self.norm = make_norm(config, config.hidden_size, place)
         # How many experts each layer has read in the newest step; None: the model is no mixture.
         self.expert_reads: Tensor | None = None
+        self.experts_here: Shard | None = None
         mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
         if mixtures:
+            self.experts_here = mixtures[0].experts.here
             self.expert_reads = torch.zeros(len(mixtures), dtype=torch.int32, device=device)
             for mixture, place_of in zip(mixtures, self.expert_reads.split(1), strict=True):
                 mixture.reads = place_of
-        self.head = LMHead(self.embed, config.tied, place.inside("head"))
+        self.head: LMHead | None = None                  # on the last stage
+        if self.stage.last:
+            tied = self.embed if config.tied else None
+            self.head = LMHead(config.vocab_size, config.hidden_size, tied, place.inside("head"))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: list[LayerKV]) -> Tensor:
-        """Hidden states after the last norm: of every token, or with `batch.sampled` only of those that get logits."""
-        x, residual = self.embed(batch.tokens), None
+        """Hidden states after the last norm: of every token, or with `batch.sampled` only of those that get logits. Of a stage
+        that is not the last: the stream that it has sent on."""
+        x, residual = self._first_rows(batch), None
         *layers, last = zip(self.layers, kv, strict=True)
         for layer, cache in layers:
             x, residual = layer(x, residual, batch, cache)
         layer, cache = last
-        x, residual = layer(x, residual, batch, cache, batch.sampled)
-        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+        x, residual = layer(x, residual, batch, cache, batch.sampled if self.stage.last else None)
+        if self.stage.last:
+            return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+        stream = x if residual is None else x + residual
+        self.stage.send(stream)
+        return stream
+
+    def _first_rows(self, batch: Batch) -> Tensor:
+        """What the first layer here reads."""
+        if self.stage.first and self.embed is not None:
+            return self.embed(batch.tokens)
+        weight = self.norm.weight
+        return self.stage.receive(torch.empty((len(batch.tokens), len(weight)), dtype=weight.dtype, device=weight.device))
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
         """Logits [S, vocabulary] of hidden states [S, hidden], on every rank: float32 or better on a CPU; on a GPU in the
         GEMM's output dtype, because the sampling kernels convert them as they read."""
+        assert self.head is not None
         logits = self.head(rows, None)
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
@@ -194,15 +228,16 @@ class Decoder(nn.Module):
             logits = logits.float()
         return logits if cap is None else soft_cap(logits, cap)
 
-    def with_layers(self, numbers: list[int]) -> Decoder:
-        """The same decoder with only these layers; the parameters are shared."""
+    def with_layers(self, places: list[int]) -> Decoder:
+        """The same decoder with only these of its layers; the parameters are shared."""
         few = copy.copy(self)
-        few._modules = {**self._modules, "layers": nn.ModuleList(self.layers[number] for number in numbers)}
+        few._modules = {**self._modules, "layers": nn.ModuleList(self.layers[place] for place in places)}
         return few
 
     def finish(self) -> None:
         """After loading: convert every linear to the layout that its GEMM needs, one at a time."""
-        self.embed.finish()
+        if self.embed is not None:
+            self.embed.finish()
         for module in self.modules():
             if isinstance(module, (Linear, ExpertWeights)):
                 module.finish()
@@ -210,7 +245,7 @@ class Decoder(nn.Module):
     def numbers(self) -> dict[str, Tensor]:
         """Every parameter by name, quantised weights as numbers; what a decoder without quantisation would hold."""
         found = {name: parameter.data for name, parameter in self.named_parameters()}
-        if self.embed.matrix is not None:
+        if self.embed is not None and self.embed.matrix is not None:
             found["embed.weight"] = self.embed.matrix.numbers()
         for name, module in self.named_modules():
             if isinstance(module, Linear) and not module.shares:
@@ -218,6 +253,20 @@ class Decoder(nn.Module):
                 for parameter in QUANTISED_TENSORS[1:]:
                     found.pop(f"{name}.{parameter}", None)
         return found
+
+    def is_elsewhere(self, path: str) -> bool:
+        """Is that a part of the model which another rank has?"""
+        first, _, rest = path.partition(".")
+        if first == "layers":
+            number, _, inside = rest.partition(".")
+            if int(number) not in self.numbers_here:
+                return int(number) < self.config.num_layers
+            here = self.experts_here
+            if here is None or not inside.startswith("mlp.experts."):
+                return False
+            expert = int(inside.split(".")[2])
+            return expert < here.total and not here.start <= expert < here.stop
+        return getattr(self, first, self) is None
 
     def stored_formats(self) -> dict[str, WeightFormat]:
         """By path, of linears that keep a checkpoint's codes."""
@@ -236,11 +285,12 @@ class Decoder(nn.Module):
         """Bytes that a step with this many rows reads: (linears of all layers, head)."""
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         read = sum(linear.scheme.read_bytes(linear, rows) for linear in linears)
-        return read, self.head.scheme.read_bytes(self.head, rows)
+        return read, 0 if self.head is None else self.head.scheme.read_bytes(self.head, rows)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights on this rank, second layouts included."""
         linears = [module for module in self.modules() if isinstance(module, Linear)]
-        return sum(parameter.nbytes for parameter in self.parameters()) + self.embed.extra_bytes + sum(
+        packed = 0 if self.embed is None else self.embed.extra_bytes
+        return sum(parameter.nbytes for parameter in self.parameters()) + packed + sum(
             linear.scheme.extra_bytes(linear) for linear in linears)

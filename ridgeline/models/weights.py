@@ -92,7 +92,9 @@ def open_checkpoint(path: Path, quantised: bool = False) -> SafetensorsSource | 
 class Renamer:
     """From checkpoint names to pieces, by the family's name map."""
 
-    def __init__(self, config: ModelConfig, gguf: bool) -> None:
+    def __init__(self, config: ModelConfig, gguf: bool, is_elsewhere: Callable[[str], bool] = lambda path: False) -> None:
+        """`is_elsewhere`: of a part of the model, does another stage have it?"""
+        self.is_elsewhere = is_elsewhere
         self.names = config.family.gguf_names if gguf else config.family.names
         self.prefixes = config.family.prefixes
         self.ignored = re.compile("|".join(config.family.ignored).replace("{num_layers}", str(config.num_layers)))
@@ -108,7 +110,8 @@ class Renamer:
                 break
         alone, numbers = _numbered(name)
         if alone in self.names:
-            return [self.names[alone].format(*numbers) + ":"]
+            only = self.names[alone].format(*numbers)
+            return [] if self.is_elsewhere(only) else [only + ":"]
         module, _, parameter = name.rpartition(".")
         module, numbers = _numbered(module)
         target = self.names.get(module)
@@ -118,6 +121,8 @@ class Renamer:
             return []                # some checkpoints keep a second copy of a tied head
         target, _, parts = target.partition(":")
         target = target.format(*numbers)
+        if self.is_elsewhere(target):
+            return []
         return [f"{target}.{parameter}:{part}" for part in parts.split("+")]
 
     def checkpoint_name(self, piece: str) -> str:
@@ -189,7 +194,7 @@ def _fill(
     model: Decoder,
 ) -> None:
     gguf = isinstance(stored, GGUFSource)
-    renamer = Renamer(config, gguf)
+    renamer = Renamer(config, gguf, model.is_elsewhere)
     single = SplitExperts(stored, config.family.fused_experts) if config.experts is not None else stored
     source = _canonical_source(single, config, renamer, pieces, model)
     matched = _match(pieces, source, renamer)

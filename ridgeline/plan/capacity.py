@@ -56,7 +56,7 @@ class Capacity:
             0 if on_cpu else RUNTIME,
         )
         groups = kv_groups(config, BLOCK_SIZE, setup.ranks)
-        memory = Memory.of(options, facts, config, setup.dtype, groups, context, setup.graphs, budget)
+        memory = Memory.of(options, facts, config, setup.dtype, groups, setup.wide_kv, context, setup.graphs, budget)
         if not on_cpu:
             rotation = memory.weights - stored_bytes(config, setup.dtype, facts.kind, setup.ranks)
             memory = replace(memory, weights=rotation + rank_bytes(setup.model, setup))
@@ -140,8 +140,7 @@ def rank_bytes(model: PlannedModel, setup: Setup) -> int:
 def block_bytes(model: PlannedModel, setup: Setup, groups: list[KVGroupSpec]) -> int:
     """Of the KV cache's block on one device, in all layer slots."""
     each = kv_bytes(setup.kv, setup.kv_dtype, model.kv_scaled)
-    wide = WEIGHT_FORMATS[setup.dtype].bytes
-    return round(page_bytes(groups, int(wide)) * each / wide)
+    return round(page_bytes(groups, setup.wide_kv) * each / WEIGHT_FORMATS[setup.kv_dtype].bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 
 from ridgeline.quant.format import GRIDS, MADE
 from ridgeline.sizes.hardware import Device
+from ridgeline.sizes.kv_format import parse
 
 GROUP = 128                          # weights that share a scale, in int4
 SPARSE_INDEX_BITS = 2                # of every kept value, in 2:4 sparsity
@@ -64,7 +65,9 @@ def weight_bytes(format: str, sparse: bool = False) -> float:
 
 
 def kv_bytes(format: str, dtype: str, head_dim: int, scales: bool = True) -> float:
-    """Bytes per element of K and V; narrow ones bring a float32 scale per token and head, as the engine's fp8 cache."""
+    """Bytes per element of K and V; narrow ones bring a float32 scale per token and head, as the engine's cache."""
+    if "=" in format:                                    # keys and values apart
+        return sum(kv_bytes(each, dtype, head_dim, scales) for each in parse(format)) / 2
     if format == "auto":
         return WEIGHT_FORMATS[dtype].bytes
     return WEIGHT_FORMATS[format].bits / 8 + (4 / head_dim if scales else 0.0)

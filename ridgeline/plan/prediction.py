@@ -39,7 +39,7 @@ from ridgeline.resolve import GPU_ROWS, GPU_STEP_TOKENS
 from ridgeline.roofline.step_cost import DecoderShape, decoder_shape
 from ridgeline.sizes.graph_shapes import decode_sizes
 from ridgeline.sizes.hardware import Device
-from ridgeline.sizes.kv_spec import cache_dtype
+from ridgeline.sizes.kv_format import KVFormat, cache_dtype
 from ridgeline.techniques import turned_off
 
 FITTED = Path(__file__).with_name("fitted.json")
@@ -140,13 +140,17 @@ class Setup:
             config, self.dtype, bytes_per_weight=weight_bytes(self.weights, self.sparse),
             expert_bytes=weight_bytes(self.weights, self.sparse), head_bytes=WEIGHT_FORMATS[self.dtype].bytes,
         )
-        whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled))
+        whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled), window_kv_bytes=None)
         return whole.shard(self.ranks) if self.ranks > 1 else whole
 
     @property
     def kv_dtype(self) -> str:
         """Of the cache, where no format is asked for."""
         return cache_dtype("auto", self.dtype, self.device.kind)
+
+    @property
+    def wide_kv(self) -> KVFormat:
+        return KVFormat(self.kv_dtype, self.kv_dtype)
 
     @property
     def graphs(self) -> bool:

@@ -119,7 +119,7 @@ def _setup(raw: dict[str, Any]) -> Setup:
         model=find_model(_model_name(workload["model"])), device=device, dtype=workload["dtype"],
         weights=options["quantization"] if options.get("quantization") in WEIGHT_FORMATS else workload["dtype"],
         ranks=options.get("tensor_parallel_size", 1),
-        kv="fp8" if options.get("kv_cache_dtype", "auto") == "fp8" else "auto",
+        kv=options.get("kv_cache_dtype", "auto"),
     )
 
 

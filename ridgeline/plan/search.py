@@ -134,7 +134,7 @@ def missing(setup: Setup) -> set[str]:
     # On a CPU the formats of weights are those of the file, read as it stores them.
     if setup.weights not in (setup.dtype, *weights) and device.kind != "cpu":
         found.add(f"{setup.weights} weights")
-    if setup.kv not in ("auto", *kv):
+    if not kv >= {each.rpartition("=")[2] for each in setup.kv.split(",")} - {"auto"}:       # of K and V together or apart
         found.add(f"{setup.kv} KV")
     if setup.sparse:
         found.add("2:4 sparsity")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ridgeline.process.log import get_logger
-from ridgeline.quant.format import WeightFormat, is_fp8_rows
+from ridgeline.quant.format import WeightFormat, quantises_rows
 from ridgeline.quant.four_bits import GRIDS
 from ridgeline.quant.fp8 import Fp8
 from ridgeline.quant.packed import Packed
@@ -51,7 +51,7 @@ def schemes(formats: Callable[[str], Chosen], plain: Scheme) -> Callable[[str], 
 
 
 def make(format: WeightFormat, made: bool, plain: Scheme) -> Scheme:
-    if is_fp8_rows(format):
+    if quantises_rows(format):
         return Fp8(plain, made, format)
     if format.grid in GRIDS:
         logger.info("4-bit weights: steps of more than about 100 tokens take longer than with 16-bit weights, unlike with fp8")

@@ -199,15 +199,27 @@ MOST_CODE_ROWS = 64                  # that ops/quantised multiplies by codes; f
 
 
 def is_fp8_rows(format: WeightFormat) -> bool:
-    """The format of ops/linear/fp8_linear.py, whose kernels quantise rows, too."""
+    """e4m3 codes with a scale for each output."""
     return format.grid == "e4m3" and format.scales == FP8_ROW.scales and format.sparse is None
+
+
+def quantises_rows(format: WeightFormat) -> bool:
+    """The formats of ops/linear/fp8_linear.py, whose kernels quantise rows of x, too. int8 only where the checkpoint means it:
+    e4m3 keeps more of a row with outliers."""
+    scales, activation = format.scales, format.activation
+    if scales is None or format.sparse is not None or format.reordered or scales.zero is not None or scales.outer is not None:
+        return False
+    if format.grid == "int8":
+        return scales == INT8_ROW.scales and activation is not None and activation.kind == "int8" and activation.outliers is None
+    blocks = scales.block == FP8_BLOCK.scales.block and scales.dtype in ("float32", "bfloat16")  # type: ignore[union-attr]
+    return format.grid == "e4m3" and (scales == FP8_ROW.scales or blocks)
 
 
 def has_kernels(format: WeightFormat) -> bool:
     """Whether a GPU has kernels made for this format. Otherwise ops/quantised serves it, as every format."""
     scales = format.scales
     packs = format.grid in ("uint4", "e2m1") and scales is not None and scales.zero != "offset" and _packs(scales)
-    return is_fp8_rows(format) or packs
+    return quantises_rows(format) or packs
 
 
 def _packs(scales: Scales) -> bool:

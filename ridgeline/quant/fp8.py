@@ -1,4 +1,5 @@
-"""e4m3 weights with a float32 scale for each output: from an fp8 checkpoint, or made while a 16-bit one loads.
+"""8-bit weights by which x is multiplied in 8 bits, too: e4m3 or int8 codes with a float32 scale for each output, or e4m3 codes
+with a scale for each block of 128 by 128; from a checkpoint, or made while a 16-bit one loads.
 
 On a GPU with fp8 tensor cores a linear keeps the codes, and ops/linear/fp8_linear.py multiplies by them. Elsewhere (a CPU,
 an older GPU, a shape that is no multiple of 16) no kernel gains from them: the weight is expanded once, after loading, so
@@ -35,6 +36,7 @@ class Fp8(Quantised):
 
     def finish(self, linear: nn.Module) -> None:
         if multiplies(linear.weight):
+            linear.scale.data = linear.scale.data.float()            # blocks may have scales in 16 bits
             gemm_small.prepare(linear.weight.device)
             gemm_wide.prepare(linear.weight.device)
         else:
@@ -60,7 +62,7 @@ class Fp8(Quantised):
             return out, stream
         rows = None
         if following is not None and isinstance(following.scheme, Fp8):
-            rows = gated_rows(out, gate, following.weight)
+            rows = gated_rows(out, gate, following.weight, following.scale)
         return (gated_activation(out, gate) if rows is None else rows), stream
 
     def read_bytes(self, linear: nn.Module, rows: int) -> int:

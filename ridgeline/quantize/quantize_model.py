@@ -25,7 +25,7 @@ from ridgeline.evaluate.evaluation import evaluate, slice_texts
 from ridgeline.evaluate.task import EMBEDDED, Task
 from ridgeline.evaluate.texts import fingerprint
 from ridgeline.process import embedded
-from ridgeline.quant.format import is_fp8_rows
+from ridgeline.quant.format import quantises_rows
 from ridgeline.quantize import auto_search, card
 from ridgeline.quantize.blocks import write_blocks
 from ridgeline.quantize.calibration import (
@@ -229,7 +229,7 @@ def _notes(model: PlainModel, linears: list[Linear]) -> list[str]:
                      "against the model from which the file was made.")
     rounded = torch.cuda.is_available()
     kinds = {linear.format.activation.kind for linear in linears if linear.format is not None and linear.format.activation
-             and not (rounded and is_fp8_rows(linear.format))}
+             and not (rounded and quantises_rows(linear.format))}
     if kinds:
         notes.append("the figures were measured with activations as they are; an engine that rounds them to "
                      f"{' and '.join(sorted(kinds))}, as the file asks for, adds an error that these figures do not hold.")

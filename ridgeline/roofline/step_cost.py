@@ -20,6 +20,7 @@ from ridgeline.models.latent_config import Latent
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.roofline.op_terms import OpCost as OpCost
 from ridgeline.roofline.op_terms import activations, each_token, in_layers, mixtures, norms
+from ridgeline.sizes.kv_format import KVFormat
 from ridgeline.sizes.latent_costs import FEW_QUERIES, near_flops, wide_flops
 from ridgeline.sizes.op_costs import (
     DTYPE_BYTES,
@@ -57,7 +58,8 @@ class DecoderShape:
     layers: int
     vocab: int
     weight_bytes: float = 2.0        # per element of the layers' linears …
-    kv_bytes: float = 2.0            # … of the cache: the mean of K and V, scales included
+    kv_bytes: float = 2.0            # … of the cache: the mean of K and V, scales included, and of the layers without a window
+    window_kv_bytes: float | None = None                 # … of those with one; None: the same
     activation_bytes: int = 2        # … of everything between ops, norms and biases
     window: int | None = None        # of `window_layers` layers; the others see everything
     window_layers: int = 0
@@ -162,8 +164,14 @@ class DecoderShape:
         if self.latent is not None:
             return round(self.layers * self.latent.width * self.kv_bytes)
         return kv_bytes(
-            tokens=1, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, element_bytes=self.kv_bytes
+            tokens=1, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, element_bytes=self.mean_kv_bytes
         )
+
+    @property
+    def mean_kv_bytes(self) -> float:
+        """Of all layers."""
+        windowed = 0.0 if self.window_kv_bytes is None else self.window_kv_bytes - self.kv_bytes
+        return self.kv_bytes + windowed * self.window_layers / self.layers
 
     def shard(self, ranks: int) -> DecoderShape:
         """One rank's share under tensor parallelism, the fullest where it does not divide."""
@@ -186,17 +194,19 @@ def kv_element_bytes(kv_dtype: str, head_dim: int) -> float:
 
 
 def decoder_shape(
-    model: ModelConfig, dtype: str, bytes_per_weight: float | None = None, kv_dtype: str | None = None,
+    model: ModelConfig, dtype: str, bytes_per_weight: float | None = None, kv: KVFormat | None = None,
     block_size: int = 16, head_bytes: float | None = None, expert_bytes: float | None = None,
 ) -> DecoderShape:
     """A model as the cost model sees it; weights in `dtype` unless said otherwise."""
     size = DTYPE_BYTES[dtype]
+    kv, width = kv or KVFormat(dtype, dtype), model.head_dim if model.latent is None else model.latent.width
+    full, windowed = ([layer for layer, window in enumerate(model.windows) if (window is None) == seen] for seen in (True, False))
     windows = [window for window in model.windows if window is not None]
     return DecoderShape(
         hidden=model.hidden_size, intermediate=model.intermediate_size, heads=model.num_heads,
         kv_heads=model.num_kv_heads, head_dim=model.head_dim, layers=model.num_layers, vocab=model.vocab_size,
         weight_bytes=size if bytes_per_weight is None else bytes_per_weight,
-        kv_bytes=kv_element_bytes(kv_dtype or dtype, model.head_dim if model.latent is None else model.latent.width),
+        kv_bytes=kv.mean_bytes(full or windowed, width), window_kv_bytes=kv.mean_bytes(windowed, width) if windowed else None,
         activation_bytes=size, latent=model.latent,
         window=windows[0] if windows else None, window_layers=len(windows), block_size=block_size,
         head_bytes=head_bytes, embedding_bytes=size, rotary_dim=model.ropes[0].dim, activation=model.activation,
@@ -326,15 +336,15 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
         )
 
     def attention(attended: Attended, window: int | None, shared: int) -> OpCost:
+        each = shape.kv_bytes if window is None or shape.window_kv_bytes is None else shape.window_kv_bytes
         attended = replace(attended, keys=attended.keys - shared)
         cost = paged_attention_cost(
             rows=attended, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             block_size=shape.block_size, window=window, softcap=shape.softcap, element_bytes=size,
-            kv_element_bytes=shape.kv_bytes,
+            kv_element_bytes=each,
         )
         read = kv_bytes(
-            tokens=attended.keys, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
-            element_bytes=shape.kv_bytes,
+            tokens=attended.keys, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=each,
         )
         return OpCost(1, cost.flops, 0, read, 0, cost.bytes - read)
 
@@ -353,11 +363,11 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
         return rotary_write_cost(
             tokens=count, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             rotary_dim=shape.head_dim if shape.rotary_dim is None else shape.rotary_dim, block_size=shape.block_size,
-            norm=shape.qk_norm, element_bytes=size, kv_element_bytes=shape.kv_bytes,
+            norm=shape.qk_norm, element_bytes=size, kv_element_bytes=shape.mean_kv_bytes,
         )
 
     written = kv_bytes(
-        tokens=1, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=shape.kv_bytes
+        tokens=1, layers=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, element_bytes=shape.mean_kv_bytes
     )
     turn = each_token(layers, layers * tokens, Cost(), rotary(1), written)
     if shape.qk_norm:

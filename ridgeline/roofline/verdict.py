@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ridgeline.sizes.abilities import KV_FORMATS, WEIGHT_FORMATS, NarrowFormat, available
+from ridgeline.sizes.abilities import KV_FORMATS, WEIGHT_FORMATS, NarrowFormat, available, distinct
 
 IO, SHARED, HOST, LAUNCH, COMMUNICATION = "io", "shared_machine", "host", "launch", "communication"
 IDLE, FRONT_END, TOKENISER = "idle", "front_end", "tokeniser"
@@ -120,7 +120,7 @@ class Setting:
 
     def formats(self, known: tuple[NarrowFormat, ...], element_bytes: float) -> list[NarrowFormat]:
         """Those that are available and clearly narrower than what is used."""
-        found = available(known, self.device, self.native, self.dtype)
+        found = distinct(available(known, self.device, self.native, self.dtype))
         return [each for each in found if each.element_bytes <= _NARROWER * element_bytes]
 
 

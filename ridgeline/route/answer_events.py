@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.route.replica_load import Usage
+from ridgeline.engine.replicas.replica_load import Usage
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode

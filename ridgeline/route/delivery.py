@@ -12,13 +12,15 @@ from typing import Any
 
 import msgspec
 
+from ridgeline.engine.replicas.prefix_tree import Chain
+from ridgeline.engine.replicas.replica_load import Ticket
 from ridgeline.errors import TryAgain
 from ridgeline.process.log import get_logger
 from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, ReplicaGaveUp, usage_of
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import ForwardedRequest
+from ridgeline.route.prompt_text import with_answer
 from ridgeline.route.replica import Replica
-from ridgeline.route.replica_load import Ticket
 from ridgeline.route.upstream import Answer, ReplicaFailure
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.stream import Send
@@ -134,7 +136,7 @@ class Delivery:
         if answer.status == 200 and self._request.is_counted:
             usage, text = _read(body)
         if answer.status == 200 and self._request.method == "POST":
-            replica.load.finish(ticket, self._fleet.now(), usage, text or "")
+            replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
             self._fleet.answered(replica, usage)
         if self.started:                                 # a stream that another replica does not continue as one
             raise ReplicaGaveUp(f"it answers {answer.status} to a request that was answered elsewhere")
@@ -155,10 +157,13 @@ class Delivery:
                     await self._start(answer)
                     await self._send({"type": "http.response.body", "body": body, "more_body": True})
         replica.succeeded()
-        replica.load.finish(ticket, self._fleet.now(), events.usage, events.text)
+        replica.load.finish(ticket, self._fleet.now(), events.usage, self._whole_chain(events.text))
         self._fleet.answered(replica, events.usage)
         await self._start(answer)
         await self._send({"type": "http.response.body", "body": b""})
+
+    def _whole_chain(self, text: str | None) -> Chain:
+        return with_answer(self._request.prompt, text) if text else ()
 
     def _began(self, replica: Replica, ticket: Ticket) -> None:
         if replica.load.first_token(ticket, self._fleet.now()):

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any
 
+from ridgeline.engine.replicas.learned_times import mean_pace
+from ridgeline.engine.replicas.policies import Choice
+from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Usage
+from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 from ridgeline.errors import ConfigError, Overloaded, TryAgain
 from ridgeline.metrics import FIRST_TOKEN_SECONDS, Histogram
 from ridgeline.process.children import erase_variable
-from ridgeline.route.learned_times import mean_pace
-from ridgeline.route.policies import Choice
-from ridgeline.route.prompt_text import Prompt
 from ridgeline.route.replica import Replica
-from ridgeline.route.replica_load import Habits, ReplicaLoad, Usage
 from ridgeline.route.route_options import RouteOptions
 from ridgeline.route.upstream import Upstream
 from ridgeline.server.http.connection_limits import Slots
@@ -52,7 +52,7 @@ class Fleet:
         now = self.now()
         return [number for number, each in enumerate(self.replicas) if number not in tried and each.is_usable(now)]
 
-    def choose(self, prompt: Prompt, tried: Collection[int]) -> int | None:
+    def choose(self, prompt: RoutedPrompt, tried: Collection[int]) -> int | None:
         usable = self.usable(tried)
         return self.choice.choose(prompt, self.now(), usable) if usable else None
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
+from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 from ridgeline.errors import BadRequest
-from ridgeline.route.prompt_text import Prompt, prompt_of
+from ridgeline.route.prompt_text import prompt_of
 from ridgeline.server.http.gate import TTFT_HEADER, caller_of, request_id
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.json_size import check_size
@@ -34,7 +35,7 @@ class ForwardedRequest:
     key_headers: list[tuple[bytes, bytes]]       # the client's, for replicas without a key of the router's
     body: bytes
     request_id: bytes
-    prompt: Prompt
+    prompt: RoutedPrompt
     is_counted: bool = False
     hide_usage: bool = False                     # the router asked for the usage, not the client
     is_exact: bool = False                       # sent again, it gives the same answer
@@ -52,7 +53,7 @@ def forwarded(scope: Scope, body: bytes, has_keys: bool) -> ForwardedRequest:
     deadline = any(name == TTFT_HEADER for name, _ in given)
     path = scope["path"]
     if scope["method"] == "GET":
-        return ForwardedRequest("GET", path, headers, keys, b"", number, Prompt(b"", 0, []))
+        return ForwardedRequest("GET", path, headers, keys, b"", number, RoutedPrompt(b"", 0, []))
     check_size(body)
     try:
         request = _decode(body)

@@ -8,34 +8,25 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from ridgeline.route.prefix_tree import chain_of
+from ridgeline.engine.replicas.prefix_tree import chain_of
+from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 
 _MESSAGE = b"\x1e"                   # before a message
 _FIELD = b"\x1f"                     # between its parts
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    text: bytes
-    root: int                        # of what shares a cache: the model and the cache salt
-    chain: list[int]
-    most_output: int | None = None   # tokens, if the request limits them
-    is_chat: bool = False
-    streams: bool = True             # its answer comes token by token
-
-    def with_answer(self, answer: str) -> list[int]:
-        """The nodes of the prompt and its answer, as the conversation's next request has them."""
-        between = _MESSAGE + b"assistant" + _FIELD if self.is_chat else b""
-        return chain_of(self.text + between + answer.encode(errors="surrogatepass"), self.root)
+def with_answer(prompt: RoutedPrompt, answer: str) -> list[int]:
+    """The nodes of the prompt and its answer, as the conversation's next request has them."""
+    between = _MESSAGE + b"assistant" + _FIELD if prompt.is_chat else b""
+    return chain_of(prompt.text + between + answer.encode(errors="surrogatepass"), prompt.root)
 
 
-def prompt_of(request: Mapping[str, Any], salt: str = "") -> Prompt:
+def prompt_of(request: Mapping[str, Any], salt: str = "") -> RoutedPrompt:
     """Of a decoded body, in any dialect. What is malformed gets some text, too: the replica will refuse it."""
     messages = request.get("messages")
     if isinstance(messages, list):
@@ -52,7 +43,7 @@ def prompt_of(request: Mapping[str, Any], salt: str = "") -> Prompt:
     most = request.get("max_completion_tokens") or request.get("max_tokens")
     limit = most if type(most) is int and most > 0 else None
     streams = request.get("stream") is True
-    return Prompt(text, root, chain_of(text, root), limit, isinstance(messages, list), streams)
+    return RoutedPrompt(text, root, chain_of(text, root), limit, isinstance(messages, list), streams)
 
 
 def _message(message: Any) -> bytes:

@@ -10,8 +10,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
+from ridgeline.engine.replicas.replica_load import ReplicaLoad
 from ridgeline.process.log import get_logger
-from ridgeline.route.replica_load import ReplicaLoad
 from ridgeline.route.upstream import ReplicaFailure, Upstream
 
 logger = get_logger("route")

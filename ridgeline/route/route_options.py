@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from ridgeline.config import option
-from ridgeline.route.policies import POLICIES
+from ridgeline.engine.replicas.policies import POLICIES
 from ridgeline.server.options import ServerOptions
 
 

@@ -57,9 +57,11 @@ _Key = tuple[Shape, bool, tuple[bool, ...]]              # shape, greedy, groups
 class GraphForward:
     def __init__(
         self, eager: EagerForward, max_rows: int, max_step_tokens: int, vocab_size: int, dtype: torch.dtype,
-        device: torch.device, num_bytes: int = 0, most_verified: int = 0,
+        device: torch.device, num_bytes: int = 0, most_verified: int = 0, stand_ins: bool = True,
     ) -> None:
-        """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph."""
+        """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph. `stand_ins`:
+        may a step use a larger graph than its own? Not where other ranks, with other graphs, must have the same shape."""
+        self._stand_ins = stand_ins
         self._eager = eager
         self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified)
         self._shape: Shape | None = None                 # of the step that is about to run
@@ -94,7 +96,8 @@ class GraphForward:
                 self._shape = self._shapes.fit_drafts(decodes, plan.total_tokens, queries) if alone else None
                 return self._shape
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
-            if self._uses and self._shape is not None and not self._shape.prompts and not self._is_captured(self._shape):
+            decodes_alone = self._shape is not None and not self._shape.prompts
+            if self._stand_ins and self._uses and decodes_alone and not self._is_captured(self._shape):
                 self._shape = self._stand_in(self._shape)
         return self._shape
 

@@ -165,7 +165,7 @@ class DeviceRows:
         # Padding tokens are at the end, in block 0.
         tokens, positions = np.zeros((2, layout.num_tokens), np.int64)
         slots = np.zeros((tables.num_groups, layout.num_tokens), np.int64)
-        if layout.num_decodes == len(rows) == total:     # one token each: nothing to repeat
+        if layout.width is None and layout.num_decodes == len(rows) == total:    # one token each: nothing to repeat
             positions[:], token_rows = starts, rows
         else:
             positions[:total] = np.repeat(starts - query_start[:-1], counts) + self._arange[:total]
@@ -351,9 +351,11 @@ class DeviceRows:
         if plan.width is not None:
             width = np.zeros(num_rows, np.int64)
             width[places] = plan.width
+            # Rows that do not sample, prompts of which one token is computed, come last.
+            picks = self._arange[: len(wanted) + int(plan.width[wanted].sum())]
             return _Layout(
-                full_rows, full_counts, places, slice(0, num_rows), self._arange[: int(counts.sum())], shape.decodes,
-                shape.draft_tokens, 0, width, shape.queries,
+                full_rows, full_counts, places, slice(0, num_rows), picks, shape.decodes, shape.draft_tokens, 0, width,
+                shape.queries,
             )
         return _Layout(
             full_rows, full_counts, places, slice(0, num_rows), places[wanted], shape.decodes,

@@ -64,6 +64,8 @@ class EagerForward:
             newest = self._last_token.index_select(0, batch.newest.clamp(min=0))
             batch.tokens.copy_(torch.where(batch.newest < 0, batch.tokens, newest))
         hidden = self._model(batch, self._kv)
+        if not self._model.stage.last:
+            return Computed(None, None)
         num_sampled = len(batch.logits_index)
         if not num_sampled:
             return Computed(hidden, None)

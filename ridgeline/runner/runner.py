@@ -149,6 +149,11 @@ class Runner:
             work.positions = Positions.of(work.rows, plan.width[places], guesses)
         return work
 
+    def said(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """On the first stage: what these rows have sampled on the last one, to go on from."""
+        device = self.rows.device
+        self.rows.last_token.index_copy_(0, to_device(rows.astype(np.int64), device), to_device(tokens.astype(np.int64), device))
+
     def remove(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
             self._sampler.remove_row(row)
@@ -184,8 +189,9 @@ class Runner:
         self._buffers.run(plan.block_ops)
 
     def _is_greedy(self, plan: StepPlan, work: _Work) -> bool:
-        """Do all rows want the best token, and nothing else? Then the forward pass chooses it."""
-        if self._comm.size > 1 or plan.width is not None or (plan.want & _LOGPROBS).any():
+        """Do all rows want the best token, and nothing else? Then the forward pass chooses it, every rank for itself: all have
+        the same logits, to the last bit."""
+        if plan.width is not None or (plan.want & _LOGPROBS).any():
             return False
         return self._sampler.all_greedy(work.rows)
 
@@ -224,7 +230,7 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, masks: np.ndarray | None = None) -> None:
-        """Sample the newest submitted step. Rank 0 decides, and all ranks get the tokens.
+        """Sample the newest submitted step, on the last stage. Its first rank decides, and all of its ranks get the tokens.
 
         `masks` are what grammars allow, for each row that samples; see Sampler.sample. A step with such rows is never a
         greedy one: the sampler counts them among those that change their logits.
@@ -244,7 +250,7 @@ class Runner:
                 self._verify(step, step.work.positions, logits, allowed)
             else:
                 sampled = self._sampler.sample(logits, rows, allowed, step.prepared)
-                tokens = self._comm.broadcast(sampled.tokens)
+                tokens = self._comm.tensor.broadcast(sampled.tokens)
                 self.rows.last_token.index_copy_(0, sample_rows, tokens)
                 step.sampled = Fetched(*(each for each in (tokens, sampled.failed, sampled.none_left) if each is not None))
                 self._fetch_logprobs(step, rows, logits, tokens)
@@ -254,7 +260,7 @@ class Runner:
 
     def _verify(self, step: _Step, positions: Positions, logits: Tensor, masks: Tensor | None) -> None:
         """Sample every position of a step with drafts, and go on behind those that are accepted."""
-        found = verify(self._sampler, logits, positions, masks, self._comm.broadcast)
+        found = verify(self._sampler, logits, positions, masks, self._comm.tensor.broadcast)
         self.rows.last_token.index_copy_(0, to_device(positions.rows, logits.device), found.newest)
         step.sampled = Fetched(found.tokens, found.failed, found.none_left, found.accepted)
         step.at_once = found.at_once
@@ -310,7 +316,7 @@ class Runner:
         new = _New(np.full((len(plan.rows), 1), -1, np.int32), step.work.num_new)
         if step.work.positions is not None:
             new = self._verified(step, step.work.positions)
-        elif len(step.work.places):
+        elif len(step.work.places) and self.model.stage.last:
             self._take_tokens(step, new)
         self._landings.append(step.landing)
         return StepResult(

@@ -39,6 +39,7 @@ from ridgeline.runner.step_programs import ProgramForward
 from ridgeline.runner.to_host import reserve_masks
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED
+from ridgeline.sizes.kv_spec import groups_here
 
 logger = get_logger("worker")
 
@@ -61,7 +62,8 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
         raise ConfigError("device is cuda, but torch sees no GPU here; use device=cpu")
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    return DeviceFacts("cuda", total, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free, name)
+    sharing = -(-config.parallel.num_ranks // torch.cuda.device_count())         # ranks on one GPU: slow, to try things out
+    return DeviceFacts("cuda", total // sharing, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free // sharing, name)
 
 
 def make_runner(
@@ -79,7 +81,7 @@ def make_runner(
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
         plain = plain_scheme(device, dtype, options.execution.deterministic, options.model.cpu_activations)
-        formats = LinearFormats(model_config, options.model.quantization, device.type, comm.size)
+        formats = LinearFormats(model_config, options.model.quantization, device.type, comm.tensor.size)
         model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):
         rows = DeviceRows(
@@ -95,7 +97,8 @@ def make_runner(
         with meter.part(ledger.WEIGHTS):
             _kernels_and_weights(ahead, config, model, rows, sampler, comm, progress)
         with phase("KV cache"), meter.part(ledger.KV):
-            buffers = KVBuffers(config.groups, config.num_blocks, getattr(torch, config.kv_dtype), device)
+            here = groups_here(config.groups, model.numbers_here)
+            buffers = KVBuffers(here, config.num_blocks, config.kv_format, device)
         with phase("kernels"):
             ahead.finish()
     with phase("rows"), meter.part(ledger.ROWS):
@@ -104,14 +107,14 @@ def make_runner(
             capped = model_config.final_softcap is not None
             forward = GraphForward(
                 eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
-                torch.float32 if capped else dtype, device, config.graph_bytes, MOST_VERIFIED if drafts else 0,
+                torch.float32 if capped else dtype, device, config.graph_bytes, MOST_VERIFIED if drafts else 0, comm.size == 1,
             )
         elif _runs_programs(config, device, dtype):
             forward = ProgramForward(eager, rows.tables.groups, rows.last_token)
         runner = Runner(model, forward, rows, sampler, buffers, comm)
     if config.device != "cpu":
         with phase("first steps"):
-            _first_steps(config, runner)
+            _first_steps(config, runner, comm)
         runner.memory = meter.measured()
         logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
@@ -119,7 +122,7 @@ def make_runner(
 
 def _runs_programs(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -> bool:
     options = config.options
-    alone = not options.execution.enforce_eager and options.parallel.tensor_parallel_size == 1
+    alone = not options.execution.enforce_eager and options.parallel.num_ranks == 1
     return alone and kernels_are_used() and native.supports(Site(device.type, dtype, 0))
 
 
@@ -169,13 +172,13 @@ def _kernels_and_weights(
             torch.cuda.empty_cache()                     # of what loading took: later tensors would be put into it
 
 
-def _first_steps(config: ResolvedConfig, runner: Runner) -> None:
+def _first_steps(config: ResolvedConfig, runner: Runner, comm: Communicator) -> None:
     """Reserve the memory that steps need, and run and capture what the first requests will launch."""
     memory_pools.take(runner.rows.device, config.step_bytes)
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     warm_up(runner, *sizes)
     if isinstance(runner.forward, GraphForward):
-        rehearsal = Rehearsal(runner, runner.forward, *sizes)
+        rehearsal = Rehearsal(runner, runner.forward, *sizes, comm)
         runner.rehearse = rehearsal.go_on
         with phase("graphs"):
             captured = rehearsal.before_ready(CAPTURE_SECONDS)
@@ -212,7 +215,8 @@ def _device(config: ResolvedConfig, comm: Communicator) -> torch.device:
         if comm.size > 1:
             torch.set_num_threads(max(1, platform.cpu_count() // comm.size))
         return torch.device("cpu")
-    device = torch.device("cuda", comm.rank)
+    index = comm.rank % torch.cuda.device_count() if comm.device_index is None else comm.device_index
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)                        # the driver's part of start-up
     return device

@@ -22,6 +22,7 @@ class SchedulerLimits:
     chunked_prefill: bool = True
     max_waiting_steps: int = 10_000  # after that many steps a waiting request goes ahead of every priority
     enough_rows: int | None = None   # batch size beyond which a row gets no cheaper; None: unknown
+    stages: int = 1                  # of the pipeline: that many steps run at once, each with rows of its own
 
 
 @dataclass(slots=True)

@@ -246,6 +246,8 @@ class Scheduler:
         need = table.known[rows] - table.computed[rows]
         # A row at its limit has all it may have; its last token needs no KV.
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
+        if self.limits.stages > 1:
+            ready &= self._is_free(rows, need)
         if not ready.all():
             rows, need = rows[ready], need[ready]
         prefill = need > 1
@@ -273,6 +275,16 @@ class Scheduler:
             for place in np.nonzero(tokens > 1)[0].tolist():     # of prompts: no row has drafts yet
                 self._running.publish_later(int(rows[place]), int(tokens[place]))
         return rows, tokens, budget - int(tokens.sum()), None if short else ahead
+
+    def _is_free(self, rows: np.ndarray, need: np.ndarray) -> np.ndarray:
+        """bool [R], in a pipeline: rows that may compute although steps are in flight. A row whose newest token is sampled in one
+        of them may not. Of those that decode, each step takes an even part, so that all stages have work."""
+        busy = np.zeros(self.limits.max_rows, bool)
+        for flight in self._flights:
+            busy[flight.rows[flight.sampled]] = True
+        decodes = (need == 1) & ~busy[rows]
+        most = -(-len(rows) // self.limits.stages)
+        return ~busy[rows] & (~decodes | (np.cumsum(decodes) <= most))
 
     def _grow_rows(self, rows: np.ndarray, tokens: np.ndarray) -> bool:
         """Blocks for these tokens; rows that must wait get none. True: blocks ran short, or sequences were preempted for them."""

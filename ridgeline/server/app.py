@@ -27,7 +27,7 @@ from ridgeline.server.http.error_bodies import body_for
 from ridgeline.server.http.failures import describe, http_error
 from ridgeline.server.http.root_path import plain_prefix
 from ridgeline.server.http.stream import json_response
-from ridgeline.server.observe import dashboard, prometheus, roofline_endpoint
+from ridgeline.server.observe import dashboard, fleet_endpoint, prometheus, roofline_endpoint
 from ridgeline.server.service import NOT_READY, Service
 from ridgeline.version import __version__
 
@@ -105,7 +105,11 @@ def _health(service: Service) -> list[Route]:
 
     async def health(request: Request) -> Response:
         blocks = llm.ready.num_blocks if llm.ready else 0
-        counts = {"requests": llm.num_open, "running": llm.running, "free_blocks": llm.free_blocks, "num_blocks": blocks}
+        counts: dict[str, Any] = {
+            "requests": llm.num_open, "running": llm.running, "free_blocks": llm.free_blocks, "num_blocks": blocks,
+        }
+        if len(llm.engines) > 1:
+            counts["engines"] = [each.state for each in llm.engines]
         if service.state == "ok":
             return json_response({"status": "ok", **counts})
         reason = {"code": 503, "message": NOT_READY[service.state], "type": "unavailable_error"}     # as llama.cpp's is
@@ -143,7 +147,13 @@ def _pages(service: Service) -> list[Route]:
 
     async def roofline(request: Request) -> Response:
         seconds = roofline_endpoint.window_seconds(request.query_params.get("seconds"))
-        return json_response(roofline_endpoint.document(llm, service.name, service.state, seconds, service.quality))
+        engine = roofline_endpoint.chosen(llm, request.query_params.get("engine"))
+        found = roofline_endpoint.document(engine, service.name, service.state, seconds, service.quality)
+        found.engines = len(llm.engines)
+        return json_response(found)
+
+    async def fleet(request: Request) -> Response:
+        return json_response(fleet_endpoint.fleet(llm))
 
     async def page(request: Request) -> Response:
         return dashboard.page()
@@ -154,6 +164,7 @@ def _pages(service: Service) -> list[Route]:
         Route("/metrics", metrics_page),
         Route("/load", load),
         Route("/roofline", roofline),
+        Route("/fleet", fleet),
         Route("/dashboard", page),
     ]
 

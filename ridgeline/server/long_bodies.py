@@ -3,13 +3,17 @@
 A decoder of JSON, a regular expression or a copy of 16 MB holds Python's lock for tens of milliseconds, in whichever thread it
 runs, and as long again for every program that takes this one's core. Health checks and streams of other clients would wait. What
 comes back is short: token ids, and the request without its prompt. The process (server/body_process) is started by the first long
-body and ends after a while without one. Knows frames and errors; the functions that read are given.
+body and ends after a while without one. While it cannot be started, long bodies are read in threads of this process; the time
+until the next try doubles. Knows frames and errors; the functions that read are given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -33,10 +37,16 @@ MANY_BYTES = 2**18                   # of a body, or of stored responses that it
 MANY_PARTS = 20_000                  # strings, lists and objects: 10 ms to decode; a body with more is long whatever its bytes
 ANSWER_SECONDS = 60.0                # for a body to be read; the first one also waits for imports and the tokenizer
 IDLE_SECONDS = 60.0                  # without a long body, until the process ends
+FIRST_RETRY_SECONDS = 1.0            # after a start that failed; twice as long after each one more …
+LAST_RETRY_SECONDS = 60.0            # … up to this
 PIPE_BYTES = 2**20                   # in a pipe of 64 KB, a body of 16 MB would wait 256 times for the other process to run
 MODULE = "ridgeline.server.body_process"
 
 Reads = Callable[[Any, Caller, bytes], Awaitable[Any]]
+
+
+class CannotStart(Exception):
+    """There is no process to read long bodies, and none is to be started yet."""
 
 
 class Recalled(msgspec.Struct):
@@ -150,9 +160,12 @@ class LongBodies(BodyReader):
         self._settings = settings
         self._stored = stored
         stored.most_recalled = MANY_BYTES
-        self._child: FramedChild | None = None           # used only by the one thread of HUGE_WORK, while `_reading`
+        self._child: FramedChild | None = None
+        self._in_use = threading.Lock()                  # held while a thread asks the child: its pipes stay open
         self._reading = 0
         self._idle: asyncio.TimerHandle | None = None
+        self._failed_starts = 0                          # since the last one that worked
+        self._start_after = 0.0
 
     async def read(self, function: Reads, service: Any, caller: Caller, body: Body) -> Any:
         name = name_of(function)
@@ -162,10 +175,13 @@ class LongBodies(BodyReader):
                 return await function(service, caller, body.data)
             except NeedsStored as needs:                 # a short body that continues a long conversation
                 wanted = Wanted(needs.name, needs.items)
-        reply = wanted or await self._ask(name, caller, body, None)
-        if isinstance(reply, Wanted):
-            entries = self._stored.referred(reply.name, reply.items, caller.key)
-            reply = await self._ask(name, caller, body, [Recalled.of(*each) for each in entries.items()])
+        try:
+            reply = wanted or await self._ask(name, caller, body, None)
+            if isinstance(reply, Wanted):
+                entries = self._stored.referred(reply.name, reply.items, caller.key)
+                reply = await self._ask(name, caller, body, [Recalled.of(*each) for each in entries.items()])
+        except CannotStart:
+            return await function(service, caller, body.data)      # others wait for a moment; better than no answer
         if isinstance(reply, Failure):
             raise error_of(reply)
         assert isinstance(reply, Made)
@@ -190,28 +206,58 @@ class LongBodies(BodyReader):
 
     def _answer(self, parts: list[bytes]) -> Reply:
         """In a thread: it waits in system calls, which do not hold Python's lock."""
-        try:
+        with self._in_use:
             if self._child is None or not self._child.alive:
-                self.close()
-                self._child = FramedChild(MODULE, stderr=subprocess.DEVNULL, pipe_bytes=PIPE_BYTES)
-                self._child.ask([self._settings()], ANSWER_SECONDS)
-            reply: Reply = TO_REPLY.decode(self._child.ask(parts, ANSWER_SECONDS))
-            if isinstance(reply, Broken):
-                raise RuntimeError(f"in the process that reads long requests: {reply.traceback}")
-            return reply
-        except OSError as error:
-            raise TryAgain(f"the process that reads long requests cannot be started ({error.strerror})", 1.0) from None
-        except TimeoutError:
-            raise TryAgain(f"the request was not read within {ANSWER_SECONDS:g} s; try again later", 1.0) from None
-        except EOFError:
-            logger.warning("the process that reads long requests has ended; the next one starts another")
-            raise TryAgain("the process that read the request has ended; try again later", 1.0) from None
+                self._child = self._started()
+            try:
+                reply: Reply = TO_REPLY.decode(self._child.ask(parts, ANSWER_SECONDS))
+            except TimeoutError:
+                raise TryAgain(f"the request was not read within {ANSWER_SECONDS:g} s; try again later", 1.0) from None
+            except EOFError:
+                logger.warning("the process that reads long requests has ended; the next one starts another")
+                raise TryAgain("the process that read the request has ended; try again later", 1.0) from None
+        if isinstance(reply, Broken):
+            raise RuntimeError(f"in the process that reads long requests: {reply.traceback}")
+        return reply
+
+    def _started(self) -> FramedChild:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+        if time.monotonic() < self._start_after:
+            raise CannotStart
+        try:
+            child = FramedChild(MODULE, stderr=subprocess.DEVNULL, pipe_bytes=PIPE_BYTES)
+            child.ask([self._settings()], ANSWER_SECONDS)
+        except (OSError, EOFError) as error:             # no memory or file for it; it ended, or did not answer
+            seconds = min(FIRST_RETRY_SECONDS * 2**self._failed_starts, LAST_RETRY_SECONDS)
+            self._failed_starts += 1
+            self._start_after = time.monotonic() + seconds
+            self._stored.most_recalled = math.inf        # long conversations are read here, too
+            why = getattr(error, "strerror", None) or type(error).__name__
+            logger.warning("the process that reads long requests cannot be started (%s); next try in %g s", why, seconds)
+            raise CannotStart from None
+        self._failed_starts, self._start_after = 0, 0.0
+        self._stored.most_recalled = MANY_BYTES
+        return child
 
     def _end_idle(self) -> None:
-        if not self._reading:
+        if self._reading:
+            return
+        if self._in_use.locked():                        # its client was given up, the thread still waits
+            self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_idle)
+        else:
             self.close()
 
     def close(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+        """A thread that asks the child keeps its pipes: it finds them at their end, and closes them."""
+        if not self._in_use.acquire(blocking=False):
+            if (child := self._child) is not None:
+                child.process.kill()
+            return
+        try:
+            child, self._child = self._child, None
+            if child is not None:
+                child.end()
+        finally:
+            self._in_use.release()

@@ -34,6 +34,7 @@ WEIGHT_FORMATS = (
 MOST_RANKS = {"cuda": 1, "cpu": 8}
 KV_FORMATS = (
     NarrowFormat("fp8", "kv_cache_dtype", 1.0, "fp8"),
+    NarrowFormat("int8", "kv_cache_dtype", 1.0, ""),
 )
 
 
@@ -45,6 +46,14 @@ def available(
     return tuple(
         each for each in formats if kind in each.kinds and dtype in each.dtypes and (not each.native or each.native in known)
     )
+
+
+def distinct(formats: Iterable[NarrowFormat]) -> list[NarrowFormat]:
+    """Those worth recommending: of several for one option with the same bytes, the first."""
+    found: dict[tuple[str, float], NarrowFormat] = {}
+    for each in formats:
+        found.setdefault((each.option, each.element_bytes), each)
+    return list(found.values())
 
 
 def matrix_dtype(quantization: str, kind: str, dtype: str) -> str:

@@ -43,7 +43,7 @@ class GraphShapes:
         self.decodes = decode_sizes(max_rows)
         # Beside prompts fewer: there are prompts of all sizes for each of them.
         self._mixed = [size for size in self.decodes if size & (size - 1) == 0 or size == self.decodes[-1]]
-        self._drafted = decode_sizes(most_verified) if most_verified else []
+        self._drafted = decode_sizes(min(most_verified, max_step_tokens)) if most_verified else []
         self.prompt_tokens = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 

@@ -2,14 +2,28 @@
 
 A group is a set of layers whose KV lives and dies together: full attention keeps everything, a sliding window frees
 what lies behind it, latent attention keeps one vector per token that is key and value at once. Every group has the same
-number of layer slots per page (some may stay unused) and a page is as large as the largest group needs, so one pool of
+number of layer slots per page (some may stay unused) and a slot is as large as the largest of its layers needs, so one pool of
 page ids serves them all. A second model (a draft) has groups of its own and pages under the same ids and tables: its bytes
 are added to those of a block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ridgeline.sizes.kv_format import KVFormat, element_bytes
+from ridgeline.sizes.op_costs import SCALE_BYTES
+
+PAGE_ALIGNMENT = 16                  # of pages that layers of several kinds share: kernels load 16 bytes at once
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A part of a layer's page: k, v, k_scale or v_scale."""
+
+    name: str
+    dtype: str
+    bytes: int                       # of one block
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +55,17 @@ class KVGroupSpec:
         """Groups that agree in it can have their pages in the same places of one buffer."""
         return self.num_kv_heads, self.head_dim, self.latent_value
 
-    def layer_bytes(self, element_size: int) -> int:
-        """Bytes of one block in one layer; elements of one byte have a float32 scale per vector."""
-        vector = self.head_dim * element_size + (4 if element_size == 1 else 0)
-        return self.vectors * self.block_size * self.num_kv_heads * vector
+    def areas(self, format: KVFormat, layer: int) -> tuple[Area, ...]:
+        """What one block of one layer holds: scales of keys and values, keys, values; a latent is both."""
+        k, v = format.of_layer(layer)
+        parts, heads = (("k", k), ("v", v))[: self.vectors], self.block_size * self.num_kv_heads
+        scaled = [name for name, dtype in parts if format.scale_bytes(dtype)]
+        scales = tuple(Area(f"{name}_scale", "float32", heads * SCALE_BYTES) for name in scaled)
+        return scales + tuple(Area(name, dtype, heads * self.head_dim * element_bytes(dtype)) for name, dtype in parts)
+
+    def layer_bytes(self, format: KVFormat, layer: int) -> int:
+        """Of one block in one layer."""
+        return sum(area.bytes for area in self.areas(format, layer))
 
 
 def common_block_size(groups: list[KVGroupSpec]) -> int:
@@ -53,19 +74,36 @@ def common_block_size(groups: list[KVGroupSpec]) -> int:
     return size
 
 
-def page_bytes(groups: list[KVGroupSpec], element_size: int) -> int:
-    """Bytes of one block in all layer slots. Every group can use every page, so the largest one counts."""
-    return max(len(group.layers) for group in groups) * max(group.layer_bytes(element_size) for group in groups)
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One layer slot of a block: where its layers have their pages."""
+
+    bytes: int                       # of one block
+    areas: tuple[Area, ...]          # of all its layers, each with memory of its own; empty: they differ, and share a page
 
 
-def cache_dtype(asked: str, dtype: str, device: str, kernels: str = "auto") -> str:
-    """What the cache stores, by `kv_cache_dtype`. auto is the activations' dtype, but float16 on a CPU that computes in float32:
-    half the bytes per token, which the native kernels widen as they read. `kernels=reference` is exact."""
-    if asked == "fp8":
-        return "float8_e4m3fn"
-    if asked != "auto":
-        return asked
-    return "float16" if (device, dtype, kernels) == ("cpu", "float32", "auto") else dtype
+def groups_here(groups: list[KVGroupSpec], layers: range) -> list[KVGroupSpec]:
+    """The same groups with those of their layers that a pipeline's stage has; some may have none."""
+    return [replace(group, layers=tuple(layer for layer in group.layers if layer in layers)) for group in groups]
+
+
+def slots_of(groups: list[KVGroupSpec], format: KVFormat) -> list[Slot]:
+    """Every group can use every page, so in each slot the largest layer counts."""
+    found = []
+    for slot in range(max(len(group.layers) for group in groups)):
+        layers = [(group, group.layers[slot]) for group in groups if slot < len(group.layers)]
+        kinds = {(group.areas(format, layer), group.geometry) for group, layer in layers}
+        size = max(group.layer_bytes(format, layer) for group, layer in layers)
+        if len(kinds) == 1:
+            found.append(Slot(size, layers[0][0].areas(format, layers[0][1])))
+        else:
+            found.append(Slot(-(-size // PAGE_ALIGNMENT) * PAGE_ALIGNMENT, ()))
+    return found
+
+
+def page_bytes(groups: list[KVGroupSpec], format: KVFormat) -> int:
+    """Of one block in all layer slots."""
+    return sum(slot.bytes for slot in slots_of(groups, format))
 
 
 def group_layers(windows: list[int | None]) -> list[tuple[int | None, tuple[int, ...]]]:

@@ -20,7 +20,9 @@ INDEX_BYTES = 8                      # slots, positions, token ids: int64
 LENGTH_BYTES = 4                     # block tables, prefix sums, lengths: int32
 SCALE_BYTES = 4                      # scales of quantised tensors: float32
 E4M3 = "float8_e4m3fn"
-QUANTISED_BYTES = {E4M3: 1}          # dtypes of a KV cache that has scales
+INT8 = "int8"
+QUANTISED_BYTES = {E4M3: 1, INT8: 1}     # dtypes of a KV cache that has scales
+KVDtype = str | tuple[str | None, str | None] | None     # of K and V together or apart; None: that of the activations
 
 Rows = Sequence[tuple[int, int]]     # per batch row: tokens computed in this step, and KV length including them
 
@@ -221,6 +223,16 @@ class Attended:
         )
 
 
+def dtypes_of(kv_dtype: KVDtype) -> tuple[str | None, str | None]:
+    """Of K and of V; None: that of the activations."""
+    return kv_dtype if isinstance(kv_dtype, tuple) else (kv_dtype, kv_dtype)
+
+
+def vector_bytes(dtype: str | None, dim: int, element_bytes: int) -> int:
+    """Of one key or value of one head; a quantised one has a scale."""
+    return dim * element_bytes if dtype is None else dim * QUANTISED_BYTES[dtype] + SCALE_BYTES
+
+
 def paged_attention_cost(
     *,
     rows: Rows | Attended,
@@ -234,7 +246,7 @@ def paged_attention_cost(
     kv_element_bytes: float | None = None,
     scattered: bool = False,
     shared: Sequence[tuple[Sequence[int], int]] = (),
-    kv_dtype: str | None = None,
+    kv_dtype: KVDtype = None,
     sinks: bool = False,
 ) -> Cost:
     """Each KV byte is read once per row, however many heads and queries look at it; once for all rows that share it.
@@ -248,14 +260,12 @@ def paged_attention_cost(
     # Per pair and head: two dot products; scale, maximum, subtraction, exponential, sum; tanh and two scalings.
     per_pair = 4 * head_dim + 5 + (3 if softcap is not None else 0)
     flops = heads * (pairs * per_pair + queries * (head_dim + 2 * sinks))
-    if kv_dtype is not None:
-        kv_element_bytes = QUANTISED_BYTES[kv_dtype]
     kv = kv_bytes(
         tokens=keys, layers=1, kv_heads=kv_heads, head_dim=head_dim,
         element_bytes=element_bytes if kv_element_bytes is None else kv_element_bytes,
     )
     if kv_dtype is not None:
-        kv += 2 * keys * kv_heads * SCALE_BYTES
+        kv = sum(keys * kv_heads * vector_bytes(each, head_dim, element_bytes) for each in dtypes_of(kv_dtype))
     numbers = 2 + scattered                              # per row: its length, its queries, its table
     tables = (blocks + numbers * attended.rows + 1) * LENGTH_BYTES
     tables += heads * SCALE_BYTES * sinks
@@ -310,6 +320,18 @@ PAGED_ATTENTION_CASES = (
     ), dtypes=("float64", "bfloat16")),
     Case("fp8-pairs-window", _attention(
         [(1, 12), (1, 70), (3, 8)], head_dim=32, window=6, kv_dtype=E4M3,
+    ), dtypes=("float64", "bfloat16")),
+    Case("int8", _attention([(1, 12), (1, 70), (3, 8)], kv_dtype=INT8), dtypes=("float64", "bfloat16")),
+    Case("int8-pairs", _attention(
+        [(1, 12), (1, 70), (1, 0), (3, 8)], head_dim=40, block_size=3, softcap=3.0, kv_dtype=INT8,
+    ), dtypes=("float64", "bfloat16")),
+    Case("int8-shared", _attention(
+        [(1, 12), (1, 70), (3, 8)], head_dim=32, kv_dtype=INT8, scattered=True, shared=(((0, 1), 8),),
+    ), dtypes=("float64", "bfloat16")),
+    Case("apart", _attention([(1, 12), (1, 70), (3, 8)], head_dim=32, kv_dtype=(INT8, E4M3)), dtypes=("float64", "bfloat16")),
+    Case("wide-keys", _attention([(1, 12), (1, 70), (3, 8)], window=6, kv_dtype=(None, INT8)), dtypes=("float64", "bfloat16")),
+    Case("wide-values", _attention(
+        [(1, 12), (1, 70), (3, 8)], head_dim=32, kv_dtype=(E4M3, None), softcap=3.0,
     ), dtypes=("float64", "bfloat16")),
     Case("sinks", _attention([(1, 10), (5, 5), (4, 9), (2, 13)], sinks=True)),
     Case("sinks-shares", _attention([(1, 300), (1, 65), (1, 2)], block_size=16, window=150, sinks=True)),

@@ -31,6 +31,7 @@ from ridgeline.ops.linear import gemm_gated
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.step_cost import DecoderShape, Peaks, decoder_shape, step_cost
 from ridgeline.runner import shared_prefix
+from ridgeline.sizes.kv_format import KVFormat
 
 H200_FACTS = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), runtime=800 << 20)
 H200 = Peaks(4.38e12, 793e12)
@@ -369,7 +370,8 @@ def test_what_was_reached_is_what_happened_since() -> None:
     options = SimpleNamespace(execution=SimpleNamespace(deterministic=False), model=SimpleNamespace(quantization="none"))
     model = SimpleNamespace(quantisation=None)
     config = SimpleNamespace(
-        max_num_batched_tokens=64, depth=1, kv_dtype="bfloat16", dtype="bfloat16", options=options, model=model, graphs=True,
+        max_num_batched_tokens=64, depth=1, kv_dtype="bfloat16", kv_format=KVFormat("bfloat16", "bfloat16"),
+        dtype="bfloat16", options=options, model=model, graphs=True,
     )
     runner = SimpleNamespace(forward=SimpleNamespace(replays=7), rows=SimpleNamespace(prefixes=[SimpleNamespace(steps=3)]))
     engine: Any = SimpleNamespace(config=config, runner=runner)

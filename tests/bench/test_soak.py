@@ -212,7 +212,8 @@ def test_an_address_without_a_process_is_refused(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("answer", "quality"), [
-    ({"timings": {"techniques": ["overlap", "fp8 KV"]}}, "fp8 KV"), ({"timings": {"techniques": ["overlap"]}}, "exact"),
+    ({"timings": {"techniques": ["overlap", "quantised KV"]}}, "quantised KV"),
+    ({"timings": {"techniques": ["overlap"]}}, "exact"),
     ({}, UNKNOWN_QUALITY), (None, UNKNOWN_QUALITY),
 ])
 def test_the_record_has_the_servers_own_quality(answer: dict[str, Any] | None, quality: str) -> None:

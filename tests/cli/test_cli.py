@@ -342,7 +342,7 @@ def test_generate_finds_a_bad_tokenizer_before_weights_load(
 def test_what_a_ready_server_says() -> None:
     ready = Ready("x", 2048, 4, 100, "float32", "cpu", 9, 16, 3.0, memory={"weights": 1_600_000_000, "KV cache": 4_700_000_000})
     defaults = SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "the model's card")
-    llm = SimpleNamespace(ready=ready, sampling_defaults=defaults)
+    llm = SimpleNamespace(ready=ready, sampling_defaults=defaults, engines=())
     service: Any = SimpleNamespace(name="tiny", llm=llm, tokenizer=None, keys=())
     lines = welcome(service, "http://here:1").splitlines()
     assert lines[0].startswith(f"ridgeline {__version__}: tiny in float32 on cpu, context 2048, ready after ")

@@ -224,3 +224,24 @@ def test_requirements_and_exclusions() -> None:
     assert turned_off(options | {"a": None, "b": None, "c": None}, "cpu", made) == {}
     names = {technique.name for technique in TECHNIQUES}
     assert all({*each.requires, *each.excludes} <= names for each in TECHNIQUES)
+
+
+# ── the KV cache's format ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_formats_of_the_kv_cache(model: Path) -> None:
+    found = resolved(model, kv_cache_dtype="k=int8,v=fp8", kv_cache_dtype_skip_layers=["0"])
+    assert found.kv_format.of_layer(0) == ("float16", "float16") and found.kv_format.of_layer(1) == ("int8", "float8_e4m3fn")
+    assert "a scale for every token and head" in found.reasons["kv_cache_dtype"]
+    assert "slower" in found.reasons["kv_cache_dtype"]   # on a CPU, where no native kernel reads it
+    assert resolved(model).kv_format.quantised is False
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"kv_cache_dtype_skip_layers": "0"}, "needs a quantised KV cache; set kv_cache_dtype"),
+    ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": "99"}, "the model has layers 0 to"),
+    ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": "0-1"}, "names every layer"),
+])
+def test_layers_that_cannot_be_skipped_are_refused(options: dict[str, str], says: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolved(model, **options)

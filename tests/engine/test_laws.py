@@ -21,7 +21,7 @@ from tiny_models import MAX_POSITION, VOCAB, save_checkpoint
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.engine.core.executor import TensorParallelExecutor
+from ridgeline.engine.core.executor import PipelineExecutor, RankedExecutor
 from ridgeline.layers import attention
 from ridgeline.messages import Request
 from ridgeline.ops.attention.attention_arguments import AttentionWork
@@ -33,11 +33,12 @@ from ridgeline.techniques import TECHNIQUES, Technique
 MODELS = ("llama", "mistral", "gemma2", "qwen3")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = TECHNIQUES
-# Those that can be active here and promise equal tokens. fp8 KV promises a bound and quantised weights the tokens of the expanded
-# weights (tests/models/test_fp8.py): they have laws of their own.
-TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in ("fp8 KV", "quantised weights"))
-if DEVICE == "cuda" and torch.cuda.device_count() < 2:
-    TECHNIQUES = tuple(each for each in TECHNIQUES if each.name != "tensor parallelism")
+# Those that can be active here and promise equal tokens. Quantised KV promises a bound, quantised weights those of the expanded
+# weights (tests/models/test_fp8.py): they have laws of their own. So have divided experts (tests/models/test_mesh.py).
+OWN_LAWS = ("quantised KV", "quantised weights", "expert parallelism")
+TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in OWN_LAWS)
+if DEVICE == "cuda" and torch.cuda.device_count() < 2:   # two ranks on one GPU: tests/runner/test_gpu_ranks.py
+    TECHNIQUES = tuple(each for each in TECHNIQUES if each.name not in ("tensor parallelism", "pipeline parallelism"))
 OFF: dict[str, Any] = {name: value for technique in ALL for name, value in technique.off.items()}
 PLAIN = OFF | {
     "max_num_seqs": 1, "block_size": 4, "num_gpu_blocks_override": 400, "device": DEVICE,
@@ -137,8 +138,10 @@ ACTIVE: dict[str, Callable[[EngineCore], bool]] = {
     != all(group.window is not None for group in core.config.groups),
     "speculation": lambda core: core.scheduler.drafter.counters.draft_tokens > 0,
     "quantised weights": lambda core: core.config.options.model.quantization == "fp8",
-    "fp8 KV": lambda core: core.config.kv_dtype == "float8_e4m3fn",
-    "tensor parallelism": lambda core: isinstance(core.executor, TensorParallelExecutor),
+    "quantised KV": lambda core: core.config.kv_format.quantised,
+    "tensor parallelism": lambda core: isinstance(core.executor, RankedExecutor),
+    "pipeline parallelism": lambda core: isinstance(core.executor, PipelineExecutor) and core.executor.most_in_flight == 2,
+    "expert parallelism": lambda core: core.executor.runner.model.experts_here is not None,
 }
 # What a technique needs to have something to do.
 OCCASION: dict[str, dict[str, Any]] = {
@@ -146,6 +149,7 @@ OCCASION: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 8},
     "overlap": CROWD,
     "CUDA graphs": CROWD,
+    "pipeline parallelism": CROWD,
     "shared-prefix attention": CROWD,
     # Every draft is verified: with times of this machine the controller might choose none.
     "speculation": {"speculative_config": '{"method": "auto", "num_speculative_tokens": 4, "adaptive": false}'},
@@ -207,6 +211,20 @@ def test_all_techniques_together(models: dict[str, Path], reference: dict[str, A
 
 ALL_ON = {name: value for technique in TECHNIQUES if technique.exact for name, value in technique.on.items()}
 USUAL = PLAIN | ALL_ON | CROWD
+
+
+@pytest.mark.reliability("P-07")
+@pytest.mark.parametrize("stored", [
+    {"kv_cache_dtype": "k=int8,v=fp8", "kv_cache_dtype_skip_layers": "sliding_window"},
+    *(pytest.param({"kv_cache_dtype": name}, marks=slow) for name in ("int8", "fp8", "k=auto,v=int8")),
+], ids=lambda stored: "-".join(stored.values()))
+def test_a_quantised_cache_holds_the_same_whatever_else_is_on(stored: dict[str, Any], models: dict[str, Path]) -> None:
+    """Scales are of one token each, so a token's codes do not depend on batches, chunks, prefixes or drafts."""
+    asked = requests()[:6]
+    expected = run(models["gemma2"], PLAIN | stored, asked).answers
+    outcome = run(models["gemma2"], USUAL | stored | {"max_num_batched_tokens": 16}, asked)
+    assert outcome.answers == expected
+    assert ACTIVE["quantised KV"](outcome.core)
 
 
 @pytest.mark.reliability("P-08")

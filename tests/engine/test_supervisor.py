@@ -37,7 +37,7 @@ class Child:
     errors: list[Exception] = []     # noqa: RUF012 - each test sets its own
 
     def __init__(
-        self, module: str, config: EngineConfig, on_message: Any, on_lost: Callable[[], None], sizes: Any
+        self, module: str, config: EngineConfig, on_message: Any, on_lost: Callable[[], None], sizes: Any, environment: Any
     ) -> None:
         if self.errors:
             raise self.errors.pop(0)

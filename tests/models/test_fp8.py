@@ -15,7 +15,7 @@ from test_laws import PLAIN, requests, run
 from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
-from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.comm import ALONE, Communicator
 from ridgeline.distributed.sharding import Shard, whole
 from ridgeline.errors import ConfigError
 from ridgeline.layers.linear import Linear, Placement
@@ -52,7 +52,7 @@ def test_coarse_and_fine_codes_hold_what_bf16_numbers_hold() -> None:
     alone, alone_scale = fp8_rows_reference(x)
     coarse = ((alone.double() * alone_scale[:, None].double()) - x.double()).norm() / x.double().norm()
     assert error < 2**-9 < 0.02 < coarse
-    assert torch.equal(scale[1::2] * FINER, scale[::2])
+    assert torch.equal(scale[1::2] * FINER[CODES], scale[::2])
 
 
 # -- loading ------------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_what_does_not_go_with_it_is_refused_before_loading(tmp_path: Path) -> N
 
 
 def test_a_rank_that_holds_padding_alone_stores_nothing() -> None:
-    place = Placement(Communicator(), lambda path: Fp8(Unquantised()), torch.bfloat16, torch.device("cpu"))
+    place = Placement(ALONE, lambda path: Fp8(Unquantised()), torch.bfloat16, torch.device("cpu"))
     linear = Linear({"": whole(16)}, Shard(16, 16, 16, 8), False, place)
     store = linear.pieces()["weight:"].store
     assert store is not None
@@ -189,22 +189,47 @@ def test_rules_cover_an_8b_model_up_to_128_rows(name: str) -> None:
     assert fp8_wide_plan(129, *SHAPES[name]) is None
 
 
+def eight_bit_weight(kind: str, outputs: int, inputs: int, device: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    numbers = torch.randn(outputs, inputs, device=device, generator=torch.Generator(device).manual_seed(seed)) * inputs**-0.5
+    if kind != "block":
+        return fp8_rows_reference(numbers, codes=torch.int8 if kind == "int8" else CODES)
+    scale = torch.rand(-(-outputs // 128), -(-inputs // 128), device=device) * 0.5 + 0.25
+    return (numbers * inputs**0.5 * 100).clamp(-448, 448).to(CODES), scale * inputs**-0.5 / 100
+
+
 @GPU
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 16, 40, 64, 65, 128, 129, 700])
-def test_gpu_kernels_compute_the_definition(rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("kind", ["row", "block", "int8"])
+def test_gpu_kernels_compute_the_definition(kind: str, rows: int, bias: bool) -> None:
     """Against the quantised rows in float64, where the rows are quantised: what remains is rounding to bf16."""
     generator = torch.Generator("cuda").manual_seed(rows)
     for outputs, inputs in ((4096, 4096), (2592, 3072), (48, 112)):
-        weight, scale = fp8_rows_reference(torch.randn(outputs, inputs, device="cuda", generator=generator) * inputs**-0.5)
+        weight, scale = eight_bit_weight(kind, outputs, inputs, "cuda", rows)
         x = torch.randn(rows, inputs, device="cuda", generator=generator).bfloat16()
         added = torch.randn(outputs, device="cuda", generator=generator).bfloat16() if bias else None
         out = fp8_linear_gpu(x, weight, scale, added).double()
         ring = fp8_ring_gemm_plan(2 * rows, outputs, inputs)
-        codes, x_scale = fp8_rows_reference(x)
-        known = x.double() if rows <= PAIRED_ROWS and ring is not None else codes.double() * x_scale[:, None].double()
+        codes, x_scale = fp8_rows_reference(x, codes=weight.dtype)
+        whole = rows <= PAIRED_ROWS and ring is not None
+        if kind == "block" and fp8_ring_gemm_plan(rows, outputs, inputs) is None and fp8_wide_plan(rows, outputs, inputs) is None:
+            whole = True                                 # the weight is expanded, and x stays as it is
+        known = x.double() if whole else codes.double() * x_scale[:, None].double()
         exact = fp8_linear_reference(known, weight, scale, None if added is None else added.double())
         assert (out - exact).norm() / exact.norm() < 0.004
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("codes", [CODES, torch.int8])
+def test_rows_are_their_codes_times_their_scales(codes: torch.dtype, paired: bool) -> None:
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e-3, 1.0, 30.0, 0.0, 1e5])[:, None]
+    made, scale = fp8_rows_reference(x, paired, codes)
+    numbers = made.double() * scale[:, None].double()
+    if paired:
+        numbers = numbers[::2] + numbers[1::2]
+    error, largest = (numbers - x.double()).abs(), x.abs().amax(1, keepdim=True).double()
+    step = largest / 127 if codes == torch.int8 else x.abs().double() / 8 + largest / 448 / 512
+    assert made.dtype == codes and (error <= step * (0.51 / FINER[codes] if paired else 0.51)).all()
 
 
 @GPU

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from tiny_models import load, save_checkpoint
 
-from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.comm import ALONE, Communicator
 from ridgeline.distributed.sharding import whole
 from ridgeline.layers.linear import GateUpLinear, Linear, Placement
 from ridgeline.layers.norm import RMSNorm
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def plain_linear(inputs: int, outputs: int, bias: bool, fewest: int) -> Linear:
-    place = Placement(Communicator(), lambda path: PackedFloat32(fewest), torch.float32, CPU)
+    place = Placement(ALONE, lambda path: PackedFloat32(fewest), torch.float32, CPU)
     return Linear({"": whole(outputs)}, whole(inputs), bias, place)
 
 
@@ -88,7 +88,7 @@ def test_linears_with_few_outputs_stay_plain_on_x86() -> None:
 def test_a_product_with_its_neighbours_is_the_same_in_every_scheme(scheme: Scheme, first: bool) -> None:
     if isinstance(scheme, PackedFloat32) and not PackedFloat32.available():
         pytest.skip("this torch has no oneDNN")
-    place = Placement(Communicator(), lambda path: scheme, torch.float32, CPU)
+    place = Placement(ALONE, lambda path: scheme, torch.float32, CPU)
     generator = torch.Generator().manual_seed(3)
     norm = RMSNorm(24, 1e-5, 1.0, torch.float32, CPU)
     plain, gated = Linear({"": whole(10)}, whole(24), True, place), GateUpLinear(24, 9, False, place)

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import timeit
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,12 @@ import torch
 from ridgeline.errors import ConfigError
 from ridgeline.ops import activation, registry, rms_norm, rotary, vocabulary_ends
 from ridgeline.ops.attention import attention_reference, fused_decode, kv_write, paged_attention, qkv_write
+from ridgeline.ops.attention.attention_arguments import largest_code
 from ridgeline.ops.experts import experts_op, route
 from ridgeline.ops.latent import fused_latent, latent_attention, latent_write
 from ridgeline.ops.linear import gguf_blocks, linear_op
 from ridgeline.ops.packed import packed_linear
+from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.quantised import quantised_linear
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import REGISTRY, TRITON_INTERPRETED, Implementation, Op, Site
@@ -42,11 +45,11 @@ OPS: list[Op[Any, Any]] = [
 CUDA = torch.cuda.is_available()
 
 
-def device_of(implementation: Implementation, dtype: torch.dtype) -> str | None:
+def device_of(op: Op[Any, Any], implementation: Implementation, dtype: torch.dtype, gpu: bool = CUDA) -> str | None:
     """Where this implementation can run here; None if nowhere."""
     if implementation.name == "triton" and TRITON_INTERPRETED:
         return "cpu" if implementation.supports(Site("cuda", dtype, 64)) else None
-    for device in ("cuda", "cpu") if CUDA else ("cpu",):
+    for device in ("cuda", "cpu") if gpu and op is not gguf_blocks.block_linear else ("cpu",):       # its Matrix is a CPU's
         if implementation.supports(Site(device, dtype, 64)):
             return device
     return None
@@ -64,7 +67,7 @@ def all_checks() -> list[Any]:
         for implementation in op.implementations:
             for case in op.cases:
                 for dtype in case.dtypes:
-                    if dtype == "float64" or device_of(implementation, getattr(torch, dtype)) is None:
+                    if dtype == "float64" or device_of(op, implementation, getattr(torch, dtype)) is None:
                         continue
                     if case.timed and implementation.name == "triton" and TRITON_INTERPRETED:
                         continue                         # minutes, in the interpreter
@@ -85,6 +88,9 @@ def make_inputs(op: Op[Any, Any], case: Case, dtype: torch.dtype, device: str) -
 def widened(value: Any) -> Any:
     if isinstance(value, QuantisedWeight):               # codes and scales are exact as they are
         return QuantisedWeight(*(each.cpu() if isinstance(each, torch.Tensor) else each for each in value))
+    if isinstance(value, PackedWeight):
+        tensors = {name: getattr(value, name) for name in ("codes", "scale", "zero", "outer")}
+        return replace(value, **{name: None if each is None else each.cpu() for name, each in tensors.items()})
     return value.to("cpu", torch.float64) if isinstance(value, torch.Tensor) and value.is_floating_point() else (
         value.cpu() if isinstance(value, torch.Tensor) else value
     )
@@ -103,7 +109,7 @@ def results(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 def test_implementation_matches_the_float64_definition(
     op: Op[Any, Any], implementation: Implementation, case: Case, dtype: str
 ) -> None:
-    device = device_of(implementation, getattr(torch, dtype))
+    device = device_of(op, implementation, getattr(torch, dtype))
     assert device is not None
     args, kwargs = make_inputs(op, case, getattr(torch, dtype), device)
     if implementation.name == "native" and not implementation.supports(Site(device, getattr(torch, dtype), args[0].shape[-1])):
@@ -125,6 +131,28 @@ def test_implementation_matches_the_float64_definition(
             )
         else:
             assert torch.equal(got.cpu(), wanted)
+
+
+def devices(value: Any) -> set[str]:
+    if isinstance(value, torch.Tensor):
+        return {value.device.type}
+    fields = value if isinstance(value, tuple) else (getattr(value, name) for name in getattr(value, "__slots__", ()))
+    return {device for each in fields for device in devices(each)}
+
+
+@pytest.mark.parametrize("name", ["packed_linear", "normed_packed_linear", "quantised_linear"])
+def test_the_float64_definition_gets_every_tensor_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are records of tensors: one that stayed on the GPU would meet an x on the CPU. `meta` stands for the GPU."""
+    args, _ = make_inputs(REGISTRY[name], REGISTRY[name].cases[0], torch.bfloat16, "cpu")
+    moved: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append("cpu") or tensor.to("meta"))
+    weight = next(value for value in args if isinstance(value, PackedWeight | QuantisedWeight))
+    assert devices(weight) == {"cpu"} and devices(widened(weight)) == {"meta"} and moved
+
+
+def test_an_op_of_the_cpu_is_tested_there_on_a_gpu_machine() -> None:
+    where = {op.name: device_of(op, op.implementations[-1], torch.float32, gpu=True) for op in OPS}
+    assert where["block_linear"] == "cpu" and where["packed_linear"] == where["rotary"] == "cuda"
 
 
 @pytest.mark.reliability("P-13")
@@ -222,7 +250,8 @@ def test_an_unknown_activation_is_named() -> None:
 
 def page_view(cache: torch.Tensor) -> torch.Tensor:
     """The same cache as one layer's slice of pages that hold several layers: strided over blocks."""
-    pages = torch.full((cache.shape[0], 3, *cache.shape[1:]), float("nan"), dtype=cache.dtype, device=cache.device)
+    unused = float("nan") if cache.is_floating_point() else 127
+    pages = torch.full((cache.shape[0], 3, *cache.shape[1:]), unused, dtype=cache.dtype, device=cache.device)
     pages[:, 1] = cache
     return pages[:, 1]
 
@@ -310,11 +339,17 @@ def test_what_decode_attention_writes_on_triton_is_the_float64_definition(name: 
         torch.testing.assert_close(got.cpu().double()[1:], wanted[1:], rtol=4e-6, atol=4e-6, equal_nan=True)
 
 
+FLOATS = torch.float16 if TRITON_INTERPRETED else torch.float8_e4m3fn            # the interpreter cannot round to 8-bit floats
+
+
 @runs_triton
-@pytest.mark.parametrize("window", [None, 5])
-def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_definition(window: int | None) -> None:
-    """What is written is quantised before it is read, as if another kernel had written it."""
-    stored = torch.float16 if TRITON_INTERPRETED else torch.float8_e4m3fn        # the interpreter cannot round to 8 bits
+@pytest.mark.parametrize(("window", "stored", "calibrated"), [
+    (None, FLOATS, False), (5, FLOATS, False), (None, torch.int8, False), (None, FLOATS, True), (None, torch.int8, True),
+])
+def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_definition(
+    window: int | None, stored: torch.dtype, calibrated: bool
+) -> None:
+    """What is written is quantised before it is read, as if another kernel had written it. Calibrated scales stay as they are."""
     sizes = next(case.sizes for case in fused_decode.decode_attention.cases if case.name == "first-of-a-block")
     args, options = fused_decode.decode_attention.inputs(
         torch.Generator().manual_seed(5), torch.float32, TRITON_DEVICE, **sizes | {"window": window}
@@ -324,6 +359,8 @@ def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_d
     for function in (fused_decode.decode_attention_triton, two_kernels):
         caches = [cache.nan_to_num().to(stored) for cache in args[4:6]]
         scales = [torch.linspace(0.01, 0.02, math.prod(shape), device=TRITON_DEVICE).view(shape) for _ in "kv"]
+        if calibrated:
+            scales = [torch.tensor([0.015, 0.02], device=TRITON_DEVICE).expand(shape) for _ in "kv"]
         out = function(*args[:4], *caches, *args[6:], **options, k_scale=scales[0], v_scale=scales[1])
         found.append([out, *(cache[1:].float() for cache in caches), *scales])
     for fused, apart in zip(*found, strict=True):
@@ -342,14 +379,36 @@ def two_kernels(
     return paged_attention.paged_attention_triton(q, k, v, *rest, **options)
 
 
-def test_rotary_write_with_scales() -> None:
-    check_scales(qkv_write.rotary_write_reference, "cpu", torch.float8_e4m3fn, 0.5)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_rotary_write_with_scales(stored: torch.dtype) -> None:
+    check_scales(qkv_write.rotary_write_reference, "cpu", stored, 0.5)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_calibrated_scales_are_used_and_not_written(stored: torch.dtype) -> None:
+    """Of two heads the second has half the scale: what is stored there is twice as large, up to the largest number."""
+    values = torch.tensor([1.0, -3.3, 70.0, 0.0])
+    turning = torch.tensor([1.0, 0.0]).view(1, 2, 1).expand(1, 2, 2)         # by an angle of zero
+    scale = torch.tensor([0.5, 0.25])
+    caches = [torch.zeros(2, 1, 2, 4).to(stored) for _ in range(2)]
+    scales = [scale.expand(2, 1, 2) for _ in range(2)]
+    qkv_write.rotary_write_reference(
+        values.repeat(6).view(1, -1), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), turning, *caches,
+        heads=2, kv_heads=2, k_scale=scales[0], v_scale=scales[1],
+    )
+    limit = largest_code(stored)
+    wanted = values.div(scale[:, None]).clamp(-limit, limit)
+    wanted = wanted.round() if stored == torch.int8 else wanted.to(stored).float()
+    assert all(torch.equal(cache[1, 0].float(), wanted) for cache in caches)
+    assert scale.tolist() == [0.5, 0.25]
 
 
 @runs_triton
-def test_rotary_write_with_scales_on_triton_and_the_float64_definition() -> None:
-    # The interpreter cannot round to eight bits, and cuts to sixteen.
-    stored, units = (torch.float16, 1.01) if TRITON_INTERPRETED else (torch.float8_e4m3fn, 0.501)
+@pytest.mark.parametrize(("stored", "units"), [
+    (FLOATS, 1.01 if TRITON_INTERPRETED else 0.501),     # the interpreter cuts floats instead of rounding them
+    (torch.int8, 0.501),
+])
+def test_rotary_write_with_scales_on_triton_and_the_float64_definition(stored: torch.dtype, units: float) -> None:
     check_scales(qkv_write.rotary_write_triton, TRITON_DEVICE, stored, units)
 
 
@@ -362,7 +421,7 @@ def check_scales(function: Any, device: str, stored: torch.dtype, units: float) 
         cache.zero_()
     qkv_write.rotary_write_reference(*wide, **{name: widened(value) for name, value in options.items()})
     size = wide[4].shape[1]
-    facts = torch.finfo(stored)
+    limit = largest_code(stored)
     caches = [torch.zeros(wide[4].shape, device=device).to(stored) for _ in range(2)]
     scales = [torch.zeros(wide[4].shape[:3], device=device) for _ in range(2)]
     function(*args[:4], *caches, k_scale=scales[0], v_scale=scales[1], **options)
@@ -371,11 +430,14 @@ def check_scales(function: Any, device: str, stored: torch.dtype, units: float) 
         for block, slot in used:
             ratio = scale.cpu().double()[block, slot, :, None]
             assert (ratio > 0).all()
-            exact = (wanted[block, slot] / ratio).clamp(-facts.max, facts.max)
-            unit = torch.exp2(exact.abs().clamp(min=facts.smallest_normal).log2().floor()) * facts.eps
+            exact = (wanted[block, slot] / ratio).clamp(-limit, limit)
+            unit = torch.ones(())
+            if stored.is_floating_point:
+                facts = torch.finfo(stored)
+                unit = torch.exp2(exact.abs().clamp(min=facts.smallest_normal).log2().floor()) * facts.eps
             assert ((cache.float().cpu().double()[block, slot] - exact).abs() <= units * unit * (1 + 1e-4)).all()
         largest = max(float(cache.float().abs()[block, slot].max()) for block, slot in used)
-        assert largest > 0.9 * facts.max
+        assert largest > 0.9 * limit
 
 
 def dequantised(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

@@ -175,7 +175,7 @@ ATTENTION_HELPERS = (
     "from_sinks",
     "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
     "merge_shares", "from_sinks", "queries_of", "member_offset", "fold_prefix", "prepared", "in_runs", "partner_of", "angles",
-    "norm_weights", "load_heads", "turned", "store_scaled", "store_newest", "slot_of", "load_pairs",
+    "norm_weights", "load_heads", "turned", "scales_of", "store_scaled", "store_newest", "slot_of", "load_pairs",
 )
 
 
@@ -221,6 +221,8 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 96, "TILE_KEYS": 32, "HAS_PREFIX": False}),
         pytest.param("decode_kernel", "bf16", "bf16", {"FRESH": True, "NORM": True}, marks=slow),
         ("decode_kernel", "bf16", "fp8e4nv", {"FRESH": True, "HALF": 24, "SINKS": True}),
+        ("decode_kernel", "bf16", "i8", {"FRESH": True, "CALIBRATED": True}),
+        pytest.param("prefill_kernel", "bf16", "i8", {}, marks=slow),
         pytest.param(
             "decode_kernel", "bf16", "bf16",
             {"QUERIES": 8, "WINDOW": 4096, "SOFTCAP": True, "HAS_PREFIX": False, "TILE_QUERIES": 32, "TILE_GROUP": 32,
@@ -239,9 +241,9 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
         "KV_HEADS": 8, "GROUP": 4, "QUERIES": 1, "HEAD_DIM": 128, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
         "HAS_TABLE_ROWS": True, "HAS_PREFIX": True, "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64,
         "TILE_QUERIES": 128 if many else 16, "TILE_TOKENS": 32, "TILE_ROWS": 256, "TILE_KEYS": 64, "TILE_DIM": 128,
-        "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "LIMIT": 448.0,
-        "DEPENDENT": True, "UPCAST": False, "SCALED": kv_dtype == "fp8e4nv", "NARROW": kv_dtype == "fp8e4nv",
-        "PAIRED": kv_dtype == "fp8e4nv", "SINKS": False, **changes,
+        "TILE_GROUP": 4, "TILE_SLOTS": 16, "FRESH": False, "HALF": 64, "NORM": False, "K_LIMIT": 448.0,
+        "V_LIMIT": 448.0, "CALIBRATED": False, "DEPENDENT": True, "UPCAST": False, "SINKS": False,
+        **dict.fromkeys(("K_SCALED", "V_SCALED", "NARROW", "V_NARROW", "PAIRED"), kv_dtype in ("fp8e4nv", "i8")), **changes,
     }
     names = list(inspect.signature(getattr(getattr(module, kernel), "fn", getattr(module, kernel))).parameters)
     constants = {name: value for name, value in constants.items() if name in names}
@@ -252,35 +254,39 @@ def test_attention_compiles(kernel: str, dtype: str, kv_dtype: str, changes: dic
 
 @pytest.mark.usefixtures("attention_helpers")
 @pytest.mark.parametrize(("head_dim", "narrow", "pairs", "queries"), [
-    (128, False, 8192, 1), (128, True, 1024, 1), (128, False, 8, 16), *(pytest.param(*case, marks=slow) for case in (
-        (64, False, 8, 1), (64, False, 1024, 1), (64, False, 8192, 1), (128, False, 8, 1), (128, False, 1024, 1),
-        (256, False, 8, 1), (256, False, 1024, 1), (256, False, 8192, 1), (128, True, 8, 1), (128, True, 8192, 1),
-        (64, False, 8, 16), (128, False, 1024, 4), (128, False, 256, 8), (128, True, 8, 16), (256, False, 8, 8),
+    (128, "", 8192, 1), (128, "fp8e4nv", 1024, 1), (128, "i8", 1024, 1), (128, "", 8, 16),
+    *(pytest.param(*case, marks=slow) for case in (
+        (64, "", 8, 1), (64, "", 1024, 1), (64, "", 8192, 1), (128, "", 8, 1), (128, "", 1024, 1),
+        (256, "", 8, 1), (256, "", 1024, 1), (256, "", 8192, 1), (128, "fp8e4nv", 8, 1), (128, "fp8e4nv", 8192, 1),
+        (64, "", 8, 16), (128, "", 1024, 4), (128, "", 256, 8), (128, "fp8e4nv", 8, 16), (256, "", 8, 8),
     )),
 ])
 def test_decode_attention_keeps_its_numbers_in_registers(
-    head_dim: int, narrow: bool, pairs: int, queries: int, tmp_path: Path
+    head_dim: int, narrow: str, pairs: int, queries: int, tmp_path: Path
 ) -> None:
-    """No register spills for any number of rows, also where the launch limits registers. Eight-bit floats are converted two at a
+    """No register spills for any number of rows, also where the launch limits registers. Eight-bit numbers are converted two at a
     time, and no byte is loaded by itself."""
     names = list(inspect.signature(getattr(kernel_decode.decode_kernel, "fn", kernel_decode.decode_kernel)).parameters)
-    types = attention_types(names, "bf16", "fp8e4nv" if narrow else "bf16")
+    types = attention_types(names, "bf16", narrow or "bf16")
     aligned = [name for name in names if name.endswith(("_ptr", "_stride"))]
     members = 4 * queries
-    keys, values, launch = decode_tiles(torch.bfloat16, head_dim, narrow, pairs, 132, members if queries > 1 else 0)
+    keys, values, launch = decode_tiles(torch.bfloat16, head_dim, bool(narrow), pairs, 132, members if queries > 1 else 0)
     constants = {
         "KV_HEADS": 8, "GROUP": 4, "QUERIES": queries, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False,
-        "SCALED": narrow, "NARROW": narrow, "PAIRED": narrow, "HAS_TABLE_ROWS": True, "HAS_PREFIX": False,
+        **dict.fromkeys(("K_SCALED", "V_SCALED", "NARROW", "V_NARROW", "PAIRED"), bool(narrow)),
+        "HAS_TABLE_ROWS": True, "HAS_PREFIX": False,
         "MINIMUM_PREFIX": 256, "TILE_PREFIX": 64, "TILE_QUERIES": max(16, members), "TILE_KEYS": keys, "TILE_DIM": head_dim,
         "TILE_GROUP": members, "TILE_SLOTS": max(1, values // (members * head_dim)), "FRESH": queries == 1,
-        "HALF": head_dim // 2, "NORM": False, "LIMIT": 448.0, "DEPENDENT": True, "UPCAST": False, "SINKS": False,
+        "HALF": head_dim // 2, "NORM": False, "K_LIMIT": 448.0, "V_LIMIT": 448.0, "CALIBRATED": False, "DEPENDENT": True,
+        "UPCAST": False, "SINKS": False,
     }
     compiled = compiled_for_h100(
         kernel_decode, "decode_kernel", types, constants, aligned=aligned, launch_pdl=True, **launch
     )
     assert stack_bytes(compiled.asm["cubin"], tmp_path) == 0, f"{pairs} pairs"
     if narrow:
-        assert "cvt.rn.f16x2.e4m3x2" in compiled.asm["ptx"] and "ld.shared.b8" not in compiled.asm["ptx"]
+        convert = "sub.rn.f16x2" if narrow == "i8" else "cvt.rn.f16x2.e4m3x2"
+        assert convert in compiled.asm["ptx"] and "ld.shared.b8" not in compiled.asm["ptx"]
 
 
 # ── sampling and the small ops of a layer ────────────────────────────────────────────────────────────────────────────
@@ -379,9 +385,11 @@ def test_gated_activation_compiles(kind: int, monkeypatch: pytest.MonkeyPatch) -
     compile_with_helpers(monkeypatch, activation, "_gated_activation_kernel", types, constants, ())
 
 
-@pytest.mark.parametrize(("cache", "half", "norm", "scaled"), [("bf16", 64, False, False), ("fp8e4nv", 24, True, True)])
+@pytest.mark.parametrize(("cache", "half", "norm", "scaled", "calibrated"), [
+    ("bf16", 64, False, False, False), ("fp8e4nv", 24, True, True, True), ("i8", 64, False, True, False),
+])
 def test_rotary_write_compiles(
-    cache: str, half: int, norm: bool, scaled: bool, monkeypatch: pytest.MonkeyPatch
+    cache: str, half: int, norm: bool, scaled: bool, calibrated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = inspect.signature(qkv_write._rotary_write_kernel).parameters
     types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in arguments if not name.isupper()}
@@ -389,9 +397,9 @@ def test_rotary_write_compiles(
     types |= {"k_ptr": f"*{cache}", "v_ptr": f"*{cache}", "k_scale_ptr": "*fp32", "v_scale_ptr": "*fp32"}
     constants = {
         "HEADS": 32, "KV_HEADS": 8, "HEAD_DIM": 128, "HALF": half, "BLOCK_SIZE": 16, "HEADS_ROUND": 32,
-        "KV_HEADS_ROUND": 8, "HALF_ROUND": 64, "REST_ROUND": 128, "DIM_ROUND": 128, "NORM": norm, "LIMIT": 448.0,
-        "SCALED": scaled, "DEPENDENT": True,
+        "KV_HEADS_ROUND": 8, "HALF_ROUND": 64, "REST_ROUND": 128, "DIM_ROUND": 128, "NORM": norm,
+        "K_LIMIT": 448.0, "V_LIMIT": 448.0, "K_SCALED": scaled, "V_SCALED": scaled, "CALIBRATED": calibrated, "DEPENDENT": True,
     }
     compile_with_helpers(
-        monkeypatch, qkv_write, "_rotary_write_kernel", types, constants, ("_turn", "store_scaled")
+        monkeypatch, qkv_write, "_rotary_write_kernel", types, constants, ("_turn", "scales_of", "store_scaled")
     )

@@ -66,7 +66,7 @@ def test_objectives_take_only_what_this_engine_has_here(gpu: str, formats: set[s
     more = candidates(made, Traffic(512, 128), 2, any_engine=True)
     assert {"int4 weights", "several devices"} <= {name for point in more for name in missing(point.setup)}
     here = {effect.technique for effect in effects(made, Traffic(512, 128)) if effect.here}
-    assert here == formats | {"prefix hits 50%", "4 drafts, α = 0.7"}
+    assert here == formats | {"int8 KV", "prefix hits 50%", "4 drafts, α = 0.7"}
 
 
 def test_what_is_not_there_is_marked() -> None:

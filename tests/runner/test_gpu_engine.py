@@ -206,10 +206,11 @@ def test_prompts_fetched_page_by_page_change_nothing(wide: Path, monkeypatch: py
         assert same >= 0.8 * len(asked)
 
 
-def test_fp8_kv_stays_close(model: Path) -> None:
+@pytest.mark.parametrize("stored", ["fp8", "int8", "k=int8,v=fp8", "k=auto,v=int8"])
+def test_quantised_kv_stays_close(stored: str, model: Path) -> None:
     """A random model is no judge of quality, but most of its tokens survive if scales and pages are right."""
     asked = prompts(24)
-    exact, narrow = start(model, dtype="float32"), start(model, dtype="float32", kv_cache_dtype="fp8")
+    exact, narrow = start(model, dtype="float32"), start(model, dtype="float32", kv_cache_dtype=stored)
     expected, found = answer(exact, asked, 4), answer(narrow, asked, 4)
     same = sum(a == b for key in expected for a, b in zip(expected[key], found[key], strict=True))
     assert same >= 0.6 * 4 * len(asked)

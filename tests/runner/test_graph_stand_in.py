@@ -21,7 +21,7 @@ def forward() -> GraphForward:
     """Without a device: only the choice of shapes."""
     made = GraphForward.__new__(GraphForward)
     made._shapes, made._shape, made._uses = GraphShapes(256, 2048), None, cuda_graphs.USES
-    made._forms, made._stood_in = Counter(), Counter()
+    made._forms, made._stood_in, made._stand_ins = Counter(), Counter(), True
     return made
 
 
@@ -58,3 +58,10 @@ def test_not_while_graphs_are_captured_ahead_nor_for_prompts(forward: GraphForwa
         assert forward.shape(plan(*[1] * 37)) == Shape(40)
     assert forward.shape(plan(100)) == Shape(0, 1, 128)
     assert forward.shape(plan(1, 1, 60)) == Shape(2, 1, 64)
+
+
+def test_not_among_several_ranks(forward: GraphForward) -> None:
+    """Another rank may not have captured it, and would compute other shapes."""
+    captured(forward, 48)
+    forward._stand_ins = False
+    assert forward.shape(plan(*[1] * 37)) == Shape(40)

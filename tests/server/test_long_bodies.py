@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -277,6 +280,110 @@ def test_the_process_ends_when_no_long_body_comes(monkeypatch: pytest.MonkeyPatc
     asyncio.run(twice())
     assert child.asked[0] == b"settings" and child.asked[1] == child.asked[2] and child.asked[1].endswith(b"abcd")
     assert child.ended == 1 and reader._child is None
+
+
+def long_body() -> Body:
+    body = Body(HeldBodies())
+    body.parts, body.size = [b'{"prompt": ', b'"a"}'], 15
+    return body
+
+
+async def reads_here(service: object, caller: object, data: bytes) -> bytes:
+    return data
+
+
+def test_without_a_process_bodies_are_read_here_and_starts_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it cannot be started, ends at once or never answers; the first that starts has the next body."""
+    now, starts = 1000.0, []
+    made = long_bodies.msgspec.msgpack.encode(Made(b"{}", True, 0.0))
+    failures: list[BaseException] = [OSError(12, "no memory"), EOFError(), TimeoutError(), OSError(24, "no files")]
+
+    def start(*_: object, **__: object) -> FakeChild:
+        starts.append(now)
+        child = FakeChild([b"", made])
+        if failures:
+            error = failures.pop(0)
+            if isinstance(error, OSError) and error.errno:
+                raise error
+            monkeypatch.setattr(child, "ask", lambda *_: (_ for _ in ()).throw(error))
+        return child
+
+    monkeypatch.setattr(long_bodies, "FramedChild", start)
+    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
+    monkeypatch.setattr(long_bodies, "time", SimpleNamespace(monotonic=lambda: now))
+    store = ResponseStore(1, 1)
+    reader = LongBodies({long_bodies.name_of(reads_here): bytes}, lambda: b"settings", store)
+
+    async def read() -> object:
+        return await reader.read(reads_here, None, LOCAL, long_body())
+
+    async def run() -> None:
+        nonlocal now
+        for _ in range(160):
+            answer = await read()
+            assert answer == (b"{}" if reader._child else b'{"prompt": "a"}')
+            assert store.most_recalled == (MANY_BYTES if reader._child else float("inf"))
+            if reader._child:
+                break
+            now += 0.1
+
+    asyncio.run(run())
+    assert [round(after - before, 1) for before, after in itertools.pairwise(starts)] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_child_that_a_thread_still_asks_keeps_its_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client of a hung body has left: neither the idle timer nor the server's end may close what the thread reads from."""
+    asked, go_on = threading.Event(), threading.Event()
+    killed: list[bool] = []
+    made = long_bodies.msgspec.msgpack.encode(Made(b"{}", True, 0.0))
+
+    class Hung(FakeChild):
+        process = SimpleNamespace(kill=lambda: killed.append(True))
+
+        def ask(self, parts: Any, seconds: float) -> bytes:
+            if len(self.replies) == 1:
+                asked.set()
+                assert go_on.wait(120)
+                assert not self.ended
+            return super().ask(parts, seconds)
+
+    child = Hung([b"", made])
+    monkeypatch.setattr(long_bodies, "FramedChild", lambda *_, **__: child)
+    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
+    monkeypatch.setattr(long_bodies, "IDLE_SECONDS", 0.001)
+    reader = LongBodies({long_bodies.name_of(reads_here): bytes}, lambda: b"settings", ResponseStore(1, 1))
+
+    async def run() -> None:
+        reading = asyncio.ensure_future(reader.read(reads_here, None, LOCAL, long_body()))
+        assert await asyncio.to_thread(asked.wait, 120)
+        reading.cancel()
+        await asyncio.wait([reading])
+        await asyncio.sleep(0.05)                        # the timer looks several times
+        assert not child.ended
+        reader.close()
+        assert killed and not child.ended
+        go_on.set()
+        while not child.ended:                           # the timer ends it once the thread has left
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 200))
+    assert child.ended == 1 and reader._child is None
+
+
+def test_a_body_that_takes_too_long_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = FakeChild([b""])
+    monkeypatch.setattr(long_bodies, "FramedChild", lambda *_, **__: child)
+    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
+    reader = LongBodies({long_bodies.name_of(reads_here): bytes}, lambda: b"settings", ResponseStore(1, 1))
+
+    def never(parts: Any, seconds: float) -> bytes:
+        if parts == [b"settings"]:
+            return b""
+        raise TimeoutError
+
+    monkeypatch.setattr(child, "ask", never)
+    with pytest.raises(TryAgain, match="was not read within 60 s"):
+        asyncio.run(reader.read(reads_here, None, LOCAL, long_body()))
 
 
 def test_a_function_that_is_not_listed_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:

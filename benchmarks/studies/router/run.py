@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
-from ridgeline.route.policies import POLICIES
+from ridgeline.engine.replicas.policies import POLICIES
 from ridgeline.route.simulation.simulated_fleet import Machine, SimulatedFleet, SimulatedRequest
 from ridgeline.route.simulation.simulated_traffic import conversations, shared_prefixes
 

@@ -17,7 +17,9 @@ same.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import random
 import statistics
 import time
@@ -140,25 +142,28 @@ def main() -> None:
     parser.add_argument("--width", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--cells", nargs="+", help="BATCH:WIDTH, in this order, in the place of all batches and widths")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no cell begins after that long")
     args = parser.parse_args()
     if (args.model is None) == (args.shape is None):
         parser.error("one of --model and --shape")
+    began = time.monotonic()
+    cells = [tuple(map(int, each.split(":"))) for each in args.cells or ()]
+    cells = cells or [(batch, width) for batch in args.batch for width in args.width if width < most_queries(batch)]
     model = args.model or str(write_shape(args.shape, tie_word_embeddings=True))
     options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True} if args.shape else {}
     longest = max(args.context) + args.output + 1
     core = EngineCore.start(EngineConfig.of(
-        model=model, max_model_len=longest, max_num_seqs=max(args.batch), speculative_config="ngram", **options,
+        model=model, max_model_len=longest, max_num_seqs=max(batch for batch, _ in cells), speculative_config="ngram", **options,
     ))
-    for context in args.context:
-        for batch in args.batch:
-            if batch * (context + args.output) > core.config.num_blocks * core.config.groups[0].block_size:
-                continue                                         # the KV cache is too small for it
-            cell = Cell(core, batch, context, args.output)
-            for alpha in args.alpha:
-                for width in args.width:
-                    if width < most_queries(batch):
-                        found = {"batch": batch, "context": context, "alpha": alpha, "width": width}
-                        print(json.dumps(found | cell.measure(alpha, width, args.pairs)), flush=True)
+    for context, (batch, width), alpha in itertools.product(args.context, cells, args.alpha):
+        if batch * (context + args.output) > core.config.num_blocks * core.config.groups[0].block_size:
+            continue                                             # the KV cache is too small for it
+        if time.monotonic() - began > args.seconds:
+            break
+        found = {"batch": batch, "context": context, "alpha": alpha, "width": width}
+        cell = Cell(core, batch, context, args.output)
+        print(json.dumps(found | cell.measure(alpha, width, args.pairs)), flush=True)
     core.close()
 
 

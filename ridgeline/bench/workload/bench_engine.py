@@ -136,7 +136,12 @@ def quality_of(config: ResolvedConfig | EngineConfig) -> str:
     groups = dataclasses.asdict(config if isinstance(config, EngineConfig) else config.options)
     options = {name: value for group in groups.values() for name, value in group.items()}
     lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.is_on(options)]
-    return ", ".join(lossy) or EXACT
+    return ", ".join(_kv_quality(options) if name == "quantised KV" else name for name in lossy) or EXACT
+
+
+def _kv_quality(options: dict[str, Any]) -> str:
+    skipped = options["kv_cache_dtype_skip_layers"].replace(" ", "")
+    return f"{options['kv_cache_dtype']} KV" + (f" (not layers {skipped})" if skipped else "")
 
 
 def parse_options(words: list[str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from ridgeline.ops.attention.prefill_tiles import cut_queries
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.ops.registry import Op
 from ridgeline.quant.scheme import Fused
-from ridgeline.sizes.op_costs import E4M3, Case, Cost
+from ridgeline.sizes.op_costs import E4M3, INT8, Case, Cost
 
 CONTIGUOUS = "contiguous"            # the implementation column of torch's attention over contiguous tensors,
 LIBRARY = "library"                  # … of cuBLAS's GEMM,
@@ -46,9 +46,10 @@ def _rows(*rows: tuple[int, int]) -> dict[str, Any]:
     return {"rows": rows, "block_size": 16, "window": None, "softcap": None, **_HEADS}
 
 
-def _narrow(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The same over pages in fp8, as the engine has them: a scale for each token and head."""
-    return sizes | {"kv_dtype": E4M3}
+def _narrow(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The same over pages in fp8 and in int8, as the engine has them: a scale for each token and head."""
+    formats = {"fp8": E4M3, "int8": INT8}
+    return {f"{kind}-{name}": sizes | {"kv_dtype": dtype} for kind, dtype in formats.items() for name, sizes in cases.items()}
 
 
 _ATTENTION = {
@@ -72,10 +73,10 @@ GPU_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "gated_activation": {f"tokens-{n}": {"tokens": n, "intermediate": 14336} for n in (1, 128, 8192)},
     "kv_write": {f"tokens-{n}": {"tokens": n, "kv_heads": 8, "head_dim": 128, "block_size": 16} for n in (1, 128, 8192)},
     # What `plan --fit --ops` compares, here and in decode_attention: the same rows over wide pages and over narrow ones.
-    "paged_attention": _ATTENTION | {f"fp8-{name}": _narrow(sizes) for name, sizes in _ATTENTION.items()} | {
+    "paged_attention": _ATTENTION | _narrow(_ATTENTION) | {
         "shared-64x2000+64": _rows(*[(1, 2064)] * 64) | {"shared": ((tuple(range(64)), 2000),)},
     },
-    "decode_attention": _FUSED | {f"fp8-{name}": _narrow(sizes) for name, sizes in _FUSED.items()},
+    "decode_attention": _FUSED | _narrow(_FUSED),
     "linear": {
         f"{name}-{tokens}": {"tokens": tokens, "inputs": inputs, "outputs": outputs, "bias": False}
         for name, (inputs, outputs) in _MATRICES.items()

@@ -55,6 +55,7 @@ class Group:
 SUITE: dict[str, Group] = {
     "llama-3.1-8b": Group("llama-3.1-8b", tuple(GPU_PRESETS)),
     "llama-3.1-8b-fp8-kv": Group("llama-3.1-8b", ("latency_b1", "batch128", "decode_16x8k"), {"kv_cache_dtype": "fp8"}),
+    "llama-3.1-8b-int8-kv": Group("llama-3.1-8b", ("latency_b1", "batch128", "decode_16x8k"), {"kv_cache_dtype": "int8"}),
     "llama-3.1-8b-fp8": Group("llama-3.1-8b", ("latency_b1", "batch128", "throughput", "prefix"), {"quantization": "fp8"}),
     "llama-3.1-8b-fp8-all": Group(
         "llama-3.1-8b", ("latency_b1", "batch128", "throughput", "decode_16x8k"), {"quantization": "fp8", "kv_cache_dtype": "fp8"}
@@ -300,7 +301,7 @@ def _against_floors(
 ) -> dict[str, Any]:
     config, medians = engine.config, row["median"]
     found: dict[str, Any] = {}
-    shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_dtype)
+    shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_format)
     rates = Peaks(peaks.read_bytes_s, peaks.rate(config.dtype))
     own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs, row["level"])
     found["floor"] = {"counted": own}

@@ -32,7 +32,6 @@ from ridgeline.bench.workload.workloads import Asked
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.registry import set_kernels
 from ridgeline.resolve import GPU_STEP_TOKENS
-from ridgeline.sizes.op_costs import QUANTISED_BYTES
 
 LAYERS = 2
 LEAST = 0.99                         # agreement that a figure needs
@@ -182,7 +181,7 @@ def reached(engine: Engine, before: tuple[int, int], heard: Sequence[Heard]) -> 
         "CUDA graphs": replays > 0 and config.graphs,
         "shared-prefix attention": sharing > 0,
         "quantised weights": config.options.model.quantization != "none" or config.model.quantisation is not None,
-        "fp8 KV": config.kv_dtype in QUANTISED_BYTES,
+        "quantised KV": config.kv_format.quantised,
         "deterministic mode": config.options.execution.deterministic,
     }
     return [name for name, happened in seen.items() if happened]

@@ -61,6 +61,7 @@ class AsyncLLM:
     """
 
     engine_module = "ridgeline.engine.core.engine_process"           # what runs in the engine's process
+    num_moved = 0                    # requests that went on in another engine, where there are several
 
     def __init__(
         self, model: str | Path | None = None, *, supervision: Supervision | None = None, **options: Any
@@ -97,6 +98,10 @@ class AsyncLLM:
                 except BaseException:
                     await self.shutdown()
                     raise
+        self.require_alive()
+
+    def require_alive(self) -> None:
+        """Raises the reason if the engine has ended for good."""
         self._engine.require_alive()
 
     async def load_tokenizer(self) -> None:
@@ -112,6 +117,11 @@ class AsyncLLM:
             if processor.tokenizer.chat_template is not None:
                 await asyncio.to_thread(start_renderer)
         self._processor = processor
+
+    @property
+    def engines(self) -> Sequence[AsyncLLM]:
+        """One for each engine's process: itself, unless a subclass has several."""
+        return (self,)
 
     @property
     def is_alive(self) -> bool:
@@ -226,15 +236,15 @@ class AsyncLLM:
     ) -> AnswerStream:
         """Nothing awaits in here: ids that are free at the start are still free when they are taken."""
         names = [request_id and (f"{request_id}-{place}" if place else request_id) for place in range(len(made))]
-        taken = next((name for name in names if name in self._open.wire_ids), None)
+        taken = next((name for name in names if any(name in each._open.wire_ids for each in self.engines)), None)
         if taken is not None:
             raise BadRequest(f"request id {taken!r} is already running")
-        self._engine.require_alive()
+        self.require_alive()
         self._require_room(sum(len(request.prompt_token_ids) for request, _, _ in made), caller)
-        stream = AnswerStream(self._open.abandon)
+        stream = AnswerStream(self._abandon)
         try:
             for name, (request, frame, state) in zip(names, made, strict=True):
-                self._open.submit(name, request, frame, state, stream, arrived)
+                self._choose(request).submit(name, request, frame, state, stream, arrived)
         except BaseException:
             stream.close()
             raise
@@ -243,6 +253,13 @@ class AsyncLLM:
         elif caller.ends is not None:
             stream.end_at(caller.ends)
         return stream
+
+    def _choose(self, request: Request) -> OpenRequests:
+        """Where the request goes: the open requests of an engine."""
+        return self._open
+
+    def _abandon(self, wire_id: str) -> None:
+        self._open.abandon(wire_id)
 
     async def chat_tokens(
         self,

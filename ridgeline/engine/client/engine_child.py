@@ -33,13 +33,14 @@ from ridgeline.engine.ipc import (
 )
 from ridgeline.errors import EngineDead, RidgelineError
 from ridgeline.process import spare_files
-from ridgeline.process.children import start_child
+from ridgeline.process.children import child_environment, start_child
 from ridgeline.process.log import get_logger
 from ridgeline.process.memory_kills import OutOfMemoryKills
 
 logger = get_logger("async_llm")
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _TURN_SECONDS = 0.005                # messages are handled for at most this long before other tasks run
 _STOP_SECONDS = (1.0, 0.5)           # for an engine to exit when asked, and when sent SIGTERM; then it is killed
 _LAST_WORDS_SECONDS = 1.0            # for reading the messages that a dead engine left
@@ -50,7 +51,7 @@ class EngineChild:
     """The child process and its sockets. Calls back on the event loop, with each message and when the process is lost.
 
     A large message is handled piece by piece: the iterator that `on_message` returns is run to its end, and other tasks may
-    run in between. `sizes` are those that the engine before it reported.
+    run in between. `sizes` are those that the engine before it reported; `environment` is added to a child's usual one.
     `lost` is the reason why the process is unusable: it ended, reported a failure, or was stopped.
     """
 
@@ -61,6 +62,7 @@ class EngineChild:
         on_message: Callable[[FromEngine], Iterator[None] | None],
         on_lost: Callable[[], None],
         sizes: Mapping[str, int] = NO_SIZES,
+        environment: Mapping[str, str] = NO_VARIABLES,
     ) -> None:
         self._on_message = on_message
         self._on_lost = on_lost
@@ -83,7 +85,7 @@ class EngineChild:
             self._fd: int = self._from_engine.FD
             settings = {"options": config.flat(), "folder": str(self._sockets.path), "parent": os.getpid(), "sizes": dict(sizes)}
             self._kills = OutOfMemoryKills()
-            self._child = start_child(module, json.dumps(settings))
+            self._child = start_child(module, json.dumps(settings), environment={**child_environment(), **environment})
             # Also without stop(): at the latest when the interpreter ends.
             self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
             undo.callback(self._cleanup)

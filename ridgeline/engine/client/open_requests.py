@@ -48,6 +48,17 @@ class OpenRequest:
     def num_tokens(self) -> int:
         return sum(len(answer.token_ids) for answer in self.state.output.outputs)
 
+    @property
+    def may_move(self) -> bool:
+        """Whether another engine may get it when its own is lost. One that lost two engines in a row without a new token may be
+        the cause: it waits for its own engine."""
+        return not self.replays or self.num_tokens > self.replayed_at
+
+    def count_replay(self) -> None:
+        tokens = self.num_tokens
+        self.replays = 1 if tokens > self.replayed_at else self.replays + 1
+        self.replayed_at = tokens
+
     def again(self) -> Request:
         """The request for another engine: it resumes after the tokens received."""
         if not self.begun:
@@ -131,13 +142,31 @@ class OpenRequests:
         The last engine that may be started gets no request that may have killed the others: one without any new token.
         """
         for wire_id, opened in list(self.by_wire_id.items()):
-            tokens = opened.num_tokens
-            opened.replays = 1 if tokens > opened.replayed_at else opened.replays + 1
-            opened.replayed_at = tokens
+            opened.count_replay()
             if is_last and opened.replays > MAX_REPLAYS:
                 opened.stream.fail(RequestError(f"the engine failed {opened.replays} times with this request in it"))
             elif wire_id in self.by_wire_id:             # else its stream failed because of another of its prompts
                 self._send(TO_ENGINE.encode(Add(opened.again())))
+
+    def release(self, wire_id: str) -> OpenRequest:
+        """Another engine takes it over: nothing is counted, its stream goes on."""
+        opened = self.by_wire_id.pop(wire_id)
+        if self.wire_ids.get(opened.request_id) == wire_id:
+            del self.wire_ids[opened.request_id]
+        self._load.left(len(opened.request.prompt_token_ids), opened.request.params.n, opened.begun, finished=False)
+        return opened
+
+    def take_over(self, wire_id: str, opened: OpenRequest) -> None:
+        """A request of an engine that was lost: it resumes here after the tokens that its reader has."""
+        tokens, answers = len(opened.request.prompt_token_ids), opened.request.params.n
+        opened.count_replay()
+        self.by_wire_id[wire_id] = opened
+        if opened.request_id != wire_id:
+            self.wire_ids[opened.request_id] = wire_id
+        self._load.queued(tokens, answers)
+        if opened.begun:
+            self._load.begun(tokens, answers)
+        self._send(TO_ENGINE.encode(Add(opened.again())))
 
     def take(self, news: Deltas, ended: float) -> Iterator[None]:
         """Handle a step's tokens, some answers at a time."""
@@ -155,6 +184,11 @@ class OpenRequests:
             if not number % _AT_ONCE:
                 yield
 
+    def _begin(self, opened: OpenRequest) -> None:
+        """Its first token has come."""
+        opened.begun = True
+        self._load.begun(len(opened.request.prompt_token_ids), opened.request.params.n)
+
     def _take_delta(self, opened: OpenRequest, delta: TokenDelta, ended: float) -> None:
         state = opened.state
         if state.output.outputs[delta.index].finished():
@@ -162,8 +196,7 @@ class OpenRequests:
         if opened.replays:
             delta.num_cached_tokens = state.output.num_cached_tokens     # the first engine's count stays
         if not opened.begun:
-            opened.begun = True
-            self._load.begun(len(opened.request.prompt_token_ids), opened.request.params.n)
+            self._begin(opened)
         try:
             new, stop_here = state.take(delta)
         except RidgelineError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.config import EngineConfig
-from ridgeline.engine.client.engine_child import NO_SIZES, EngineChild
+from ridgeline.engine.client.engine_child import NO_SIZES, NO_VARIABLES, EngineChild
 from ridgeline.engine.client.watchdog import Pulse, Restarts, Supervision, loading_limit
 from ridgeline.engine.ipc import Alive, Deltas, Failed, FromEngine, Loading, Ready
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
@@ -47,7 +47,8 @@ class Supervisor:
         self.num_restarts = 0
         self.on_loading: Callable[[int, int], None] = lambda done, total: None
         self._config = config
-        self._sizes: Mapping[str, int] = NO_SIZES        # of the first engine that was ready, for those after it
+        self.sizes: Mapping[str, int] = NO_SIZES         # of the first engine that was ready, for those after it
+        self.environment: Mapping[str, str] = NO_VARIABLES       # more variables for its process
         self._listener = listener
         self._supervising: asyncio.Task[None] | None = None
         self._died: asyncio.Future[RidgelineError] | None = None
@@ -117,7 +118,7 @@ class Supervisor:
     # -- one engine ----------------------------------------------------------------------------------------------------
 
     def _launch(self) -> EngineChild:
-        self.process = EngineChild(self.module, self._config, self._take, self._lost, self._sizes)
+        self.process = EngineChild(self.module, self._config, self._take, self._lost, self.sizes, self.environment)
         return self.process
 
     def _take(self, message: FromEngine) -> Iterator[None] | None:
@@ -150,7 +151,7 @@ class Supervisor:
     def _open(self, process: EngineChild) -> None:
         self.pulse = Pulse(self.rules.silence)
         self.is_up = True
-        self._sizes = self._sizes or process.ready.result().sizes
+        self.sizes = self.sizes or process.ready.result().sizes
         self._listener.opened(process.ready.result())
 
     def _lost(self) -> None:

@@ -24,6 +24,7 @@ from ridgeline.engine.core.oom_backoff import Thrift
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.messages import Request, TokenDelta
+from ridgeline.models.stages import stage_config
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.thread_clock import ThreadClock
@@ -39,6 +40,7 @@ from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel,
 from ridgeline.sizes.abilities import matrix_dtype
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.kv_spec import common_block_size
+from ridgeline.sizes.mesh_shape import stage_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -74,7 +76,7 @@ class EngineCore:
         config = resolve(options, device_facts(options))
         for name, reason in config.reasons.items():
             logger.log(logging.INFO if name in _LOGGED else logging.DEBUG, "%s: %s", name, reason)
-        ranks = options.parallel.tensor_parallel_size
+        ranks = options.parallel.num_ranks
         if config.device == "cpu" and ranks > platform.cpu_count():
             logger.warning("%d ranks share %d cores and wait for each other: slower than one rank", ranks, platform.cpu_count())
         return cls(config, make_executor(config, progress))
@@ -238,6 +240,7 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         max_model_len=config.max_model_len,
         chunked_prefill=options.scheduler.enable_chunked_prefill,
         enough_rows=_enough_rows(config),
+        stages=options.parallel.pipeline_parallel_size,
     )
     static = options.scheduler.batching == "static"
     return Scheduler(
@@ -275,10 +278,13 @@ def _time_model(config: ResolvedConfig) -> StepTimeModel:
 
 
 def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
-    """Counts what one rank computes and moves. Its model knows how many bytes GEMMs read of a weight; without one, as when
-    steps are only planned, it is the size of the weight."""
+    """Counts what one rank of the last stage computes and moves. Its model knows how many bytes GEMMs read of a weight; without
+    one, as when steps are only planned, it is the size of the weight."""
     ranks = config.options.parallel.tensor_parallel_size
-    shape = decoder_shape(config.model, config.dtype, kv_dtype=config.kv_dtype, block_size=common_block_size(config.groups))
+    stages = config.options.parallel.pipeline_parallel_size
+    layers = stage_layers(config.model.num_layers, stages - 1, stages)
+    model, stored = stage_config(config.model, layers), config.kv_format.of_stage(layers)
+    shape = decoder_shape(model, config.dtype, kv=stored, block_size=common_block_size(config.groups))
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)

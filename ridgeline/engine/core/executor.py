@@ -1,35 +1,32 @@
-"""Executors carry out plans: in this process, or in this one and others that share every layer.
+"""Executors carry out plans: in this process, or in this one and others that divide the model.
 
-submit() launches a plan's forward pass, sample() its sampling, collect() brings the oldest result. Rank 0 is always
-here; with tensor parallelism each plan is sent to the other ranks first, and they run it in step.
+submit() launches a plan's forward pass, sample() its sampling, collect() brings the oldest result. Rank 0 is always here, with
+the last layers and the sampler. Each plan is sent to the other ranks first, and they run it in step.
+
+In a pipeline several steps are under way at once, each on another stage. What rows have sampled comes back to the first stage
+with `said`; the scheduler plans such a row again only after its step was collected.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import zmq
+import numpy as np
 
-from ridgeline.distributed.comm import Communicator, ProcessGroup
-from ridgeline.engine.ipc import PLAN, SocketDir
-from ridgeline.errors import EngineDead
+from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.meet import ProcessMesh, meet
+from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, Said
+from ridgeline.engine.ranks.rank_processes import Ranks
+from ridgeline.engine.ranks.rank_wire import interface_of
 from ridgeline.messages import StepPlan, StepResult
-from ridgeline.process.children import child_environment, start_child
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.runner.worker import make_runner
 
 Progress = Callable[[int, int], None]
-STOP = b""                           # the frame that ends a rank
-_POLL_MS = 100                       # how often ranks are looked at while one waits for them
-_SEND_SECONDS = 10.0                 # a rank that takes no plan for so long is lost
-_LEAVE_SECONDS = 5.0                 # what ranks get to end by themselves
 
 
 class Executor(Protocol):
@@ -62,113 +59,12 @@ class LocalExecutor:
         """Nothing outlives the process."""
 
 
-class Ranks:
-    """The processes of the ranks above 0, and the sockets to them. No call here waits for a rank that has ended."""
-
-    def __init__(self, config: ResolvedConfig) -> None:
-        self.size = config.options.parallel.tensor_parallel_size
-        self._sockets = SocketDir()
-        self.store = self._sockets.path / "store"
-        self._context = zmq.Context()
-        self._links: list[zmq.Socket[bytes]] = []
-        self._children: list[subprocess.Popen[bytes]] = []
-        self._reached: dict[int, str] = {}               # rank -> the last thing it said it had done
-        try:
-            self._start(config)
-        except BaseException:
-            self.end()
-            raise
-
-    def _start(self, config: ResolvedConfig) -> None:
-        self._reports = self._context.socket(zmq.PULL)
-        self._reports.bind(self._sockets.address("reports"))
-        environment = {"OMP_NUM_THREADS": "1"} | child_environment()
-        for rank in range(1, self.size):
-            link = self._context.socket(zmq.PUSH)
-            link.bind(self._sockets.address(f"rank-{rank}"))
-            self._links.append(link)
-            settings = {
-                "options": config.pinned().flat(), "rank": rank, "size": self.size, "store": str(self.store),
-                "address": self._sockets.address(f"rank-{rank}"), "reports": self._sockets.address("reports"),
-                "parent": os.getpid(),
-            }
-            self._children.append(start_child("ridgeline.engine.core.rank", json.dumps(settings), environment=environment))
-
-    def check(self) -> None:
-        """EngineDead when a rank has ended, with its own last words if it had any."""
-        while self._reports.poll(0):
-            rank, reached, reason = json.loads(self._reports.recv())
-            if reason:
-                raise EngineDead(f"rank {rank} failed: {reason}")
-            self._reached[rank] = reached
-        for number, process in enumerate(self._children, 1):
-            if process.poll() is not None:
-                if self._reports.poll(_POLL_MS):
-                    return self.check()                  # what it said as it ended says more
-                raise EngineDead(f"rank {number} ended with code {process.returncode}")
-
-    def wait(self, reached: str) -> None:
-        """Until every rank has said so. A rank may take as long as it needs, but not die."""
-        while True:
-            self.check()
-            if sum(said == reached for said in self._reached.values()) == len(self._children):
-                return
-            self._reports.poll(_POLL_MS)
-
-    def send(self, frame: bytes) -> None:
-        deadline = time.monotonic() + _SEND_SECONDS
-        for number, link in enumerate(self._links, 1):
-            while not _sent(link, frame):
-                self.check()
-                if time.monotonic() > deadline:
-                    raise EngineDead(f"rank {number} takes no more plans")
-                link.poll(_POLL_MS, zmq.POLLOUT)
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """A collective fails when a rank is gone: then say which, not what the network thinks of it."""
-        try:
-            yield
-        except Exception as error:
-            deadline = time.monotonic() + 1.0            # the connection may break a moment before the process is gone
-            while time.monotonic() < deadline:
-                try:
-                    self.check()
-                except EngineDead as reason:
-                    raise reason from error
-                time.sleep(_POLL_MS / 1000)
-            raise
-
-    def end(self) -> None:
-        """However things stand: no process, socket or file is left, within seconds. A second call does nothing."""
-        for link in self._links:
-            _sent(link, STOP)
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        for process in self._children:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-        self._links, self._children = [], []
-        self._context.destroy(linger=0)
-        self._sockets.close()
-
-
-def _sent(link: zmq.Socket[bytes], frame: bytes) -> bool:
-    try:
-        link.send(frame, zmq.NOBLOCK)
-    except zmq.Again:
-        return False
-    return True
-
-
-class TensorParallelExecutor:
+class RankedExecutor:
     """Rank 0 here, the others in processes of their own, all fed the same plans."""
 
     def __init__(self, config: ResolvedConfig, progress: Progress | None = None) -> None:
         self._ranks = ranks = Ranks(config)
-        self._comm: ProcessGroup | None = None
+        self._comm: ProcessMesh | None = None
         self._end = weakref.finalize(self, ranks.end)    # also without close(): at exit at the latest
 
         def watched(done: int, total: int) -> None:
@@ -179,17 +75,17 @@ class TensorParallelExecutor:
         try:
             ranks.wait("started")                        # a missing rank would be waited for without end
             with ranks.named():
-                backend = "gloo" if config.device == "cpu" else "nccl"
-                self._comm = ProcessGroup(0, ranks.size, ranks.store, backend)
+                self._comm = join(config, 0, ranks.joining)
                 self.runner = make_runner(config, self._comm, watched)
             ranks.wait("loaded")
+            ranks.watch(self._comm)
         except BaseException:
             self.close()
             raise
 
     def submit(self, plan: StepPlan) -> None:
         self._ranks.check()
-        self._ranks.send(PLAN.encode(plan))
+        self._ranks.send(RUN, PLAN.encode(plan))
         with self._ranks.named():
             self.runner.submit(plan)
 
@@ -199,7 +95,9 @@ class TensorParallelExecutor:
 
     def collect(self) -> StepResult:
         with self._ranks.named():
-            return self.runner.collect()
+            result = self.runner.collect()
+        self._ranks.require()                            # what a step brings that was given up is nothing
+        return result
 
     def prepare(self) -> bool:
         return False                                     # every rank would have to, in step
@@ -214,6 +112,60 @@ class TensorParallelExecutor:
             self._comm = None
 
 
+class PipelineExecutor(RankedExecutor):
+    """The last stage is here. On a CPU a step occupies this process while it runs, and while it waits for the stages before: so
+    it runs here only when its result is asked for, and the stages before have the next plans meanwhile."""
+
+    def __init__(self, config: ResolvedConfig, progress: Progress | None = None) -> None:
+        super().__init__(config, progress)
+        self._late = config.device == "cpu"
+        self._flights: deque[StepPlan] = deque()
+        self._masks: deque[Any] = deque()                # of those that run late
+        self.most_in_flight = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self._flights.append(plan)
+        self.most_in_flight = max(self.most_in_flight, len(self._flights))
+        if self._late:
+            self._ranks.check()
+            self._ranks.send(RUN, PLAN.encode(plan))
+        else:
+            super().submit(plan)
+
+    def sample(self, masks: Any = None) -> None:
+        if self._late:
+            self._masks.append(masks)
+        else:
+            super().sample(masks)
+
+    def collect(self) -> StepResult:
+        plan = self._flights.popleft()
+        if self._late:
+            self._ranks.check()
+            with self._ranks.named():
+                self.runner.submit(plan)
+                self.runner.sample(self._masks.popleft())
+        result = super().collect()
+        new = np.flatnonzero(result.num_new)
+        if len(new):
+            said = Said(plan.rows[new], result.tokens[new, 0])
+            self._ranks.send(SAID, SAID_TOKENS.encode(said), to=self._ranks.shape.of_stage(0))
+        return result
+
+
+def join(config: ResolvedConfig, rank: int, given: Mapping[str, Any]) -> ProcessMesh:
+    """The mesh of this engine's ranks, once all have come. `given`: where they meet, and what this one has there."""
+    parallel = config.options.parallel
+    backend = "gloo" if config.device == "cpu" else "nccl"
+    if given.get("own_address"):                         # several machines: gloo would look up the host's name instead
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(given["own_address"]))
+    mesh = meet(parallel.mesh, rank, given["store"], backend, divide_experts=parallel.enable_expert_parallel)
+    mesh.device_index = given.get("device_index")
+    return mesh
+
+
 def make_executor(config: ResolvedConfig, progress: Progress | None = None) -> Executor:
-    parallel = config.options.parallel.tensor_parallel_size > 1
-    return TensorParallelExecutor(config, progress) if parallel else LocalExecutor(config, progress)
+    parallel = config.options.parallel
+    if parallel.pipeline_parallel_size > 1:
+        return PipelineExecutor(config, progress)
+    return RankedExecutor(config, progress) if parallel.num_ranks > 1 else LocalExecutor(config, progress)

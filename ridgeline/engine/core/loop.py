@@ -139,6 +139,10 @@ class EngineLoop:
         return scheduler.num_running, scheduler.manager.num_free
 
 
+# The sizes are of one engine already: what is free now need not be divided again.
+_SIZED: dict[str, object] = {"kv_cache_memory_bytes": None, "data_parallel_size": 1}
+
+
 def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] | None = None) -> EngineCore:
     """The core, ready to step, with news of its loading to the front end. `sizes`: those of the engine before it."""
     started = reported = time.monotonic()
@@ -164,7 +168,7 @@ def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] |
         seconds=time.monotonic() - started,
         kv_dtype=config.kv_dtype,
         techniques=active_techniques(config),
-        memory={part: size * config.options.parallel.tensor_parallel_size for part, size in config.memory.items()},
+        memory={part: size * config.options.parallel.num_ranks for part, size in config.memory.items()},
         sizes={"num_gpu_blocks_override": config.num_blocks, "max_model_len": config.max_model_len},
     )
     spare_the_old()
@@ -178,7 +182,7 @@ def _started(options: dict[str, object], sizes: dict[str, int], progress: Callab
     measured at the moment may be less."""
     if sizes:
         try:
-            return EngineCore.start(EngineConfig.of(**options | {"kv_cache_memory_bytes": None} | sizes), progress)
+            return EngineCore.start(EngineConfig.of(**options | _SIZED | sizes), progress)
         except ConfigError as error:
             logger.warning("the KV cache cannot be as large as before: %s", error)
     return EngineCore.start(EngineConfig.of(**options), progress)

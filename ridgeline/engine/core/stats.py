@@ -312,7 +312,7 @@ class RooflineReporter:
             kv_usage=1 - scheduler.manager.num_free / max(1, config.num_blocks - 1),
             weight_bytes=self._recorder.weight_bytes, kv_bytes=self._recorder.shape.kv_bytes, graphs=config.graphs,
             overlap=config.depth > 0, prefix_caching=config.prefix_caching, speculation=scheduler.drafter.active,
-            ranks=config.options.parallel.tensor_parallel_size, dtype=config.dtype,
+            ranks=config.options.parallel.num_ranks, dtype=config.dtype,
             native=tuple(self._recorder.peaks.flops_s) if self._recorder.peaks is not None else (),
         )
 

@@ -42,16 +42,17 @@ def read(section: Section) -> Quantisation:
     if not found and sparse is not None:
         found.append((2, ANY, sparse))
     rules += [(pattern, recipe) for _, pattern, recipe in sorted(found, key=lambda each: each[0])]
-    _check_kv_cache(section)
+    kv_format = _kv_format(section)
     section.finish()
-    return Quantisation("compressed-tensors", tuple(rules), KV_SCALES)
+    return Quantisation("compressed-tensors", tuple(rules), KV_SCALES, kv_format=kv_format)
 
 
-def _check_kv_cache(section: Section) -> None:
-    """A KV cache in fp8 has a scale for each token and head here; the checkpoint's are not needed (quantised_source.py)."""
+def _kv_format(section: Section) -> str:
+    """What the checkpoint's scales of the KV cache are for. They are used if the cache is asked to have this format."""
     scheme = section.section("kv_cache_scheme")
     if scheme is not None and scheme.get("num_bits", 8) != 8:
         raise scheme.error("num_bits", scheme.get("num_bits"), "is not supported for the KV cache; supported: 8")
+    return "int8" if scheme is not None and scheme.get("type") == "int" else "fp8"
 
 
 def _sparsity(section: Section, format: str) -> Recipe | None:

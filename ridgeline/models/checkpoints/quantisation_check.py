@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
-from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels, is_fp8_rows
+from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels, is_fp8_rows, quantises_rows
+
+MOST_BLOCK_ROWS = 128                # that ops/linear/fp8_linear.py multiplies by codes with scales for blocks
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class QuantisedMemory:
     codes: bool = False              # rows are quantised too: their codes lie beside them
-    scratch: int = 0                 # elements of the largest weight that a product expands
+    scratch: int = 0                 # elements of the largest weight that a product expands; int8: integer sums in its place
 
 
 def quantised_memory(model: ModelConfig, quantization: str, device: str, ranks: int) -> QuantisedMemory:
@@ -25,7 +27,7 @@ def quantised_memory(model: ModelConfig, quantization: str, device: str, ranks: 
         return QuantisedMemory()
     found = list(LinearFormats(model, quantization, device, ranks).shapes())
     expanded = [shape.outputs * shape.share for shape, format in found if not is_fp8_rows(format)]
-    return QuantisedMemory(any(is_fp8_rows(format) for _, format in found), max(expanded, default=0))
+    return QuantisedMemory(any(quantises_rows(format) for _, format in found), max(expanded, default=0))
 
 
 def check_quantization(
@@ -58,7 +60,7 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
             f"kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
             f"steps of more than {MOST_CODE_ROWS} rows expand each weight first: they may be slower than in {dtype}"
         )
-    if not any(is_fp8_rows(format) for format in kept):
+    if not any(quantises_rows(format) for format in kept):
         return (
             f"kept in 4 bits; decode is faster than in {dtype} up to about 64 rows, and from about 100 rows on, and in "
             "prompts, it is slower: use fp8 where batches are large"
@@ -67,6 +69,12 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
         return (
             f"linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
             "and decode may be slower than in bfloat16"
+        )
+    blocks = sorted({format.name for format in kept if format.grid == "e4m3" and not is_fp8_rows(format)})
+    if blocks:
+        return (
+            f"steps of more than {MOST_BLOCK_ROWS} rows expand {', '.join(blocks)} weights first: "
+            f"prompts are slower than in {dtype}"
         )
     return ""
 

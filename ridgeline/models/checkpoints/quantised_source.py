@@ -98,22 +98,14 @@ class QuantisedSource:
         endings = sorted({ending for recipe in recipes for ending in recipe.endings}, key=len, reverse=True)
         scales = [re.compile(pattern) for pattern in self.quantisation.kv_scales]
         plain: dict[str, Stored] = {}
-        dropped = 0
         for name, stored in tensors.items():
             found = self._module_of(name, endings)
             if found is not None:
                 module, role, recipe = found
                 if role:
                     self.modules.setdefault(module, Module(recipe)).names[role] = name
-            elif any(pattern.fullmatch(name) for pattern in scales):
-                dropped += 1
-            else:
+            elif not any(pattern.fullmatch(name) for pattern in scales):     # those are read by kv_scales.py
                 plain[name] = stored
-        if dropped:
-            logger.info(
-                "%d scales of the KV cache in the checkpoint are not used: a KV cache in fp8 has a scale for each token and head",
-                dropped,
-            )
         for name in [name for name, module in self.modules.items() if self._is_plain(module, tensors)]:
             only = self.modules.pop(name).names["codes"]
             plain[only] = tensors[only]

@@ -39,7 +39,8 @@ class Quantisation:
 
     method: str
     rules: tuple[tuple[str, Recipe | None], ...]         # (regular expression that must match a whole module name, its recipe)
-    kv_scales: tuple[str, ...] = ()                      # patterns of tensors that hold scales of the KV cache
+    kv_scales: tuple[str, ...] = ()                      # patterns of tensors that hold scales of the KV cache …
+    kv_format: str = "fp8"                               # … and the format that they are for
     by_name: Mapping[str, Recipe] = field(default_factory=dict, hash=False)      # of files that say it for every tensor
 
     def recipe(self, *spellings: str) -> Recipe | None:

@@ -219,18 +219,32 @@ def sm_count(device: torch.device) -> int:
 # value = stored * scale, with a float32 scale for each token and KV head: [blocks, block_size, KH], of K and of V.
 
 
+# Calibrated scales are the same for every token: [KH], seen as the same shape with strides of zero over blocks and slots.
+
+
+def largest_code(dtype: torch.dtype) -> float:
+    """The largest number that a cache of `dtype` stores. int8 is symmetric: -128 is not used."""
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+
 def quantise_kv(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """What a cache of `dtype` stores for values [N, KH, D] (new tokens) with scales [N, KH]. Values beyond the dtype's range
     are clamped."""
     wide = torch.promote_types(values.dtype, torch.float32)
-    limit = torch.finfo(dtype).max
-    return (values.to(wide) / scale.unsqueeze(-1)).clamp_(-limit, limit).to(dtype)
+    limit = largest_code(dtype)
+    stored = (values.to(wide) / scale.unsqueeze(-1)).clamp_(-limit, limit)
+    return (stored.round_() if dtype == torch.int8 else stored).to(dtype)
 
 
 def token_scales(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales [N, KH] that use the whole range of `dtype` for each token and head of values [N, KH, D]."""
     largest = values.abs().amax(dim=-1).to(torch.float32)
-    return torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+    return torch.where(largest > 0, largest / largest_code(dtype), 1.0)
+
+
+def is_calibrated(scale: Tensor | None) -> bool:
+    """Whether every token has the same scale, which is then never written."""
+    return scale is not None and scale.stride(0) == 0
 
 
 def scale_argument(scale: Tensor | None, unused: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -21,6 +21,8 @@ from ridgeline.ops.attention.attention_arguments import (
     FreshTokens,
     SharedPrefix,
     device_shares,
+    is_calibrated,
+    largest_code,
     make_workspace,
     partial_floats,
     prefix_shares,
@@ -148,19 +150,21 @@ class _Call:
         head_dim = self.q.shape[2]
         return {
             "GROUP": self.group, "HEAD_DIM": head_dim, "BLOCK_SIZE": self.k_cache.shape[1], "TILE_DIM": tile_dim(head_dim),
-            "SOFTCAP": self.softcap is not None, "SCALED": self.k_scale is not None, "NARROW": self.narrow,
+            "SOFTCAP": self.softcap is not None, "K_SCALED": self.k_scale is not None, "V_SCALED": self.v_scale is not None,
+            "NARROW": self.narrow, "V_NARROW": self.v_cache.element_size() == 1 and self.q.element_size() == 2,
             "UPCAST": TRITON_INTERPRETED,                # the interpreter's narrow dot products are wrong
         }
 
     @property
     def narrow(self) -> bool:
-        """Whether values of eight bits meet queries of sixteen: they are then computed with in float16."""
+        """Whether keys of eight bits meet queries of sixteen: they are then computed with in float16."""
         return self.k_cache.element_size() == 1 and self.q.element_size() == 2
 
     @property
     def paired(self) -> bool:
-        """Whether two values of eight bits can be read as one of sixteen, and half of a head is enough for a tensor core."""
-        return self.narrow and tile_dim(self.q.shape[2]) >= 32 and _is_even(self.k_cache) and _is_even(self.v_cache)
+        """Whether two numbers of eight bits can be read as one of sixteen, and half of a head is enough for a tensor core."""
+        both = self.narrow and self.v_cache.element_size() == 1
+        return both and tile_dim(self.q.shape[2]) >= 32 and _is_even(self.k_cache) and _is_even(self.v_cache)
 
 
 def _is_even(cache: Tensor) -> bool:
@@ -266,14 +270,16 @@ def _fresh_arguments(fresh: FreshTokens | None, call: _Call) -> tuple[tuple[Any,
     """(tensors and numbers, constants) for a decode kernel that reads new tokens, or does not."""
     unused = call.q
     if fresh is None:
-        return (unused,) * 5 + (0.0, 0.0), {"FRESH": False, "HALF": 1, "NORM": False, "LIMIT": 0.0}
+        constants = {"FRESH": False, "HALF": 1, "NORM": False, "K_LIMIT": 0.0, "V_LIMIT": 0.0, "CALIBRATED": False}
+        return (unused,) * 5 + (0.0, 0.0), constants
     tensors = (
         fresh.positions, fresh.slots, fresh.cos_sin, unused if fresh.q_norm is None else fresh.q_norm,
         unused if fresh.k_norm is None else fresh.k_norm, fresh.eps, fresh.norm_offset,
     )
     return tensors, {
         "FRESH": True, "HALF": fresh.cos_sin.shape[-1], "NORM": fresh.q_norm is not None,
-        "LIMIT": torch.finfo(call.k_cache.dtype).max,
+        "K_LIMIT": largest_code(call.k_cache.dtype), "V_LIMIT": largest_code(call.v_cache.dtype),
+        "CALIBRATED": is_calibrated(call.k_scale),
     }
 
 
@@ -285,7 +291,9 @@ def _attend_prompts(call: _Call, tiles: Tensor | None) -> None:
     q, out, work = call.q, call.out, call.work
     tokens, _, head_dim = q.shape
     decodes, rows = work.num_decodes, call.kv_len.shape[0] - work.num_decodes
-    stored = (call.k_cache.element_size() == 1) == (call.k_scale is not None)        # eight bits have scales, others none
+    # Eight bits have scales, others none, and K and V are alike: `suits` asks which.
+    stored = all((cache.element_size() == 1) == (scale is not None)
+                 for cache, scale in ((call.k_cache, call.k_scale), (call.v_cache, call.v_scale)))
     plain = stored and call.window is None and call.softcap is None and call.sinks is None and not work.deterministic
     if tiles is not None and plain and kernel_prefill_hopper.suits(q, call.k_cache, call.v_cache, out):
         kernel_prefill_hopper.prompt_attention(

@@ -45,7 +45,8 @@ def paged_attention_reference(
     sinks: Tensor | None = None,         # [H]: of every head a score without a value, beside those of the keys
     out: Tensor | None = None,           # where the result goes; None: into a new tensor
 ) -> Tensor:
-    """softmax(softcap(scale * q k^T) + mask) v -> [T, H, D]. A row without keys (padding) gives zeros.
+    """softmax(softcap(scale * q k^T) + mask) v -> [T, H, D]. A row without keys (padding) gives zeros, and queries behind those
+    of all rows (padding, too) give anything.
 
     `work`, `prefix`, `shares`, `query_tiles` and `workspace` serve the kernels; they do not change the result.
     """
@@ -53,10 +54,10 @@ def paged_attention_reference(
     query_start_host = query_start.tolist() if query_start_host is None else query_start_host
     if table_rows is not None:
         block_table = block_table.index_select(0, table_rows)
-    if k_scale is not None or k_cache.dtype != q.dtype:
+    if not (k_scale is v_scale is None and k_cache.dtype == v_cache.dtype == q.dtype):
         k_cache, v_cache, block_table = _widened(q.dtype, k_cache, v_cache, block_table, k_scale, v_scale)
     how = (scale, window, softcap, sinks)
-    if out is None and 0 not in kv_len_host:
+    if out is None and 0 not in kv_len_host and query_start_host[-1] == len(q):
         return _attend_rows(q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host, kv_len_host, *how)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
     kept = [row for row, length in enumerate(kv_len_host) if length]
@@ -109,8 +110,9 @@ def _widened(
     blocks, table = torch.unique(block_table, return_inverse=True)
     wide = torch.promote_types(dtype, torch.float32)
     k, v = (cache[blocks].to(wide) for cache in (k_cache, v_cache))
-    if k_scale is not None and v_scale is not None:
-        k, v = k * k_scale[blocks].unsqueeze(-1), v * v_scale[blocks].unsqueeze(-1)
+    k, v = (
+        values if scale is None else values * scale[blocks].unsqueeze(-1) for values, scale in ((k, k_scale), (v, v_scale))
+    )
     return k.to(dtype), v.to(dtype), table.to(torch.int32)
 
 

@@ -58,11 +58,11 @@ def prepared(q, score_scale, NARROW: tl.constexpr, UPCAST: tl.constexpr):  # typ
 @triton_kernel()
 def fold_tile(  # type: ignore[no-untyped-def]
     scores, v, odd_v, maximum, total, accumulated, odd, key, position, k_scale_ptr, v_scale_ptr, score_scale, softcap,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
-    PAIRED: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
+    NARROW: tl.constexpr, PAIRED: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """Online softmax: one tile of scores and values into the running maximum (base 2), sum and accumulated values."""
-    if SCALED:
+    if K_SCALED:
         scores *= tl.load(k_scale_ptr)[None, :]
     row_scale = score_scale
     if NARROW and not UPCAST:
@@ -70,20 +70,20 @@ def fold_tile(  # type: ignore[no-untyped-def]
     if SOFTCAP:
         # softcap * tanh(scores * scale / softcap); both factors come folded with their base-2 logarithms.
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * row_scale) + 1.0))
-    elif SCALED:
+    elif K_SCALED or V_SCALED:
         scores *= row_scale
     if MASKED:
         visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
-    if SCALED:
+    if V_SCALED:
         # Weights are multiplied with the scales of their values, and must then be in the range of float16. So the maximum is
         # that of weight times scale. Of the scale its exponent, rounded up, is enough.
         v_scale = tl.load(v_scale_ptr)
         power = ((v_scale.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
         new_maximum = tl.maximum(maximum, tl.max(scores + power[None, :], axis=1))
-    elif SOFTCAP:
+    elif SOFTCAP or K_SCALED:
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     else:
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * score_scale)
@@ -91,7 +91,7 @@ def fold_tile(  # type: ignore[no-untyped-def]
     weights = tl.exp2(scores - new_maximum[:, None])
     decay = tl.exp2(maximum - new_maximum)
     total = total * decay + tl.sum(weights, axis=1)
-    if SCALED:
+    if V_SCALED:
         weights *= v_scale[None, :]
     weights = weights.to(v.dtype)
     accumulated = tl.dot(weights, v, accumulated * decay[:, None], input_precision="ieee")
@@ -138,7 +138,7 @@ def slot_of(key, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
 def load_pairs(  # type: ignore[no-untyped-def]
     ptr, block, slot, block_stride, slot_stride, HEAD_DIM: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """A tile of eight-bit floats as float16: its even and its odd columns.
+    """A tile of eight-bit numbers as float16: its even and its odd columns.
 
     The MMA wants pairs of keys, and shared memory is transposed on load only in units of sixteen bits. So two values of a key are
     loaded as one 16-bit number, and are taken apart in registers, where two keys have come together.
@@ -150,6 +150,14 @@ def load_pairs(  # type: ignore[no-untyped-def]
     if UPCAST:
         even = (pairs & 0xFF).to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True).to(tl.float32)
         odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+    elif ptr.dtype.element_ty == tl.int8:
+        # 0x6400 + u is the float16 1024 + u, and u is the integer + 128.
+        even, odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 both, high, middle; xor.b32 both, $2, 0x80808080; mov.b32 high, 0x64646464; "
+            "mov.b32 middle, 0x64806480; prmt.b32 $0, both, high, 0x4240; prmt.b32 $1, both, high, 0x4341; "
+            "sub.rn.f16x2 $0, $0, middle; sub.rn.f16x2 $1, $1, middle; }",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )
     else:
         CONVERT: tl.constexpr = "cvt.rn.f16x2." + ("e5m2x2" if ptr.dtype.element_ty == tl.float8e5 else "e4m3x2")
         even, odd = tl.inline_asm_elementwise(
@@ -168,12 +176,13 @@ def attend_keys(  # type: ignore[no-untyped-def]
     k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
     k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, PAIRED: tl.constexpr,
-    TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
+    MASKED: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, NARROW: tl.constexpr, V_NARROW: tl.constexpr,
+    PAIRED: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """Walk the keys [begin, end) in tiles; the last tile may reach beyond end. `block`: the blocks of the first tile.
 
-    PAIRED: `q` and `accumulated` have the even dimensions, `odd_q` and `odd` the others; else those are not used.
+    NARROW: eight-bit keys meet queries of sixteen; V_NARROW: so do the values. PAIRED: `q` and `accumulated` have the even
+    dimensions, `odd_q` and `odd` the others; else those are not used.
 
     MASKED tiles hide what lies beyond a query's position or behind its window; others are visible to every query. No
     slot at or beyond `limit` is ever read: such keys read the last slot before it again, and are hidden.
@@ -196,7 +205,8 @@ def attend_keys(  # type: ignore[no-untyped-def]
             k = load_tile(k_ptr, block, slot, k_block_stride, k_slot_stride, HEAD_DIM, TILE_DIM)
             v = load_tile(v_ptr, block, slot, v_block_stride, v_slot_stride, HEAD_DIM, TILE_DIM)
             scores = tl.dot(q, tl.trans(in_compute_type(k, q.dtype, NARROW, UPCAST)), input_precision="ieee")
-            v = in_compute_type(v, q.dtype, NARROW, UPCAST)
+            # Beside narrow keys, wide values stay as they are: the queries are float16 then, which has a smaller range.
+            v = in_compute_type(v, v.dtype if NARROW else q.dtype, V_NARROW, UPCAST)
             odd_v = v
         wide_block = block.to(tl.int64)
         block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, limit - 1) // BLOCK_SIZE)
@@ -206,7 +216,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
             scores, v, odd_v, maximum, total, accumulated, odd, key, position,
             k_scale_ptr + wide_block * k_scale_block_stride + slot * k_scale_slot_stride,
             v_scale_ptr + wide_block * v_scale_block_stride + slot * v_scale_slot_stride,
-            score_scale, softcap, MASKED, WINDOW, SOFTCAP, SCALED, NARROW, PAIRED, UPCAST,
+            score_scale, softcap, MASKED, WINDOW, SOFTCAP, K_SCALED, V_SCALED, NARROW, PAIRED, UPCAST,
         )
     return maximum, total, accumulated, odd, block
 
@@ -396,25 +406,40 @@ def turned(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def store_scaled(  # type: ignore[no-untyped-def]
-    cache_ptr, offset, value, live, largest, LIMIT: tl.constexpr, SCALED: tl.constexpr
+def scales_of(  # type: ignore[no-untyped-def]
+    scale_ptr, largest, live, LIMIT: tl.constexpr, SCALED: tl.constexpr, CALIBRATED: tl.constexpr
 ):
-    """A token's heads into the cache; SCALED: divided by each head's scale, which its largest value gives."""
+    """The scales of a token's heads: calibrated ones, or those that the largest value of each head gives, which are stored."""
+    scale = largest
+    if CALIBRATED:
+        scale = tl.load(scale_ptr, mask=live, other=1.0)
+    elif SCALED:
+        scale = tl.where(largest > 0, largest / LIMIT, 1.0)
+        tl.store(scale_ptr, scale, mask=live)
+    return scale
+
+
+@triton_kernel()
+def store_scaled(  # type: ignore[no-untyped-def]
+    cache_ptr, offset, value, live, scale, LIMIT: tl.constexpr, SCALED: tl.constexpr
+):
+    """A token's heads into the cache; SCALED: divided by each head's scale."""
     if SCALED:
-        value = value / tl.where(largest > 0, largest / LIMIT, 1.0)[:, None]
-        value = tl.clamp(value, -LIMIT, LIMIT)
+        value = tl.clamp(value / scale[:, None], -LIMIT, LIMIT)
+        if cache_ptr.dtype.element_ty == tl.int8:
+            value = (value + 12582912.0) - 12582912.0    # 1.5 * 2^23: to the nearest integer, ties to even
     tl.store(cache_ptr + offset, value.to(cache_ptr.dtype.element_ty), mask=live)
 
 
 @triton_kernel()
 def store_newest(  # type: ignore[no-untyped-def]
-    cache_ptr, value, dim, scale_ptr, HEAD_DIM: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr
+    cache_ptr, value, dim, scale_ptr, HEAD_DIM: tl.constexpr, LIMIT: tl.constexpr, SCALED: tl.constexpr,
+    CALIBRATED: tl.constexpr,
 ):
     """One head [1, dimensions] of K or V at its place in the page, and its scale."""
-    largest = tl.max(tl.abs(value), axis=1)
-    if SCALED:
-        tl.store(scale_ptr + tl.arange(0, 1), tl.where(largest > 0, largest / LIMIT, 1.0))
-    store_scaled(cache_ptr, dim[None, :], value, dim[None, :] < HEAD_DIM, largest, LIMIT, SCALED)
+    one = tl.arange(0, 1)
+    scale = scales_of(scale_ptr + one, tl.max(tl.abs(value), axis=1), one == 0, LIMIT, SCALED, CALIBRATED)
+    store_scaled(cache_ptr, dim[None, :], value, dim[None, :] < HEAD_DIM, scale, LIMIT, SCALED)
 
 
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -432,12 +457,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, PAIRED: tl.constexpr,
-    HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, NARROW: tl.constexpr,
+    V_NARROW: tl.constexpr, PAIRED: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr, SINKS: tl.constexpr,
     MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr,
-    FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
-    UPCAST: tl.constexpr,
+    FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
+    CALIBRATED: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One CTA: one item of the list, which is one share of one row's keys, for one KV head (split_kv.py).
 
@@ -522,12 +547,12 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             store_newest(
                 k_ptr + new_block * k_block_stride + new_slot * k_slot_stride, k, dim,
                 k_scale_ptr + new_block * k_scale_block_stride + new_slot * k_scale_slot_stride,
-                HEAD_DIM, LIMIT, SCALED,
+                HEAD_DIM, K_LIMIT, K_SCALED, CALIBRATED,
             )
             store_newest(
                 v_ptr + new_block * v_block_stride + new_slot * v_slot_stride, v, dim,
                 v_scale_ptr + new_block * v_scale_block_stride + new_slot * v_scale_slot_stride,
-                HEAD_DIM, LIMIT, SCALED,
+                HEAD_DIM, V_LIMIT, V_SCALED, CALIBRATED,
             )
             tl.debug_barrier()                           # all threads see it when they read the page
         q, score_scale = prepared(turned_q, score_scale, NARROW, UPCAST)
@@ -548,7 +573,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         q, odd_q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, begin, end, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, WINDOW if QUERIES > 1 else 0, SOFTCAP, True, SCALED, NARROW, PAIRED, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, WINDOW if QUERIES > 1 else 0, SOFTCAP, True, K_SCALED, V_SCALED, NARROW, V_NARROW, PAIRED,
+        TILE_KEYS, TILE_DIM, UPCAST,
     )
     if PAIRED:
         accumulated = tl.interleave(accumulated, odd)

@@ -29,7 +29,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr, NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, SINKS: tl.constexpr,
+    K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, NARROW: tl.constexpr, V_NARROW: tl.constexpr,
+    HAS_TABLE_ROWS: tl.constexpr, SINKS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):
@@ -92,7 +93,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             block, begin, edge, limit, position, score_scale, softcap,
             k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
             k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-            BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+            BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, K_SCALED, V_SCALED, NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
         )
         begin = tl.maximum(begin, edge)
     inner = begin + tl.maximum(first_position + 1 - begin, 0) // TILE_KEYS * TILE_KEYS
@@ -100,13 +101,13 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, begin, inner, limit, position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, K_SCALED, V_SCALED, NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
     )
     maximum, total, accumulated, _, block = attend_keys(
         q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, inner, limit, limit, position, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, WINDOW, SOFTCAP, True, K_SCALED, V_SCALED, NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
     )
     out = accumulated / tl.where(total == 0.0, 1.0, total)[:, None]
     out_offset = token[:, None] * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
@@ -125,7 +126,8 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     k_scale_block_stride, k_scale_slot_stride, k_scale_head_stride,
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr, MINIMUM_PREFIX: tl.constexpr,
+    SOFTCAP: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, NARROW: tl.constexpr, V_NARROW: tl.constexpr,
+    MINIMUM_PREFIX: tl.constexpr,
     TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_DIM: tl.constexpr,
     DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):
@@ -182,13 +184,13 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
         q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, begin, inner, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, False, K_SCALED, V_SCALED, NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
     )
     maximum, total, accumulated, _, block = attend_keys(
         q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
         block, inner, end, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
         k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, SCALED, NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
+        BLOCK_SIZE, HEAD_DIM, 0, SOFTCAP, True, K_SCALED, V_SCALED, NARROW, V_NARROW, False, TILE_KEYS, TILE_DIM, UPCAST,
     )
 
     slot = (row * KV_HEADS + kv_head) * prefix_shares + share

@@ -15,13 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention.attention_arguments import AttentionWork, device_shares, leading_decodes, shared_prefix
+from ridgeline.ops.attention.attention_arguments import (
+    AttentionWork,
+    device_shares,
+    leading_decodes,
+    quantise_kv,
+    shared_prefix,
+)
 from ridgeline.ops.attention.attention_launch import paged_attention_triton
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
 from ridgeline.ops.attention.prefill_tiles import cut_queries
 from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
-from ridgeline.sizes.op_costs import PAGED_ATTENTION_CASES, paged_attention_cost
+from ridgeline.sizes.op_costs import PAGED_ATTENTION_CASES, KVDtype, dtypes_of, paged_attention_cost
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -96,7 +102,7 @@ def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str,
     *, rows: tuple[tuple[int, int], ...], heads: int, kv_heads: int, head_dim: int, block_size: int,
     window: int | None, softcap: float | None, scattered: bool = False,
-    shared: tuple[tuple[tuple[int, ...], int], ...] = (), kv_dtype: str | None = None, sinks: bool = False,
+    shared: tuple[tuple[tuple[int, ...], int], ...] = (), kv_dtype: KVDtype = None, sinks: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Scattered blocks, NaN in every slot that no query may read, and block 0 (NaN too) where a table has no block."""
     k_cache, v_cache, table = _filled_pages(generator, rows, kv_heads, head_dim, block_size, window, shared)
@@ -132,9 +138,11 @@ def _inputs(
             np.array(query_start[decodes:]), np.array(kv_len[decodes:]), table_rows[decodes:].numpy(), heads // kv_heads
         )
         kwargs["query_tiles"] = torch.from_numpy(cut).to(device)
-    if kv_dtype is not None:
-        k_cache, kwargs["k_scale"] = _stored(k_cache, getattr(torch, kv_dtype), generator, device)
-        v_cache, kwargs["v_scale"] = _stored(v_cache, getattr(torch, kv_dtype), generator, device)
+    k_dtype, v_dtype = dtypes_of(kv_dtype)
+    if k_dtype is not None:
+        k_cache, kwargs["k_scale"] = _stored(k_cache, getattr(torch, k_dtype), generator, device)
+    if v_dtype is not None:
+        v_cache, kwargs["v_scale"] = _stored(v_cache, getattr(torch, v_dtype), generator, device)
     if sinks:
         kwargs["sinks"] = torch.randn(heads, generator=generator).to(device, torch.promote_types(dtype, torch.float32))
     args = (
@@ -180,9 +188,9 @@ def _stored(
 ) -> tuple[Tensor, Tensor]:
     """A cache in its quantised form, and scales that it could have."""
     scale = 0.01 + 0.02 * torch.rand(cache.shape[:3], generator=generator)
-    limit = torch.finfo(dtype).max
-    stored = (cache.to(torch.float32) / scale.unsqueeze(-1)).clamp(-limit, limit).to(dtype)
-    return stored, scale.to(device)
+    if dtype == torch.int8:                              # what has no NaN gets its largest number instead
+        cache = cache.nan_to_num(1e9)
+    return quantise_kv(cache.flatten(0, 1), scale.flatten(0, 1), dtype).view(cache.shape), scale.to(device)
 
 
 paged_attention = Op(

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention.attention_arguments import quantise_kv, scale_argument, token_scales
-from ridgeline.ops.attention.kernel_decode import store_scaled
+from ridgeline.ops.attention.attention_arguments import (
+    is_calibrated,
+    largest_code,
+    quantise_kv,
+    scale_argument,
+    token_scales,
+)
+from ridgeline.ops.attention.kernel_decode import scales_of, store_scaled
 from ridgeline.ops.attention.kv_write import kv_write
 from ridgeline.ops.cpu import native
 from ridgeline.ops.launch import dependent_launch, power_of_two
@@ -37,7 +43,7 @@ def rotary_write_reference(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     norm_offset: float = 0.0,
-    k_scale: Tensor | None = None,   # float32 [blocks, block_size, KH] of a quantised cache: written with the values
+    k_scale: Tensor | None = None,   # float32 [blocks, block_size, KH] of quantised keys: written with them, unless calibrated
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, D], normalised and rotated; K and V are in the cache."""
@@ -45,19 +51,22 @@ def rotary_write_reference(
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps, weight_offset=norm_offset), rms_norm(k, k_norm, eps, weight_offset=norm_offset)
     q, k = rotary(q, k, positions, cos_sin)
-    if k_scale is not None and v_scale is not None:
-        k, k_cache = _quantised(k, k_cache, k_scale, slots)
-        v, v_cache = _quantised(v, v_cache, v_scale, slots)
-    elif k_cache.dtype != k.dtype:
-        k, v = k.to(k_cache.dtype), v.to(v_cache.dtype)
+    k, k_cache = _stored(k, k_cache, k_scale, slots)
+    v, v_cache = _stored(v, v_cache, v_scale, slots)
     kv_write(k, v, k_cache, v_cache, slots)
     return q
 
 
-def _quantised(values: Tensor, cache: Tensor, scale: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """What is to be stored, and the cache, both as bytes: torch does not copy narrow floats everywhere."""
-    own = token_scales(values, cache.dtype)
-    scale[slots // cache.shape[1], slots % cache.shape[1]] = own
+def _stored(values: Tensor, cache: Tensor, scale: Tensor | None, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """What is to be stored, and the cache; quantised ones both as bytes: torch does not copy narrow floats everywhere."""
+    if scale is None:
+        return values.to(cache.dtype), cache
+    where = (slots // cache.shape[1], slots % cache.shape[1])
+    if is_calibrated(scale):
+        own = scale[where]
+    else:
+        own = token_scales(values, cache.dtype)
+        scale[where] = own
     stored = quantise_kv(values, own, cache.dtype)
     if cache.element_size() > 1:
         return stored, cache
@@ -104,7 +113,8 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     v_scale_block_stride, v_scale_slot_stride, v_scale_head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS_ROUND: tl.constexpr, KV_HEADS_ROUND: tl.constexpr, HALF_ROUND: tl.constexpr, REST_ROUND: tl.constexpr,
-    DIM_ROUND: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr, DEPENDENT: tl.constexpr,
+    DIM_ROUND: tl.constexpr, NORM: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, K_LIMIT: tl.constexpr,
+    V_LIMIT: tl.constexpr, CALIBRATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One CTA per token."""
     token = tl.program_id(0).to(tl.int64)
@@ -151,27 +161,20 @@ def _rotary_write_kernel(  # type: ignore[no-untyped-def]
     largest = tl.maximum(tl.max(tl.abs(k_first), axis=1), tl.max(tl.abs(k_second), axis=1))
     if has_rest:
         largest = tl.maximum(largest, tl.max(tl.abs(k_remaining), axis=1))
-    if SCALED:
-        tl.store(
-            k_scale_ptr + scale_place + kv_head * k_scale_head_stride,
-            tl.where(largest > 0, largest / LIMIT, 1.0), mask=kv_head < KV_HEADS,
-        )
-    store_scaled(k_ptr, place + pair[None, :], k_first, kv_live, largest, LIMIT, SCALED)
-    store_scaled(k_ptr, place + HALF + pair[None, :], k_second, kv_live, largest, LIMIT, SCALED)
+    scale_ptr = k_scale_ptr + scale_place + kv_head * k_scale_head_stride
+    scale = scales_of(scale_ptr, largest, kv_head < KV_HEADS, K_LIMIT, K_SCALED, CALIBRATED)
+    store_scaled(k_ptr, place + pair[None, :], k_first, kv_live, scale, K_LIMIT, K_SCALED)
+    store_scaled(k_ptr, place + HALF + pair[None, :], k_second, kv_live, scale, K_LIMIT, K_SCALED)
     if has_rest:
-        store_scaled(k_ptr, place + 2 * HALF + rest[None, :], k_remaining, kv_live_rest, largest, LIMIT, SCALED)
+        store_scaled(k_ptr, place + 2 * HALF + rest[None, :], k_remaining, kv_live_rest, scale, K_LIMIT, K_SCALED)
 
     v_source = source_ptr + (HEADS + KV_HEADS) * HEAD_DIM + kv_head[:, None] * HEAD_DIM + dim[None, :]
     v = tl.load(v_source, mask=v_live, other=0.0).to(tl.float32)
     place = (block * v_block_stride + offset * v_slot_stride) + kv_head[:, None] * v_head_stride
     scale_place = block * v_scale_block_stride + offset * v_scale_slot_stride
-    largest = tl.max(tl.abs(v), axis=1)
-    if SCALED:
-        tl.store(
-            v_scale_ptr + scale_place + kv_head * v_scale_head_stride,
-            tl.where(largest > 0, largest / LIMIT, 1.0), mask=kv_head < KV_HEADS,
-        )
-    store_scaled(v_ptr, place + dim[None, :], v, v_live, largest, LIMIT, SCALED)
+    scale_ptr = v_scale_ptr + scale_place + kv_head * v_scale_head_stride
+    scale = scales_of(scale_ptr, tl.max(tl.abs(v), axis=1), kv_head < KV_HEADS, V_LIMIT, V_SCALED, CALIBRATED)
+    store_scaled(v_ptr, place + dim[None, :], v, v_live, scale, V_LIMIT, V_SCALED)
 
 
 def rotary_write_triton(
@@ -192,8 +195,9 @@ def rotary_write_triton(
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=half, BLOCK_SIZE=k_cache.shape[1],
         HEADS_ROUND=power_of_two(heads), KV_HEADS_ROUND=power_of_two(kv_heads),
         HALF_ROUND=power_of_two(half), REST_ROUND=power_of_two(max(head_dim - 2 * half, 1)),
-        DIM_ROUND=power_of_two(head_dim), NORM=q_norm is not None, SCALED=k_scale is not None,
-        LIMIT=torch.finfo(k_cache.dtype).max, num_warps=4, **dependent_launch(qkv.device),
+        DIM_ROUND=power_of_two(head_dim), NORM=q_norm is not None, K_SCALED=k_scale is not None, V_SCALED=v_scale is not None,
+        K_LIMIT=largest_code(k_cache.dtype), V_LIMIT=largest_code(v_cache.dtype),
+        CALIBRATED=is_calibrated(k_scale) or is_calibrated(v_scale), num_warps=4, **dependent_launch(qkv.device),
     )
     return q
 
@@ -212,7 +216,7 @@ def rotary_write_native(
 ) -> Tensor:
     packed = qkv.stride(1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous() and cos_sin.dtype == qkv.dtype
     known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (torch.float32, torch.float16)
-    if not (packed and known) or k_scale is not None:
+    if not (packed and known) or k_scale is not None or v_scale is not None:
         return rotary_write_reference(
             qkv, positions, slots, cos_sin, k_cache, v_cache, heads=heads, kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm,
             eps=eps, norm_offset=norm_offset, k_scale=k_scale, v_scale=v_scale,

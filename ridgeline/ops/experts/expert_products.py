@@ -160,7 +160,7 @@ def tile_for(pairs: int, experts: int, gated: bool) -> Tile:
 def experts_triton(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None,
+    reads: Tensor | None = None, elsewhere: bool = False,
 ) -> Tensor:
     count, hidden, width = down.shape
     tokens, used = chosen.shape
@@ -170,9 +170,10 @@ def experts_triton(
     x = x if x.stride(-1) == 1 else x.contiguous()
     pairs = tokens * used
     up, back = tile_for(pairs, count, True), tile_for(pairs, count, False)
-    order, tiles = sorted_pairs(chosen, count, up.rows, reads)
+    order, tiles = sorted_pairs(chosen, count, up.rows, reads, elsewhere)
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    results = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    # Of experts that are elsewhere no tile writes the result.
+    results = (torch.zeros if elsewhere else torch.empty)((pairs, hidden), dtype=x.dtype, device=x.device)
     dependent = dependent_launch(x.device)
     programs = _programs(x.device, len(tiles) * cdiv(width, up.outputs), up)
     _experts_up_kernel[programs,](

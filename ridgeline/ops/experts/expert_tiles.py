@@ -26,11 +26,14 @@ def most_tiles(pairs: int, experts: int, rows: int) -> int:
     return visited + (pairs - visited) // rows
 
 
-def sorted_pairs(chosen: Tensor, experts: int, rows: int, reads: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """chosen int64 [T, used] -> order, tiles; `reads` int32 [1] gets the number of experts that have any."""
+def sorted_pairs(
+    chosen: Tensor, experts: int, rows: int, reads: Tensor | None = None, elsewhere: bool = False
+) -> tuple[Tensor, Tensor]:
+    """chosen int64 [T, used] -> order, tiles; `reads` int32 [1] gets the number of experts that have any. `elsewhere`: pairs may
+    have a number behind the last expert; they come last, and have no tile."""
     pairs = chosen.numel()
     device = chosen.device
-    if pairs > ONE_CTA_PAIRS:
+    if pairs > ONE_CTA_PAIRS or elsewhere:
         return _sorted_by_torch(chosen.flatten(), experts, rows, reads)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((most_tiles(pairs, experts, rows), 3), dtype=torch.int32, device=device)

@@ -40,13 +40,13 @@ def _through(
 def experts_reference(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None,
+    reads: Tensor | None = None, elsewhere: bool = False,
 ) -> Tensor:
     """x [T, hidden], gate_up [experts, 2 width, hidden], down [experts, hidden, width], chosen and weights [T, used]
     -> [T, hidden]: the sum over the chosen experts, in their order, in float32 at least. `reads` int32 [1] gets the number of
-    experts that some token has chosen."""
+    experts that some token has chosen. `elsewhere`: numbers behind the last expert may be among them, which add nothing."""
     if reads is not None:
-        reads.fill_(chosen.unique().numel())
+        reads.fill_(int((chosen.unique() < len(gate_up)).sum()))
     wide = torch.promote_types(x.dtype, torch.float32)
     results = torch.zeros((*chosen.shape, x.shape[1]), dtype=wide, device=x.device)
     for expert in range(gate_up.shape[0]):
@@ -62,12 +62,14 @@ def experts_reference(
 def experts_visited(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None,
+    reads: Tensor | None = None, elsewhere: bool = False,
 ) -> Tensor:
     """The same, sorted by expert on the host: only the chosen ones are touched, each once, and its rows lie together."""
     tokens, used = chosen.shape
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
+    if elsewhere:
+        order = order[: int((flat < len(gate_up)).sum())]        # those that are not here come last
     numbers, counts = torch.unique_consecutive(flat[order], return_counts=True)
     if reads is not None:
         reads.fill_(len(numbers))
@@ -77,7 +79,7 @@ def experts_visited(
         for expert, part in zip(numbers.tolist(), rows.split(counts.tolist()), strict=True)
     ]
     wide = torch.promote_types(x.dtype, torch.float32)
-    results = torch.empty((tokens * used, x.shape[1]), dtype=wide)
+    results = (torch.zeros if elsewhere else torch.empty)((tokens * used, x.shape[1]), dtype=wide)
     if parts:
         results[order] = torch.cat(parts).to(wide)
     return (results.view(tokens, used, -1) * weights.unsqueeze(-1).to(wide)).sum(1).to(x.dtype)

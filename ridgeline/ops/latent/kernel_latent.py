@@ -69,7 +69,7 @@ def attend_latents(  # type: ignore[no-untyped-def]
         scales = scale_ptr + wide_block * scale_block_stride + slot * scale_slot_stride
         maximum, total, accumulated, _ = fold_tile(
             scores, latent, latent, maximum, total, accumulated, accumulated, key, last, scales, scales, score_scale, 0.0,
-            True, 0, False, SCALED, NARROW, False, UPCAST,
+            True, 0, False, SCALED, SCALED, NARROW, False, UPCAST,
         )
     return maximum, total, accumulated
 
@@ -339,7 +339,7 @@ def attend_widened(  # type: ignore[no-untyped-def]
         scores = tl.dot(turned, tl.trans(rotated), scores, input_precision="ieee")
         maximum, total, accumulated, _ = fold_tile(
             scores, v, v, maximum, total, accumulated, accumulated, key, position, entry_ptr, entry_ptr, score_scale, 0.0,
-            MASKED, 0, False, False, False, False, UPCAST,
+            MASKED, 0, False, False, False, False, False, UPCAST,
         )
     return maximum, total, accumulated
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention.attention_arguments import quantise_kv, scale_argument, token_scales
-from ridgeline.ops.attention.kernel_decode import store_scaled
+from ridgeline.ops.attention.attention_arguments import largest_code, quantise_kv, scale_argument, token_scales
+from ridgeline.ops.attention.kernel_decode import scales_of, store_scaled
 from ridgeline.ops.launch import dependent_launch, power_of_two
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.ops.rms_norm import rms_norm
@@ -104,16 +104,15 @@ def write_entry(  # type: ignore[no-untyped-def]
     largest = tl.maximum(largest, tl.maximum(tl.max(tl.abs(turned_first), axis=0), tl.max(tl.abs(turned_second), axis=0)))
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    if SCALED:
-        place = scale_ptr + block * scale_block_stride + offset * scale_slot_stride
-        tl.store(place, tl.where(largest > 0, largest / LIMIT, 1.0))
-    largest = largest + tl.zeros([1], tl.float32)
+    one = tl.arange(0, 1)
+    place = scale_ptr + block * scale_block_stride + offset * scale_slot_stride + one
+    scale = scales_of(place, largest + tl.zeros([1], tl.float32), one == 0, LIMIT, SCALED, False)
     entry = block * block_stride + offset * slot_stride
-    store_scaled(cache_ptr, (entry + dim)[None, :], latent[None, :], (dim < RANK)[None, :], largest, LIMIT, SCALED)
+    store_scaled(cache_ptr, (entry + dim)[None, :], latent[None, :], (dim < RANK)[None, :], scale, LIMIT, SCALED)
     entry += RANK
     lives = (pair < HALF)[None, :]
-    store_scaled(cache_ptr, (entry + first_place)[None, :], turned_first[None, :], lives, largest, LIMIT, SCALED)
-    store_scaled(cache_ptr, (entry + second_place)[None, :], turned_second[None, :], lives, largest, LIMIT, SCALED)
+    store_scaled(cache_ptr, (entry + first_place)[None, :], turned_first[None, :], lives, scale, LIMIT, SCALED)
+    store_scaled(cache_ptr, (entry + second_place)[None, :], turned_second[None, :], lives, scale, LIMIT, SCALED)
 
 
 @triton_kernel()
@@ -160,7 +159,7 @@ def write_arguments(
         "HEADS": q.shape[1], "NOPE": nope, "HALF": half, "RANK": rank, "BLOCK_SIZE": cache.shape[1],
         "HEADS_ROUND": power_of_two(q.shape[1]), "HALF_ROUND": power_of_two(half), "RANK_ROUND": power_of_two(rank),
         "INTERLEAVED": fresh is not None and fresh.interleaved, "SCALED": scale is not None,
-        "LIMIT": torch.finfo(cache.dtype).max,
+        "LIMIT": largest_code(cache.dtype),
     }
     latent_stride = 0 if fresh is None else fresh.latent.stride(0)
     return arguments, (latent_stride, *cache.stride()[:2], *strides[:2]), constants

@@ -1,8 +1,10 @@
-"""The linear with e4m3 weights and a float32 scale for each output, alone and behind a norm.
+"""The linear with 8-bit weights, alone and behind a norm: e4m3 or int8 codes with a float32 scale for each output, or e4m3 codes
+with a scale for each block of 128 outputs and 128 inputs.
 
-The definition multiplies by the expanded weight. The kernels also quantise x: where the ring GEMM runs, up to PAIRED_ROWS
-rows get coarse and fine codes, which keep what a bf16 number has; otherwise a row has one code per number and one scale, as
-is usual for fp8 checkpoints. select.py and select_wide.py choose the kernel; cuBLAS serves every other shape.
+The definition multiplies by the expanded weight. The kernels also quantise x, to codes of the same kind: where the ring GEMM
+runs, up to PAIRED_ROWS rows get coarse and fine codes, which keep what a bf16 number has; otherwise a row has one code per number
+and one scale, as is usual for fp8 and int8 checkpoints. select.py and select_wide.py choose the kernel; cuBLAS serves every other
+shape: codes with a scale for each output, and blocks after they are expanded, with x as it is.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ from ridgeline.ops.hopper import HAS_GLUON, is_hopper
 from ridgeline.ops.launch import multiprocessors, shared_memory
 from ridgeline.ops.linear import gemm_ring, gemm_wide
 from ridgeline.ops.linear.fp8_rows import fp8_rows, fp8_rows_reference, gated_fp8_rows, normed_fp8_rows
+from ridgeline.ops.linear.integer_product import integer_product
 from ridgeline.ops.linear.select import RingGemmPlan, fp8_ring_gemm_plan
 from ridgeline.ops.linear.select_wide import WidePlan, fp8_wide_plan
+from ridgeline.ops.quantised.expand import QuantisedWeight, expand
+from ridgeline.ops.quantised.quantised_kernels import expand_triton
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance, kernels_are_used
-from ridgeline.ops.rms_norm import rms_norm_reference
+from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.sizes.fp8_costs import FP8_LINEAR_CASES, NORMED_FP8_LINEAR_CASES, fp8_linear_cost, normed_fp8_linear_cost
 
 PAIRED_ROWS = 4                      # a tile of 8 rows has room for two rows of codes for each
-
+BLOCK = 128                          # outputs and inputs with one scale
 
 
 class Fp8Rows(NamedTuple):
@@ -40,14 +45,20 @@ class Fp8Rows(NamedTuple):
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _described(weight: Tensor, scale: Tensor) -> QuantisedWeight:
+    grid = "int8" if weight.dtype == torch.int8 else "e4m3"
+    if scale.dim() == 1:
+        return QuantisedWeight(grid, weight.shape[1], weight, scale, (1, 0))
+    return QuantisedWeight(grid, weight.shape[1], weight, scale, (1 if len(scale) == len(weight) else BLOCK, BLOCK))
+
+
 def expanded(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes [outputs, inputs] and scales [outputs] -> the weight as numbers"""
-    wide = torch.promote_types(dtype, torch.float32)
-    return (weight.to(wide) * scale[:, None].to(wide)).to(dtype)
+    """codes [outputs, inputs], scales [outputs] or of blocks -> the weight as numbers"""
+    return expand(_described(weight, scale), dtype)
 
 
 def fp8_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [T, inputs], e4m3 weight [outputs, inputs], float32 scale [outputs] -> x (scale weight)^T + bias"""
+    """x [T, inputs], 8-bit weight [outputs, inputs], float32 scale [outputs] or of blocks -> x (scale weight)^T + bias"""
     return F.linear(x, expanded(weight, scale, x.dtype), bias)
 
 
@@ -66,20 +77,25 @@ def normed_fp8_linear_reference(
 
 
 @cache
-def _plan(rows: int, outputs: int, inputs: int, device: torch.device) -> RingGemmPlan | WidePlan | None:
-    """None: cuBLAS."""
+def _plan(rows: int, outputs: int, inputs: int, device: torch.device, per_output: bool = True) -> RingGemmPlan | WidePlan | None:
+    """None: cuBLAS. `per_output`: scales can be found for each output alone; tiles of 128 outputs want one."""
     if not (HAS_GLUON and is_hopper(device)):
         return None
     ring = fp8_ring_gemm_plan(rows, outputs, inputs)
     if ring is not None:
         needed = ring.programs * (ring.shared_bytes(False, 1) + gemm_ring.RESERVED)
         return ring if needed <= shared_memory(device) else None
-    wide = fp8_wide_plan(rows, outputs, inputs)
+    wide = fp8_wide_plan(rows, outputs, inputs) if per_output else None
     if wide is None:
         return None
     scratch = gemm_wide.SCRATCH if wide.splits == 1 else gemm_wide.PART_SCRATCH
     fits = wide.shared_bytes() + scratch <= shared_memory(device)
     return wide if fits and (wide.splits == 1 or -(-outputs // wide.step) * wide.splits <= multiprocessors(device)) else None
+
+
+def _planned(rows: int, weight: Tensor, scale: Tensor) -> RingGemmPlan | WidePlan | None:
+    outputs, inputs = weight.shape
+    return _plan(rows, outputs, inputs, weight.device, scale.dim() == 1 or len(scale) < outputs)
 
 
 @cache
@@ -88,7 +104,7 @@ def _has_fp8(device: torch.device) -> bool:
 
 
 def multiplies(weight: Tensor) -> bool:
-    """Whether e4m3 kernels can multiply by this weight. cuBLAS, TMA and 16-byte loads need multiples of 16."""
+    """Whether 8-bit kernels can multiply by this weight. cuBLAS, TMA and 16-byte loads need multiples of 16."""
     outputs, inputs = weight.shape
     aligned = outputs % 16 == 0 and inputs % 16 == 0 and weight.data_ptr() % 16 == 0 and weight.is_contiguous()
     return aligned and _has_fp8(weight.device)
@@ -98,6 +114,11 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
     return len(x) > 0 and x.stride(1) == 1 and multiplies(weight)
 
 
+def _takes_codes(rows: int, weight: Tensor, scale: Tensor) -> bool:
+    """cuBLAS has no product of codes with scales for blocks of the weight and one for each row of x."""
+    return scale.dim() == 1 or _planned(rows, weight, scale) is not None
+
+
 def _pairs(x: Tensor, weight: Tensor) -> bool:
     """Whether this many rows keep coarse and fine codes."""
     return len(x) <= PAIRED_ROWS and isinstance(_plan(2 * len(x), *weight.shape, x.device), RingGemmPlan)
@@ -105,30 +126,36 @@ def _pairs(x: Tensor, weight: Tensor) -> bool:
 
 def multiplied(rows: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The GEMM of quantised rows."""
-    plan, scales = _plan(len(rows.codes), *weight.shape, weight.device), (rows.scale, scale)
+    plan, scales = _planned(len(rows.codes), weight, scale), (rows.scale, scale)
     if isinstance(plan, RingGemmPlan):
         return gemm_ring.ring_gemm(rows.codes, weight, bias, plan, scales=scales, paired=rows.paired, dtype=rows.dtype)
     if isinstance(plan, WidePlan):
         return gemm_wide.wide_gemm(rows.codes, weight, bias, plan, scales=scales, dtype=rows.dtype)
+    if weight.dtype == torch.int8:
+        return integer_product(rows.codes, weight, *scales, bias, rows.dtype)
     # Without fast accumulation: with it, a sum of 14,336 equal terms is 10 % too small.
     return torch._scaled_mm(
         rows.codes, weight.t(), rows.scale[:, None], scale[None, :], bias=bias, out_dtype=rows.dtype, use_fast_accum=False
     )
 
 
-def gated_rows(x: Tensor, gate: str, weight: Tensor) -> Fp8Rows | None:
+def gated_rows(x: Tensor, gate: str, weight: Tensor, scale: Tensor) -> Fp8Rows | None:
     """The gated activation of x [T, 2 I] as quantised rows for that weight; None: this device has no kernel for them."""
     if not (_supports(Site(x.device.type, x.dtype, x.shape[1])) and kernels_are_used() and _suits(x, weight)):
         return None
+    if not _takes_codes(len(x), weight, scale):
+        return None
     paired = _pairs(x, weight)
-    return Fp8Rows(*gated_fp8_rows(x, gate, paired), paired, x.dtype)
+    return Fp8Rows(*gated_fp8_rows(x, gate, paired, weight.dtype), paired, x.dtype)
 
 
 def fp8_linear_gpu(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _suits(x, weight):
         return fp8_linear_reference(x, weight, scale, bias)
+    if not _takes_codes(len(x), weight, scale):
+        return F.linear(x, expand_triton(_described(weight, scale), x.dtype), bias)
     paired = _pairs(x, weight)
-    return multiplied(Fp8Rows(*fp8_rows(x, paired), paired, x.dtype), weight, scale, bias)
+    return multiplied(Fp8Rows(*fp8_rows(x, paired, weight.dtype), paired, x.dtype), weight, scale, bias)
 
 
 def normed_fp8_linear_gpu(
@@ -137,8 +164,16 @@ def normed_fp8_linear_gpu(
 ) -> tuple[Tensor, Tensor]:
     if not _suits(x, weight):
         return normed_fp8_linear_reference(x, residual, norm, eps, weight, scale, bias, norm_offset=norm_offset)
+    if not _takes_codes(len(x), weight, scale):
+        if residual is None:
+            normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x
+        else:
+            normed, stream = rms_norm(x, norm, eps, residual=residual, weight_offset=norm_offset)
+        return fp8_linear_gpu(normed, weight, scale, bias), stream
     paired = _pairs(x, weight)
-    codes, x_scale, stream = normed_fp8_rows(x, residual, norm, eps, norm_offset=norm_offset, paired=paired)
+    codes, x_scale, stream = normed_fp8_rows(
+        x, residual, norm, eps, norm_offset=norm_offset, paired=paired, codes=weight.dtype
+    )
     return multiplied(Fp8Rows(codes, x_scale, paired, x.dtype), weight, scale, bias), stream
 
 

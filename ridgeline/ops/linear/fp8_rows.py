@@ -1,10 +1,12 @@
-"""Rows of activations as e4m3 codes: quantised alone, with the norm before them, or with the gated activation before them.
+"""Rows of activations as 8-bit codes: quantised alone, with the norm before them, or with the gated activation before them.
 
-A row has one float32 scale, its largest magnitude / 448, so that the largest number becomes the largest code. Quantising is
-part of the kernel that makes the row, because a pass of its own would read and write the row once more.
+A row has one float32 scale, its largest magnitude / 448 for e4m3 codes and / 127 for int8 codes, so that the largest number
+becomes the largest code. Quantising is part of the kernel that makes the row, because a pass of its own would read and write the
+row once more.
 
-`paired` gives every row two rows of codes: coarse ones, and fine ones for what rounding left, with a scale 16 times smaller.
-Together they have the eight bits of a bf16 number. A GEMM of few rows has room for both in one tile, and reads no more weights.
+`paired` gives every row two rows of codes: coarse ones, and fine ones for what rounding left, with a scale 16 times (int8: 254
+times) smaller. Together they have the eight bits of a bf16 number. A GEMM of few rows has room for both in one tile, and reads no
+more weights.
 """
 
 from __future__ import annotations
@@ -39,42 +41,53 @@ from ridgeline.sizes.fp8_costs import (
 
 CODES = torch.float8_e4m3fn
 LARGEST = 448.0
-FINER = 16.0                         # e4m3 rounds by a sixteenth at most
+# By the codes: the largest one, and how much finer the fine codes are. e4m3 rounds by a sixteenth at most, int8 by half a code.
+MOST = {torch.float8_e4m3fn: LARGEST, torch.int8: 127.0}
+FINER = {torch.float8_e4m3fn: 16.0, torch.int8: 254.0}
 SMALLEST_SCALE = 2.0**-100           # of a row of zeros: any scale is right, but 0 is not
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fp8_rows_reference(x: Tensor, paired: bool = False) -> tuple[Tensor, Tensor]:
-    """x [T, width] -> (e4m3 codes [T, width], float32 scales [T]); codes * scales is x up to rounding.
+def fp8_rows_reference(x: Tensor, paired: bool = False, codes: torch.dtype = CODES) -> tuple[Tensor, Tensor]:
+    """x [T, width] -> (e4m3 or int8 codes [T, width], float32 scales [T]); codes * scales is x up to rounding.
 
     Paired: [2 T, width] and [2 T], the coarse and the fine codes of a row one after the other; their sum is x.
     """
+    largest, finer = MOST[codes], FINER[codes]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = (wide.abs().amax(dim=-1) / LARGEST).clamp_min(SMALLEST_SCALE).float()
-    shares = (wide / scale[:, None]).clamp(-LARGEST, LARGEST)
-    coarse = shares.to(CODES)
+    scale = (wide.abs().amax(dim=-1) / largest).clamp_min(SMALLEST_SCALE).float()
+    shares = (wide / scale[:, None]).clamp(-largest, largest)
+    coarse = _coded(shares, codes)
     if not paired:
         return coarse, scale
-    fine = ((shares - coarse.to(shares.dtype)) * FINER).to(CODES)
-    return torch.stack((coarse.view(torch.uint8), fine.view(torch.uint8)), 1).flatten(0, 1).view(CODES), torch.stack(
-        (scale, scale / FINER), 1).flatten()
+    fine = _coded((shares - coarse.to(shares.dtype)) * finer, codes)
+    both = torch.stack((coarse.view(torch.uint8), fine.view(torch.uint8)), 1).flatten(0, 1).view(codes)
+    return both, torch.stack((scale, scale / finer), 1).flatten()
+
+
+def _coded(shares: Tensor, codes: torch.dtype) -> Tensor:
+    return ((shares + 0.5).floor() if codes == torch.int8 else shares).to(codes)
 
 
 def normed_fp8_rows_reference(
-    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, *, norm_offset: float = 0.0, paired: bool = False
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, *, norm_offset: float = 0.0, paired: bool = False,
+    codes: torch.dtype = CODES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes and scales of rms_norm(x + residual), x + residual). The norm is not rounded before it is quantised."""
     stream = x if residual is None else x + residual
     wide = stream.to(torch.promote_types(x.dtype, torch.float32))
     normed = rms_norm_reference(wide, norm, eps, weight_offset=norm_offset)
     assert isinstance(normed, Tensor)
-    return (*fp8_rows_reference(normed, paired), stream)
+    return (*fp8_rows_reference(normed, paired, codes), stream)
 
 
-def gated_fp8_rows_reference(x: Tensor, gate: str, paired: bool = False) -> tuple[Tensor, Tensor]:
+def gated_fp8_rows_reference(
+    x: Tensor, gate: str, paired: bool = False, codes: torch.dtype = CODES
+) -> tuple[Tensor, Tensor]:
     """x [T, 2 I] -> codes and scales of act(x[:, :I]) * x[:, I:]"""
-    return fp8_rows_reference(gated_activation_reference(x.to(torch.promote_types(x.dtype, torch.float32)), gate), paired)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return fp8_rows_reference(gated_activation_reference(wide, gate), paired, codes)
 
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -84,22 +97,31 @@ def gated_fp8_rows_reference(x: Tensor, gate: str, paired: bool = False) -> tupl
 def _store_row(  # type: ignore[no-untyped-def]
     values, code_ptr, scale_ptr, row, column, WIDTH: tl.constexpr, PAIRED: tl.constexpr, AS_FLOATS: tl.constexpr
 ):
-    scale = tl.maximum(tl.max(tl.abs(values), axis=0) / 448.0, 7.888609052210118e-31)
-    shares = tl.minimum(tl.maximum(values / scale, -448.0), 448.0)
+    INTEGERS: tl.constexpr = code_ptr.dtype.element_ty == tl.int8
+    LARGEST: tl.constexpr = 127.0 if INTEGERS else 448.0
+    FINER: tl.constexpr = 254.0 if INTEGERS else 16.0
+    scale = tl.maximum(tl.max(tl.abs(values), axis=0) / LARGEST, 7.888609052210118e-31)
+    shares = tl.minimum(tl.maximum(values / scale, -LARGEST), LARGEST)
     if PAIRED:
         row = 2 * row
     inside = column < WIDTH
-    if AS_FLOATS:
+    if INTEGERS:
+        whole = tl.floor(shares + 0.5)
+        tl.store(code_ptr + row * WIDTH + column, whole.to(tl.int8), mask=inside)
+        if PAIRED:
+            fine = tl.floor((shares - whole) * FINER + 0.5)
+            tl.store(code_ptr + (row + 1) * WIDTH + column, fine.to(tl.int8), mask=inside)
+    elif AS_FLOATS:
         tl.store(code_ptr + row * WIDTH + column, shares, mask=inside)
     else:
         codes = shares.to(tl.float8e4nv)
         tl.store(code_ptr + row * WIDTH + column, codes, mask=inside)
         if PAIRED:
-            fine = (shares - codes.to(tl.float32)) * 16.0
+            fine = (shares - codes.to(tl.float32)) * FINER
             tl.store(code_ptr + (row + 1) * WIDTH + column, fine.to(tl.float8e4nv), mask=inside)
     tl.store(scale_ptr + row, scale)
     if PAIRED:
-        tl.store(scale_ptr + row + 1, scale / 16.0)
+        tl.store(scale_ptr + row + 1, scale / FINER)
 
 
 @triton_kernel()
@@ -160,14 +182,15 @@ def _gated_fp8_rows_kernel(  # type: ignore[no-untyped-def]
     _store_row(activated(gate, GATE) * up, code_ptr, scale_ptr, row, column, WIDTH, PAIRED, AS_FLOATS)
 
 
-def _room(x: Tensor, width: int, paired: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _room(x: Tensor, width: int, paired: bool, kind: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Codes, scales, and what all three launches have in common."""
     rows = 2 * len(x) if paired else len(x)
     # The interpreter has no e4m3: it writes what would be rounded to coarse codes, and torch rounds.
-    codes = torch.empty((rows, width), dtype=torch.float32 if TRITON_INTERPRETED else CODES, device=x.device)
+    as_floats = TRITON_INTERPRETED and kind == CODES
+    codes = torch.empty((rows, width), dtype=torch.float32 if as_floats else kind, device=x.device)
     block = power_of_two(width)
     shared = {
-        "WIDTH": width, "BLOCK": block, "PAIRED": paired, "AS_FLOATS": TRITON_INTERPRETED,
+        "WIDTH": width, "BLOCK": block, "PAIRED": paired, "AS_FLOATS": as_floats,
         "num_warps": min(max(block // 512, 1), 16), **dependent_launch(x.device),
     }
     return codes, torch.empty(rows, dtype=torch.float32, device=x.device), shared
@@ -175,37 +198,42 @@ def _room(x: Tensor, width: int, paired: bool) -> tuple[Tensor, Tensor, dict[str
 
 def _rounded(codes: Tensor, paired: bool) -> Tensor:
     """What the interpreter left to torch."""
-    if TRITON_INTERPRETED and paired:
-        codes[1::2] = (codes[::2] - codes[::2].to(CODES).float()) * FINER
+    if not TRITON_INTERPRETED or codes.dtype == torch.int8:
+        return codes
+    if paired:
+        codes[1::2] = (codes[::2] - codes[::2].to(CODES).float()) * FINER[CODES]
     return codes.to(CODES)
 
 
-def fp8_rows_triton(x: Tensor, paired: bool = False) -> tuple[Tensor, Tensor]:
-    codes, scale, shared = _room(x, x.shape[1], paired)
+def fp8_rows_triton(x: Tensor, paired: bool = False, codes: torch.dtype = CODES) -> tuple[Tensor, Tensor]:
+    made, scale, shared = _room(x, x.shape[1], paired, codes)
     if len(x):
-        _fp8_rows_kernel[len(x),](x, codes, scale, x.stride(0), **shared)
-    return _rounded(codes, paired), scale
+        _fp8_rows_kernel[len(x),](x, made, scale, x.stride(0), **shared)
+    return _rounded(made, paired), scale
 
 
 def normed_fp8_rows_triton(
-    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, *, norm_offset: float = 0.0, paired: bool = False
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, *, norm_offset: float = 0.0, paired: bool = False,
+    codes: torch.dtype = CODES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    codes, scale, shared = _room(x, x.shape[1], paired)
+    made, scale, shared = _room(x, x.shape[1], paired, codes)
     stream = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     added = x if residual is None else residual
     if len(x):
         _normed_fp8_rows_kernel[len(x),](
-            x, added, norm, codes, scale, stream, x.stride(0), added.stride(0), eps, norm_offset,
+            x, added, norm, made, scale, stream, x.stride(0), added.stride(0), eps, norm_offset,
             HAS_RESIDUAL=residual is not None, **shared,
         )
-    return _rounded(codes, paired), scale, stream
+    return _rounded(made, paired), scale, stream
 
 
-def gated_fp8_rows_triton(x: Tensor, gate: str, paired: bool = False) -> tuple[Tensor, Tensor]:
-    codes, scale, shared = _room(x, x.shape[1] // 2, paired)
+def gated_fp8_rows_triton(
+    x: Tensor, gate: str, paired: bool = False, codes: torch.dtype = CODES
+) -> tuple[Tensor, Tensor]:
+    made, scale, shared = _room(x, x.shape[1] // 2, paired, codes)
     if len(x):
-        _gated_fp8_rows_kernel[len(x),](x, codes, scale, x.stride(0), GATE=GATES[gate], **shared)
-    return _rounded(codes, paired), scale
+        _gated_fp8_rows_kernel[len(x),](x, made, scale, x.stride(0), GATE=GATES[gate], **shared)
+    return _rounded(made, paired), scale
 
 
 def _supports(site: Site) -> bool:

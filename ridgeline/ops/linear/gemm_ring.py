@@ -30,7 +30,7 @@ from ridgeline.ops.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.linear.select import SPLIT_UNIT, RingGemmPlan, ring_gemm_plan, split_inputs
@@ -79,22 +79,56 @@ def _multiply_line(weights, rows, sums, LINE: gl.constexpr):  # type: ignore[no-
     return warpgroup_mma(left, right, sums, use_acc=False, is_async=True)
 
 
+@gluon_kernel()
+def _line_scales(scale_ptr, output, outputs, column, scale_stride, BLOCK_SCALED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Scales of 128 inputs from `column` on, which every BLOCK_SCALED outputs share."""
+    at = scale_ptr + output // BLOCK_SCALED * scale_stride + column // 128
+    return gl.load(at, mask=output < outputs, other=0.0)
+
+
+@gluon_kernel()
+def _block_scales(  # type: ignore[no-untyped-def]
+    scale_ptr, output, outputs, column, scale_stride, BLOCK_INPUTS: gl.constexpr, BLOCK_SCALED: gl.constexpr
+):
+    """Of the two or four lines of a block."""
+    one = _line_scales(scale_ptr, output, outputs, column, scale_stride, BLOCK_SCALED)
+    two = _line_scales(scale_ptr, output, outputs, column + 128, scale_stride, BLOCK_SCALED)
+    three = one
+    four = two
+    if BLOCK_INPUTS > 256:
+        three = _line_scales(scale_ptr, output, outputs, column + 256, scale_stride, BLOCK_SCALED)
+        four = _line_scales(scale_ptr, output, outputs, column + 384, scale_stride, BLOCK_SCALED)
+    return one, two, three, four
+
+
+@gluon_kernel()
+def _added(sums, other, second, third, fourth, scales, BLOCK_SCALED: gl.constexpr):  # type: ignore[no-untyped-def]
+    if BLOCK_SCALED > 0:
+        sums += (other * scales[0] + second * scales[1]) + (third * scales[2] + fourth * scales[3])
+    else:
+        sums += (other + second) + (third + fourth)
+    return sums
+
+
 @gluon_kernel(do_not_specialize=["rows", "outputs", "tiles", "step", "splits"])
 def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     x_tiles, weight_ptr, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
-    rows, inputs, outputs, tiles, step, splits, weight_stride, part_inputs,
+    rows, inputs, outputs, tiles, step, splits, weight_stride, part_inputs, scale_stride,
     BLOCK_ROWS: gl.constexpr, BLOCK_OUTPUTS: gl.constexpr, BLOCK_INPUTS: gl.constexpr, STAGES: gl.constexpr,
-    X_STAGES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr, PAIRED: gl.constexpr,
-    WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    X_STAGES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr,
+    PAIRED: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """CTA (first tile, split); tiles are assigned round-robin, and the ring continues from one tile to the next.
 
-    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are e4m3
-    codes with a scale for each row of x and each output (no gate). The tensor cores truncate sums of e4m3 products to about 11
-    bits, so every 128 inputs have sums of their own, which are added in float32. PAIRED: every two rows of x are the coarse
-    and the fine codes of one row (fp8_rows.py).
+    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are 8-bit
+    codes, int8 or e4m3, with a scale for each row of x and each output (no gate). Sums of int8 products are exact. The tensor
+    cores truncate sums of e4m3 products to about 11 bits, so every 128 inputs have sums of their own, which are added in
+    float32; with BLOCK_SCALED they have a scale for that many outputs. PAIRED: every two rows of x are the coarse and the fine
+    codes of one row (fp8_rows.py).
     """
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
+    LINES: gl.constexpr = SCALED and weight_ptr.dtype.element_ty != gl.int8
+    SUMS: gl.constexpr = gl.int32 if weight_ptr.dtype.element_ty == gl.int8 else gl.float32
     SIZE: gl.constexpr = BLOCK_OUTPUTS * BLOCK_ROWS
     dtype: gl.constexpr = weight_ptr.dtype.element_ty
     VECTOR: gl.constexpr = 128 // dtype.primitive_bitwidth
@@ -128,17 +162,21 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     x_free = X_STAGES - 1
     phase = 0
     for begin in range(0, units, chunks):
-        sums = gl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], gl.float32, layout)
+        tile = program + begin // chunks * gl.num_programs(0)
+        sums = gl.zeros([BLOCK_OUTPUTS, BLOCK_ROWS], SUMS, layout)
         other = sums
         second = sums
         third = sums
         fourth = sums
+        output = tile * step + place_of_output
+        ones = (output * 0 + 1).to(gl.float32)
+        scales = (ones, ones, ones, ones)
         for unit in range(begin, begin + chunks):
             async_copy.wait_group(STAGES - 2)
             mbarrier.wait(filled.index(x_slot), phase)
-            if SCALED:                                               # the block before this one
+            if LINES:                                                # the block before this one
                 other, second, third, fourth = warpgroup_mma_wait(0, deps=(other, second, third, fourth))
-                sums += (other + second) + (third + fourth)
+                sums = _added(sums, other, second, third, fourth, scales, BLOCK_SCALED)
             elif GATE == 0:
                 sums = warpgroup_mma_wait(0, deps=(sums,))
             else:
@@ -146,13 +184,16 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             fence_async_shared()
             group_barrier()                              # all threads' copies have arrived, and the unit before is multiplied
             x = x_ring.index(x_slot).permute((1, 0))
-            if SCALED:
+            if LINES:
                 other = _multiply_line(ring.index(slot), x_ring.index(x_slot), other, 0)
                 second = _multiply_line(ring.index(slot), x_ring.index(x_slot), second, 1)
                 if BLOCK_INPUTS > 256:
                     third = _multiply_line(ring.index(slot), x_ring.index(x_slot), third, 2)
                     fourth = _multiply_line(ring.index(slot), x_ring.index(x_slot), fourth, 3)
                 other, second, third, fourth = warpgroup_mma_wait(4, deps=(other, second, third, fourth))
+                if BLOCK_SCALED > 0:
+                    column = first + unit % chunks * BLOCK_INPUTS
+                    scales = _block_scales(scale_ptr, output, outputs, column, scale_stride, BLOCK_INPUTS, BLOCK_SCALED)
             elif GATE == 0:
                 sums = warpgroup_mma(ring.index(slot), x, sums, is_async=True)
                 sums = warpgroup_mma_wait(1, deps=(sums,))
@@ -170,14 +211,14 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             x_free = x_slot
             phase = gl.where(x_slot == X_STAGES - 1, phase ^ 1, phase)
             x_slot = gl.where(x_slot == X_STAGES - 1, 0, x_slot + 1)
-        if SCALED:
+        if LINES:
             other, second, third, fourth = warpgroup_mma_wait(0, deps=(other, second, third, fourth))
-            sums += (other + second) + (third + fourth)
+            sums = _added(sums, other, second, third, fourth, scales, BLOCK_SCALED)
         elif GATE == 0:
-            sums = warpgroup_mma_wait(0, deps=(sums,))
+            sums = warpgroup_mma_wait(0, deps=(sums,)).to(gl.float32)
+            other = sums
         else:
             sums, other = warpgroup_mma_wait(0, deps=(sums, other))
-        tile = program + begin // chunks * gl.num_programs(0)
         written_rows = rows
         if splits > 1:
             at = place_of_output * BLOCK_ROWS + row
@@ -199,10 +240,10 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
             if terms > 0:
                 gl.store(arrived_ptr + tile, 0)
             written_rows = gl.where(terms > 0, rows, 0)
-        output = tile * step + place_of_output
         end = gl.minimum((tile + 1) * step, outputs)
         if SCALED:
-            sums *= gl.load(scale_ptr + output, mask=output < end, other=0.0)
+            if BLOCK_SCALED == 0:
+                sums *= gl.load(scale_ptr + output, mask=output < end, other=0.0)
             sums *= gl.load(x_scale_ptr + row, mask=row < rows, other=0.0)
         if PAIRED:
             halved: gl.constexpr = _pair_layout(BLOCK_ROWS, BLOCK_OUTPUTS, WARPS)
@@ -242,8 +283,8 @@ def ring_gemm(
 ) -> Tensor:
     """x [rows, inputs] -> [rows, outputs], of x's dtype or `dtype`. The rows of x and the weight lie at multiples of 16 bytes.
 
-    16-bit numbers, or e4m3 codes with `scales`: float32, of the rows of x and of the outputs. `paired`: every two rows of x
-    are the coarse and the fine codes of one row.
+    16-bit numbers, or 8-bit codes with `scales`: float32, of the rows of x and of the outputs, or of blocks of outputs and
+    128 inputs. `paired`: every two rows of x are the coarse and the fine codes of one row.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
@@ -256,11 +297,14 @@ def ring_gemm(
         x, (rows, inputs), x.stride(), (plan.block_rows, plan.block_inputs), tiles_of(128, 8 * x.element_size(), 2)
     )
     programs = min(tiles, max(1, plan.programs * multiprocessors(x.device) // splits))
+    x_scale, scale = scales or (out, out)
+    blocks = scales is not None and scale.dim() == 2
     _ring_gemm_kernel[programs, splits](
-        x_tiles, weight, *(scales or (out, out)), out if bias is None else bias, out, parts, arrivals(x.device),
-        rows, inputs, outputs, tiles, plan.step, splits, weight.stride(0), part_inputs,
+        x_tiles, weight, x_scale, scale, out if bias is None else bias, out, parts, arrivals(x.device),
+        rows, inputs, outputs, tiles, plan.step, splits, weight.stride(0), part_inputs, scale.stride(0) if blocks else 0,
         BLOCK_ROWS=plan.block_rows, BLOCK_OUTPUTS=plan.block_outputs, BLOCK_INPUTS=plan.block_inputs, STAGES=plan.stages,
-        X_STAGES=plan.x_stages, GATE=GATES[gate], BIAS=bias is not None, SCALED=scales is not None, PAIRED=paired,
-        WARPS=plan.warps, num_warps=plan.warps, **dependent_launch(x.device),
+        X_STAGES=plan.x_stages, GATE=GATES[gate], BIAS=bias is not None, SCALED=scales is not None,
+        BLOCK_SCALED=power_of_two(cdiv(outputs, len(scale))) if blocks else 0,   # the last block may be smaller
+        PAIRED=paired, WARPS=plan.warps, num_warps=plan.warps, **dependent_launch(x.device),
     )
     return out

@@ -121,7 +121,7 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
 def _write(  # type: ignore[no-untyped-def]
     sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, tile, rows, outputs,
     FIRST: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr,
-    LINE: gl.constexpr,
+    BLOCK_SCALED: gl.constexpr, LINE: gl.constexpr,
 ):
     """Epilogue of one warpgroup's tile. Lanes exchange results until each has eight neighbours of a row, so that whole sectors
     are written."""
@@ -139,7 +139,8 @@ def _write(  # type: ignore[no-untyped-def]
         other = gl.convert_layout(partners.reshape([64, WIDTH]), layout)
     if SCALED:                                           # no gate
         token = FIRST + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        result *= gl.load(scale_ptr + output, mask=live, other=0.0)[None, :]
+        if BLOCK_SCALED == 0:
+            result *= gl.load(scale_ptr + output, mask=live, other=0.0)[None, :]
         result *= gl.load(x_scale_ptr + token, mask=token < rows, other=0.0)[:, None]
     if BIAS:
         result += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
@@ -160,7 +161,7 @@ def _write(  # type: ignore[no-untyped-def]
 def _add_parts(  # type: ignore[no-untyped-def]
     sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, split, rows, outputs,
     FIRST: gl.constexpr, STEP: gl.constexpr, SPLITS: gl.constexpr, MOST_TILES: gl.constexpr, BIAS: gl.constexpr,
-    SCALED: gl.constexpr, LINE: gl.constexpr,
+    SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr, LINE: gl.constexpr,
 ):
     """Epilogue with split-K: write the part, wait for the others, add a share of the outputs.
 
@@ -192,7 +193,8 @@ def _add_parts(  # type: ignore[no-untyped-def]
     output = tile * STEP + column
     live = (column < STEP) & (output < outputs)
     if SCALED:
-        total *= gl.load(scale_ptr + output, mask=live, other=0.0)[None, :]
+        if BLOCK_SCALED == 0:
+            total *= gl.load(scale_ptr + output, mask=live, other=0.0)[None, :]
         total *= gl.load(x_scale_ptr + FIRST + row, mask=FIRST + row < rows, other=0.0)[:, None]
     if BIAS:
         total += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
@@ -203,20 +205,22 @@ def _add_parts(  # type: ignore[no-untyped-def]
 @gluon_kernel()
 def _multiply(  # type: ignore[no-untyped-def]
     ring, row_ring, full, empty, row_full, row_empty, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
-    items, blocks, rows, outputs,
+    items, blocks, rows, outputs, scale_stride,
     FIRST: gl.constexpr, TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr,
-    BIAS: gl.constexpr, SCALED: gl.constexpr, LINE: gl.constexpr, PROMOTED: gl.constexpr,
+    BIAS: gl.constexpr, SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr, LINE: gl.constexpr, PROMOTED: gl.constexpr,
 ):
     """Four warps: rows FIRST to FIRST + 64 of every item.
 
-    SCALED: the tensor cores truncate sums of e4m3 products to about 11 bits, so PROMOTED blocks are summed on their own, and
-    these sums are added in float32.
+    SCALED: 8-bit codes. The tensor cores truncate sums of e4m3 products to about 11 bits, so PROMOTED blocks are summed on
+    their own, and these sums are added in float32; with BLOCK_SCALED each is multiplied by the scale of its block first. Sums
+    of int8 products are exact.
     """
+    LINES: gl.constexpr = SCALED and ring.dtype != gl.int8
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, LINE // 4])
     weights = viewed(ring, ring.dtype, [STAGES, TILE, LINE], gl.NVMMASharedLayout(128, 1024 // LINE, rank=2))
     count = 0
-    sums = gl.zeros([64, TILE], gl.float32, layout)
+    sums = gl.zeros([64, TILE], gl.int32 if ring.dtype == gl.int8 else gl.float32, layout)
     part = sums
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for block in range(_runs(item, blocks, SPLITS, RUN) * RUN):
@@ -227,7 +231,12 @@ def _multiply(  # type: ignore[no-untyped-def]
             left = row_ring.index(row_slot * 2 + FIRST // 64)
             right = weights.index(slot).permute([1, 0])
             # Waiting at once frees the blocks a turn earlier; the other warpgroup keeps the tensor cores busy meanwhile.
-            if SCALED:
+            if LINES:
+                if BLOCK_SCALED > 0:
+                    line = (block // RUN * SPLITS + item % SPLITS) * RUN + block % RUN
+                    scale = gl.load(
+                        scale_ptr + item // SPLITS * STEP // BLOCK_SCALED * scale_stride + line, mask=line < blocks, other=0.0
+                    )
                 running = warpgroup_mma(left, right, part, use_acc=block % PROMOTED > 0, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[running])
             else:
@@ -236,22 +245,25 @@ def _multiply(  # type: ignore[no-untyped-def]
             mbarrier.arrive(empty.index(slot), count=1)
             mbarrier.arrive(row_empty.index(row_slot), count=1)
             count += 1
-            if SCALED:
-                if block % PROMOTED == PROMOTED - 1:
+            if LINES:
+                if BLOCK_SCALED > 0:
+                    sums += part * scale
+                elif block % PROMOTED == PROMOTED - 1:
                     sums += part
-        if SCALED:
+        if LINES and BLOCK_SCALED == 0:
             if _runs(item, blocks, SPLITS, RUN) * RUN % PROMOTED > 0:
                 sums += part
         if SPLITS > 1:
             _add_parts(
-                sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, item // SPLITS, item % SPLITS, rows,
-                outputs, FIRST, STEP, SPLITS, MOST_TILES, BIAS, SCALED, LINE,
+                sums.to(gl.float32), x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, item // SPLITS,
+                item % SPLITS, rows, outputs, FIRST, STEP, SPLITS, MOST_TILES, BIAS, SCALED, BLOCK_SCALED, LINE,
             )
         else:
             _write(
-                sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, BOX, GATE, BIAS, SCALED, LINE
+                sums.to(gl.float32), x_scale_ptr, scale_ptr, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, BOX, GATE, BIAS,
+                SCALED, BLOCK_SCALED, LINE,
             )
-        if SCALED:
+        if LINES:
             sums = gl.zeros([64, TILE], gl.float32, layout)
 
 
@@ -260,10 +272,10 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @gluon_kernel(do_not_specialize=["items", "blocks", "rows"])
 def wide_gemm_kernel(  # type: ignore[no-untyped-def]
-    x, weight, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs,
+    x, weight, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs, scale_stride,
     TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
-    SCALED: gl.constexpr, PROMOTED: gl.constexpr, DEPENDENT: gl.constexpr,
+    SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr, PROMOTED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """x [rows, inputs] and weight [outputs, inputs] or [2, outputs, inputs] are TMA descriptors; TMA fills in zeros beyond them.
     An item is one split of one tile; with split-K every CTA has at most one. Rows of the ring beyond STEP are not used, and
@@ -277,13 +289,13 @@ def wide_gemm_kernel(  # type: ignore[no-untyped-def]
     gl.warp_specialize([
         (_multiply, (
             ring, row_ring, full, empty, row_full, row_empty, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
-            items, blocks, rows, outputs, 0, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS, SCALED,
-            LINE, PROMOTED,
+            items, blocks, rows, outputs, scale_stride, 0, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE,
+            BIAS, SCALED, BLOCK_SCALED, LINE, PROMOTED,
         )),
         (_multiply, (
             ring, row_ring, full, empty, row_full, row_empty, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
-            items, blocks, rows, outputs, 64, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE, BIAS, SCALED,
-            LINE, PROMOTED,
+            items, blocks, rows, outputs, scale_stride, 64, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE,
+            BIAS, SCALED, BLOCK_SCALED, LINE, PROMOTED,
         )),
         (_fetch_weights, (
             weight, ring, full, empty, items, blocks, GATE != 0, STEP, BOX, TILE // BOX, SPLITS, STAGES, RUN, LINE,
@@ -317,8 +329,8 @@ def wide_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: WidePlan, *, gate: str | None = None,
     scales: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [rows, inputs] -> [rows, outputs], of x's dtype or `dtype`. 16-bit numbers, or e4m3 codes without a gate and with
-    `scales`: float32, of the rows of x and of the outputs."""
+    """x [rows, inputs] -> [rows, outputs], of x's dtype or `dtype`. 16-bit numbers, or 8-bit codes without a gate and with
+    `scales`: float32, of the rows of x and of the outputs, or of blocks of 128 outputs and 128 inputs."""
     rows, inputs = x.shape
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device)
@@ -335,11 +347,15 @@ def wide_gemm(
         strides = (outputs * inputs, inputs, 1)
         weights = described(weight, (2, outputs, inputs), strides, (2, BOX // 2, line), tiles_of(128, bits, 3))
     items = tiles * plan.splits
+    x_scale, scale = scales or (out, out)
+    blocks = scales is not None and scale.dim() == 2
     wide_gemm_kernel[min(items, multiprocessors(x.device)),](
-        described(x, (rows, inputs), (x.stride(0), 1), (64, line), flat), weights, *(scales or (out, out)),
+        described(x, (rows, inputs), (x.stride(0), 1), (64, line), flat), weights, x_scale, scale,
         out if bias is None else bias, out, parts, arrived, items, cdiv(inputs, line), rows, outputs,
+        scale.stride(0) if blocks else 0,
         TILE=plan.tile, STEP=plan.step, BOX=BOX, SPLITS=plan.splits, STAGES=plan.stages, ROW_STAGES=plan.row_stages, RUN=RUN,
-        MOST_TILES=MOST_TILES, GATE=GATES[gate], BIAS=bias is not None, SCALED=scales is not None, PROMOTED=PROMOTED,
+        MOST_TILES=MOST_TILES, GATE=GATES[gate], BIAS=bias is not None, SCALED=scales is not None,
+        BLOCK_SCALED=128 if blocks else 0, PROMOTED=PROMOTED,
         num_warps=4, maxnreg=REGISTERS, **dependent_launch(x.device),
     )
     return out

@@ -13,10 +13,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ridgeline.route.policies import Choice
-from ridgeline.route.prefix_tree import PrefixTree, chain_of
-from ridgeline.route.prompt_text import prompt_of
-from ridgeline.route.replica_load import Habits, ReplicaLoad, Ticket, Usage
+from ridgeline.engine.replicas.policies import Choice
+from ridgeline.engine.replicas.prefix_tree import PrefixTree, chain_of
+from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Ticket, Usage
+from ridgeline.route.prompt_text import prompt_of, with_answer
 
 TOKEN_BYTES = 4
 BLOCK_TOKENS = 16
@@ -163,7 +163,8 @@ class SimulatedFleet:
         blocks = chain_of(said, 0, BLOCK_TOKENS * TOKEN_BYTES)
         replica.cache.use(blocks)
         self.one.use(blocks)
-        load.finish(request.ticket, now, Usage(request.tokens, request.produced, request.cached), request.answer)
+        usage = Usage(request.tokens, request.produced, request.cached)
+        load.finish(request.ticket, now, usage, with_answer(request.ticket.prompt, request.answer))
         request.ticket = None
         self.done.append(request)
         following = request.then(now)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ridgeline.distributed.comm import Communicator
 from ridgeline.process.log import get_logger
 from ridgeline.runner.cuda_graphs import MOST_PADDING, GraphForward
 from ridgeline.runner.memory_errors import is_out_of_memory
@@ -40,8 +41,11 @@ def covering(sizes: list[int]) -> set[int]:
 
 class Rehearsal:
     def __init__(
-        self, runner: Runner, forward: GraphForward, num_groups: int, max_rows: int, max_step_tokens: int, max_model_len: int
+        self, runner: Runner, forward: GraphForward, num_groups: int, max_rows: int, max_step_tokens: int, max_model_len: int,
+        comm: Communicator | None = None,
     ) -> None:
+        """`comm`: of several ranks, which capture the same steps at the same time."""
+        self._comm = comm or Communicator()
         self._runner, self._forward, self._num_groups = runner, forward, num_groups
         self._shapes = GraphShapes(max_rows, max_step_tokens)
         decodes = [[1] * size for size in self._shapes.decodes if size <= max_step_tokens]
@@ -54,7 +58,7 @@ class Rehearsal:
     def before_ready(self, seconds: float) -> int:
         """Captures for that long; returns how many."""
         began, count = time.monotonic(), 0
-        while time.monotonic() - began < seconds and self.go_on():
+        while self._comm.agree(time.monotonic() - began < seconds) and self.go_on():
             count += 1
         return count
 
@@ -69,7 +73,7 @@ class Rehearsal:
             with self._forward.at_first_use():
                 run_step(self._runner, self._num_groups, step)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or self._comm.size > 1:   # other ranks wait for this one, in the middle of a step
                 raise
             logger.warning("no memory to capture CUDA graphs of %d rows ahead of requests", len(rows))
             self._runner.start_over()

@@ -39,6 +39,7 @@ from ridgeline.runner.sampler import Sampler
 from ridgeline.runner.shared_prefix import FEWEST_ROWS, FEWEST_SAVED
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import GraphShapes, decode_sizes
+from ridgeline.sizes.kv_spec import groups_here
 
 _NONE = np.zeros(0, np.int32)
 FINE_SIZES = 256                     # up to here every captured number of decodes; beyond it cuBLAS computes the linears
@@ -120,7 +121,7 @@ def collect_kernels(
         return
     chosen = _one_of_each(model)
     few = model.with_layers(chosen)
-    buffers = KVBuffers(config.groups, 2, getattr(torch, config.kv_dtype), rows.device)
+    buffers = KVBuffers(groups_here(config.groups, model.numbers_here), 2, config.kv_format, rows.device)
     pages = buffers.layers()
     forward = EagerForward(few, [pages[number] for number in chosen], rows.last_token)
     runner = Runner(few, forward, rows, sampler, buffers, comm)
@@ -140,8 +141,9 @@ def _one_of_each(model: Decoder) -> list[int]:
     """The first layer, which adds nothing to a stream; of those between one with each window and each set of weight formats; the
     last, of few tokens."""
     kinds = []
-    for window, layer in zip(model.config.windows, model.layers, strict=True):
+    for number, layer in zip(model.numbers_here, model.layers, strict=True):
         linears = [module for module in layer.modules() if isinstance(module, Linear)]
+        window = model.config.windows[number]
         kinds.append((window, *(id(linear.scheme) for linear in linears)))       # linears of one format share a scheme
     first = {kind: number for number, kind in reversed(list(enumerate(kinds))) if number}
     return sorted({0, len(kinds) - 1, *first.values()})

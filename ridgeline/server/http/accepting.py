@@ -1,7 +1,8 @@
 """Accepts connections: all that wait at once, then a few begin per turn of the event loop, health checks first.
 
 The system hands connections out in the order in which they came, and a transport for one takes asyncio 0.2 ms. Behind a thousand
-connections of one client, a health check would wait for all of them. Knows sockets and the first bytes on them, no HTTP.
+connections of one client, a health check would wait for all of them. A flood of health checks leaves one place of each turn to
+the other connections. Knows sockets and the first bytes on them, no HTTP.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ class Acceptor:
         self._tls = tls
         self._room = room
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[socket.socket] = deque()
+        self._probes: deque[socket.socket] = deque()     # both: the oldest first
+        self._others: deque[socket.socket] = deque()
         self._beginning: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._listen()
 
     def __len__(self) -> int:
         """Connections that were accepted and have not begun."""
-        return len(self._waiting)
+        return len(self._probes) + len(self._others)
 
     def _listen(self) -> None:
         if not self._is_closed:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
-        was_idle = not self._waiting
+        was_idle = not len(self)
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 connection, _ = self._listener.accept()
@@ -63,15 +65,12 @@ class Acceptor:
                 self._loop.remove_reader(self._listener.fileno())        # it stays readable
                 self._loop.call_later(RETRY_SECONDS, self._listen)
                 break
-            if self._room() <= len(self._waiting):
+            if self._room() <= len(self):
                 connection.close()
                 continue
             connection.setblocking(False)
-            if self._is_probe(connection):
-                self._waiting.appendleft(connection)
-            else:
-                self._waiting.append(connection)
-        if was_idle and self._waiting:
+            (self._probes if self._is_probe(connection) else self._others).append(connection)
+        if was_idle and len(self):
             self._begin()                                # at once, if there is nothing before it
 
     def _is_probe(self, connection: socket.socket) -> bool:
@@ -83,11 +82,14 @@ class Acceptor:
         return False
 
     def _begin(self) -> None:
-        for _ in range(min(BEGUN_AT_ONCE, len(self._waiting))):
-            task = self._loop.create_task(self._begun(self._waiting.popleft()))
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
-        if self._waiting:
+        probes = min(len(self._probes), BEGUN_AT_ONCE - bool(self._others))
+        others = min(len(self._others), BEGUN_AT_ONCE - probes)
+        for waiting, count in ((self._probes, probes), (self._others, others)):
+            for _ in range(count):
+                task = self._loop.create_task(self._begun(waiting.popleft()))
+                self._beginning.add(task)
+                task.add_done_callback(self._beginning.discard)
+        if len(self):
             self._loop.call_soon(self._begin)
 
     async def _begun(self, connection: socket.socket) -> None:
@@ -103,5 +105,6 @@ class Acceptor:
             self._is_closed = True
             with suppress(OSError, ValueError):          # the socket is closed already
                 self._loop.remove_reader(self._listener.fileno())
-            while self._waiting:
-                self._waiting.popleft().close()
+            for waiting in (self._probes, self._others):
+                while waiting:
+                    waiting.popleft().close()

@@ -62,12 +62,24 @@ def by(label: str, values: Iterable[tuple[str, float]]) -> list[tuple[Labels, fl
 
 
 def families(llm: AsyncLLM) -> list[Family]:
-    """All metrics with their present values."""
+    """All metrics of one engine with their present values."""
     found = Families()
     _add_vllm_metrics(llm, found.add)
     _add_engine_metrics(llm, found.add)
     _add_roofline_metrics(llm, found.add)
     return found.made
+
+
+def of_all_engines(llm: AsyncLLM) -> list[Family]:
+    """Each sample has the number of its engine in the label `engine`. No sums: those of Prometheus would count twice."""
+    made = [families(engine) for engine in llm.engines]
+    for number, each in enumerate(made):
+        for family in each:
+            family.samples = [({"engine": str(number), **labels}, value) for labels, value in family.samples]
+    for joined, *others in zip(*made, strict=True):      # every engine has the same families
+        for family in others:
+            joined.samples += family.samples
+    return made[0]
 
 
 def _add_vllm_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
@@ -145,6 +157,7 @@ def _add_engine_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
     add("counter", "ridgeline:kernel_compiles", "Kernels compiled because the cache had none.", compiles)
     add("counter", "ridgeline:requests_aborted", "Requests aborted, by a client that left or by the server.", metrics.aborted)
     add("counter", "ridgeline:engine_restarts", "Engines restarted after a death or a hang.", llm.num_restarts)
+    add("counter", "ridgeline:requests_moved", "Requests that went on in another engine when this one was lost.", llm.num_moved)
     add("gauge", "ridgeline:engine_up", "1 while the engine accepts requests.", int(llm.is_alive))
     add("gauge", "ridgeline:queued_prompt_tokens", "Prompt tokens that wait to start.", llm.load.waiting_tokens)
     add("gauge", "ridgeline:predicted_wait_seconds", "Predicted wait of a request sent now; also 0 while unknown.", wait)
@@ -214,7 +227,7 @@ def _escaped(text: str) -> str:
 def metrics_response(llm: AsyncLLM, model: str, request: Request) -> Response:
     """GET /metrics. Answers without an engine too: earlier counts stay true."""
     openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
-    text = written(families(llm), {"model_name": model, "engine": "0"}, openmetrics)
+    text = written(of_all_engines(llm), {"model_name": model}, openmetrics)
     return Response(text, headers={"content-type": OPENMETRICS if openmetrics else TEXT})
 
 

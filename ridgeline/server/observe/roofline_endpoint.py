@@ -40,7 +40,7 @@ def setting(llm: AsyncLLM) -> Setting:
         device=ready.device, max_rows=ready.max_num_seqs, kv_usage=1 - llm.free_blocks / max(1, ready.num_blocks),
         weight_bytes=stats.weight_bytes, kv_bytes=stats.kv_bytes, graphs="CUDA graphs" in on,
         overlap="overlap" in on, prefix_caching="prefix caching" in on, speculation="speculation" in on,
-        ranks=llm.config.parallel.tensor_parallel_size, dtype=ready.dtype, native=tuple(stats.flops_s),
+        ranks=llm.config.parallel.num_ranks, dtype=ready.dtype, native=tuple(stats.flops_s),
     )
 
 
@@ -55,6 +55,14 @@ def window_seconds(given: str | None) -> float:
     if not 1 <= seconds <= LONGEST_SECONDS:
         raise BadRequest(f"seconds must be a number from 1 to {LONGEST_SECONDS:.0f}")
     return seconds
+
+
+def chosen(llm: AsyncLLM, given: str | None) -> AsyncLLM:
+    """The query's `engine`; the first one without it."""
+    number = int(given) if given is not None and given.isdigit() and len(given) < 6 else 0 if given is None else -1
+    if not 0 <= number < len(llm.engines):
+        raise BadRequest(f"engine must be a number from 0 to {len(llm.engines) - 1}")
+    return llm.engines[number]
 
 
 class RooflineReply(msgspec.Struct):
@@ -76,6 +84,7 @@ class RooflineReply(msgspec.Struct):
     history: dict[str, Any]          # one row a second
     points: dict[str, Any]           # one row a step
     quality: str = ""                # what quantised weights cost, from their card
+    engines: int = 1                 # of this server; the rest is about one of them
 
 
 def document(

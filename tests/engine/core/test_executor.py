@@ -17,9 +17,11 @@ import torch.distributed as dist
 from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
-from ridgeline.distributed.comm import ProcessGroup
+from ridgeline.distributed.meet import meet
 from ridgeline.engine.core import executor as executor_module
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.ranks import rank_processes as ranks_module
+from ridgeline.engine.ranks import rank_watch
 from ridgeline.errors import EngineDead
 from ridgeline.messages import Request
 from ridgeline.resolve import ResolvedConfig
@@ -34,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And no test waits for the network to give up: its limit is longer than a test may take."""
-    monkeypatch.setattr(ProcessGroup.__init__, "__defaults__", ("gloo", 3600.0))
+    monkeypatch.setattr(meet, "__defaults__", ("gloo", 3600.0, False))
     folder = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))        # short: a socket's path has 107 characters
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = set(psutil.Process().children())
@@ -45,9 +47,9 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not dist.is_initialized()
 
 
-def start(model: Path) -> EngineCore:
+def start(model: Path, **mesh: int) -> EngineCore:
     return EngineCore.start(EngineConfig.of(
-        model=str(model), tensor_parallel_size=2, max_num_seqs=2, num_gpu_blocks_override=20, device="cpu"
+        model=str(model), max_num_seqs=2, num_gpu_blocks_override=20, device="cpu", **mesh or {"tensor_parallel_size": 2}
     ))
 
 
@@ -56,7 +58,7 @@ def ask(core: EngineCore, name: str) -> None:
 
 
 def ranks() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "ridgeline.engine.core.rank" in child.cmdline()]
+    return [child for child in psutil.Process().children() if "ridgeline.engine.ranks.rank" in child.cmdline()]
 
 
 def test_a_rank_that_is_killed_ends_the_engine(model: Path) -> None:
@@ -95,8 +97,46 @@ def test_a_rank_that_dies_in_a_collective_is_named(model: Path) -> None:
     core.close()
 
 
+def test_a_rank_that_hangs_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped and nothing ends it, so that rank 0 would wait for it for as long as the network lets it: an hour here."""
+    monkeypatch.setattr(rank_watch, "SILENT_SECONDS", 2.5)
+    core = start(model)
+    ask(core, "a")
+    core.step()
+    ranks()[0].suspend()
+    with pytest.raises(EngineDead, match="rank 1 gave no sign of life for 2 s and was ended"):
+        while True:
+            core.step()
+    core.close()
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_stage_that_dies_is_named(model: Path, stages: int) -> None:
+    """The first one, which is the last rank. With three, the one between them loses its connection and says so, too."""
+    core = start(model, pipeline_parallel_size=stages)
+    ask(core, "a")
+    ask(core, "b")
+    for _ in range(4):
+        core.step()
+    first = next(each for each in ranks() if f'"rank": {stages - 1}' in " ".join(each.cmdline()))
+    first.kill()
+    with pytest.raises(EngineDead, match=f"rank {stages - 1} ended with code -9"):
+        while True:
+            core.step()
+    core.close()
+
+
+@pytest.mark.parametrize(("waited", "slow"), [
+    ({0: 18.0, 1: 0.5}, 1), ({0: 0.3, 1: 17.0, 2: 16.0}, 0),     # the others wait for it
+    ({0: 9.0, 1: 9.0}, None), ({0: 0.0, 1: 0.0}, None),          # they keep step; they are idle
+    ({0: 0.5, 1: 19.0, 2: 1.0, 3: 1.0}, None), ({0: 1.0}, None), # most do not wait; there is only one
+])
+def test_the_rank_that_others_wait_for(waited: dict[int, float], slow: int | None) -> None:
+    assert rank_watch.straggler(waited, 20.0) == slow
+
+
 def test_a_rank_that_does_not_leave_is_ended(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks_module, "_LEAVE_SECONDS", 0.5)
     core = start(model)
     (rank,) = ranks()
     rank.suspend()
@@ -141,6 +181,6 @@ def test_rank_zero_that_fails_takes_the_others_along(model: Path, monkeypatch: p
         raise RuntimeError("no memory here")
 
     monkeypatch.setattr(executor_module, "make_runner", fail)
-    monkeypatch.setattr(executor_module, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks_module, "_LEAVE_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match="no memory here"):
         start(model)

@@ -209,20 +209,22 @@ class PagedSequences:
     def __post_init__(self) -> None:
         dtype = self.model.norm.weight.dtype
         self.specs = kv_groups(self.model.config, self.block_size, self.tp_size)
-        self.kv: list[LayerKV] = [None] * self.model.config.num_layers  # type: ignore[list-item]
+        found: dict[int, LayerKV] = {}
         for spec in self.specs:
             shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
             for layer in spec.layers:
                 # NaN: a read of a slot that was never written shows.
                 pages = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(spec.vectors)]
-                self.kv[layer] = LayerKV(pages[0], pages[-1][..., : spec.value_dim])
+                found[layer] = LayerKV(pages[0], pages[-1][..., : spec.value_dim])
+        self.kv = [found[layer] for layer in self.model.numbers_here]
         generator = torch.Generator().manual_seed(0)
         self.free = [torch.randperm(self.num_blocks - 1, generator=generator).add(1).tolist() for _ in self.specs]
         self.tables: dict[int, list[list[int]]] = {}
         self.lengths: dict[int, int] = {}
 
     def step(self, tokens: dict[int, list[int]]) -> dict[int, Tensor]:
-        """Feed each sequence some tokens; returns the logits after every one of them, [tokens, vocabulary]."""
+        """Feed each sequence some tokens; returns the logits after every one of them, [tokens, vocabulary]. On a stage but
+        the last: what it has sent on."""
         starts = [self.lengths.get(sequence, 0) for sequence in tokens]
         counts = [len(each) for each in tokens.values()]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -256,7 +258,9 @@ class PagedSequences:
             picks=np.arange(sum(counts)),
             device_picks=torch.arange(sum(counts)),
         )
-        logits = self.model.logits(self.model(batch, self.kv)[batch.logits_index])
+        logits = self.model(batch, self.kv)[batch.logits_index]
+        if self.model.stage.last:
+            logits = self.model.logits(logits)
         self.lengths.update(zip(tokens, ends, strict=True))
         return dict(zip(tokens, logits.split(counts), strict=True))
 

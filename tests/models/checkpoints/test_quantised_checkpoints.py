@@ -15,7 +15,7 @@ from tiny_models import random_tokens, teacher_forced_logits
 from torch import Tensor
 
 from ridgeline.config import EngineConfig
-from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.comm import Axis, Communicator
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
@@ -39,7 +39,7 @@ def decoder(path: Path, packed: bool, dtype: torch.dtype = torch.float64, comm: 
     """On the CPU; `packed`: codes are kept, as on a GPU."""
     comm = comm or Communicator()
     config = load_model_config(path)
-    formats = LinearFormats(config, "none", "cuda" if packed else "cpu", comm.size)
+    formats = LinearFormats(config, "none", "cuda" if packed else "cpu", comm.tensor.size)
     plain = Unquantised()
 
     def scheme(place: str) -> Scheme:
@@ -92,7 +92,7 @@ def test_predicted_bytes_are_the_bytes(dialect: str, tmp_path: Path) -> None:
 # -- shards and fused parts ---------------------------------------------------------------------------------------------
 
 
-class Rank(Communicator):
+class Rank(Axis):
     """One rank of several, as far as loading is concerned."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -108,9 +108,9 @@ def test_a_shard_may_end_inside_a_block(dialect: str, size: int, tmp_path: Path)
     sizes = {"intermediate_size": 96}
     quantised, plain = save_quantised(dialect, tmp_path, **sizes)
     for rank in range(size):
-        expected = decoder(plain, False, comm=Rank(rank, size)).numbers()
+        expected = decoder(plain, False, comm=Communicator(Rank(rank, size))).numbers()
         for packed in (False, True):
-            found = decoder(quantised, packed, comm=Rank(rank, size)).numbers()
+            found = decoder(quantised, packed, comm=Communicator(Rank(rank, size))).numbers()
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 

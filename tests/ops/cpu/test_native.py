@@ -167,10 +167,18 @@ def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
     assert run(model, options, requests()).answers == plain
 
 
-@pytest.mark.parametrize(("machine", "level"), [
-    (machine, level) for machine, levels in native_build.LEVELS.items() for level in levels
-], ids=lambda value: getattr(value, "name", value))
-@pytest.mark.parametrize("name", ["native_check.c", "native_step_check.c"])
+def checks() -> list[Any]:
+    """Per level: its products, and its other kernels where it has its own. Emulators are slow: another machine's best level on
+    every commit, the rest of its levels in slow tests."""
+    return [
+        pytest.param(name, machine, level, id=f"{name}-{machine}-{level.name}",
+                     marks=pytest.mark.slow if machine != platform.machine() and level is not levels[0] else ())
+        for machine, levels in native_build.LEVELS.items() for level in levels
+        for name in ("native_check.c", "native_step_check.c") if name == "native_check.c" or not level.falls_to
+    ]
+
+
+@pytest.mark.parametrize(("name", "machine", "level"), checks())
 def test_every_level(name: str, machine: str, level: native_build.Level, tmp_path: Path) -> None:
     emulator: list[str] = []
     compiler = "cc"
@@ -182,7 +190,8 @@ def test_every_level(name: str, machine: str, level: native_build.Level, tmp_pat
         emulator = [emulators[0], "-cpu", "max"]
     elif not level.needs <= cpu_flags():
         pytest.skip(f"this machine has no {level.name}")
-    own = {"-O3": "-O1", "-fopenmp": "-Wno-unknown-pragmas", "-fPIC": "-static" if emulator else "-pthread"}
+    # -O1 and more take several times as long to compile as the check runs.
+    own = {"-O3": "-Og", "-fopenmp": "-Wno-unknown-pragmas", "-fPIC": "-static" if emulator else "-pthread"}
     flags = [own.get(flag, flag) for flag in native_build.FLAGS] + [*level.flags, f"-DLEVEL={level.name}"]
     checked = tmp_path / "check"
     source = Path(__file__).with_name(name)

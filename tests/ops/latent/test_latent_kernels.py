@@ -24,7 +24,7 @@ pytestmark = [
 HELPERS = {
     kernel_decode: ("fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "member_offset",
                     "merge_shares", "slot_of",
-                    "store_scaled"),
+                    "scales_of", "store_scaled"),
     kernel_latent: ("absorbed_query", "block_of", "attend_latents", "attend_keys_first", "tile_of_row", "load_heads_tile",
                     "attend_widened"),
     latent_write: ("write_entry",),

@@ -1,4 +1,4 @@
-"""The GEMM kernels with e4m3 operands, compiled for sm_90: the right instructions, no spilled registers, the planned memory."""
+"""The GEMM kernels with 8-bit operands, compiled for sm_90: the right instructions, no spilled registers, the planned memory."""
 
 from __future__ import annotations
 
@@ -22,43 +22,46 @@ from ridgeline.ops.linear.select_wide import fp8_wide_plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
 SHARED = 232_448                     # bytes of an H200's SM that one CTA may have
-COUNTS = ("rows", "inputs", "outputs", "tiles", "step", "splits", "weight_stride", "part_inputs")
+COUNTS = ("rows", "inputs", "outputs", "tiles", "step", "splits", "weight_stride", "part_inputs", "scale_stride")
+TYPES = {"row": "fp8e4nv", "block": "fp8e4nv", "int8": "i8"}
 
 
-def ring_source(module: Any, rows: int, paired: bool) -> tuple[Any, dict[str, Any], dict[str, str], int]:
+def ring_source(module: Any, codes: str, rows: int, paired: bool) -> tuple[Any, dict[str, Any], dict[str, str], int]:
     plan = fp8_ring_gemm_plan(rows, 4096, 4096)
     assert plan is not None
     constants = {
         "BLOCK_ROWS": plan.block_rows, "BLOCK_OUTPUTS": plan.block_outputs, "BLOCK_INPUTS": plan.block_inputs,
         "STAGES": plan.stages, "X_STAGES": plan.x_stages, "GATE": 0, "BIAS": paired, "SCALED": True, "PAIRED": paired,
-        "WARPS": plan.warps, "DEPENDENT": True,
+        "BLOCK_SCALED": 128 if codes == "block" else 0, "WARPS": plan.warps, "DEPENDENT": True,
     }
     types = dict.fromkeys(("bias_ptr", "out_ptr"), "*bf16") | {
-        "part_ptr": "*fp32", "arrived_ptr": "*i32", "x_scale_ptr": "*fp32", "scale_ptr": "*fp32", "weight_ptr": "*fp8e4nv",
-        "x_tiles": f"tensordesc<fp8e4nv[{plan.block_rows}, {plan.block_inputs}],{module.tiles_of(128, 8, 2)!r}>",
+        "part_ptr": "*fp32", "arrived_ptr": "*i32", "x_scale_ptr": "*fp32", "scale_ptr": "*fp32",
+        "weight_ptr": f"*{TYPES[codes]}",
+        "x_tiles": f"tensordesc<{TYPES[codes]}[{plan.block_rows}, {plan.block_inputs}],{module.tiles_of(128, 8, 2)!r}>",
     } | dict.fromkeys(COUNTS, "i32")
     return module._ring_gemm_kernel, constants, types, plan.warps
 
 
-def wide_source(module: Any, outputs: int, inputs: int) -> tuple[Any, dict[str, Any], dict[str, str], int]:
+def wide_source(module: Any, codes: str, outputs: int, inputs: int) -> tuple[Any, dict[str, Any], dict[str, str], int]:
     plan = fp8_wide_plan(128, outputs, inputs)
     assert plan is not None
     flat = module.gl.NVMMASharedLayout(128, 8, rank=2)
     constants = {
         "TILE": plan.tile, "STEP": plan.step, "BOX": module.BOX, "SPLITS": plan.splits, "STAGES": plan.stages,
         "ROW_STAGES": plan.row_stages, "RUN": module.RUN, "MOST_TILES": module.MOST_TILES, "GATE": 0, "BIAS": False,
-        "SCALED": True, "PROMOTED": module.PROMOTED, "DEPENDENT": True,
+        "SCALED": True, "BLOCK_SCALED": 128 if codes == "block" else 0, "PROMOTED": module.PROMOTED, "DEPENDENT": True,
     }
     split = plan.splits > 1
     types = {
-        "x": f"tensordesc<fp8e4nv[64, 128],{flat!r}>", "weight": f"tensordesc<fp8e4nv[{module.BOX}, 128],{flat!r}>",
+        "x": f"tensordesc<{TYPES[codes]}[64, 128],{flat!r}>",
+        "weight": f"tensordesc<{TYPES[codes]}[{module.BOX}, 128],{flat!r}>",
         "x_scale_ptr": "*fp32", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16",
         "part_ptr": "*fp32" if split else "*bf16", "arrived_ptr": "*i32" if split else "*bf16",
-    } | dict.fromkeys(("items", "blocks", "rows", "outputs"), "i32")
+    } | dict.fromkeys(("items", "blocks", "rows", "outputs", "scale_stride"), "i32")
     return module.wide_gemm_kernel, constants, types, 4
 
 
-def compiled(kind: str, first: int, second: int) -> dict[str, Any]:
+def compiled(kind: str, codes: str, first: int, second: int) -> dict[str, Any]:
     """In a process of its own, where the op files believe in a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -69,9 +72,9 @@ def compiled(kind: str, first: int, second: int) -> dict[str, Any]:
     for name in ("hopper", "linear.gemv"):
         importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
     if kind == "ring":
-        kernel, constants, types, warps = ring_source(importlib.reload(gemm_ring), first, bool(second))
+        kernel, constants, types, warps = ring_source(importlib.reload(gemm_ring), codes, first, bool(second))
     else:
-        kernel, constants, types, warps = wide_source(importlib.reload(gemm_wide), first, second)
+        kernel, constants, types, warps = wide_source(importlib.reload(gemm_wide), codes, first, second)
     types |= dict.fromkeys(constants, "constexpr")
     aligned = [name for name in types if name.endswith("_ptr") or name in ("inputs", "weight_stride", "part_inputs")]
     source = GluonASTSource(
@@ -88,28 +91,30 @@ def compiled(kind: str, first: int, second: int) -> dict[str, Any]:
         code = subprocess.run([tool, "-c", binary.name], capture_output=True, text=True, check=True).stdout
     return {
         "shared": result.metadata.shared, "spills": len(re.findall(r"\b(STL|LDL)\b", code)),
-        "mma": len(re.findall("QGMMA", code)),
+        "mma": len(re.findall("[QI]GMMA", code)),
         "products": sorted(set(re.findall(r"wgmma\.mma_async\.\S+", result.asm["ptx"]))),
     }
 
 
 @pytest.mark.parametrize(
-    ("kind", "first", "second"),
+    ("kind", "codes", "first", "second"),
     [
-        ("ring", 8, 1), ("wide", 4096, 14336),
-        *(pytest.param("ring", rows, 0, marks=pytest.mark.slow) for rows in (16, 32, 64)),
-        pytest.param("wide", 28672, 4096, marks=pytest.mark.slow),
+        ("ring", "block", 8, 1), ("ring", "int8", 8, 1), ("wide", "block", 4096, 14336), ("wide", "int8", 4096, 14336),
+        *(pytest.param("ring", codes, rows, 0, marks=pytest.mark.slow) for rows in (16, 32, 64) for codes in TYPES),
+        *(pytest.param("wide", codes, 28672, 4096, marks=pytest.mark.slow) for codes in TYPES),
+        pytest.param("ring", "row", 8, 1, marks=pytest.mark.slow),
+        pytest.param("wide", "row", 4096, 14336, marks=pytest.mark.slow),
     ],
 )
-def test_the_fp8_kernel_compiles(tmp_path: Path, kind: str, first: int, second: int) -> None:
+def test_the_8_bit_kernel_compiles(tmp_path: Path, kind: str, codes: str, first: int, second: int) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, __file__, kind, str(first), str(second)]
+    command = [sys.executable, __file__, kind, codes, str(first), str(second)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["shared"] + 1024 <= SHARED and found["spills"] == 0 and found["mma"] > 0
-    assert all("e4m3.e4m3" in each for each in found["products"]) and found["products"]
+    assert all(("s8.s8" if codes == "int8" else "e4m3.e4m3") in each for each in found["products"]) and found["products"]
 
 
 if __name__ == "__main__":
-    print(json.dumps(compiled(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(compiled(*sys.argv[1:3], *map(int, sys.argv[3:]))))

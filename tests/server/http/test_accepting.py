@@ -66,6 +66,16 @@ def test_a_health_check_does_not_wait_for_those_before_it(listener: socket.socke
         each.close()
 
 
+def test_health_checks_leave_a_place_to_the_others_and_keep_their_order(listener: socket.socket) -> None:
+    checks = [b"GET /health?%02d" % number for number in range(5 * BEGUN_AT_ONCE)]
+    clients = [connect(listener, 1, check)[0] for check in checks] + connect(listener, 2, b"GET /x HTTP/1.1")
+    begun = accepted(listener, lambda begun, _: len(begun) == len(clients))
+    assert [data for data in begun if data in checks] == checks
+    assert b"GET /x HTTP/1.1" in begun[:BEGUN_AT_ONCE] and b"GET /x HTTP/1.1" in begun[BEGUN_AT_ONCE : 2 * BEGUN_AT_ONCE]
+    for each in clients:
+        each.close()
+
+
 def test_all_begin_in_the_end_and_late_bytes_are_no_hindrance(listener: socket.socket) -> None:
     silent = [socket.create_connection(listener.getsockname(), timeout=120) for _ in range(3)]
 

@@ -20,7 +20,8 @@ from served_model import ServerProcess, wait_until, write_model
 from verdict_cases import LLAMA_8B, decode
 
 from ridgeline import metrics
-from ridgeline.distributed.comm import Communicator, ProcessGroup
+from ridgeline.distributed.comm import Communicator, ProcessAxis
+from ridgeline.distributed.meet import meet
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.stats import RooflineReporter
 from ridgeline.engine.llm import LLM
@@ -35,6 +36,7 @@ from ridgeline.roofline.verdict import TERMS, Setting, judge
 from ridgeline.runner.start import measure_peaks
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.observe.roofline_endpoint import HISTORY, RooflineReply, document, window_seconds
+from ridgeline.sizes.mesh_shape import MeshShape
 
 H200 = MachinePeaks("NVIDIA H200", 4.38e12, {"bfloat16": 793e12, "float32": 50e12}, 1e-6, "then", 5e-6)
 RATES = Rates(4.38e12, 793e12)
@@ -124,14 +126,15 @@ def test_what_is_computed_for_nothing_is_between_mfu_and_hfu() -> None:
 
 
 def test_what_ranks_wait_for_each_other_is_told_apart(tmp_path: Path) -> None:
-    group = ProcessGroup(0, 1, tmp_path / "store")
+    mesh = meet(MeshShape(), 0, tmp_path / "store")
     try:
-        group.all_reduce(torch.ones(4))
-        once = group.waited
-        group.broadcast(torch.ones(4))
-        assert 0 < once < group.waited and Communicator().waited == 0
+        axis = ProcessAxis([0], 0)
+        axis.all_reduce(torch.ones(4))
+        once = axis.waited
+        axis.broadcast(torch.ones(4))
+        assert 0 < once < Communicator(axis).waited and Communicator().waited == 0
     finally:
-        group.close()
+        mesh.close()
     made = recorder((decode(4, 1000), 0.010, {"communication": 0.006}))
     window = window_of(1.0, made.sums["decode"])
     assert window.communication == 0.006

@@ -6,7 +6,7 @@ const COLOURS = { weight_bandwidth: "weights", kv_bandwidth: "kv", activations: 
 const colour = (part) => COLOURS[part] || WORDS.groupOf[part] || "overhead";
 const named = (words, key) => words[key] || key.replaceAll("_", " ");
 
-const page = { key: "", timer: 0, failures: 0, last: null, at: 0, problem: "" };
+const page = { key: "", timer: 0, failures: 0, last: null, at: 0, problem: "", engine: 0 };
 const at = (id) => document.getElementById(id);
 const write = (id, text) => { if (at(id).textContent !== text) at(id).textContent = text; };
 
@@ -229,10 +229,18 @@ function showSilence() {
   notice(`The server does not answer (${page.problem}). Trying again.`, true, age);
 }
 
+// With several engines, the rest of the page is about the one that was chosen in the table.
+async function showFleet(engines) {
+  at("fleet").hidden = engines < 2;
+  if (engines < 2) return;
+  const reply = await fetch("fleet", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  if (reply.ok) drawFleet(at("fleet"), await reply.json(), { chosen: page.engine, pick: (index) => { page.engine = index; poll(); } });
+}
+
 async function poll() {
   clearTimeout(page.timer);
   try {
-    const reply = await fetch("roofline", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    const reply = await fetch(page.engine ? `roofline?engine=${page.engine}` : "roofline", { headers: headers(), cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
     if (reply.status !== 401 && !reply.ok) throw new Error(`HTTP ${reply.status}`);
     const answer = reply.ok ? await reply.json() : null;
     page.failures = 0;
@@ -242,6 +250,7 @@ async function poll() {
       notice("");
       showHealth(answer);
       show(answer);
+      await showFleet(answer.engines);
     }
     if (reply.status === 401 || !at("key-form").hidden) askForKey(reply.status === 401);
   } catch (error) {

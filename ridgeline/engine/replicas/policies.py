@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ridgeline.route.learned_times import mean_pace
-from ridgeline.route.prompt_text import Prompt
-from ridgeline.route.replica_load import ReplicaLoad, Ticket
+from ridgeline.engine.replicas.learned_times import mean_pace
+from ridgeline.engine.replicas.replica_load import ReplicaLoad, Ticket
+from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 
 CLOSE = 1.02                         # predictions that differ by less are equal: learned times are not exact
 POLICIES = ("predicted", "round-robin", "least-pending")
@@ -23,7 +23,7 @@ class Choice:
         self.loads = loads
         self._turn = 0
 
-    def choose(self, prompt: Prompt, now: float, usable: Sequence[int]) -> int:
+    def choose(self, prompt: RoutedPrompt, now: float, usable: Sequence[int]) -> int:
         """The number of the best replica; equal ones take turns."""
         self._turn += 1
         count = len(self.loads)
@@ -38,11 +38,11 @@ class Choice:
         close = [number for number in by_turn if predicted[number].total <= CLOSE * best]
         return max(close, key=lambda number: predicted[number].cached)
 
-    def send(self, number: int, prompt: Prompt, now: float) -> Ticket:
+    def send(self, number: int, prompt: RoutedPrompt, now: float) -> Ticket:
         return self.loads[number].send(prompt, now, mean_pace(load.times for load in self.loads))
 
     def shortest_wait(self, now: float, usable: Sequence[int]) -> float:
         """Seconds until a replica has begun all requests that wait there; for Retry-After."""
         otherwise = mean_pace(load.times for load in self.loads)
-        nothing = Prompt(b"", 0, [])
+        nothing = RoutedPrompt(b"", 0, [])
         return min((self.loads[number].predict(nothing, now, otherwise).wait for number in usable), default=1.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from ridgeline.route.prefix_tree import CHUNK, FEWEST_NODES, MOST_CHAIN, PrefixTree, chain_of
-from ridgeline.route.prompt_text import prompt_of
+from ridgeline.engine.replicas.prefix_tree import CHUNK, FEWEST_NODES, MOST_CHAIN, PrefixTree, chain_of
+from ridgeline.route.prompt_text import prompt_of, with_answer
 
 
 def text(seed: int, chunks: int) -> bytes:
@@ -94,7 +94,7 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
     following = [*turn, {"role": "assistant", "content": answer}, {"role": "user", "content": "more" * 100}]
     second = prompt_of({"model": "m", "messages": following})
     assert tree.match(second.chain) == len(first.text) // CHUNK
-    tree.extend(first.with_answer(answer))
+    tree.extend(with_answer(first, answer))
     assert tree.match(second.chain) == (len(first.text) + len("?assistant?") + 900) // CHUNK
 
 

@@ -9,15 +9,22 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
+import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import zmq
 
 from ridgeline.config import EngineConfig
-from ridgeline.distributed.comm import ProcessGroup
-from ridgeline.engine.ipc import PLAN
+from ridgeline.distributed.comm import Communicator
+from ridgeline.engine.core.executor import join
+from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, STOP
+from ridgeline.engine.ranks.rank_watch import BEAT_SECONDS
+from ridgeline.engine.ranks.rank_wire import connect
+from ridgeline.engine.ranks.ray_ranks import KEYS
 from ridgeline.errors import one_line
+from ridgeline.process.children import erase_variable
 from ridgeline.process.orphans import end_with_parent
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.runner.worker import make_runner
@@ -35,10 +42,16 @@ class Link:
 
     def __init__(self, given: dict[str, Any], context: zmq.Context[Any]) -> None:
         self._rank, self._parent = given["rank"], given["parent"]
+        keys = json.loads(os.environ.pop(KEYS, "{}"))
+        erase_variable(KEYS)
         self._plans = context.socket(zmq.PULL)
-        self._plans.connect(given["address"])
+        connect(self._plans, given["address"], keys)
         self._reports = context.socket(zmq.PUSH)
-        self._reports.connect(given["reports"])
+        connect(self._reports, given["reports"], keys)
+        self._beats = context.socket(zmq.PUSH)           # of the thread that says that this rank lives
+        self._beats.setsockopt(zmq.SNDHWM, 4)
+        connect(self._beats, given["beats"], keys)
+        self.steps = 0
 
     def check(self, *_: int) -> None:
         if os.getppid() != self._parent:
@@ -47,24 +60,47 @@ class Link:
     def report(self, reached: str, reason: str = "") -> None:
         self._reports.send(json.dumps([self._rank, reached, reason]).encode())
 
-    def receive(self) -> bytes:
+    def live(self, mesh: Communicator) -> None:
+        """Say so once a second from now on: a thread of its own, for this one may wait for other ranks."""
+        def beat() -> None:
+            while True:
+                with suppress(zmq.Again):
+                    self._beats.send(json.dumps([self._rank, self.steps, mesh.waited]).encode(), zmq.NOBLOCK)
+                time.sleep(BEAT_SECONDS)
+
+        threading.Thread(target=beat, name="beat", daemon=True).start()
+
+    def receive(self) -> tuple[bytes, bytes]:
+        """What to do, and its frame."""
         while not self._plans.poll(_POLL_MS):
             self.check()
-        return self._plans.recv()
+        what, *frame = self._plans.recv_multipart()
+        return what, frame[0] if frame else b""
 
 
 def obey(given: dict[str, Any], link: Link) -> None:
     options = EngineConfig.of(**given["options"])
     config = resolve(options, DeviceFacts(options.model.device, _UNLIMITED, (options.model.dtype,)))
     link.report("started")
-    backend = "gloo" if config.device == "cpu" else "nccl"
-    comm = ProcessGroup(given["rank"], given["size"], Path(given["store"]), backend)
+    comm = join(config, given["rank"], given)
     runner = make_runner(config, comm, link.check)
+    link.live(comm)
     link.report("loaded")
-    while frame := link.receive():
+    depth, in_flight = runner.rows.depth, 0
+    while (message := link.receive())[0] != STOP:
+        what, frame = message
+        if what == SAID:
+            said = SAID_TOKENS.decode(frame)
+            runner.said(said.rows, said.tokens)
+            continue
+        assert what == RUN
         runner.submit(PLAN.decode(frame))
         runner.sample()
-        runner.collect()
+        in_flight += 1
+        link.steps += 1
+        if in_flight > depth:                            # as late as on rank 0: the device is not waited for before
+            runner.collect()
+            in_flight -= 1
     comm.close()
 
 

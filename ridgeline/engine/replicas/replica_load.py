@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ridgeline.route.learned_times import LearnedTimes, Pace
-from ridgeline.route.prefix_tree import CHUNK, Hit, PrefixTree
-from ridgeline.route.prompt_text import Prompt
+from ridgeline.engine.replicas.learned_times import LearnedTimes, Pace
+from ridgeline.engine.replicas.prefix_tree import CHUNK, Chain, Hit, PrefixTree
+from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 
 TOLERANCE_TOKENS = 128               # that a prediction of cached tokens may be wrong by: blocks are computed whole …
 TOLERANCE_SHARE = 0.1                # … and text is only about proportional to tokens
@@ -33,13 +33,13 @@ class Habits:
     bytes_per_token: float = 4.0
     output_tokens: float = USUAL_OUTPUT
 
-    def observe(self, prompt: Prompt, usage: Usage) -> None:
+    def observe(self, prompt: RoutedPrompt, usage: Usage) -> None:
         if usage.prompt and prompt.text:
             self.bytes_per_token += NEWEST * (len(prompt.text) / usage.prompt - self.bytes_per_token)
         if usage.completion:
             self.output_tokens += NEWEST * (usage.completion - self.output_tokens)
 
-    def output(self, prompt: Prompt) -> float:
+    def output(self, prompt: RoutedPrompt) -> float:
         return min(self.output_tokens, prompt.most_output or self.output_tokens)
 
 
@@ -67,7 +67,7 @@ class Prediction:
 class Ticket:
     """One request on one replica."""
 
-    prompt: Prompt
+    prompt: RoutedPrompt
     predicted: Prediction
     hit: Hit
     number: int                      # of its prompt, in the replica's tree
@@ -93,7 +93,7 @@ class ReplicaLoad:
     def pending(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def predict(self, prompt: Prompt, now: float, otherwise: Pace) -> Prediction:
+    def predict(self, prompt: RoutedPrompt, now: float, otherwise: Pace) -> Prediction:
         self._assume(now)
         pace, habits = self.times.pace(otherwise), self.habits
         tokens = len(prompt.text) / habits.bytes_per_token
@@ -122,7 +122,7 @@ class ReplicaLoad:
 
     # -- a request's life ----------------------------------------------------------------------------------------------
 
-    def send(self, prompt: Prompt, now: float, otherwise: Pace) -> Ticket:
+    def send(self, prompt: RoutedPrompt, now: float, otherwise: Pace) -> Ticket:
         predicted = self.predict(prompt, now, otherwise)
         # What an unanswered request sent before is being computed: that it is not cached yet says nothing about evictions.
         settled = min((each.number for each in self.waiting.values()), default=None)
@@ -143,13 +143,14 @@ class ReplicaLoad:
         ticket.rows = self.pending
         return True
 
-    def finish(self, ticket: Ticket, now: float, usage: Usage | None = None, answer: str = "") -> None:
-        """The answer is complete. Without a usage the replica's counts are guessed from the text."""
+    def finish(self, ticket: Ticket, now: float, usage: Usage | None = None, whole: Chain = ()) -> None:
+        """The answer is complete; `whole` are the nodes of prompt and answer. Without a usage the replica's counts are guessed
+        from the text."""
         streamed = ticket.prompt.streams and id(ticket) in self.running
         rows = (ticket.rows + self.pending) / 2
         self.leave(ticket)
-        if answer:
-            self.tree.extend(ticket.prompt.with_answer(answer))
+        if whole:
+            self.tree.extend(whole)
         if usage is not None:
             self.habits.observe(ticket.prompt, usage)
             self._compare(ticket, usage)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.route.learned_times import Line, Pace
-from ridgeline.route.policies import Choice
-from ridgeline.route.prompt_text import Prompt, prompt_of
-from ridgeline.route.replica_load import Habits, ReplicaLoad, Usage
+from ridgeline.engine.replicas.learned_times import Line, Pace
+from ridgeline.engine.replicas.policies import Choice
+from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Usage
+from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
+from ridgeline.route.prompt_text import prompt_of
 from ridgeline.route.simulation.simulated_fleet import Machine, SimulatedFleet
 from ridgeline.route.simulation.simulated_traffic import conversations, shared_prefixes
 
@@ -19,7 +20,7 @@ def fleet(policy: str, count: int) -> Choice:
     return Choice(policy, [ReplicaLoad(habits) for _ in range(count)])
 
 
-def prompt(name: str, tokens: int, streams: bool = True) -> Prompt:
+def prompt(name: str, tokens: int, streams: bool = True) -> RoutedPrompt:
     return prompt_of({"prompt": (name * 4 * tokens)[: 4 * tokens], "stream": streams})
 
 

@@ -1,0 +1,291 @@
+"""Compares routers in one run: ours by its three policies, and vllm-router and sglang-router, before the same real servers.
+
+    python benchmarks/studies/router/measured.py --peers FOLDER > benchmarks/studies/router/measured.json
+
+Four servers on one machine, in one of two kinds. `--engine paced`: a tiny model whose steps take a given time (paced_server.py),
+so that they do not disturb each other; server, scheduler, prefix cache, HTTP and routers are real, the time of a step is not.
+`--engine embedded`: SmolLM2-135M, one thread each. They share the machine's cores then: output is what the machine can compute.
+
+Every router gets the same traffic with a first line of its own, so that no run finds the prefixes of another. Rounds go through
+all routers in turn; figures are sums and percentiles over all rounds. `one` sends the whole traffic to a single server: its
+cached tokens are those of one big cache. Cached tokens and outputs are the servers' own counters; times are the client's.
+
+FOLDER has the peers' wheels, installed by `pip install --target FOLDER vllm-router sglang-router setproctitle aiohttp orjson`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paced_server import write_model
+
+from ridgeline.route.upstream import Upstream
+
+COUNTERS = {"cached": "vllm:prefix_cache_hits_total", "looked_up": "vllm:prefix_cache_queries_total",
+            "output": "vllm:generation_tokens_total"}
+WORDS = ("river stone morning cloud paper garden window winter letter music silver engine forest candle harbour table "
+         "number bridge summer market island mirror doctor circle weather orange kitchen travel history station").split()
+WHAT = {
+    "paced": "routers before real servers whose steps take a given time (settings.pace): no speed of a real machine",
+    "embedded": "routers before real servers with SmolLM2-135M on one machine, whose cores they share",
+}
+OWN = ("predicted", "round-robin", "least-pending")
+ROUTERS = (*OWN, "vllm-router", "sglang-router")
+
+
+@dataclass
+class Tally:
+    """Of one router and one kind of traffic, over all rounds."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    failed: list[str] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    counted: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
+
+    def summary(self) -> dict[str, Any]:
+        waits = sorted(self.first) or [0.0]
+        return {
+            "requests": self.requests, "failed": len(self.failed), "first_failure": self.failed[0] if self.failed else "",
+            "seconds": round(self.seconds, 2), "prompt_tokens": self.counted["looked_up"],
+            "cached_tokens": self.counted["cached"], "output_tokens": self.counted["output"],
+            "output_tokens_s": round(self.counted["output"] / self.seconds, 2),
+            "first_token_p50_s": round(waits[len(waits) // 2], 3),
+            "first_token_p99_s": round(waits[min(len(waits) - 1, int(0.99 * len(waits)))], 3),
+        }
+
+
+def text(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def conversations(name: str, seed: int, sizes: argparse.Namespace) -> list[list[str]]:
+    """By conversation, its system prompt and then what the user says."""
+    rng = random.Random(seed)
+    shared = f"{name} {seed}. {text(rng, sizes.system)}"
+    return [[shared, *(text(rng, sizes.question) for _ in range(sizes.turns))] for _ in range(sizes.users)]
+
+
+def documents(name: str, seed: int, sizes: argparse.Namespace) -> list[list[str]]:
+    """Single questions about long documents, as conversations of one turn. Every document is asked about `turns` times."""
+    rng = random.Random(seed)
+    texts = [f"{name} {seed} {number}. {text(rng, sizes.document)}" for number in range(sizes.users // 2)]
+    asked = [[each, text(rng, 8)] for each in texts for _ in range(2 * sizes.turns)]
+    rng.shuffle(asked)
+    return asked
+
+
+TRAFFIC = {"conversations": conversations, "shared documents": documents}
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def answers(url: str, path: str = "/health") -> str:
+    upstream = Upstream(url)
+    try:
+        async with asyncio.timeout(20), upstream.ask("GET", path) as answer:
+            body = (await answer.body(2**24)).decode()
+            return body if answer.status == 200 else ""
+    except Exception:
+        return ""
+    finally:
+        upstream.close()
+
+
+@asynccontextmanager
+async def process(command: list[str], url: str, log: Path, **variables: str) -> AsyncIterator[str]:
+    with log.open("w") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | variables)
+    try:
+        until = time.monotonic() + 300
+        while not await answers(url):
+            if child.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"{command[2]} did not start: {' '.join(log.read_text()[-400:].split())}")
+            await asyncio.sleep(0.3)
+        yield url
+    finally:
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(40)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def server(port: int, sizes: argparse.Namespace) -> list[str]:
+    if sizes.engine == "paced":
+        settings = {"port": port, "model": str(Path(sizes.logs) / "tiny"), "pace": sizes.pace, "blocks": sizes.blocks,
+                    "rows": 32, "budget": 512}
+        return [sys.executable, str(Path(__file__).with_name("paced_server.py")), "front", json.dumps(settings)]
+    return [sys.executable, "-m", "ridgeline", "serve", "--port", str(port), "--kv-cache-memory-bytes", str(sizes.kv_bytes),
+            "--max-model-len", "4096", "--max-num-seqs", "16", "--drain-timeout", "0"]
+
+
+def router(name: str, port: int, urls: list[str]) -> list[str]:
+    if name in OWN:
+        return [sys.executable, "-m", "ridgeline", "route", *urls, "--port", str(port), "--policy", name]
+    module = name.replace("-", "_")
+    return [sys.executable, "-m", f"{module}.launch_router", "--worker-urls", *urls, "--port", str(port), "--host", "127.0.0.1",
+            "--policy", "cache_aware", "--prometheus-port", str(free_port())]
+
+
+# -- the client --------------------------------------------------------------------------------------------------------
+
+
+async def ask(upstream: Upstream, messages: list[dict[str, str]], sizes: argparse.Namespace, tally: Tally) -> str:
+    body = {"model": sizes.model, "messages": messages, "max_tokens": sizes.answer, "temperature": 0, "stream": True,
+            "ignore_eos": True}
+    began, first, said = time.monotonic(), 0.0, ""
+    async with asyncio.timeout(600), upstream.ask(
+        "POST", "/v1/chat/completions", [(b"content-type", b"application/json")], json.dumps(body).encode()
+    ) as answer:
+        rest = b""
+        async for piece in answer.pieces():
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                if not line.startswith(b"data: {"):
+                    continue
+                choices = json.loads(line[6:]).get("choices") or [{}]
+                new = (choices[0].get("delta") or {}).get("content") or ""
+                first = first or (time.monotonic() if new else 0.0)
+                said += new
+        if answer.status != 200 or not first:
+            raise RuntimeError(f"HTTP {answer.status}: {rest[:200]!r}")
+    tally.first.append(first - began)
+    return said
+
+
+async def talk(url: str, talks: list[list[str]], sizes: argparse.Namespace, tally: Tally) -> None:
+    """`users` at a time; each takes the next conversation when its last one has ended."""
+    upstream, waiting = Upstream(url), list(reversed(talks))
+
+    async def user() -> None:
+        while waiting:
+            system, *questions = waiting.pop()
+            messages = [{"role": "system", "content": system}]
+            for question in questions:
+                messages.append({"role": "user", "content": question})
+                tally.requests += 1
+                try:
+                    messages.append({"role": "assistant", "content": await ask(upstream, messages, sizes, tally)})
+                except Exception as error:
+                    tally.failed.append(f"{type(error).__name__}: {error}"[:300])
+                    break
+
+    await asyncio.gather(*(user() for _ in range(sizes.at_once)))
+    upstream.close()
+
+
+async def counted(urls: list[str]) -> dict[str, float]:
+    found = dict.fromkeys(COUNTERS, 0.0)
+    for url in urls:
+        page = await answers(url, "/metrics")
+        for name, metric in COUNTERS.items():
+            found[name] += sum(float(value) for value in re.findall(rf"^{metric}{{[^}}]*}} (\S+)$", page, re.MULTILINE))
+    return found
+
+
+async def measure(name: str, kind: str, seed: int, url: str, servers: list[str], sizes: argparse.Namespace, tally: Tally) -> None:
+    before, began = await counted(servers), time.monotonic()
+    await talk(url, TRAFFIC[kind](name, seed, sizes), sizes, tally)
+    tally.seconds += time.monotonic() - began
+    await asyncio.sleep(1.0)                             # engines report their counters some times a second
+    after = await counted(servers)
+    for each in COUNTERS:
+        tally.counted[each] += after[each] - before[each]
+    print(f"{kind}, {name}, seed {seed}: {tally.summary()}", file=sys.stderr, flush=True)
+
+
+async def run(sizes: argparse.Namespace) -> dict[str, Any]:
+    folder, ports = Path(sizes.logs), [free_port() for _ in range(sizes.replicas)]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    tallies: dict[str, dict[str, Tally]] = {kind: {} for kind in TRAFFIC}
+    absent: dict[str, str] = {}
+    async with asyncio.TaskGroup() as group:
+        running = [process(server(port, sizes), url, folder / f"server-{port}.log", OMP_NUM_THREADS="1")
+                   for port, url in zip(ports, urls, strict=True)]
+        for each in running:
+            group.create_task(each.__aenter__())
+    try:
+        for number, url in enumerate(urls):              # the first requests of a process load and compile
+            await talk(url, [[f"warm-up {number}", "some words", "some more"]] * 2, sizes, Tally())
+        for seed in range(1, sizes.rounds + 1):
+            for name in ("one", *ROUTERS):
+                if name in absent:
+                    continue
+                port = free_port()
+                url = urls[0] if name == "one" else f"http://127.0.0.1:{port}"
+                peers = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), sizes.peers]))
+                try:
+                    async with _router(name, port, urls, folder, url, peers):
+                        for kind in TRAFFIC:
+                            tally = tallies[kind].setdefault(name, Tally())
+                            await measure(name, kind, seed, url, urls, sizes, tally)
+                except RuntimeError as error:
+                    absent[name] = str(error)
+                    print(f"{name}: {error}", file=sys.stderr, flush=True)
+    finally:
+        for each in running:
+            await each.__aexit__(None, None, None)
+    cases = {kind: {name: tally.summary() for name, tally in by.items()} for kind, by in tallies.items()}
+    return {"cases": cases, "absent": absent}
+
+
+@asynccontextmanager
+async def _router(name: str, port: int, urls: list[str], folder: Path, url: str, path: str) -> AsyncIterator[None]:
+    if name == "one":
+        yield
+        return
+    async with process(router(name, port, urls), url, folder / f"{name}.log", PYTHONPATH=path):
+        await asyncio.sleep(2.0)                         # the peers' routers answer before they know their workers
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name, value in (("replicas", 4), ("rounds", 3), ("users", 24), ("turns", 5), ("at-once", 12), ("system", 100),
+                        ("question", 50), ("document", 400), ("answer", 24), ("kv-bytes", 10**9), ("blocks", 8192)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--peers", default="", help="folder with vllm_router and sglang_router")
+    parser.add_argument("--logs", default="/tmp", help="folder for the logs of servers and routers")
+    parser.add_argument("--engine", choices=("paced", "embedded"), default="paced")
+    parser.add_argument("--pace", type=float, nargs=3, default=(0.02, 0.001, 0.001), help="seconds: step, row, token")
+    sizes = parser.parse_args()
+    sizes.model = "tiny" if sizes.engine == "paced" else "SmolLM2-135M-Instruct"
+    if sizes.engine == "paced":
+        write_model(Path(sizes.logs) / "tiny")
+    began = os.getloadavg()
+    result = asyncio.run(run(sizes))
+    settings = {name: value for name, value in vars(sizes).items() if name not in ("peers", "logs")}
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load_before": began}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    json.dump({"what": WHAT[sizes.engine], "commit": commit, "machine": machine,
+               "settings": settings} | result, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()

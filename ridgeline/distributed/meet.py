@@ -1,0 +1,79 @@
+"""Ranks in processes of their own meet and become a mesh."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ridgeline.distributed.comm import ALONE, Axis, Communicator, ProcessAxis
+from ridgeline.distributed.pipeline import WHOLE, ProcessStage, Stage
+from ridgeline.errors import ConfigError
+from ridgeline.sizes.mesh_shape import MeshShape
+
+
+class ProcessMesh(Communicator):
+    """Several ranks; close() ends their connections."""
+
+    def agree(self, decision: bool) -> bool:
+        on_gpu = dist.get_backend() == "nccl"
+        said = torch.tensor([decision], dtype=torch.int32, device="cuda" if on_gpu else "cpu")
+        dist.broadcast(said, 0)
+        return bool(said.item())
+
+    def give_up(self) -> None:
+        """gloo notices by itself. NCCL's kernels wait for the other rank until they are told not to."""
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            distributed_c10d._abort_process_group()      # public only as an argument of later versions
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def meet(
+    shape: MeshShape, rank: int, store: Path | str, backend: str = "gloo", timeout_seconds: float = 120.0,
+    divide_experts: bool = False,
+) -> ProcessMesh:
+    """`store`: where all ranks meet, the same for all of them. A new path of this machine, so that nothing listens on a port; or
+    tcp://host:port of rank 0, for several machines.
+
+    A collective fails after `timeout_seconds` if a rank has not joined, and at once if a rank has exited.
+    """
+    if not 0 <= rank < shape.size:
+        raise ConfigError(f"rank must be in 0..{shape.size - 1}, got {rank}")
+    far = str(store).startswith("tcp://")
+    _prepare_environment(rank, shape.size, backend, far)
+    dist.init_process_group(
+        backend, init_method=str(store) if far else f"file://{store}", rank=rank, world_size=shape.size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    tensor: Axis = ALONE
+    if shape.tensor > 1:
+        # Every rank takes part in making the group of every stage.
+        groups = [dist.new_group(shape.of_stage(stage)) for stage in range(shape.pipeline)] if shape.pipeline > 1 else [None]
+        own = shape.stage(rank)
+        tensor = ProcessAxis(shape.of_stage(own), rank, groups[own])
+    stages: Stage = WHOLE
+    if shape.pipeline > 1:
+        stages = ProcessStage(shape.stage(rank), shape.pipeline, rank + shape.tensor, rank - shape.tensor)
+    return ProcessMesh(tensor, stages, tensor if divide_experts else ALONE, rank)
+
+
+def _prepare_environment(rank: int, size: int, backend: str, far: bool) -> None:
+    if backend == "gloo":
+        if not far:
+            # All ranks are on this machine; gloo would otherwise look up the host's name, which may not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return
+    # Connections are made before the first step, not inside a capture of one.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    if not far and size > torch.cuda.device_count():
+        # NCCL refuses two ranks on one GPU. With host names of their own they talk through sockets: slow, and right.
+        os.environ.setdefault("NCCL_HOSTID", f"ridgeline-rank-{rank}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_IB_DISABLE", "1")

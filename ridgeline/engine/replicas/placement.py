@@ -1,0 +1,53 @@
+"""Where the engines of one front end run: which GPUs each of them sees, and how engines on one device divide it. No torch.
+
+    4 engines, 4 GPUs                   one each
+    2 engines of 2 ranks, 4 GPUs        0,1 and 2,3
+    4 engines, 2 GPUs                   two on each GPU, with half of gpu_memory_utilization each
+    4 engines, 1 CPU                    a quarter of the cores and of the memory each
+
+Engines that share a device share its bandwidth too: they compute no faster than one engine would. This is for tests, and for a
+CPU with several memory controllers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ridgeline.config import EngineConfig
+from ridgeline.process.platform import cpu_count
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Of one engine."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    sharing: int = 1                 # engines on its device, itself included
+    device: str = ""                 # in words, for people
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, folder: Path = Path("/dev")) -> list[str]:
+    """Names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES writes them."""
+    if VISIBLE in environment:
+        named = [name.strip() for name in environment[VISIBLE].split(",")]
+        return [name for name in named if name and name != "-1"]
+    return [str(number) for number in range(sum(each.name[6:].isdigit() for each in folder.glob("nvidia[0-9]*")))]
+
+
+def placements(config: EngineConfig, gpus: list[str], environment: Mapping[str, str] = os.environ) -> list[Placement]:
+    """One for each engine."""
+    engines, ranks = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    if config.model.device == "cpu" or not gpus:
+        threads = {} if THREADS in environment else {THREADS: str(max(1, cpu_count() // engines))}
+        return [Placement(threads, engines, "CPU")] * engines
+    groups = [gpus[start : start + ranks] for start in range(0, max(1, len(gpus) - ranks + 1), ranks)]
+    placed = [number % len(groups) for number in range(engines)]
+    return [
+        Placement({VISIBLE: ",".join(groups[group])}, placed.count(group), f"GPU {'+'.join(groups[group])}") for group in placed
+    ]

@@ -1,0 +1,45 @@
+"""What a stage of the pipeline has of a model, in numbers: its layers, and the bytes of its weights. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ridgeline.models.model_config import ModelConfig, weight_bytes
+from ridgeline.sizes.kv_format import KVFormat
+from ridgeline.sizes.kv_spec import KVGroupSpec, groups_here, page_bytes
+from ridgeline.sizes.mesh_shape import MeshShape, stage_layers
+
+
+def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
+    """The same model with only these layers, counted from 0. Embedding and head stay: see `stage_parameters`."""
+    experts = config.experts
+    if experts is not None:
+        experts = replace(experts, dense=tuple(number - layers.start for number in experts.dense if number in layers))
+    return replace(
+        config, num_layers=len(layers), windows=tuple(config.windows[number] for number in layers),
+        ropes=tuple(config.ropes[number] for number in layers), experts=experts,
+    )
+
+
+def stage_parameters(config: ModelConfig, stage: int, stages: int) -> int:
+    """Weights and biases of a stage. A head that shares the embedding is a second copy of it, on the last stage."""
+    found = stage_config(config, stage_layers(config.num_layers, stage, stages)).num_parameters
+    first, last = stage == 0, stage == stages - 1
+    absent = (not first and not last) if config.tied else (not first) + (not last)
+    return found - absent * config.vocab_size * config.hidden_size
+
+
+def fullest_weight_bytes(config: ModelConfig, dtype: str, device: str, shape: MeshShape, quantization: str = "none") -> int:
+    """Bytes of the weights on a rank of the stage that has most."""
+    whole = weight_bytes(config, dtype, device, shape.tensor, quantization)
+    if shape.pipeline == 1:
+        return whole
+    most = max(stage_parameters(config, stage, shape.pipeline) for stage in range(shape.pipeline))
+    return round(whole * most / config.num_parameters)
+
+
+def fullest_page_bytes(groups: list[KVGroupSpec], num_layers: int, stages: int, format: KVFormat) -> int:
+    """Bytes of one KV block on a rank of the stage that has most: every stage keeps the KV of its own layers."""
+    return max(
+        page_bytes(groups_here(groups, stage_layers(num_layers, stage, stages)), format) for stage in range(stages)
+    )

@@ -1,0 +1,43 @@
+"""Which rank has which place in the mesh, and which stage has which layers. Pure arithmetic: no torch, no processes.
+
+Rank 0 plans, samples and answers, so it belongs to the last stage: what it needs of a step is in its own memory. The ranks of a
+stage come one after the other, the last stage first.
+
+    tensor 2, pipeline 2:    ranks 0 and 1 have the last layers and the head, ranks 2 and 3 the embedding and the first layers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ridgeline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.pipeline
+
+    def stage(self, rank: int) -> int:
+        return self.pipeline - 1 - rank // self.tensor
+
+    def tensor_rank(self, rank: int) -> int:
+        return rank % self.tensor
+
+    def of_stage(self, stage: int) -> list[int]:
+        """The ranks of a stage, by tensor rank."""
+        first = (self.pipeline - 1 - stage) * self.tensor
+        return list(range(first, first + self.tensor))
+
+
+def stage_layers(num_layers: int, stage: int, stages: int) -> range:
+    """The layers of a stage. Where they do not divide evenly, earlier stages have one more: the last has the head as well."""
+    if stages > num_layers:
+        raise ConfigError(f"pipeline_parallel_size {stages} is more than the model's {num_layers} layers")
+    share, more = divmod(num_layers, stages)
+    first = stage * share + min(stage, more)
+    return range(first, first + share + (stage < more))

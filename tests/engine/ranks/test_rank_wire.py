@@ -1,0 +1,58 @@
+"""Sockets between machines: what has the engine's key gets through, and what has not does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from ridgeline.engine.ranks.rank_wire import FarWire, connect, interface_of
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def wire(context: zmq.Context) -> Iterator[FarWire]:
+    made = FarWire(context, "127.0.0.1")
+    yield made
+    made.close()
+
+
+def test_a_rank_with_the_key_is_heard(context: zmq.Context, wire: FarWire) -> None:
+    here = context.socket(zmq.PULL)
+    address = wire.bind(here, "reports")
+    assert address.startswith("tcp://127.0.0.1:") and wire.store.startswith("tcp://127.0.0.1:")
+    rank = context.socket(zmq.PUSH)
+    connect(rank, address, wire.keys)
+    rank.send(b"started")
+    assert here.poll(60_000) and here.recv() == b"started"
+
+
+@pytest.mark.parametrize("known", ["nothing", "the server's key", "another engine's keys"])
+def test_others_are_not(context: zmq.Context, wire: FarWire, known: str) -> None:
+    """A rank's message arrives although it was sent later, and theirs does not."""
+    here = context.socket(zmq.PULL)
+    address = wire.bind(here, "reports")
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    keys = {
+        "nothing": {}, "the server's key": {"server": wire.keys["server"], "public": public, "secret": secret},
+        "another engine's keys": {"server": public, "public": wire.keys["public"], "secret": wire.keys["secret"]},
+    }[known]
+    stranger = context.socket(zmq.PUSH)
+    connect(stranger, address, keys)
+    stranger.send(b"plan this")
+    rank = context.socket(zmq.PUSH)
+    connect(rank, address, wire.keys)
+    rank.send(b"started")
+    assert here.poll(60_000) and here.recv() == b"started"
+    assert not here.poll(300)
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.7") == ""
