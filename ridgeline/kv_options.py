@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
-from ridgeline.models.checkpoints.kv_scales import Scales, calibrated_scales
+from ridgeline.models.checkpoints.quantisation import KVScales, calibrated_scales
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.sizes.kv_format import NARROW, KVFormat, cache_dtype, parse, skipped_layers
 
@@ -35,7 +35,7 @@ def kv_format(
     return KVFormat(k, v, wide if skipped else "", skipped, scales)
 
 
-def _calibrated(model: ModelConfig, path: Path, names: tuple[str, str]) -> tuple[Scales, str]:
+def _calibrated(model: ModelConfig, path: Path, names: tuple[str, str]) -> tuple[KVScales, str]:
     """Calibrated scales that fit, and what is said of them."""
     dynamic = "a scale for every token and head"
     scales, why_not = calibrated_scales(path, model.quantisation, model.num_layers)

@@ -290,7 +290,7 @@ class Memory:
     def rows(self, max_num_seqs: int) -> int:
         size, on_gpu = DTYPE_BYTES[self.dtype], self.kind != "cpu"
         sampling = sampling_bytes(rows=max_num_seqs, vocab=self.vocab, element_bytes=size, on_gpu=on_gpu)
-        masks = mask_bytes(rows=max_num_seqs, vocab=self.vocab) if on_gpu else 0
+        masks = mask_bytes(rows=max(max_num_seqs, self.verified), vocab=self.vocab) if on_gpu else 0
         drafts = 0
         if self.verified:                                # rows times queries of attention are at most this
             drafts = max(max_num_seqs * most_queries(max_num_seqs), self.verified) * self.per_row_partials

@@ -34,6 +34,7 @@ from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality
 from ridgeline.bench.workload.floors import step_floor
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.roofline.step_cost import Peaks, decoder_shape
 from ridgeline.roofline.trace import DEVICE_WORK, LAUNCHES, Work, own_times, part_of
 
@@ -78,7 +79,10 @@ def run(args: argparse.Namespace) -> None:
     for batch in args.batch:
         found = profile_decode(engine, batch, args.context, args.steps, args.keep_trace)
         config = engine.config
-        shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(batch), config.kv_format)
+        shape = decoder_shape(
+            config.model, config.dtype, engine.bytes_per_weight(batch), config.kv_format,
+            expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device),
+        )
         context = args.context + args.steps // 2
         rates = Peaks(peaks.read_bytes_s, peaks.rate(engine.config.dtype))
         floor, _ = step_floor(shape, [(1, context)] * batch, rates)

@@ -3,7 +3,7 @@
 The cases are the ops' own timed cases, or on a GPU those of `op_cases.py` with the sizes of an 8B model; by default only the
 implementations that an engine would use there. Several copies of the inputs are used in turn, so that caches do not stand in
 for memory. On a GPU kernels are compiled first, in parallel, and the calls are captured in a CUDA graph where possible, so that
-launch time does not count. Linears use the engine's kernel selection (ops/linear/select.py) and are compared with cuBLAS; paged
+launch time does not count. Linears use the engine's kernel table (ops/kernel_table.py) and are compared with cuBLAS; paged
 attention is compared with torch's attention over contiguous keys and values of the same sizes.
 """
 
@@ -27,6 +27,7 @@ import ridgeline.ops
 from ridgeline.bench.lab import sustain, table
 from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.lab.device_peaks import MachinePeaks, machine_peaks
+from ridgeline.bench.lab.kernel_bands import kernel_rows
 from ridgeline.bench.lab.launched import kernel_facts, launched_kernels
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import percentiles, record, write
@@ -34,6 +35,8 @@ from ridgeline.bench.lab.sweep import check_runs
 from ridgeline.bench.workload.op_cases import CONTIGUOUS, GPU_CASES, Beside, beside, make_inputs
 from ridgeline.errors import ConfigError
 from ridgeline.ops.compile_ahead import CompileAhead
+from ridgeline.ops.hopper import device_facts
+from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.registry import REGISTRY, Implementation, Op, Site
 from ridgeline.sizes.op_costs import DTYPE_BYTES, Case, Cost
 
@@ -95,9 +98,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sustain.add_arguments(parser)
     table.add_format(parser)
     parser.add_argument("--out", help="also write the record, as JSON, to this file")
+    parser.add_argument("--table", action="store_true",
+                        help="measure nothing: print which kernel multiplies which rows, for each weight format, on this GPU; "
+                             "without one, on an H200")
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.table:
+        facts = device_facts(torch.device("cuda")) if torch.cuda.is_available() else H200
+        print(table.rendered(kernel_rows(facts), args.format, {}))
+        return
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch finds no GPU here; use --device cpu")
     check_runs(args.samples, 1, "--samples")             # every timing makes calls that do not count before it

@@ -33,6 +33,7 @@ from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
 from ridgeline.quantize.card import CARD, planned_kl
 from ridgeline.sizes.hardware import DEVICES, Device, described, find_device
+from ridgeline.sizes.mesh_shape import stage_layers
 
 BEYOND_BAR = 3                       # exit code
 
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--fp8-tflops", type=float, metavar="N", help="… and in fp8, if it has fp8")
     machine.add_argument("--count", "--tensor-parallel-size", "--tp", dest="count", type=int, default=1, metavar="N",
                          help="tensor parallelism: devices that share every layer (default: 1)")
+    machine.add_argument("--pipeline-parallel-size", "--pp", dest="stages", type=int, default=1, metavar="N",
+                         help="stages of a pipeline, each with that many devices (default: 1)")
     machine.add_argument("--most", type=int, default=8, metavar="N", help="largest number of devices to consider (default: 8)")
     machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
                          help="share of a device's memory to use (default: 0.9)")
@@ -156,9 +159,11 @@ def _device(args: argparse.Namespace) -> Device:
 
 
 def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
-    if args.count < 1 or args.most < 1:
-        raise ConfigError(f"--count and --most must be at least 1, got {args.count} and {args.most}")
-    if args.count > 1 and not device.link.latency:
+    if args.count < 1 or args.most < 1 or args.stages < 1:
+        raise ConfigError(
+            f"--count, --pipeline-parallel-size and --most must be at least 1, got {args.count}, {args.stages} and {args.most}"
+        )
+    if args.count * args.stages > 1 and not device.link.latency:
         raise ConfigError(f"no interconnect is known for {device.name}: --count must be 1, got {args.count}")
     if args.draft_model and not args.drafts:
         raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
@@ -167,9 +172,10 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
     # A GPU keeps quantised weights packed; a CPU reads only a GGUF file's blocks as they are.
     stored = packed_format(args.model) if device.kind != "cpu" or args.model.endswith(".gguf") else None
-    head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # refuses what cannot be divided
+    head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # both refuse what cannot be divided
+    stage_layers(model.config.num_layers, 0, args.stages)
     return Setup(
-        model=model, device=device, ranks=args.count, dtype=dtype, weights=args.weights or stored or dtype,
+        model=model, device=device, ranks=args.count, stages=args.stages, dtype=dtype, weights=args.weights or stored or dtype,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
     )

@@ -59,6 +59,6 @@ def welcome(fleet: Fleet, address: str) -> str:
         f"ridgeline {__version__}: routes by {fleet.options.policy} to",
         *(f"  {replica.url}" for replica in fleet.replicas),
         f"ready: {address}/v1  (Ctrl-C stops)",
-        f"replicas: {address}/replicas  metrics: {address}/metrics",
+        f"dashboard: {address}/dashboard  replicas: {address}/replicas  metrics: {address}/metrics",
         "",
     ])

@@ -252,6 +252,9 @@ class Decoder(nn.Module):
                 found[f"{name}.weight"] = module.scheme.numbers(module)
                 for parameter in QUANTISED_TENSORS[1:]:
                     found.pop(f"{name}.{parameter}", None)
+            elif isinstance(module, ExpertWeights):
+                found |= {f"{name}.{each}": numbers for each, numbers in module.numbers().items()}
+                found.pop(f"{name}.gate_up_scale", None), found.pop(f"{name}.down_scale", None)
         return found
 
     def is_elsewhere(self, path: str) -> bool:
@@ -273,6 +276,9 @@ class Decoder(nn.Module):
         return {
             name: module.scheme.format for name, module in self.named_modules()
             if isinstance(module, Linear) and isinstance(module.scheme, Quantised) and not module.scheme.made
+        } | {
+            f"{name}.{each}": format for name, module in self.named_modules() if isinstance(module, ExpertWeights)
+            for each, format in module.stored_formats().items()
         }
 
     def bytes_per_weight(self, rows: int) -> float:

@@ -256,9 +256,10 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1,
     total = numbers * DTYPE_BYTES[dtype]
     total //= tp_size
     if device == "cuda":
-        for shape, format in LinearFormats(config, quantization, device, tp_size).shapes():
+        formats = LinearFormats(config, quantization, device, tp_size)
+        for shape, format in (*formats.shapes(), *formats.experts()):
             plain = shape.outputs * shape.share * DTYPE_BYTES[dtype]
-            total += format.nbytes(shape.outputs, shape.share) - plain
+            total += shape.count * (format.nbytes(shape.outputs, shape.share) - plain)
     return total + blocks
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.direct_launch import kept_descriptor
+from ridgeline.ops.kernel_table import DeviceFacts
+from ridgeline.ops.launch import multiprocessors, shared_memory
 from ridgeline.ops.registry import HAS_TRITON, TRITON_INTERPRETED, gluon_kernel, triton
 
 # Triton before 3.6 has other names.
@@ -90,3 +92,11 @@ def compile_time(function: Callable[..., Any]) -> Any:
 def is_hopper(device: torch.device) -> bool:
     """TMA and wgmma came with compute capability 9; later GPUs have no wgmma."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@functools.cache
+def device_facts(device: torch.device, aligned: bool = True) -> DeviceFacts:
+    """What the kernel table asks. `aligned`: the weight begins at a multiple of 16 bytes, which copies need."""
+    hopper = is_hopper(device) or (TRITON_INTERPRETED and device.type == "cpu")
+    gluon = HAS_GLUON and device.type == "cuda"
+    return DeviceFacts(gluon and aligned, hopper and aligned, shared_memory(device), multiprocessors(device))

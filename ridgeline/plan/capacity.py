@@ -16,13 +16,13 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import kv_groups
-from ridgeline.models.model_config import weight_bytes as stored_bytes
+from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes, stage_parameters
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes
 from ridgeline.sizes import ledger
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
 
 RUNTIME = 760 * 2**20                # CUDA context and libraries, as the engine counts them
 DRAFT = "draft model"
@@ -49,16 +49,18 @@ class Capacity:
         elif budget is None:
             _, budget = gpu_sizes(lambda tokens: cls.of(setup, context, utilization, tokens).memory)
         config = setup.model.config
-        options = EngineConfig.of(gpu_memory_utilization=utilization, tensor_parallel_size=setup.ranks)
+        options = EngineConfig.of(
+            gpu_memory_utilization=utilization, tensor_parallel_size=setup.ranks, pipeline_parallel_size=setup.stages
+        )
         on_cpu = setup.device.kind == "cpu"
         facts = DeviceFacts(
-            "cpu" if on_cpu else "cuda", setup.device.usable * (setup.ranks if on_cpu else 1), (setup.dtype,),
+            "cpu" if on_cpu else "cuda", setup.device.usable * (setup.devices if on_cpu else 1), (setup.dtype,),
             0 if on_cpu else RUNTIME,
         )
         groups = kv_groups(config, BLOCK_SIZE, setup.ranks)
         memory = Memory.of(options, facts, config, setup.dtype, groups, setup.wide_kv, context, setup.graphs, budget)
         if not on_cpu:
-            rotation = memory.weights - stored_bytes(config, setup.dtype, facts.kind, setup.ranks)
+            rotation = memory.weights - fullest_weight_bytes(config, setup.dtype, facts.kind, options.parallel.mesh)
             memory = replace(memory, weights=rotation + rank_bytes(setup.model, setup))
         memory = replace(memory, per_block=block_bytes(setup.model, setup, groups))
         if setup.draft_model is None:
@@ -73,6 +75,7 @@ class Capacity:
         """On all devices together, for layers with full attention; sliding windows keep less."""
         slots = sum(len(group.layers) for group in self.groups) / max(len(group.layers) for group in self.groups)
         copies = 1 if self.setup.model.config.latent is not None else self.setup.ranks   # every rank has the whole latent
+        copies *= self.setup.stages                      # of a part of the layers
         return (self.memory.per_block * slots * copies + self.draft_per_block * self.setup.ranks) / BLOCK_SIZE
 
     def blocks(self, batch: int) -> int:
@@ -132,15 +135,18 @@ def model_bytes(model: PlannedModel, setup: Setup) -> int:
 
 
 def rank_bytes(model: PlannedModel, setup: Setup) -> int:
-    """Weights on one device."""
+    """Weights on one device, of the stage that has most."""
     again = model.on_every_rank * weight_bytes(setup.weights, setup.sparse) * (setup.ranks - 1)
-    return round((model_bytes(model, setup) + again) / setup.ranks)
+    config, stages = model.config, setup.stages
+    share = max(stage_parameters(config, stage, stages) for stage in range(stages)) / config.num_parameters
+    return round((model_bytes(model, setup) + again) / setup.ranks * share)
 
 
 def block_bytes(model: PlannedModel, setup: Setup, groups: list[KVGroupSpec]) -> int:
-    """Of the KV cache's block on one device, in all layer slots."""
+    """Of the KV cache's block on one device, in the layer slots of the stage that has most."""
     each = kv_bytes(setup.kv, setup.kv_dtype, model.kv_scaled)
-    return round(page_bytes(groups, setup.wide_kv) * each / WEIGHT_FORMATS[setup.kv_dtype].bytes)
+    page = fullest_page_bytes(groups, model.config.num_layers, setup.stages, setup.wide_kv)
+    return round(page * each / WEIGHT_FORMATS[setup.kv_dtype].bytes)
 
 
 @dataclass(frozen=True, slots=True)

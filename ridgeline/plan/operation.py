@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ridgeline.errors import ConfigError
 from ridgeline.plan.capacity import Capacity, possible_ranks
 from ridgeline.plan.precision import compute_format, weight_bytes
-from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup, decode_seconds, rows_seconds
+from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup, decode_seconds, hop_seconds, rows_seconds
 from ridgeline.plan.workload_steps import Row, decode_rows
 from ridgeline.roofline.step_cost import expected_tokens
 from ridgeline.sizes.abilities import MOST_RANKS
@@ -68,17 +68,19 @@ class Point:
 
     @property
     def tok_s_device(self) -> float:
-        return self.tok_s / self.setup.ranks
+        return self.tok_s / self.setup.devices
 
     def dollars_per_million(self, price: float) -> float:
         """Of output tokens, at a price per device and hour."""
-        return price * self.setup.ranks / 3600 / self.tok_s * 1e6
+        return price * self.setup.devices / 3600 / self.tok_s * 1e6
 
     def meets(self, slo: Slo) -> bool:
         return self.ttft <= slo.ttft and self.tpot <= slo.tpot
 
 
 def operate(setup: Setup, batch: int, traffic: Traffic, budget: int = STEP_TOKENS) -> Point:
+    if setup.stages > 1:
+        return _pipelined(setup, batch, traffic, budget)
     decode = decode_seconds(setup, batch, traffic.mean_context)
     cached = int(traffic.tokens_in * traffic.hit_rate)
     room = max(1, budget - batch)
@@ -96,6 +98,21 @@ def operate(setup: Setup, batch: int, traffic: Traffic, budget: int = STEP_TOKEN
     return Point(
         setup, batch, ttft=ttft, tpot=others / tokens, prefill=alone, prompt=extra, tok_s=batch * tokens / step,
         requests_s=batch * tokens / step / traffic.tokens_out,
+    )
+
+
+def _pipelined(setup: Setup, batch: int, traffic: Traffic, budget: int) -> Point:
+    """As many steps at once as there are stages, each with its part of the rows. A step takes as long as if one device had all
+    layers, and the way between the stages."""
+    part = math.ceil(batch / setup.stages)
+    one = operate(replace(setup, stages=1), part, traffic, budget)
+    hop, tokens = hop_seconds(setup, part), expected_tokens(setup.acceptance, setup.drafts)
+    chunks = math.ceil(traffic.tokens_in * (1 - traffic.hit_rate) / max(1, budget - part)) or 1
+    prompt = hop_seconds(setup, min(budget, traffic.tokens_in)) * chunks
+    rate = batch * tokens / (part * tokens / one.tok_s + hop)
+    return Point(
+        setup, batch, ttft=one.ttft + prompt, tpot=one.tpot + hop / tokens, prefill=one.prefill + prompt, prompt=one.prompt,
+        tok_s=rate, requests_s=rate / traffic.tokens_out,
     )
 
 
@@ -152,7 +169,7 @@ class Answer:
 
     @property
     def devices(self) -> int:
-        return self.replicas * self.point.setup.ranks
+        return self.replicas * self.point.setup.devices
 
 
 def best_point(setup: Setup, traffic: Traffic, slo: Slo, utilization: float = 0.9) -> Point | None:

@@ -57,7 +57,7 @@ def _device(told: Row) -> str:
     """A CPU is always the machine that this runs on."""
     if told["kind"] == "cpu":
         return f"{platform.cpu_name()}, {platform.cpu_count()} cores"
-    return f"{told['ranks']} × {told['device']}"
+    return f"{told['devices']} × {told['device']}"
 
 
 def _lead(told: dict[str, Any]) -> list[str]:

@@ -70,7 +70,7 @@ def answer(question: Question) -> dict[str, Any]:
     book = textbook(setup, traffic.context, question.parameters)
     told: dict[str, Any] = {
         "model": setup.model.name, "parameters": setup.model.parameters, "active_parameters": setup.model.active_parameters,
-        "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks,
+        "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks, "devices": setup.devices,
         "kv_heads": setup.model.config.num_kv_heads,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
@@ -197,7 +197,7 @@ def text(told: dict[str, Any]) -> str:
     lines = [
         *summary(told),
         "",
-        f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['ranks']} × {told['device']}: "
+        f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['devices']} × {told['device']}: "
         f"weights in {told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
         f"{told['dtype'] if told['kv'] == 'auto' else told['kv']}"
         + (f", derated to {told['derate']:.0%}" if told["derate"] < 1 else ""),

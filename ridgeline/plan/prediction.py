@@ -110,6 +110,7 @@ class Setup:
     model: PlannedModel
     device: Device
     ranks: int = 1                   # devices that share every layer
+    stages: int = 1                  # of a pipeline, each with that many devices
     dtype: str = "bfloat16"          # of activations, and of whatever has no format of its own
     weights: str = "bfloat16"        # of the layers' linears; embedding, head and norms stay in dtype
     kv: str = "auto"
@@ -128,6 +129,10 @@ class Setup:
                               f"number of drafts, got {self.drafts}")
         if self.weights not in WEIGHT_FORMATS:
             raise ConfigError(f"weights in {self.weights}: known are {', '.join(WEIGHT_FORMATS)}")
+
+    @property
+    def devices(self) -> int:
+        return self.ranks * self.stages
 
     @property
     def used(self) -> Constants:
@@ -155,7 +160,7 @@ class Setup:
     @property
     def graphs(self) -> bool:
         """Do decode steps use CUDA graphs? The engine's own list of techniques says with what they work."""
-        options = _ENGINE_DEFAULTS | {"tensor_parallel_size": self.ranks}
+        options = _ENGINE_DEFAULTS | {"tensor_parallel_size": self.ranks, "pipeline_parallel_size": self.stages}
         return self.device.kind == "cuda" and "CUDA graphs" not in turned_off(options, self.device.kind)
 
     @property
@@ -167,7 +172,8 @@ class Setup:
 
     @property
     def label(self) -> str:
-        words = [f"{self.ranks} × {self.device.name}", f"{self.weights} weights{' 2:4' if self.sparse else ''}"]
+        words = [f"{self.devices} × {self.device.name}"] + ([f"{self.stages} stages"] if self.stages > 1 else [])
+        words += [f"{self.weights} weights{' 2:4' if self.sparse else ''}"]
         words += [f"{self.kv} KV"] if self.kv != "auto" else []
         words += [f"{self.drafts} drafts"] if self.drafts else []
         return ", ".join(words)
@@ -306,6 +312,13 @@ def decode_seconds(setup: Setup, batch: int, context: int) -> float:
     padded = next((size for size in decode_sizes(MOST_ROWS) if size >= batch), 0) if setup.graphs else 0
     own = rows_seconds(setup, decode_rows(batch, context, setup.drafts), padded * (1 + setup.drafts))
     return own + proposal_seconds(setup, batch, context)
+
+
+def hop_seconds(setup: Setup, tokens: int) -> float:
+    """What a step of a pipeline waits for its stream, on its way through all stages."""
+    link = setup.device.link
+    size = tokens * setup.model.config.hidden_size * WEIGHT_FORMATS[setup.dtype].bytes
+    return (setup.stages - 1) * (link.latency + size / link.bandwidth)
 
 
 def proposal_seconds(setup: Setup, batch: int, context: int) -> float:

@@ -195,9 +195,6 @@ def made_format(name: str, inputs: int, share: int) -> WeightFormat | None:
     return format
 
 
-MOST_CODE_ROWS = 64                  # that ops/quantised multiplies by codes; for more rows it expands the weight
-
-
 def is_fp8_rows(format: WeightFormat) -> bool:
     """e4m3 codes with a scale for each output."""
     return format.grid == "e4m3" and format.scales == FP8_ROW.scales and format.sparse is None

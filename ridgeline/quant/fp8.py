@@ -23,6 +23,7 @@ from ridgeline.ops.linear.fp8_linear import (
     multiplied,
     multiplies,
     normed_fp8_linear,
+    one_row,
 )
 from ridgeline.quant.format import FP8_ROW, WeightFormat
 from ridgeline.quant.quantised import Quantised
@@ -54,15 +55,18 @@ class Fp8(Quantised):
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
         following: nn.Module | None = None,
     ) -> tuple[Any, Tensor]:
-        """The gated activation is quantised by the kernel that computes it, where the linear that follows wants codes."""
+        """The gated activation of several rows is quantised by the kernel that computes it, where the linear that follows wants
+        codes; one row stays as it is."""
+        wants = gate is not None and following is not None and isinstance(following.scheme, Fp8)
+        apart = wants and one_row(x, linear.weight, linear.scale, True) is None
         out, stream = normed_fp8_linear(
-            x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, norm_offset=norm.offset
+            x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, norm_offset=norm.offset,
+            gate=None if apart else gate,
         )
-        if gate is None:
+        if not apart:
             return out, stream
-        rows = None
-        if following is not None and isinstance(following.scheme, Fp8):
-            rows = gated_rows(out, gate, following.weight, following.scale)
+        assert gate is not None and following is not None
+        rows = gated_rows(out, gate, following.weight, following.scale)
         return (gated_activation(out, gate) if rows is None else rows), stream
 
     def read_bytes(self, linear: nn.Module, rows: int) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import platform
 
-FEWEST_ROWS = 4                      # from this many input rows on, a linear uses the blocked layout
 # Of GGUF packings that a CPU multiplies as they are stored: bits of a code, bytes of a tile's scales and of the scales above
 # them for one output, and the tiles of 32 inputs that share those above.
 _TILES = {

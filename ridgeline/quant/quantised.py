@@ -110,7 +110,7 @@ class Quantised(Composed):
         self, linear: nn.Module, part: str, rows: Shard, first: int, spec: TensorSpec, stored: TensorSpec
     ) -> Piece:
         columns, parameter = linear.columns, getattr(linear, spec.name).data
-        dummy = self._dummy(spec, columns.total, parameter.device)
+        dummy = self.dummy(spec, columns.total, parameter.device)
         if spec.name == ORDER:
             number = list(linear.rows).index(part)
             return Piece((1, columns.total), (slice(0, 1), slice(None)), parameter[number : number + 1], dummy)
@@ -151,7 +151,7 @@ class Quantised(Composed):
 
         return quantise
 
-    def _dummy(self, spec: TensorSpec, inputs: int, device: torch.device) -> Dummy:
+    def dummy(self, spec: TensorSpec, inputs: int, device: torch.device) -> Dummy:
         """Codes of all values, and one scale that gives them the spread of a usual weight."""
         dtype, size = torch_dtype(spec.dtype), inputs**-0.5 / SPREAD[self.format.grid]
         scales = self.format.scales

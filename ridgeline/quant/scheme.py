@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from ridgeline.distributed.sharding import Shard
 from ridgeline.errors import ConfigError
 from ridgeline.ops.activation import gated_activation
+from ridgeline.ops.kernel_table import CPU, MANY_ROWS, choose
 from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.gemm_invariant import invariant_linear
 from ridgeline.ops.linear.linear_op import linear as product
 from ridgeline.ops.linear.linear_op import linear_onto, normed_linear
-from ridgeline.quant.layout import FEWEST_ROWS, fewest_outputs
+from ridgeline.quant.layout import fewest_outputs
 from ridgeline.quant.piece import Piece
 
 
@@ -155,10 +156,8 @@ class Fused(Unquantised):
     """GPU. Few rows: one kernel for norm, GEMM and activation. Many rows: cuBLAS adds the residual in its epilogue, so that the
     next norm reads and writes half as much."""
 
-    MANY_ROWS = 1024
-
     def adds(self, linear: nn.Module, x: Tensor) -> bool:
-        return x.shape[0] >= self.MANY_ROWS and linear.bias is None
+        return x.shape[0] >= MANY_ROWS and linear.bias is None
 
     def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor, batch: object = None) -> Tensor:
         return linear_onto(residual, x, linear.weight)
@@ -211,7 +210,8 @@ class PackedFloat32(Unquantised):
             linear.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), self.TYPICAL_ROWS)
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        if x.shape[0] < FEWEST_ROWS or linear.packed is None:
+        chosen = choose("cpu-float32", x.shape[0], *linear.weight.shape, False, CPU).kernel
+        if chosen != "blocked" or linear.packed is None:
             return product(x, linear.weight, linear.bias)
         return torch.ops.mkldnn._linear_pointwise(x, linear.packed, linear.bias, "none", [], "")
 

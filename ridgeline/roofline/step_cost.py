@@ -167,6 +167,10 @@ class DecoderShape:
             tokens=1, layers=self.layers, kv_heads=self.kv_heads, head_dim=self.head_dim, element_bytes=self.mean_kv_bytes
         )
 
+    def kv_bytes_of(self, window: int | None) -> float:
+        """Of layers with this window."""
+        return self.kv_bytes if window is None or self.window_kv_bytes is None else self.window_kv_bytes
+
     @property
     def mean_kv_bytes(self) -> float:
         """Of all layers."""
@@ -336,7 +340,7 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
         )
 
     def attention(attended: Attended, window: int | None, shared: int) -> OpCost:
-        each = shape.kv_bytes if window is None or shape.window_kv_bytes is None else shape.window_kv_bytes
+        each = shape.kv_bytes_of(window)
         attended = replace(attended, keys=attended.keys - shared)
         cost = paged_attention_cost(
             rows=attended, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,

@@ -63,6 +63,7 @@ class Delivery:
             if await self._try(number):
                 fleet.counts["resumed_streams"] += was_started
                 return
+            fleet.replicas[number].counts["moved"] += 1
             if not self.started:
                 self._events = self._new_events()
             elif self._events.finished and self._request.hide_usage:

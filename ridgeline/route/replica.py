@@ -17,6 +17,7 @@ from ridgeline.route.upstream import ReplicaFailure, Upstream
 logger = get_logger("route")
 
 MOST_BACK_OFF = 30.0                 # seconds between checks of a replica that stays down
+RATE_SECONDS = 1.0                   # least time between two looks at its counters
 MOST_RETRY_AFTER = 60.0              # seconds: a longer wish is not believed
 
 
@@ -30,6 +31,8 @@ class Replica:
         self.failed = 0                                  # checks and requests in a row
         self._most_failures = failures
         self._now = now
+        self._counted: tuple[float, float] | None = None         # when, and how many tokens it had made by then
+        self._rate: float | None = None
 
     @property
     def url(self) -> str:
@@ -50,6 +53,17 @@ class Replica:
         if self.up and self.failed >= self._most_failures:
             self.up = False
             logger.warning("%s is down: %s", self.url, reason)
+
+    def rate(self, now: float, tokens: float | None) -> float | None:
+        """Tokens per second between the last two looks at its counter; None: not known, or no tokens."""
+        if tokens is None:
+            self._counted = self._rate = None
+        elif self._counted is None or tokens < self._counted[1]:
+            self._counted = now, tokens
+        elif now - self._counted[0] >= RATE_SECONDS:
+            self._rate = (tokens - self._counted[1]) / (now - self._counted[0]) or None
+            self._counted = now, tokens
+        return self._rate
 
     def asked_to_wait(self, retry_after: bytes) -> None:
         """It answered 429 or 503. Without a number of seconds, one second."""

@@ -16,12 +16,14 @@ from ridgeline.errors import TimedOut, TryAgain
 from ridgeline.route.delivery import Delivery
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import forwarded
+from ridgeline.route.replica_pages import fleet_reply
 from ridgeline.server.endpoints import check_media_type
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import Body, ClientGone, Receive, Send, send_json, while_connected
+from ridgeline.server.observe.dashboard import fleet_page
 from ridgeline.server.observe.prometheus import TEXT
 from ridgeline.version import __version__
 
@@ -41,7 +43,7 @@ class RouteApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
         is_models = path == MODELS or path.startswith(MODELS + "/")
-        wanted = "POST" if path in FORWARDED else "GET" if is_models or path in _PAGES or path == "/metrics" else None
+        wanted = "POST" if path in FORWARDED else "GET" if is_models or path in _PAGES or path in _OTHER_PAGES else None
         if wanted is None:
             message = f"{method} {path[:200]} does not exist here; docs/router.md lists what a router forwards"
             await _refuse(scope, send, 404, message, "not_found")
@@ -49,6 +51,10 @@ class RouteApp:
             await _refuse(scope, send, 405, f"{path[:200]} does not take {method}; {wanted} works", "method_not_allowed")
         elif path in FORWARDED or is_models:
             await self._forward(scope, receive, send)
+        elif path == "/fleet":
+            await send_json(send, 200, msgspec.json.encode(await fleet_reply(self._fleet)))
+        elif path == "/dashboard":
+            await fleet_page()(scope, receive, send)
         elif path == "/metrics":
             body = self._fleet.metrics().encode()
             headers = [(b"content-type", TEXT.encode()), (b"content-length", str(len(body)).encode())]
@@ -105,6 +111,7 @@ def _health(fleet: Fleet) -> tuple[int, Mapping[str, Any]]:
     return (200 if fleet.state == "ok" else 503), {"status": fleet.state, **counts}
 
 
+_OTHER_PAGES = ("/metrics", "/fleet", "/dashboard")
 _PAGES = {
     "/health": _health,
     "/health/ready": _health,

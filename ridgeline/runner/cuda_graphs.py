@@ -96,9 +96,9 @@ class GraphForward:
                 self._shape = self._shapes.fit_drafts(decodes, plan.total_tokens, queries) if alone else None
                 return self._shape
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
-            decodes_alone = self._shape is not None and not self._shape.prompts
-            if self._stand_ins and self._uses and decodes_alone and not self._is_captured(self._shape):
-                self._shape = self._stand_in(self._shape)
+            shape = self._shape
+            if shape is not None and not shape.prompts and self._stand_ins and self._uses and not self._is_captured(shape):
+                self._shape = self._stand_in(shape)
         return self._shape
 
     def _is_captured(self, shape: Shape) -> bool:

@@ -19,11 +19,12 @@ from torch import Tensor
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import StepPlan, Want
 from ridgeline.ops.attention.split_kv import DeviceShares
+from ridgeline.ops.sampling.noise import to_device
 from ridgeline.runner.attention_schedule import AttentionSchedule
-from ridgeline.runner.row_tables import RowTables
+from ridgeline.runner.row_tables import Guesses, LateLengths, RowTables
 from ridgeline.runner.shared_prefix import SharedPrefixes
 from ridgeline.runner.staging import Staging
-from ridgeline.sizes.graph_shapes import Shape, decode_sizes
+from ridgeline.sizes.graph_shapes import Shape, decode_sizes, most_queries
 from ridgeline.sizes.kv_spec import KVGroupSpec, common_block_size
 
 TOKEN = np.int8(Want.TOKEN)
@@ -59,7 +60,9 @@ class _Numbers:
     logits: np.ndarray               # tokens that have logits
     sampled: np.ndarray              # and their rows
     alone: np.ndarray                # places of single tokens from the host, which are the newest of their rows
-    newest: np.ndarray | None = None # with drafts: by token, the row whose newest token it is
+    token_rows: np.ndarray           # by token, padding included
+    newest: np.ndarray | None = None # with drafts: by token, the row whose newest token it is …
+    where: np.ndarray | None = None  # … and the tokens that are guesses
 
 
 @dataclass(slots=True)
@@ -90,6 +93,7 @@ class DeviceRows:
         self.device = device
         self.tables = RowTables(len(groups), common_block_size(groups), max_rows, max_model_len, device)
         self.schedule = AttentionSchedule(groups, max_rows, device, heads, shared_prefixes, deterministic, drafts)
+        self.late = LateLengths(self.tables, device)
         self.last_token = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         self._prompts: dict[Shape, Batch] = {}           # of single prompts: by shape, all tensors are the same
         self._steady: _Steady | None = None              # the newest step, if every row decoded in it
@@ -102,6 +106,8 @@ class DeviceRows:
         # Per row: ten numbers at most. Changes of the tables: place and value. And the ends of arrays.
         num_bytes = 8 * (most * (2 + 3 * drafts + len(groups)) + 10 * (max_rows + 1))
         num_bytes += self.schedule.num_bytes(max_rows, max_step_tokens)
+        # Behind drafts in flight: per token its row, a place and a guess's place, and of each row what may be guessed.
+        num_bytes += drafts * 8 * (3 * most + max_rows * (2 * most_queries(1) + 1))
         self._staging = Staging(
             num_bytes + 12 * self.tables.most_changes + 16 * (24 + len(groups)), depth + 1, device
         )
@@ -130,21 +136,30 @@ class DeviceRows:
         self.tables.apply(plan)
         if plan.added:
             self.schedule.forget()
+            if self.late.behind:
+                self.late.joined(to_device(np.array([added.row for added in plan.added]), self.device))
 
     def settle(self, rows: np.ndarray, rejected: np.ndarray) -> None:
         """So many drafts of each row were rejected: its next token overwrites the first of them."""
         self.tables.length[rows] -= rejected
 
+    def stays(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers that change when a row gets another sequence."""
+        return self.tables.stay[rows]
+
     # -- the batch -----------------------------------------------------------------------------------------------------
 
-    def pack(self, plan: StepPlan, shape: Shape | None = None) -> Batch:
-        """`shape`: the CUDA graph's shape to pad to. With it every row gets logits, because a graph cannot skip rows."""
+    def pack(self, plan: StepPlan, shape: Shape | None = None, guesses: Guesses | None = None) -> Batch:
+        """`shape`: the CUDA graph's shape to pad to. With it every row gets logits, because a graph cannot skip rows.
+        `guesses`: those of the plan, if it has drafts."""
         single = shape is not None and (shape.decodes, shape.prompts) == (0, 1) and bool(plan.want[0] & TOKEN)
         if shape is not None and single and shape in self._prompts:
             return self._pack_prompt(plan, shape)
         layout = self._layout(plan, shape)
-        numbers = self._numbers(plan, layout)
-        batch, last_end = self._put(plan, layout, numbers, shape)
+        if plan.width is not None and guesses is None:
+            guesses = Guesses.of(plan, self.length[plan.rows])
+        numbers = self._numbers(plan, layout, guesses)
+        batch, last_end = self._put(plan, layout, numbers, shape, guesses)
         on_cpu = self.device.type == "cpu"
         self._steady = None
         # On a CPU a batch is where the host writes the next one, unless the two may be in flight at once.
@@ -155,7 +170,7 @@ class DeviceRows:
             self._prompts[shape] = batch
         return batch
 
-    def _numbers(self, plan: StepPlan, layout: _Layout) -> _Numbers:
+    def _numbers(self, plan: StepPlan, layout: _Layout, guesses: Guesses | None) -> _Numbers:
         tables, rows, counts = self.tables, layout.rows, layout.counts
         starts = tables.length[rows]
         ends = starts + counts
@@ -169,8 +184,9 @@ class DeviceRows:
             positions[:], token_rows = starts, rows
         else:
             positions[:total] = np.repeat(starts - query_start[:-1], counts) + self._arange[:total]
-            token_rows = np.repeat(rows, counts)
-        slots[:, :total] = tables.slots(token_rows, positions[:total])
+            token_rows = np.full(layout.num_tokens, self.max_rows)
+            token_rows[:total] = np.repeat(rows, counts)
+        slots[:, :total] = tables.slots(token_rows[:total], positions[:total])
         given = np.nonzero(starts < tables.num_given[rows])[0]
         for place in given.tolist():                     # the others go on with what they sampled: see Batch.last_rows
             tokens[query_start[place] : query_start[place + 1]] = tables.given[rows[place]][starts[place] : ends[place]]
@@ -180,33 +196,32 @@ class DeviceRows:
         kv_len = np.zeros(len(rows), np.int32)
         kv_len[layout.live] = ends[layout.live]
         last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
-        found = _Numbers(tokens, positions, slots, query_start, ends, kv_len, last, rows[layout.sampled], alone)
+        found = _Numbers(tokens, positions, slots, query_start, ends, kv_len, last, rows[layout.sampled], alone, token_rows)
         if layout.width is not None:
-            self._add_drafts(plan, layout, found, layout.width)
+            assert guesses is not None
+            self._add_drafts(layout, found, layout.width, guesses)
         return found
 
-    def _add_drafts(self, plan: StepPlan, layout: _Layout, numbers: _Numbers, width: np.ndarray) -> None:
+    def _add_drafts(self, layout: _Layout, numbers: _Numbers, width: np.ndarray, guesses: Guesses) -> None:
         """Guesses become tokens, and every position of a row with drafts gets logits."""
-        starts, borders = self.tables.length[layout.rows], numbers.query_start.astype(np.int64)
+        borders = numbers.query_start.astype(np.int64)
         numbers.newest = np.full(layout.num_tokens, -1, np.int64)
         decodes = np.flatnonzero(layout.counts[: layout.num_decodes])
         numbers.newest[borders[decodes]] = layout.rows[decodes]
         places = layout.live if isinstance(layout.live, np.ndarray) else self._arange[layout.live]
-        for number in np.flatnonzero(plan.width).tolist() if plan.width is not None else []:
-            place = int(places[number])
-            guesses = guesses_of(plan, number, int(starts[place]))
-            first = int(borders[place]) + 1
-            numbers.tokens[first : first + len(guesses)] = np.maximum(guesses, 0)    # a token that no guess is for is any one
+        numbers.where = borders[places[guesses.number]] + 1 + guesses.offset
+        numbers.tokens[numbers.where] = np.maximum(guesses.tokens, 0)        # a token that no guess is for is any one
         if isinstance(layout.sampled, slice):            # a graph's: all tokens have logits
             numbers.logits = self._arange[: layout.num_tokens]
-            numbers.sampled = np.full(layout.num_tokens, self.max_rows, np.int64)
-            numbers.sampled[: borders[-1]] = np.repeat(layout.rows, layout.counts)
+            numbers.sampled = numbers.token_rows
         else:
             own = 1 + width[layout.sampled]
             numbers.logits = np.repeat(numbers.logits + 1 - np.cumsum(own), own) + self._arange[: int(own.sum())]
             numbers.sampled = np.repeat(numbers.sampled, own)
 
-    def _put(self, plan: StepPlan, layout: _Layout, numbers: _Numbers, shape: Shape | None) -> tuple[Batch, int]:
+    def _put(
+        self, plan: StepPlan, layout: _Layout, numbers: _Numbers, shape: Shape | None, guesses: Guesses | None
+    ) -> tuple[Batch, int]:
         """Everything to the device, in one copy. A graph reads it at the places where the first step of its shape had it. Also:
         where what a graph reads ends."""
         rows, kv_len, num_decodes = layout.rows, numbers.kv_len, layout.num_decodes
@@ -221,13 +236,16 @@ class DeviceRows:
         newest = None if numbers.newest is None else staging.put(numbers.newest)
         last_rows = staging.put(rows[:num_decodes]) if num_decodes and newest is None else None
         query_tiles = schedule.put_tiles(staging, rows, numbers.query_start, kv_len, num_decodes, shape)
+        own = [(lengths, table_rows)]
         if goes_on is not None:
             last_kv_len, last_table_rows = staging.put(kv_len[goes_on]), staging.put(rows[goes_on].astype(np.int32))
+            own.append((last_kv_len, last_table_rows))
             last_shares = schedule.put_shares(staging, kv_len[goes_on])
         picks = staging.put(layout.picks)                # from here on sizes vary: nothing a graph reads
         alone = numbers.alone
         single = staging.put(rows[alone]), staging.put(numbers.tokens[numbers.query_start[alone]])
         end = staging.used
+        late = self.late.put(staging, numbers.token_rows, numbers.where, guesses)
         written = tables.put_changes(staging, changes)
         staging.send()
 
@@ -235,6 +253,7 @@ class DeviceRows:
         if len(alone):
             self.last_token.index_copy_(0, *single)
         tables.length[rows[layout.live]] = numbers.ends[layout.live]
+        self.late.correct(late, places, slots, tokens, own)
         older = shape is not None or bool((numbers.ends - layout.counts)[num_decodes:].any())
         batch = Batch(
             tokens=tokens,
@@ -243,11 +262,8 @@ class DeviceRows:
             kv_len=lengths,
             # Not of decodes alone: their batch may be used again, when lengths are others (`advance`).
             query_start_host=numbers.query_start.tolist() if on_cpu and goes_on is not None else None,
-            kv_len_host=numbers.ends.tolist() if on_cpu and goes_on is not None else None,
-            groups=[
-                GroupBatch(each, table, *shared)
-                for each, table, shared in zip(slots, tables.groups, decoding, strict=True)
-            ],
+            kv_len_host=(lengths if late else numbers.ends).tolist() if on_cpu and goes_on is not None else None,
+            groups=[GroupBatch(each, table, *how) for each, table, how in zip(slots, tables.groups, decoding, strict=True)],
             logits_index=logits,
             sample_rows=sample_rows,
             picks=layout.picks,
@@ -411,16 +427,3 @@ class DeviceRows:
             query_tiles=None,
             work=self.schedule.work(count, 0),
         )
-
-
-def guesses_of(plan: StepPlan, place: int, length: int) -> np.ndarray:
-    """The guesses for the tokens after the newest one of a row that has `length` tokens in the cache; -1: none."""
-    assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
-    width = int(plan.width[place])
-    path, first = plan.drafts[place], length + 1 - int(plan.drafts_from[place])
-    if first < 0:
-        raise AssertionError(f"row {int(plan.rows[place])}: its drafts are for a position that it has not reached")
-    guesses = np.full(width, -1, np.int64)
-    found = path[first : first + width]
-    guesses[: len(found)] = found
-    return guesses

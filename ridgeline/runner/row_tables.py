@@ -1,10 +1,13 @@
-"""What the device half knows of each row: its known tokens, its length and its block tables, which are in device memory.
+"""What the device half knows of each row: its known tokens, its length and its block tables, which are in device memory; and
+which drafts a plan has for it.
 
 A plan is applied in the order removed, added, appended. On a GPU only changes of the tables are sent, with the step's other
 integers. One extra row is for padding. It has no blocks, so its writes go to block 0 (null).
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ class RowTables:
         self.num_given = np.zeros(max_rows + 1, np.int64)    # tokens that came from the host
         self.given: list[np.ndarray] = [np.zeros(0, np.int32)] * max_rows
         self.num_prompt = np.zeros(max_rows, np.int64)
+        self.stay = np.zeros(max_rows, np.int64)             # grows with each sequence that gets the row
         max_blocks = -(-max_model_len // block_size)
         self.blocks = np.zeros((num_groups, max_rows + 1, max_blocks), np.int32)
         self.most_changes = 2 * num_groups * max_rows + max_blocks
@@ -47,6 +51,7 @@ class RowTables:
             self.num_given[row] = len(added.token_ids)
             self.num_prompt[row] = added.num_prompt
             self.length[row] = added.num_computed
+            self.stay[row] += 1
             for group, own in enumerate(added.block_ids):
                 blocks[group, row, : len(own)] = own
                 first = (group * num_rows + row) * width
@@ -84,6 +89,90 @@ class RowTables:
     def write(self, places: Tensor, blocks: Tensor) -> None:
         if len(places):
             self._flat.index_copy_(0, places, blocks)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """The drafts of a plan, row after row."""
+
+    number: np.ndarray               # [G]: which of the plan's rows has it …
+    offset: np.ndarray               # … and how many of the row's drafts come before it
+    path: np.ndarray                 # int64: what the plan says of each row, behind each other; -1: nothing
+    at: np.ndarray                   # [G]: its place there; n places before, if the row is n tokens shorter than was said
+
+    @classmethod
+    def of(cls, plan: StepPlan, lengths: np.ndarray) -> Guesses:
+        """`lengths` [R]: tokens in the cache; a guess is for the token after the newest one, which is not among them."""
+        assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
+        drafted = np.flatnonzero(plan.width)
+        width = plan.width[drafted].astype(np.int64)
+        first = lengths[drafted] + 1 - plan.drafts_from[drafted]
+        if (first < 0).any():
+            row = int(plan.rows[drafted[np.argmin(first)]])
+            raise AssertionError(f"row {row}: its drafts are for a position that it has not reached")
+        offset = np.arange(int(width.sum())) - np.repeat(np.cumsum(width) - width, width)
+        path = np.full((len(drafted), int((first + width).max())), -1, np.int64)
+        known = min(path.shape[1], plan.drafts.shape[1])
+        path[:, :known] = plan.drafts[drafted, :known]
+        at = np.repeat(np.arange(len(drafted)) * path.shape[1] + first, width) + offset
+        return cls(np.repeat(drafted, width), offset, path.ravel(), at)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """[G]: if rows are as long as was said; -1: none."""
+        return self.path[self.at]
+
+
+class LateLengths:
+    """While a step with drafts is in flight, only the device knows how many were accepted. The host packs the next step for rows
+    of the largest length, and here the device takes back what was rejected: positions, slots, lengths and guesses move."""
+
+    def __init__(self, tables: RowTables, device: torch.device) -> None:
+        self._tables = tables
+        self.behind = False                              # the step that is packed next follows one whose drafts are in flight
+        # By row, with one for padding: tokens that it is shorter than `tables.length` says.
+        self._surplus = torch.zeros(len(tables.length), dtype=torch.int64, device=device)
+        self.guesses: Tensor | None = None               # [G] of the step packed last, as they truly are; None: as the host says
+        self._zero = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def follow(self, rows: Tensor, rejected: Tensor) -> None:
+        """The newest step has rejected so many drafts of these rows; of the others, none."""
+        self._surplus.zero_()
+        self._surplus.index_copy_(0, rows, rejected)
+
+    def joined(self, rows: Tensor) -> None:
+        """These rows have other sequences than in the step in flight."""
+        self._surplus.index_copy_(0, rows, self._zero.expand(len(rows)))
+
+    def put(self, staging: Staging, token_rows: np.ndarray, where: np.ndarray | None, guesses: Guesses | None) -> list[Tensor]:
+        """`token_rows` [T]: of each token; `where` [G]: the tokens that are guesses. Nothing, if the host knows all lengths."""
+        if not self.behind:
+            return []
+        arrays = [token_rows]
+        if where is not None and guesses is not None:
+            arrays += [where, guesses.path, guesses.at]
+        return [staging.put(each) for each in arrays]
+
+    def correct(
+        self, sent: list[Tensor], positions: Tensor, slots: list[Tensor], tokens: Tensor, lengths: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """With what `put` has sent: a step's numbers by token, and lengths with their rows."""
+        self.guesses = None
+        if not sent:
+            return
+        token_rows, *drafts = sent
+        shorter = self._surplus.index_select(0, token_rows)
+        positions.sub_(shorter)
+        size = self._tables.block_size
+        index, offset = positions // size, positions % size
+        for table, own in zip(self._tables.groups, slots, strict=True):
+            own.copy_(table[token_rows, index] * size + offset)
+        for kv_len, rows in lengths:
+            kv_len.sub_(self._surplus.index_select(0, rows).to(kv_len.dtype))
+        if drafts:
+            where, path, at = drafts
+            self.guesses = path.index_select(0, at - shorter.index_select(0, where))
+            tokens.index_copy_(0, where, self.guesses.clamp(min=0))
 
 
 _NO_PLACES = np.zeros(0, np.int64)

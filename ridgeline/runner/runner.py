@@ -20,9 +20,10 @@ from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.sampling.logprobs import logprobs as token_logprobs
 from ridgeline.ops.sampling.noise import to_device
-from ridgeline.runner.device_rows import EVERY_HIDDEN, TOKEN, DeviceRows, guesses_of
+from ridgeline.runner.device_rows import EVERY_HIDDEN, TOKEN, DeviceRows
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
+from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, send_beside
 from ridgeline.runner.verify import Positions, verify
@@ -31,7 +32,6 @@ from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)
-_NO_GUESSES = np.zeros(0, np.int64)
 _BROKEN = "the model produced no finite logits for this request"
 _NONE_LEFT = (
     "the request leaves no token to choose: what its grammar, allowed_token_ids, bad_words, logit_bias, penalties and min_tokens "
@@ -51,6 +51,7 @@ class _Work:
     of_prompts: bool                 # is more wanted than tokens and their log-probabilities?
     greedy: bool                     # do all rows want the best token, and nothing else?
     positions: Positions | None = None   # that are sampled, in a step with drafts
+    guesses: Guesses | None = None       # of such a step
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class _Step:
     experts: Fetched | None = None   # of a mixture: experts that each layer read
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
     at_once: np.ndarray | None = None    # with drafts: rows whose tokens the sampler does not count before they are accepted
+    stays: np.ndarray | None = None  # with drafts: see DeviceRows.stays
     settled: bool = False            # with drafts: rows know how many were accepted
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
@@ -99,6 +101,8 @@ class Runner:
         self.rehearse: Callable[[], bool] = lambda: False    # captures one more graph; False: none is left (graph_warmup.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
+        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed.
+        self._knows_at_once = rows.device.type == "cpu"
         self._landings: list[Landing] = []               # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
         self._listed_tokens: dict[int, np.ndarray] = {}  # row -> tokens whose log-probability it wants, whatever their rank
@@ -111,6 +115,7 @@ class Runner:
         waited, replays = self._comm.waited, self.forward.replays
         landing = self._landings.pop() if self._landings else Landing(self.rows.max_rows, self.rows.device)
         landing.start()
+        self.rows.late.behind = self._has_unknown_lengths()
         self._apply(plan)
         key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
         work = self._work
@@ -119,7 +124,7 @@ class Runner:
         if work is None or not again:
             work = self._work = self._work_of(plan, key)
         starts = self.rows.length[plan.rows] if work.of_prompts else None
-        batch = (self.rows.advance() if again else None) or self.rows.pack(plan, work.shape)
+        batch = (self.rows.advance() if again else None) or self.rows.pack(plan, work.shape, work.guesses)
         work.greedy = work.greedy or self._is_greedy(plan, work)
         computed = self.forward.run(batch, work.greedy)
         lengths = self.rows.length[plan.rows].astype(np.int32)
@@ -135,18 +140,18 @@ class Runner:
             step.hidden = self._pooled(plan, starts, computed.hidden)
         self._steps.append(step)
 
+    def _has_unknown_lengths(self) -> bool:
+        """Does the host not know yet what a step in flight has accepted? It is one step: `depth` is 0 or 1."""
+        return any(step.work.positions is not None and not step.settled for step in self._steps)
+
     def _work_of(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> _Work:
         samples = plan.want & TOKEN
         places = np.nonzero(samples)[0]
         of_prompts = bool((plan.want & EVERY_HIDDEN).any())
         work = _Work(key, self.forward.shape(plan), places, plan.rows[places], samples.astype(np.int32), of_prompts, False)
         if plan.width is not None:
-            lengths = self.rows.length[work.rows].tolist()
-            guesses = [
-                guesses_of(plan, place, length) if plan.width[place] else _NO_GUESSES
-                for place, length in zip(places.tolist(), lengths, strict=True)
-            ]
-            work.positions = Positions.of(work.rows, plan.width[places], guesses)
+            work.guesses = Guesses.of(plan, self.rows.length[plan.rows])
+            work.positions = Positions.of(plan, places, work.guesses)
         return work
 
     def said(self, rows: np.ndarray, tokens: np.ndarray) -> None:
@@ -260,24 +265,36 @@ class Runner:
 
     def _verify(self, step: _Step, positions: Positions, logits: Tensor, masks: Tensor | None) -> None:
         """Sample every position of a step with drafts, and go on behind those that are accepted."""
+        positions.late = self.rows.late.guesses
         found = verify(self._sampler, logits, positions, masks, self._comm.tensor.broadcast)
         self.rows.last_token.index_copy_(0, to_device(positions.rows, logits.device), found.newest)
         step.sampled = Fetched(found.tokens, found.failed, found.none_left, found.accepted)
         step.at_once = found.at_once
         self._fetch_logprobs(step, np.repeat(positions.rows, 1 + positions.width), logits, found.tokens)
-        if logits.is_cpu:                                # the next step can be packed before this one is collected
+        step.stays = self.rows.stays(positions.rows)
+        if self._knows_at_once:                          # the next step is packed for rows of their true length
             self._settle(step, positions)
+        else:
+            rows, width = to_device(positions.rows, logits.device), to_device(positions.width, logits.device)
+            self.rows.late.follow(rows, width - found.accepted)
 
     def _settle(self, step: _Step, positions: Positions) -> np.ndarray:
         """Rows are as long as was accepted. Returns the accepted drafts, by row that sampled."""
-        assert step.sampled is not None and step.at_once is not None
+        assert step.sampled is not None and step.at_once is not None and step.stays is not None
         accepted = step.sampled.arrays()[3]
         if not step.settled:
             step.settled = True
             rejected = positions.width - accepted
-            self.rows.settle(positions.rows, rejected)
             step.lengths[step.work.places] -= rejected.astype(np.int32)
-            self._sampler.said_ahead(positions.rows[step.at_once], 1 + accepted[step.at_once])
+            there = step.stays == self.rows.stays(positions.rows)        # not those that another sequence has got meanwhile
+            rows, told = positions.rows[there], there & step.at_once
+            self.rows.settle(rows, rejected[there])
+            self._sampler.said_ahead(positions.rows[told], 1 + accepted[told])
+            too_many = np.zeros(self.rows.max_rows, np.int32)
+            too_many[rows] = rejected[there]
+            for later in self._steps:                    # planned for rows of the largest length
+                if later.plan.step > step.plan.step:
+                    later.lengths -= too_many[later.plan.rows]
         return accepted
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
@@ -361,14 +378,16 @@ class Runner:
         width = int(positions.width.max())
         new = _New(np.full((len(step.plan.rows), 1 + width), -1, np.int32), step.work.num_new.copy())
         new.rejected = int((positions.width - accepted).sum())
-        for number, (place, first) in enumerate(zip(step.work.places.tolist(), positions.first.tolist(), strict=True)):
-            last = first + int(accepted[number])
-            new.tokens[place, : last - first + 1] = tokens[first : last + 1]
-            new.counts[place] = last - first + 1
-            if broken[last]:
-                new.failed[place] = _NONE_LEFT if none_left[last] else _BROKEN
-                new.overconstrained += [place] * bool(none_left[last])
-                new.counts[place] -= bool(positions.width[number])       # what came before it counts
+        places, last = step.work.places, positions.first + accepted
+        columns = np.arange(1 + width)
+        said = tokens[np.minimum(positions.first[:, None] + columns, positions.count - 1)]
+        new.tokens[places] = np.where(columns <= accepted[:, None], said, -1)
+        new.counts[places] = accepted + 1
+        for number in np.flatnonzero(broken[last]).tolist():
+            place, none = int(places[number]), bool(none_left[last[number]])
+            new.failed[place] = _NONE_LEFT if none else _BROKEN
+            new.overconstrained += [place] * none
+            new.counts[place] -= bool(positions.width[number])           # what came before it counts
         return new
 
 

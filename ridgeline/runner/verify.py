@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.messages import StepPlan
 from ridgeline.ops.sampling.noise import to_device
+from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Sampler
 
 Broadcast = Callable[[Tensor], Tensor]
@@ -28,17 +30,24 @@ class Positions:
 
     rows: np.ndarray                 # [R]: rows that sample
     width: np.ndarray                # [R]: drafts of each
-    guesses: np.ndarray              # int64 [R, W]; -1: none
+    guesses: np.ndarray              # int64 [R, W + 1]; -1: none; the last column ends every run
     first: np.ndarray                # [R]: the first position of each
     count: int
+    entries: np.ndarray              # [G]: where the table has each guess …
+    late: Tensor | None = None       # … and [G], what it truly is, where only the device knows that
 
     @classmethod
-    def of(cls, rows: np.ndarray, width: np.ndarray, guesses: list[np.ndarray]) -> Positions:
-        own = 1 + width.astype(np.int64)
-        table = np.full((len(rows), int(width.max(initial=0)) + 1), -1, np.int64)    # the last column ends every run
-        for place, each in enumerate(guesses):
-            table[place, : len(each)] = each
-        return cls(rows.astype(np.int64), width.astype(np.int64), table, np.cumsum(own) - own, int(own.sum()))
+    def of(cls, plan: StepPlan, places: np.ndarray, guesses: Guesses) -> Positions:
+        """`places`: rows of the plan that sample."""
+        assert plan.width is not None
+        width = plan.width[places].astype(np.int64)
+        table = np.full((len(places), int(width.max(initial=0)) + 1), -1, np.int64)
+        number = np.zeros(len(plan.rows), np.int64)
+        number[places] = np.arange(len(places))
+        entries = number[guesses.number] * table.shape[1] + guesses.offset
+        table.ravel()[entries] = guesses.tokens
+        own = 1 + width
+        return cls(plan.rows[places].astype(np.int64), width, table, np.cumsum(own) - own, int(own.sum()), entries)
 
 
 @dataclass(slots=True)
@@ -66,6 +75,8 @@ def verify(
     columns = np.minimum(np.arange(positions.guesses.shape[1]), positions.width[:, None])
     table = to_device(positions.first[:, None] + columns, device)
     guesses = to_device(positions.guesses, device)
+    if positions.late is not None:
+        guesses.view(-1).index_copy_(0, to_device(positions.entries, device), positions.late)
     equal = (tokens[table] == guesses) & ~failed[table]
     found.accepted = equal.to(torch.int64).cumprod(1).sum(1)
     found.newest = tokens[table.gather(1, found.accepted[:, None])[:, 0]]

@@ -92,7 +92,8 @@ def make_runner(
         sampler = Sampler(
             config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype
         )
-        reserve_masks(config.max_num_seqs, model_config.vocab_size, device)
+        verified = MOST_VERIFIED if drafts else 0        # positions that may have a mask each
+        reserve_masks(max(config.max_num_seqs, verified), model_config.vocab_size, device)
     with CompileAhead(device) as ahead:
         with meter.part(ledger.WEIGHTS):
             _kernels_and_weights(ahead, config, model, rows, sampler, comm, progress)
@@ -107,7 +108,7 @@ def make_runner(
             capped = model_config.final_softcap is not None
             forward = GraphForward(
                 eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
-                torch.float32 if capped else dtype, device, config.graph_bytes, MOST_VERIFIED if drafts else 0, comm.size == 1,
+                torch.float32 if capped else dtype, device, config.graph_bytes, verified, comm.size == 1,
             )
         elif _runs_programs(config, device, dtype):
             forward = ProgramForward(eager, rows.tables.groups, rows.last_token)
@@ -178,7 +179,8 @@ def _first_steps(config: ResolvedConfig, runner: Runner, comm: Communicator) -> 
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     warm_up(runner, *sizes)
     if isinstance(runner.forward, GraphForward):
-        rehearsal = Rehearsal(runner, runner.forward, *sizes, comm)
+        drafts = draft_options(config.options.execution.speculative_config).on
+        rehearsal = Rehearsal(runner, runner.forward, *sizes, comm, MOST_VERIFIED if drafts else 0)
         runner.rehearse = rehearsal.go_on
         with phase("graphs"):
             captured = rehearsal.before_ready(CAPTURE_SECONDS)

@@ -24,6 +24,7 @@ class Rows:
         self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
+        self.plain = np.zeros(max_rows, bool)            # it takes the model's best token, whatever it has said
         self.num_held = 0                                # blocks in the tables of all rows …
         self.num_used = 0                                # … and the computed tokens in them
         self.sequences: list[Sequence | None] = [None] * max_rows
@@ -49,6 +50,7 @@ class Rows:
         # What was lost with drafts in flight was counted as if all of them had been accepted.
         self.lost[row] = min(sequence.prefill.lost_tokens, len(sequence.tokens) - 1)
         self.want[row] = want
+        self.plain[row] = sequence.is_plain
         self._ranked = None
         return row
 

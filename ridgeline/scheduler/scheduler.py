@@ -190,9 +190,10 @@ class Scheduler:
         return len(self._flights)
 
     @property
-    def has_drafts_in_flight(self) -> bool:
-        """Rows may be shorter than the next plan assumes."""
-        return any(flight.drafts is not None for flight in self._flights)
+    def waits_for_drafts(self) -> bool:
+        """Rows in flight may be shorter than the next plan assumes, and how they choose depends on that: their noise, penalties
+        or grammar. A device that knows lengths before the host does can go on with the others."""
+        return any(flight.drafts is not None and not flight.drafts.plain for flight in self._flights)
 
     @property
     def has_work(self) -> bool:
@@ -374,6 +375,7 @@ class Scheduler:
         if drafts is not None:
             table.known[rows] += drafts.width
             drafts.num_positions = num_sampled + int(drafts.width.sum())
+            drafts.plain = bool(table.plain[rows[drafts.width > 0]].all())
         plan = StepPlan(
             step=self._step,
             removed=np.array(delta.removed, np.int32) if delta.removed else _NONE,

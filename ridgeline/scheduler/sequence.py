@@ -91,6 +91,14 @@ class Sequence:
         return MOST_DRAFTS if params.speculative is None else min(params.speculative, MOST_DRAFTS)
 
     @property
+    def is_plain(self) -> bool:
+        """Does it take the model's best token, whatever it has said so far, and however much?"""
+        params = self.request.params
+        edited = params.structured_outputs or params.allowed_token_ids is not None or params.logit_bias or params.min_tokens
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        return not (params.temperature or edited or self.request.bad_words_token_ids or penalties != (1.0, 0.0, 0.0))
+
+    @property
     def ready(self) -> bool:
         """May it be admitted? Not while a token is in flight, before its grammar is compiled, or before the prompt it shares is
         computed."""

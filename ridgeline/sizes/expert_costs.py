@@ -3,6 +3,7 @@ token has chosen, once each."""
 
 from __future__ import annotations
 
+from ridgeline.quant.format import MXFP4
 from ridgeline.sizes.op_costs import INDEX_BYTES, SCALE_BYTES, Case, Cost, gated_activation_cost
 
 KERNELS = 5                          # of a mixture: choose, sort, up, down, sum
@@ -39,9 +40,32 @@ ROUTE_CASES = tuple(
 )
 
 
+def router_cost(*, tokens: int, hidden: int, experts: int, element_bytes: int, offset: bool, **rule: object) -> Cost:
+    """The router's matrix, and the choice from its float32 logits."""
+    choice = route_cost(tokens=tokens, experts=experts, element_bytes=SCALE_BYTES, **rule)  # type: ignore[arg-type]
+    moved = (tokens * hidden + experts * (hidden + offset)) * element_bytes - tokens * experts * SCALE_BYTES
+    return Cost(choice.flops + 2 * tokens * hidden * experts, choice.bytes + moved)
+
+
+ROUTER_CASES = tuple(
+    Case(name, {"tokens": tokens, "hidden": hidden, "experts": experts, "used": used, "offset": offset, "bias": bias, **rule},
+         dtypes=("float64", "float32"), timed=timed)
+    for name, tokens, hidden, experts, used, offset, bias, timed, rule in (
+        ("one", 1, 40, 8, 2, False, False, False, {"normalise": True}),
+        ("odd", 3, 37, 13, 3, True, False, False, {}),
+        ("sigmoid", 2, 64, 40, 4, False, True, False, {"score": "sigmoid", "normalise": True, "scale": 2.5}),
+        ("many", 20, 48, 16, 4, True, False, False, {"normalise": True}),
+        ("groups", 2, 16, 16, 4, True, True, False,
+         {"score": "sigmoid", "normalise": True, "groups": 4, "top_groups": 2, "group_score": "best two", "scale": 2.5}),
+        ("qwen3-30b", 1, 2048, 128, 8, False, False, True, {"normalise": True}),
+    )
+)
+
+
 def experts_cost(
     *, tokens: int, hidden: int, width: int, experts: int, used: int, spread: int, element_bytes: int, bias: bool = False,
     kind: str = "silu", limit: float | None = None, visited: float | None = None, weight_bytes: float | None = None,
+    codes: bool = False,
 ) -> Cost:
     """`visited`: experts that are read, where the case does not say it by its routing."""
     if visited is None:
@@ -49,7 +73,8 @@ def experts_cost(
     pairs = tokens * used
     activation = gated_activation_cost(tokens=pairs, intermediate=width, kind=kind, element_bytes=element_bytes).flops
     flops = pairs * (6 * hidden * width + 2 * hidden) + activation
-    weights = 3 * hidden * width * (element_bytes if weight_bytes is None else weight_bytes)
+    each = MXFP4.bytes_each() if codes else element_bytes if weight_bytes is None else weight_bytes
+    weights = 3 * hidden * width * each
     if bias:
         flops += pairs * (2 * width + hidden)
         weights += (2 * width + hidden) * element_bytes
@@ -65,11 +90,25 @@ EXPERTS_CASES = tuple(
     for name, tokens, hidden, width, experts, used, spread, bias, kind, limit, timed in (
         ("one", 1, 32, 16, 8, 2, 0, False, "silu", None, False),
         ("one-odd", 1, 37, 19, 5, 3, 0, True, "silu", None, False),
+        ("two", 2, 48, 40, 32, 3, 2, True, "silu", None, False),
+        ("two-long", 2, 1100, 18, 16, 2, 1, False, "silu", None, False),
+        ("one-wide", 1, 20, 1100, 16, 3, 0, True, "silu", 1.0, False),
         ("few", 5, 48, 40, 8, 2, 3, False, "silu", None, False),
         ("few-alike", 7, 40, 24, 16, 4, 0, False, "gelu_tanh", None, False),
         ("clamped", 6, 40, 24, 4, 2, 1, True, "silu", 1.0, False),
         ("many", 70, 48, 33, 4, 2, 1, False, "silu", None, False),
         ("all", 9, 16, 16, 3, 3, 1, True, "silu", None, False),
         ("decode-8", 8, 512, 192, 32, 4, 4, False, "silu", None, True),
+    )
+) + tuple(
+    Case(f"codes-{name}", {
+        "tokens": tokens, "hidden": hidden, "width": width, "experts": experts, "used": used, "spread": spread, "bias": bias,
+        "kind": "silu", "limit": 1.0 if bias else None, "codes": True,
+    }, dtypes=("float64", "bfloat16"), timed=timed)
+    for name, tokens, hidden, width, experts, used, spread, bias, timed in (
+        ("one", 1, 64, 32, 8, 2, 0, False, False),
+        ("two", 2, 96, 160, 32, 3, 2, True, False),
+        ("few", 5, 160, 96, 8, 2, 3, True, False),
+        ("many", 70, 64, 64, 4, 2, 1, False, False),
     )
 )

@@ -27,7 +27,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import load_model_config
 from ridgeline.ops.attention.attention_arguments import prefix_tile_rows
-from ridgeline.ops.linear import gemm_gated
+from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.step_cost import DecoderShape, Peaks, decoder_shape, step_cost
 from ridgeline.runner import shared_prefix
@@ -355,7 +355,7 @@ def test_the_check_reaches_what_only_long_and_many_rows_do() -> None:
     """On an H200: a step of the whole token budget and one of over a thousand behind it, and a prefix worth sharing."""
     parts = {part.name: part for part in quality.PARTS}
     budget = resolve(EngineConfig.of(model=str(write_shape("llama-3.1-8b", 2)), device="cuda"), H200_FACTS).max_num_batched_tokens
-    assert budget >= gemm_gated.FEWEST_ROWS and parts["long prompt"].tokens_in - budget >= 1024
+    assert budget >= GATED_ROWS and parts["long prompt"].tokens_in - budget >= 1024
     sharing = parts["shared prefix"]
     rows, prefix_blocks = sharing.count, sharing.shared // 16
     tables = np.arange(1, rows * 80 + 1, dtype=np.int32).reshape(rows, 80)

@@ -19,16 +19,19 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.llm import LLM
 from ridgeline.errors import ModelError
 from ridgeline.messages import StepResult
-from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.checkpoints.linear_formats import LinearFormats, expert_bytes
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.expert_config import Experts, Routing
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, load_model_config
+from ridgeline.models.model_config import ModelConfig, load_model_config, weight_bytes
 from ridgeline.models.weights import deinterleaved, load_weights, model_pieces
+from ridgeline.quant.choose import schemes
+from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.roofline.steps import StepRecorder
 from ridgeline.sampling_params import SamplingParams
 
 TOKENS = random_tokens(9)
+CPU = torch.device("cpu")
 LAYERS = 2                           # of the real model: its first and one from the middle
 
 
@@ -160,6 +163,36 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     assert all(formats(f"layers.0.attention.{name}").format is None for name in ("qkv", "output"))       # not in MXFP4
     assert float(expected.std()) > 0.5
     assert torch.equal(found, expected)
+    # As on a GPU, where the experts stay codes: their bytes are counted, and the numbers are the same.
+    path = tmp_path / "kept"
+    save_checkpoint("gpt_oss", path, hidden_size=64, intermediate_size=32)
+    path = rewritten(path, packed, config)
+    model_config = load_model_config(path)
+    formats = LinearFormats(model_config, "none", "cuda")
+    kept = Decoder(model_config, Communicator(), torch.bfloat16, "cpu", 32, schemes(formats, plain_scheme(CPU, torch.bfloat16)))
+    assert kept.layers[0].mlp.experts.gate_up.dtype == torch.uint8
+    wide = Decoder(model_config, Communicator(), torch.bfloat16, "cpu", 32)
+    saved = sum(parameter.nbytes for parameter in wide.parameters()) - sum(parameter.nbytes for parameter in kept.parameters())
+    assert saved == weight_bytes(model_config, "bfloat16", "cpu") - weight_bytes(model_config, "bfloat16", "cuda") > 0
+    assert expert_bytes(model_config, "none", "cuda") == 0.5 + 1 / 32 and expert_bytes(model_config, "none", "cpu") is None
+    kept = Decoder(model_config, Communicator(), torch.float64, "cpu", 32, schemes(formats, plain_scheme(CPU, torch.float64)))
+    load_weights(kept, path, model_config)
+    assert torch.equal(logits(kept), expected)
+
+
+def test_experts_are_quantised_while_they_load(tmp_path: Path) -> None:
+    """Only to MXFP4, which kernels of experts know; other formats leave them as they are."""
+    path = save_checkpoint("gpt_oss", tmp_path, hidden_size=64, intermediate_size=32)
+    config = load_model_config(path)
+    assert LinearFormats(config, "fp8", "cuda")("layers.0.mlp.experts.down").format is None
+    chosen = LinearFormats(config, "experts=mxfp4", "cuda")
+    model = Decoder(config, Communicator(), torch.float64, "cpu", 32, schemes(chosen, plain_scheme(CPU, torch.float64)))
+    load_weights(model, path, config, finish=False)
+    experts = model.layers[0].mlp.experts
+    assert experts.gate_up.dtype == torch.uint8
+    numbers = load(path, torch.float64).layers[0].mlp.experts.down
+    error = (experts.numbers()["down"] - numbers).norm() / numbers.norm()
+    assert 0.02 < float(error) < 0.15
 
 
 def test_the_ledger_counts_experts(tmp_path: Path) -> None:

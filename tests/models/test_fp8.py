@@ -22,8 +22,10 @@ from ridgeline.layers.linear import Linear, Placement
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.hopper import device_facts
+from ridgeline.ops.kernel_table import choose
 from ridgeline.ops.linear.fp8_linear import PAIRED_ROWS, expanded, fp8_linear_gpu, fp8_linear_reference
-from ridgeline.ops.linear.fp8_rows import CODES, FINER, LARGEST, fp8_rows_reference
+from ridgeline.ops.linear.fp8_rows import CODES, FINER, LARGEST, fp8_groups, fp8_rows_reference
 from ridgeline.ops.linear.select import fp8_ring_gemm_plan
 from ridgeline.ops.linear.select_wide import fp8_wide_plan
 from ridgeline.quant.fp8 import Fp8
@@ -212,9 +214,14 @@ def test_gpu_kernels_compute_the_definition(kind: str, rows: int, bias: bool) ->
         ring = fp8_ring_gemm_plan(2 * rows, outputs, inputs)
         codes, x_scale = fp8_rows_reference(x, codes=weight.dtype)
         whole = rows <= PAIRED_ROWS and ring is not None
-        if kind == "block" and fp8_ring_gemm_plan(rows, outputs, inputs) is None and fp8_wide_plan(rows, outputs, inputs) is None:
-            whole = True                                 # the weight is expanded, and x stays as it is
         known = x.double() if whole else codes.double() * x_scale[:, None].double()
+        if kind == "block":
+            kernel = choose("fp8-block", rows, outputs, inputs, False, device_facts(x.device)).kernel
+            if kernel in ("codes_gemv", "expand"):       # x stays as it is
+                known = x.double()
+            elif kernel == "scaled_mm_blocks":
+                codes, x_scale = fp8_groups(x)
+                known = (codes.double().unflatten(1, (-1, 128)) * x_scale.double()[..., None]).flatten(1)[:rows]
         exact = fp8_linear_reference(known, weight, scale, None if added is None else added.double())
         assert (out - exact).norm() / exact.norm() < 0.004
 

@@ -50,8 +50,19 @@ def test_what_is_written_is_what_is_read() -> None:
     assert beyond.float().abs().max() == torch.finfo(E4M3).max
 
 
-def test_zeros_have_a_scale() -> None:
-    scales = arguments.token_scales(torch.zeros(1, 2, 4), E4M3)
+def test_integers_are_rounded_to_the_nearest_and_symmetric() -> None:
+    values = torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(1))
+    scale = arguments.token_scales(values, torch.int8)
+    stored = arguments.quantise_kv(values, scale, torch.int8)
+    assert int(stored.abs().amax(dim=-1).min()) == 127   # every head uses the whole range
+    assert (stored.float() - values / scale.unsqueeze(-1)).abs().max() <= 0.5001
+    assert torch.equal(arguments.quantise_kv(-values, scale, torch.int8), -stored)
+    assert arguments.quantise_kv(-100 * values, scale, torch.int8).min() == -127
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.int8])
+def test_zeros_have_a_scale(dtype: torch.dtype) -> None:
+    scales = arguments.token_scales(torch.zeros(1, 2, 4), dtype)
     assert torch.equal(scales, torch.ones(1, 2))
 
 

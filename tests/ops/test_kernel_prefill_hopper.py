@@ -258,7 +258,8 @@ def test_what_is_not_plain_goes_to_the_other_kernel(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kernel_prefill_hopper, "prompt_attention", refuse)
     sizes: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 64, "block_size": 16, "window": None, "softcap": None}
-    for change in ({"window": 20}, {"softcap": 3.0}, {"head_dim": 80}, {"heads": 10}, {"kv_dtype": "float8_e5m2"}):
+    for change in ({"window": 20}, {"softcap": 3.0}, {"head_dim": 80}, {"heads": 10}, {"kv_dtype": "float8_e5m2"},
+                   {"kv_dtype": "int8"}, {"kv_dtype": ("int8", E4M3)}, {"kv_dtype": (None, E4M3)}):
         args, options = paged_attention.inputs(
             torch.Generator().manual_seed(5), torch.bfloat16, "cuda", rows=((50, 70),), **{**sizes, **change}
         )

@@ -24,7 +24,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.ops import activation, registry, rms_norm, rotary, vocabulary_ends
 from ridgeline.ops.attention import attention_reference, fused_decode, kv_write, paged_attention, qkv_write
 from ridgeline.ops.attention.attention_arguments import largest_code
-from ridgeline.ops.experts import experts_op, route
+from ridgeline.ops.experts import experts_op, route, router
 from ridgeline.ops.latent import fused_latent, latent_attention, latent_write
 from ridgeline.ops.linear import gguf_blocks, linear_op
 from ridgeline.ops.packed import packed_linear
@@ -40,7 +40,8 @@ OPS: list[Op[Any, Any]] = [
     paged_attention.paged_attention, logprobs.logprobs, linear_op.linear, linear_op.normed_linear, gguf_blocks.block_linear,
     qkv_write.rotary_write, sample.apply_mask, fused_decode.decode_attention, quantised_linear.quantised_linear,
     packed_linear.packed_linear, packed_linear.normed_packed_linear, vocabulary_ends.embedding, vocabulary_ends.soft_cap,
-    latent_write.latent_write, latent_attention.latent_attention, fused_latent.latent_decode, route.route, experts_op.experts,
+    latent_write.latent_write, latent_attention.latent_attention, fused_latent.latent_decode, route.route, router.route_rows,
+    experts_op.experts,
 ]
 CUDA = torch.cuda.is_available()
 

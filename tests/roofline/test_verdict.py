@@ -103,7 +103,7 @@ def test_changes_follow_the_setting() -> None:
 @pytest.mark.parametrize(("setting", "expected"), [
     (Setting(native=("bfloat16", "float8_e4m3fn")), {"--quantization fp8", "--kv-cache-dtype fp8"}),     # as measured
     (Setting(native=("bfloat16", "fp8", "int8")), {"--quantization fp8", "--kv-cache-dtype fp8"}),       # as in a data sheet
-    (Setting(native=("bfloat16", "int8")), set()),                       # an A100 has no fp8
+    (Setting(native=("bfloat16", "int8")), {"--kv-cache-dtype int8"}),   # an A100 has no fp8
     (Setting(dtype="float16"), {"--kv-cache-dtype fp8"}),                # fp8 weights need bfloat16
     (Setting(weight_bytes=1.0, kv_bytes=1.03), set()),                   # both are in use
     (Setting(device="cpu", weight_bytes=4, kv_bytes=4, dtype="float32"), set()),

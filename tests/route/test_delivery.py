@@ -345,7 +345,7 @@ def test_pages_and_paths() -> None:
         assert json.loads((await router.ask(None, "/replicas")).body)["replicas"][0]["answers"] == 1
         assert (await router.ask(CHAT, "/v1/responses")).status == 404
         assert (await router.ask(None, "/v1/chat/completions")).status == 405
-        assert (await router.ask(None, "/dashboard")).status == 404
+        assert (await router.ask(None, "/roofline")).status == 404
         assert (await router.ask(CHAT, content_type="text/plain")).status == 415
         assert len(replica.seen) == 1
 

@@ -49,15 +49,18 @@ class Seen:
         yield
 
 
-def start(model: Path, known: set[tuple[Shape, bool]] | None = None) -> tuple[EngineCore, Rehearsal, Seen]:
+def start(
+    model: Path, known: set[tuple[Shape, bool]] | None = None, most_verified: int = 0
+) -> tuple[EngineCore, Rehearsal, Seen]:
     core = EngineCore.start(EngineConfig.of(
         model=str(model), device="cpu", dtype="float32", max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
-        max_model_len=LONGEST, num_gpu_blocks_override=200,
+        max_model_len=LONGEST, num_gpu_blocks_override=200, speculative_config="ngram" if most_verified else None,
     ))
     assert isinstance(core.executor, LocalExecutor)
     runner = core.executor.runner
     seen = Seen(runner, known or set())
-    return core, Rehearsal(runner, seen, len(core.config.groups), ROWS, TOKENS, LONGEST), seen       # type: ignore[arg-type]
+    rehearsal = Rehearsal(runner, seen, len(core.config.groups), ROWS, TOKENS, LONGEST, most_verified=most_verified)   # type: ignore[arg-type]
+    return core, rehearsal, seen
 
 
 def answer(core: EngineCore, **params: Any) -> dict[str, list[int]]:
@@ -86,6 +89,18 @@ def test_every_decode_and_every_single_prompt_comes_once(model: Path) -> None:
     assert kinds == [0.0, 1.0] * len(wanted), "greedy, then sampled"
     assert seen.at_once == len(seen.plans), "each is captured at once"
     assert not rehearsal.go_on()
+    core.close()
+
+
+def test_drafts_of_few_rows_come_too(model: Path) -> None:
+    """Each fills a shape; one that has come by itself is left out."""
+    core, rehearsal, seen = start(model, {(Shape(1, draft_tokens=8, queries=8), False)}, most_verified=512)
+    expected = answer(core, temperature=0.0)
+    while rehearsal.go_on():
+        pass
+    drafted = [plan.num_tokens.tolist() for plan in seen.plans if plan.width is not None and plan.step == 0]
+    assert drafted == [[queries] * rows for rows in (1, 2, 4, 8) for queries in (2, 4, 8, 16) if (rows, queries) != (1, 8)]
+    assert answer(core, temperature=0.0) == expected
     core.close()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from folders import FAKES, import_path
 
-from ridgeline.ops.linear import gemm_gated
+from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.runner.shared_prefix import FEWEST_ROWS
 from ridgeline.runner.start.kernel_steps import KernelStep, kernel_steps
 
@@ -174,10 +174,11 @@ def test_launches_are_collected_and_compiled_at_once(tmp_path: Path) -> None:
     (1024, 8192, 131072), (1, 2, 4), (4, 8192, 1000), (64, 48, 4096), (8192, 8192, 100), (7, 512, 2), (300, 64, 40000),
 ])
 def test_the_steps_are_ones_that_can_be(max_rows: int, budget: int, max_model_len: int) -> None:
-    steps = list(kernel_steps(max_rows, budget, max_model_len))
+    steps = list(kernel_steps(max_rows, budget, max_model_len, drafts=True))
     for step in steps:
-        assert 0 < len(step.counts) <= max_rows and min(step.counts) > 0 and sum(step.counts) <= budget
-        assert step.past + max(step.counts) < max_model_len
+        drafts = step.width * len(step.counts)
+        assert 0 < len(step.counts) <= max_rows and min(step.counts) > 0 and sum(step.counts) + drafts <= budget
+        assert step.past + max(step.counts) + step.width < max_model_len
         assert step.counts == [1] * step.counts.count(1) + [count for count in step.counts if count > 1]
     assert sum(steps[0].counts) == min(budget, min(max_rows, budget) * (max_model_len - 1))      # the longest to compile
     assert [1] in [step.counts for step in steps]
@@ -188,6 +189,8 @@ def test_the_steps_are_ones_that_can_be(max_rows: int, budget: int, max_model_le
 
 def test_steps_of_every_kind_are_among_them() -> None:
     steps = list(kernel_steps(256, 8192, 32768))
+    assert not any(step.width for step in steps)
+    assert {1 + step.width for step in kernel_steps(256, 8192, 32768, drafts=True)} == {1, 2, 4, 8, 16}
 
     def some(kind: str, holds: Any) -> None:
         assert any(holds(step) for step in steps), kind
@@ -197,7 +200,7 @@ def test_steps_of_every_kind_are_among_them() -> None:
     some("decodes beside a prompt", lambda step: step.counts[0] == 1 and step.counts[-1] > 1)
     some("a shared prefix", lambda step: step.past * (len(step.counts) - 1) >= 32_768)
     assert {len(step.counts) for step in steps if step.past} >= {FEWEST_ROWS, 8, 16, 32, 64, 128, 256}
-    some("gate and up written whole", lambda step: sum(step.counts) == gemm_gated.FEWEST_ROWS - 1)
+    some("gate and up written whole", lambda step: sum(step.counts) == GATED_ROWS - 1)
     some("a mask", lambda step: step.masked)
     some("a later chunk of a prompt", lambda step: step.past and max(step.counts) > 1)
     some("log-probabilities", lambda step: step.params.logprobs is not None)

@@ -179,14 +179,17 @@ async def ask(upstream: Upstream, messages: list[dict[str, str]], sizes: argpars
 
 
 async def talk(url: str, talks: list[list[str]], sizes: argparse.Namespace, tally: Tally) -> None:
-    """`users` at a time; each takes the next conversation when its last one has ended."""
+    """`at_once` users; each pauses before it speaks, and takes the next conversation when its last one has ended. Without pauses
+    the next turn would come when its own server has just become the least busy one, and any router would look clever."""
     upstream, waiting = Upstream(url), list(reversed(talks))
 
-    async def user() -> None:
+    async def user(number: int) -> None:
+        rng = random.Random(number)
         while waiting:
             system, *questions = waiting.pop()
             messages = [{"role": "system", "content": system}]
             for question in questions:
+                await asyncio.sleep(rng.expovariate(1 / sizes.pause))
                 messages.append({"role": "user", "content": question})
                 tally.requests += 1
                 try:
@@ -195,7 +198,7 @@ async def talk(url: str, talks: list[list[str]], sizes: argparse.Namespace, tall
                     tally.failed.append(f"{type(error).__name__}: {error}"[:300])
                     break
 
-    await asyncio.gather(*(user() for _ in range(sizes.at_once)))
+    await asyncio.gather(*(user(number) for number in range(sizes.at_once)))
     upstream.close()
 
 
@@ -266,9 +269,10 @@ async def _router(name: str, port: int, urls: list[str], folder: Path, url: str,
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, value in (("replicas", 4), ("rounds", 3), ("users", 24), ("turns", 5), ("at-once", 12), ("system", 100),
+    for name, value in (("replicas", 4), ("rounds", 2), ("users", 32), ("turns", 4), ("at-once", 32), ("system", 100),
                         ("question", 50), ("document", 400), ("answer", 24), ("kv-bytes", 10**9), ("blocks", 8192)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--pause", type=float, default=1.0, help="mean seconds before a user speaks")
     parser.add_argument("--peers", default="", help="folder with vllm_router and sglang_router")
     parser.add_argument("--logs", default="/tmp", help="folder for the logs of servers and routers")
     parser.add_argument("--engine", choices=("paced", "embedded"), default="paced")

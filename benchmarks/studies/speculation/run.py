@@ -7,9 +7,11 @@ A dial stands in for a proposer: it knows the tokens of the run without drafts, 
 wrong one. Kernels, verification and scheduling are the real ones. Blocks with and without drafts alternate in one process, and a
 cell's figure is the median of the ratios of neighbours.
 
-A shape's dummy weights have a tied head: such a model repeats its last token by a wide margin. So the rounding of bfloat16, which
-depends on the rows of a product, does not move answers away from those that the dial knows. `agreement`: how many tokens were the
-same.
+A shape's dummy weights have a tied head and a loud embedding: such a model repeats its last token by a wide margin. So the
+rounding of bfloat16, which depends on the rows of a product, does not move answers away from those that the dial knows.
+`agreement`: how many tokens were the same.
+
+Width `auto`: the controller decides, with the dial as its proposer.
 
 `predictions.json` holds what was expected before the first run.
 """
@@ -29,15 +31,23 @@ import numpy as np
 
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.config import EngineConfig
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.drafters import step_model
+from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows, Drafts, NoDrafter
+from ridgeline.scheduler.drafts.controller import Controller
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer
+from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
-from ridgeline.sizes.graph_shapes import most_queries
+from ridgeline.sizes.graph_shapes import decode_sizes, most_queries
 
 BATCHES, ALPHAS, CONTEXTS = (1, 8, 32, 64, 128, 256), (0.0, 0.3, 0.6, 0.8, 0.9), (512, 8192)
 WIDTHS = (1, 2, 3, 5, 7, 11, 15)
+AUTO = "auto"
+LOUD = 4096.0                        # of the embedding: then it outweighs what 32 layers add
 Answers = dict[str, list[int]]
 
 
@@ -58,12 +68,14 @@ class Dial:
             return None
         path = np.full((len(width), int((width + rows.pending).max())), -1, np.int32)
         for place, sequence in enumerate(rows.sequences):
-            said = len(sequence.tokens) - sequence.num_prompt
-            right = self._answers[sequence.request.request_id][said : said + path.shape[1]]
-            path[place, : len(right)] = [
-                token if self._random.random() < self._alpha else self._wrong(token) for token in right
-            ]
+            guesses = self._guesses(sequence, path.shape[1])
+            path[place, : len(guesses)] = guesses
         return Drafts(width, path)
+
+    def _guesses(self, sequence: Sequence, count: int) -> list[int]:
+        said = len(sequence.tokens) - sequence.num_prompt
+        right = self._answers[sequence.request.request_id][said : said + count]
+        return [token if self._random.random() < self._alpha else self._wrong(token) for token in right]
 
     def _wrong(self, token: int) -> int:
         return (token + 1 + self._random.randrange(self._vocab - 1)) % self._vocab
@@ -77,6 +89,16 @@ class Dial:
 
     def ended(self, sequence: Sequence) -> None:
         """Its answers are known."""
+
+
+class DialProposer(Dial):
+    """The same, for the controller."""
+
+    name = "ngram"
+
+    def propose(self, sequence: Sequence, most: int) -> Offer | None:
+        tokens = self._guesses(sequence, most)
+        return Offer(self.name, tokens, EVIDENCE - 1) if tokens else None
 
 
 class Cell:
@@ -110,10 +132,21 @@ class Cell:
         for delta in self._core.step():
             answers[delta.request_id] += delta.token_ids
 
-    def measure(self, alpha: float, width: int, pairs: int) -> dict[str, Any]:
+    def _drafter(self, truth: Answers, alpha: float, width: str) -> Any:
+        if width != AUTO:
+            return Dial(truth, alpha, int(width), self._vocab)
+        config = self._core.config
+        sizes = decode_sizes(config.max_num_batched_tokens) if config.graphs else []
+        times = ShapeTimes(step_model(config), sizes, config.max_num_batched_tokens)
+        return Controller([DialProposer(truth, alpha, MOST_DRAFTS, self._vocab)], times, MOST_DRAFTS)
+
+    def measure(self, alpha: float, width: str, pairs: int) -> dict[str, Any]:
         _, truth, _ = self.run(NoDrafter())
-        self.run(Dial(truth, alpha, width, self._vocab))         # graphs of its shapes are captured
-        ratios, off, on, drafter = [], [], [], Dial(truth, alpha, width, self._vocab)
+        drafter = self._drafter(truth, alpha, width)
+        for _ in range(3 if width == AUTO else 1):               # graphs of its shapes are captured, and the controller learns
+            self.run(drafter)
+        ratios, off, on = [], [], []
+        before = _counts(drafter)
         for pair in range(pairs):
             first = [("off", NoDrafter()), ("on", drafter)]
             seconds = {}
@@ -125,11 +158,19 @@ class Cell:
             ratios.append(seconds["off"] / seconds["on"])
             off.append(seconds["off"])
             on.append(seconds["on"])
+        proposed, accepted = (_counts(drafter) - before).tolist()
         return {
             "speedup": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios),
             "off_tok_s": 1 / statistics.median(off), "on_tok_s": 1 / statistics.median(on), "steps": steps,
-            "acceptance": drafter.accepted / max(1, drafter.proposed), "agreement": float(same),
+            "acceptance": accepted / max(1, proposed), "agreement": float(same), "drafts_per_step": proposed / (pairs * steps),
         }
+
+
+def _counts(drafter: Any) -> np.ndarray:
+    """Drafts so far, and those that were accepted."""
+    if isinstance(drafter, Controller):
+        return np.array([drafter.counters.draft_tokens, drafter.counters.accepted_tokens])
+    return np.array([drafter.proposed, drafter.accepted])
 
 
 def main() -> None:
@@ -142,20 +183,22 @@ def main() -> None:
     parser.add_argument("--width", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--cells", nargs="+", help="BATCH:WIDTH, in this order, in the place of all batches and widths")
+    parser.add_argument("--cells", nargs="+", help="BATCH:WIDTH or BATCH:auto, in the place of all batches and widths")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no cell begins after that long")
     args = parser.parse_args()
     if (args.model is None) == (args.shape is None):
         parser.error("one of --model and --shape")
     began = time.monotonic()
-    cells = [tuple(map(int, each.split(":"))) for each in args.cells or ()]
-    cells = cells or [(batch, width) for batch in args.batch for width in args.width if width < most_queries(batch)]
+    cells = [(int(batch), width) for batch, width in (each.split(":") for each in args.cells or ())]
+    cells = cells or [(batch, str(width)) for batch in args.batch for width in args.width if width < most_queries(batch)]
     model = args.model or str(write_shape(args.shape, tie_word_embeddings=True))
     options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True} if args.shape else {}
     longest = max(args.context) + args.output + 1
     core = EngineCore.start(EngineConfig.of(
         model=model, max_model_len=longest, max_num_seqs=max(batch for batch, _ in cells), speculative_config="ngram", **options,
     ))
+    if args.shape and isinstance(core.executor, LocalExecutor):
+        core.executor.runner.model.embed.weight.data.mul_(LOUD)
     for context, (batch, width), alpha in itertools.product(args.context, cells, args.alpha):
         if batch * (context + args.output) > core.config.num_blocks * core.config.groups[0].block_size:
             continue                                             # the KV cache is too small for it

@@ -26,6 +26,7 @@ from ridgeline.ops.attention.attention_arguments import (
     workspace_floats,
 )
 from ridgeline.ops.attention.prefill_tiles import cut_queries
+from ridgeline.ops.kernel_table import MANY_ROWS
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.ops.registry import Op
 from ridgeline.quant.scheme import Fused
@@ -226,7 +227,7 @@ def beside(op: Op[Any, Any], case: Case, dtype: torch.dtype, args: tuple[Any, ..
     if op.name == "linear" and device.type == "cuda":
         x, weight, bias = args
         yield Beside(LIBRARY, F.linear, args, {})
-        if len(x) >= Fused.MANY_ROWS and bias is None and weight.shape[0] <= weight.shape[1]:        # back into the stream
+        if len(x) >= MANY_ROWS and bias is None and weight.shape[0] <= weight.shape[1]:        # back into the stream
             yield onto(x, weight, op.case_cost(case, str(dtype).removeprefix("torch.")))
 
 

@@ -35,6 +35,7 @@ from ridgeline.bench.workload.quality import LEAST, check_apart, check_quality
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.bench.workload.workloads import GPU_PRESETS, Asked, Preset
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
+from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.process.children import start_child
 from ridgeline.roofline.step_cost import Peaks, decoder_shape
 from ridgeline.sizes import ledger
@@ -301,7 +302,10 @@ def _against_floors(
 ) -> dict[str, Any]:
     config, medians = engine.config, row["median"]
     found: dict[str, Any] = {}
-    shape = decoder_shape(config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_format)
+    shape = decoder_shape(
+        config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_format,
+        expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device),
+    )
     rates = Peaks(peaks.read_bytes_s, peaks.rate(config.dtype))
     own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs, row["level"])
     found["floor"] = {"counted": own}

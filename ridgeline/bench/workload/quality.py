@@ -209,13 +209,14 @@ def _share(counts: Iterable[tuple[int, int]]) -> float:
 def spread_head(model: Decoder, back: bool = False) -> None:
     """Give the head's rows lengths that differ by much, the same ones for the same model; or undo it."""
     with torch.inference_mode():
-        weight = model.head.weight
-        assert weight is not None                        # the engine that is compared keeps no packed head
+        head = model.head
+        assert head is not None and head.weight is not None      # the engine that is compared has one stage, and no packed head
+        weight = head.weight
         generator = torch.Generator().manual_seed(1)
         powers = (torch.randn(weight.shape[0], generator=generator) * _SPREAD).round_()
         # Powers of two: exact in every dtype, in both directions.
         weight.mul_(torch.exp2(-powers if back else powers).to(weight.device, weight.dtype).unsqueeze(1))
-        model.head.finish()                              # a second layout of the weight follows it
+        head.finish()                              # a second layout of the weight follows it
 
 
 def best_tokens(engine: Engine, sequences: list[list[int]]) -> list[list[int]]:

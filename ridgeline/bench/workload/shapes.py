@@ -75,6 +75,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
         "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 150000.0,
         "sliding_window": 128, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "attention_bias": True,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+        ]},
         "eos_token_id": 200002, "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
         "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                          "original_max_position_embeddings": 4096},

@@ -24,6 +24,7 @@ from ridgeline.engine.core.oom_backoff import Thrift
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.messages import Request, TokenDelta
+from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.models.stages import stage_config
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
@@ -67,8 +68,8 @@ class EngineCore:
         self._collects = True                            # is Python's garbage collector on in this process?
         self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
         # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. Of a GPU the
-        # host knows them with the result.
-        self._waits_for_drafts = config.device != "cpu"
+        # host knows them with the result; until then the device keeps the lengths (runner/row_tables.py).
+        self._device_knows_first = config.device != "cpu"
 
     @classmethod
     def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
@@ -131,7 +132,7 @@ class EngineCore:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         if self.grammars.num_pending:
             self._take_grammars(deltas)
-        while self._waits_for_drafts and self.scheduler.has_drafts_in_flight:
+        while self._device_knows_first and self.scheduler.waits_for_drafts:
             deltas += self._take_in()
         plan = self.scheduler.schedule()
         if len(plan.rows):
@@ -284,7 +285,10 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     stages = config.options.parallel.pipeline_parallel_size
     layers = stage_layers(config.model.num_layers, stages - 1, stages)
     model, stored = stage_config(config.model, layers), config.kv_format.of_stage(layers)
-    shape = decoder_shape(model, config.dtype, kv=stored, block_size=common_block_size(config.groups))
+    shape = decoder_shape(
+        model, config.dtype, kv=stored, block_size=common_block_size(config.groups),
+        expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device, ranks),
+    )
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)

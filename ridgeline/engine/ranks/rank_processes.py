@@ -17,12 +17,13 @@ from ridgeline.engine.ipc import STOP
 from ridgeline.engine.ranks.rank_watch import Process, RankWatch
 from ridgeline.engine.ranks.rank_wire import LocalWire, Wire
 from ridgeline.engine.ranks.ray_ranks import RayLauncher
-from ridgeline.errors import EngineDead
+from ridgeline.errors import EngineDead, one_line
 from ridgeline.process.children import child_environment, start_child
 from ridgeline.resolve import ResolvedConfig
 
 _POLL_MS = 100                       # how often ranks are looked at while one waits for them
 _SEND_SECONDS = 10.0                 # a rank that takes no plan for so long is lost
+_QUIET_SECONDS = 4.0                 # after that, a rank on another machine that is gone has missed its beats
 _LEAVE_SECONDS = 5.0                 # what ranks get to end by themselves
 
 
@@ -42,7 +43,7 @@ class LocalLauncher:
     """Processes of this one."""
 
     own_address = ""
-    device_index = None
+    device_index: int | None = None
 
     def __init__(self) -> None:
         self.wire: Wire = LocalWire()
@@ -68,6 +69,7 @@ class Ranks:
         self.shape = config.options.parallel.mesh
         self._context = zmq.Context()
         self._launcher = make_launcher(config, self._context)
+        self._reports, self._beats = self._context.socket(zmq.PULL), self._context.socket(zmq.PULL)
         self._links: dict[int, zmq.Socket[bytes]] = {}
         self._children: dict[int, Process] = {}
         self._watch: RankWatch | None = None
@@ -80,8 +82,6 @@ class Ranks:
 
     def _start(self, config: ResolvedConfig) -> None:
         wire = self._launcher.wire
-        self._reports = self._context.socket(zmq.PULL)
-        self._beats = self._context.socket(zmq.PULL)
         common = {
             "options": config.pinned().flat(), "store": wire.store, "reports": wire.bind(self._reports, "reports"),
             "beats": wire.bind(self._beats, "beats"),
@@ -154,13 +154,16 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            deadline = time.monotonic() + 1.0            # the connection may break a moment before the process is gone
+            # The connection may break a moment before the process is gone, and longer before Ray knows of it.
+            deadline = time.monotonic() + (_QUIET_SECONDS if self._launcher.own_address else 1.0)
             while time.monotonic() < deadline:
                 try:
                     self.check()
                 except EngineDead as reason:
                     raise reason from error
                 time.sleep(_POLL_MS / 1000)
+            if self._watch is not None and (quiet := self._watch.quiet()):
+                raise EngineDead(f"rank {quiet[0]} cannot be reached: {one_line(error)}") from error
             raise
 
     def end(self) -> None:
@@ -176,7 +179,10 @@ class Ranks:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        sockets = [*self._links.values(), self._reports, self._beats]
         self._links, self._children = {}, {}
+        for socket in sockets:                           # before the wire, which decides on connections that are being made
+            socket.close(linger=0)
         self._launcher.close()
         self._context.destroy(linger=0)
 

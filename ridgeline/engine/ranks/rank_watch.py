@@ -65,6 +65,10 @@ class RankWatch:
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
+    def quiet(self) -> list[int]:
+        """Ranks that have missed two beats."""
+        return [rank for rank, seconds in self._silent.items() if seconds > 2.5 * BEAT_SECONDS]
+
     def end(self) -> None:
         self._stop.set()
         self._thread.join()

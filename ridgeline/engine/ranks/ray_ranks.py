@@ -15,8 +15,8 @@ from typing import Any
 
 import zmq
 
-from ridgeline.engine.ranks.rank_wire import FarWire, Keys
-from ridgeline.errors import ConfigError
+from ridgeline.engine.ranks.rank_wire import FarWire, Keys, Wire
+from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import child_environment, start_child
 from ridgeline.process.log import get_logger
 from ridgeline.sizes.mesh_shape import MeshShape
@@ -93,9 +93,10 @@ class RayLauncher:
         places = self._ray.get([keeper.place.remote() for keeper in self._keepers], timeout=_ANSWER_SECONDS)
         for rank, (address, gpus) in enumerate(places):
             logger.info("rank %d is on %s%s", rank, address, f", GPU {gpus[0]}" if gpus else "")
-        self.device_index = places[0][1][0] if places[0][1] else None        # of rank 0, which sees all GPUs of its machine
+        gpus = places[0][1]
+        self.device_index: int | None = gpus[0] if gpus else None            # of rank 0, which sees all GPUs of its machine
         self.own_address = own
-        self.wire = FarWire(context, own)
+        self.wire: Wire = FarWire(context, own)
 
     def _placed(self, size: int, on_gpu: bool, own: str) -> Any:
         """A place for every rank, the first on this machine."""
@@ -104,7 +105,8 @@ class RayLauncher:
         if not group.wait(PLACE_SECONDS):
             self._ray.util.remove_placement_group(group)
             there = self._ray.cluster_resources()
-            raise ConfigError(
+            # No fault of the settings: a machine may come back, and the next start find room.
+            raise EngineDead(
                 f"the Ray cluster has no room for {size} ranks with one {'GPU' if on_gpu else 'CPU'} each: it has "
                 f"{there.get('CPU', 0):.0f} CPUs and {there.get('GPU', 0):.0f} GPUs, some of which may be in use"
             )

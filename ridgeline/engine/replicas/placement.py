@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.config import EngineConfig
+from ridgeline.errors import ConfigError
 from ridgeline.process.platform import cpu_count
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -42,7 +43,10 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, folder: Path = Pat
 
 def placements(config: EngineConfig, gpus: list[str], environment: Mapping[str, str] = os.environ) -> list[Placement]:
     """One for each engine."""
-    engines, ranks = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    if config.parallel.distributed_executor_backend == "ray":
+        raise ConfigError("data_parallel_size has engines on this machine, and ray places ranks on others: start one server for "
+                          "each engine, and `ridgeline route` in front of them")
+    engines, ranks = config.parallel.data_parallel_size, config.parallel.num_ranks
     if config.model.device == "cpu" or not gpus:
         threads = {} if THREADS in environment else {THREADS: str(max(1, cpu_count() // engines))}
         return [Placement(threads, engines, "CPU")] * engines

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.errors import ConfigError
-from ridgeline.quant.format import WeightFormat, common, made_format, quantization_rules
+from ridgeline.quant.format import MXFP4, WeightFormat, common, made_format, quantization_rules
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
 
 HEAD = "head"
+EXPERTS = ".mlp.experts."            # in the path of what all experts of a layer have
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class LinearShape:
     parts: Mapping[str, int]         # outputs by part
     inputs: int                      # of the whole matrix …
     share: int                       # … and of this rank
+    count: int = 1                   # matrices of this shape: a layer's experts
 
     @property
     def outputs(self) -> int:
@@ -53,7 +55,7 @@ def linears(config: ModelConfig, ranks: int = 1) -> Iterator[LinearShape]:
             yield LinearShape(f"layers.{layer}.attention.{name}", parts, inputs, inputs)
         yield LinearShape(f"layers.{layer}.attention.output", {"": hidden}, config.num_heads * config.value_dim, behind)
         if config.experts is not None and layer not in config.experts.dense:
-            continue                                     # experts keep the model's dtype, and so does what is beside them
+            continue                                     # what is beside experts keeps the model's dtype
         if config.gated:
             yield LinearShape(f"layers.{layer}.mlp.gate_up", {"gate": wide, "up": wide}, hidden, hidden)
         else:
@@ -78,6 +80,27 @@ def _attention(config: ModelConfig, ranks: int) -> list[tuple[str, dict[str, int
     ]
 
 
+def expert_matrices(config: ModelConfig, ranks: int = 1) -> Iterator[LinearShape]:
+    """Of every layer with a mixture: gate and up of its experts, and down."""
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None:
+        return
+    wide = even_shard(experts.width, 0, ranks).size
+    for layer in (each for each in range(config.num_layers) if each not in experts.dense):
+        inside = f"layers.{layer}{EXPERTS}"
+        yield LinearShape(inside + "gate_up", {"gate": wide, "up": wide}, hidden, hidden, experts.count)
+        yield LinearShape(inside + "down", {"": hidden}, experts.width, wide, experts.count)
+
+
+def expert_bytes(config: ModelConfig, quantization: str, device: str, ranks: int = 1) -> float | None:
+    """Bytes of a weight of the experts, their scales included; None: they have the model's dtype."""
+    found = [
+        (format.nbytes(shape.outputs, shape.share), shape.outputs * shape.share)
+        for shape, format in LinearFormats(config, quantization, device, ranks).experts()
+    ]
+    return sum(nbytes for nbytes, _ in found) / sum(size for _, size in found) if found else None
+
+
 class LinearFormats:
     """By a linear's path. On a CPU a checkpoint's codes are expanded while they load: its kernels multiply numbers."""
 
@@ -87,6 +110,7 @@ class LinearFormats:
         self.keeps = device == "cuda"
         self.ranks = ranks
         self._shapes = {linear.path: linear for linear in linears(config, ranks)}
+        self._experts = {matrix.path: matrix for matrix in expert_matrices(config, ranks)}
         self._chosen: dict[str, Chosen] = {}
         self._modules = _modules(config)
 
@@ -102,22 +126,42 @@ class LinearFormats:
             if format is not None:
                 yield shape, format.fitted(shape.parts.values(), shape.inputs, shape.share)
 
+    def experts(self) -> Iterator[tuple[LinearShape, WeightFormat]]:
+        """The matrices of experts that are kept as codes."""
+        for path, shape in self._experts.items():
+            format = self(path).format
+            if format is not None:
+                yield shape, format
+
+    def _expert_format(self, path: str) -> Chosen:
+        """A layer's experts are kept as codes where the kernels of ops/experts know both formats: they have MXFP4."""
+        layer = path.partition(EXPERTS)[0]
+        both = [self._format(shape) for name, shape in self._experts.items() if name.startswith(layer + EXPERTS)]
+        whole = all(shape.share % 32 == 0 for shape in self._experts.values())
+        known = all(chosen.format is not None and replace(chosen.format, activation=None) == MXFP4 for chosen in both)
+        return Chosen(MXFP4, made=both[0].made) if self.keeps and whole and known else Chosen(None)
+
     def _choose(self, path: str) -> Chosen:
+        if path in self._experts:
+            return self._expert_format(path)
         if path not in self._shapes:                     # a tied head is the embedding
             return Chosen(None)
+        return self._format(self._shapes[path])
+
+    def _format(self, shape: LinearShape) -> Chosen:
+        path = shape.path
         if self.config.quantisation is not None and not self.rules:
-            return self._stored(path)
+            return self._stored(shape)
         name = next((name for pattern, name in self.rules.items() if re.search(pattern, path)), "none")
         if name == "none" or (path == HEAD and not any(re.search(rule, HEAD) for rule in self.rules if rule)):
             return Chosen(None)                          # the head only where a pattern names it
-        shape = self._shapes[path]
         return Chosen(made_format(name, shape.inputs, shape.share), made=True)
 
-    def _stored(self, path: str) -> Chosen:
+    def _stored(self, shape: LinearShape) -> Chosen:
         quantisation = self.config.quantisation
         assert quantisation is not None
         found = []
-        for module in self._modules_of(path):
+        for module in self._modules_of(shape):
             recipe = quantisation.recipe(*_spellings(self.config, module))
             found.append(None if recipe is None or recipe.format.scales is None else recipe.format)
         if not self.keeps or all(format is None for format in found):
@@ -131,12 +175,13 @@ class LinearFormats:
         names = tuple("none" if each is None else each.name for each in found)
         return Chosen(format, differs=names if len(set(names)) > 1 else ())
 
-    def _modules_of(self, path: str) -> list[str]:
-        layer = re.search(r"\.(\d+)\.", path)
-        base = path if layer is None else path[: layer.start()] + ".{}." + path[layer.end() :]
-        number, own = "" if layer is None else layer[1], self._shapes[path].parts
+    def _modules_of(self, shape: LinearShape) -> list[str]:
+        """Of experts, the first one's: all are stored alike."""
+        path = shape.path.replace(EXPERTS, EXPERTS + "0.")
+        numbers = re.findall(r"\.(\d+)\.", path)
+        base, own = re.sub(r"\.\d+\.", ".{}.", path), shape.parts
         return [
-            name.format(number) for parts, name in self._modules.get(base, []) if set(parts.split("+")) <= set(own)
+            name.format(*numbers) for parts, name in self._modules.get(base, []) if set(parts.split("+")) <= set(own)
         ]
 
 

@@ -7,6 +7,7 @@ The headers of the weight files say what configs leave open: the dtype of scales
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -119,3 +120,72 @@ def _refined(recipe: Recipe, quantisation: Quantisation, headers: Mapping[str, s
     else:
         reordered = recipe.format.reordered and reordered
     return replace(recipe, format=replace(recipe.format, scales=replace(scales, dtype=dtype), reordered=reordered))
+
+
+# ── calibrated scales of the KV cache ────────────────────────────────────────────────────────────────────────────────
+# One number for the keys and one for the values of every layer. Read without torch, since the size of a block depends on them.
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_NUMBERS = {"F32": "<f", "F64": "<d", "F16": "<e", "BF16": "<f"}
+KVScales = tuple[tuple[float, float], ...]
+
+
+def calibrated_scales(directory: Path, quantisation: Quantisation | None, num_layers: int) -> tuple[KVScales, str]:
+    """The scales of K and V of every layer; or none, and why they are not used (empty: the checkpoint has none)."""
+    if quantisation is None or not quantisation.kv_scales or not directory.is_dir():
+        return (), ""
+    found: dict[tuple[int, str], list[float]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        for name, values in _tensors_of(path, [re.compile(pattern) for pattern in quantisation.kv_scales]).items():
+            layer = _LAYER.search(name)
+            if layer is not None:
+                found |= {(int(layer[1]), part): values for part in _kept_by(name)}
+    wanted = [(layer, part) for layer in range(num_layers) for part in "kv"]
+    why_not = _why_not(found, wanted) if found else ""
+    if why_not or not found:
+        return (), why_not
+    return tuple((found[layer, "k"][0], found[layer, "v"][0]) for layer in range(num_layers)), ""
+
+
+def _why_not(found: Mapping[tuple[int, str], list[float]], wanted: list[tuple[int, str]]) -> str:
+    """Why scales are not taken for calibrated ones; empty: they are."""
+    if any(len(values) != 1 for values in found.values()):
+        return "the checkpoint's KV scales are not one number per layer"
+    missing = [each for each in wanted if not found.get(each, [0.0])[0] > 0.0]
+    if missing:
+        return "the checkpoint has no {1}_scale for layer {0}".format(*missing[0])
+    if all(found[each] == [1.0] for each in wanted):     # what tools write that calibrated nothing
+        return "the checkpoint's KV scales are all 1.0, so nothing was calibrated"
+    return ""
+
+
+def _kept_by(name: str) -> str:
+    """What a scale is for: k, v or both; those of queries are for neither."""
+    last = name.rpartition(".")[2]
+    if last == "kv_scale":
+        return "kv"
+    owner = last if last != "output_scale" else name.rsplit(".", 2)[1]
+    return owner[0] if owner[:2] in ("k_", "v_") else ""
+
+
+def _tensors_of(path: Path, patterns: list[re.Pattern[str]]) -> dict[str, list[float]]:
+    """The tensors of a file that match. A file that cannot be read is left to the loader, which says what is wrong."""
+    found = {}
+    try:
+        with path.open("rb") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            header: dict[str, Any] = json.loads(file.read(size)) if size <= MAX_HEADER else {}
+            for name, entry in header.items():
+                if any(pattern.fullmatch(name) for pattern in patterns) and entry["dtype"] in _NUMBERS:
+                    begin, end = entry["data_offsets"]
+                    file.seek(8 + size + begin)
+                    found[name] = _numbers(file.read(min(end - begin, 2**16)), entry["dtype"])
+    except (OSError, ValueError, struct.error, KeyError, TypeError):
+        return {}
+    return found
+
+
+def _numbers(data: bytes, dtype: str) -> list[float]:
+    if dtype == "BF16":                                  # the upper half of a float32
+        data = b"".join(b"\0\0" + data[place : place + 2] for place in range(0, len(data), 2))
+    return [number for (number,) in struct.iter_unpack(_NUMBERS[dtype], data)]

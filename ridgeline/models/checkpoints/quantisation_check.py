@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.ops.kernel_table import MOST_CODE_ROWS
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
-from ridgeline.quant.format import MOST_CODE_ROWS, WeightFormat, has_kernels, is_fp8_rows, quantises_rows
+from ridgeline.quant.format import WeightFormat, has_kernels, is_fp8_rows, quantises_rows
 
-MOST_BLOCK_ROWS = 128                # that ops/linear/fp8_linear.py multiplies by codes with scales for blocks
+MOST_INT8_ROWS = 128                 # beyond them cuBLAS multiplies int8 codes, more slowly than 16-bit numbers
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -70,12 +71,8 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
             f"linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
             "and decode may be slower than in bfloat16"
         )
-    blocks = sorted({format.name for format in kept if format.grid == "e4m3" and not is_fp8_rows(format)})
-    if blocks:
-        return (
-            f"steps of more than {MOST_BLOCK_ROWS} rows expand {', '.join(blocks)} weights first: "
-            f"prompts are slower than in {dtype}"
-        )
+    if any(format.grid == "int8" for format in kept):
+        return f"steps of more than {MOST_INT8_ROWS} rows, so prompts too, are slower than in {dtype}; fp8 is faster there"
     return ""
 
 

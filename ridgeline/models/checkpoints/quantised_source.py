@@ -104,7 +104,7 @@ class QuantisedSource:
                 module, role, recipe = found
                 if role:
                     self.modules.setdefault(module, Module(recipe)).names[role] = name
-            elif not any(pattern.fullmatch(name) for pattern in scales):     # those are read by kv_scales.py
+            elif not any(pattern.fullmatch(name) for pattern in scales):     # those are read by quantisation.py
                 plain[name] = stored
         for name in [name for name, module in self.modules.items() if self._is_plain(module, tensors)]:
             only = self.modules.pop(name).names["codes"]

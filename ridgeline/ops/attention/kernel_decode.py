@@ -460,9 +460,9 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr, NARROW: tl.constexpr,
     V_NARROW: tl.constexpr, PAIRED: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, HAS_PREFIX: tl.constexpr, SINKS: tl.constexpr,
     MINIMUM_PREFIX: tl.constexpr, TILE_PREFIX: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
-    TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr,
-    FRESH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
-    CALIBRATED: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
+    TILE_DIM: tl.constexpr, TILE_GROUP: tl.constexpr, TILE_SLOTS: tl.constexpr, FRESH: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr, CALIBRATED: tl.constexpr, DEPENDENT: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """One CTA: one item of the list, which is one share of one row's keys, for one KV head (split_kv.py).
 
@@ -570,11 +570,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         if WINDOW == 0:
             last = tl.minimum(last, end - 1)
     maximum, total, accumulated, odd, block = attend_keys(
-        q, odd_q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
-        block, begin, end, end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride,
-        k_scale_block_stride, k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride,
-        BLOCK_SIZE, HEAD_DIM, WINDOW if QUERIES > 1 else 0, SOFTCAP, True, K_SCALED, V_SCALED, NARROW, V_NARROW, PAIRED,
-        TILE_KEYS, TILE_DIM, UPCAST,
+        q, odd_q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr, block, begin, end,
+        end, last, score_scale, softcap, k_block_stride, k_slot_stride, v_block_stride, v_slot_stride, k_scale_block_stride,
+        k_scale_slot_stride, v_scale_block_stride, v_scale_slot_stride, BLOCK_SIZE, HEAD_DIM, WINDOW if QUERIES > 1 else 0,
+        SOFTCAP, True, K_SCALED, V_SCALED, NARROW, V_NARROW, PAIRED, TILE_KEYS, TILE_DIM, UPCAST,
     )
     if PAIRED:
         accumulated = tl.interleave(accumulated, odd)

@@ -13,11 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeline.ops.launch import dependent_launch, power_of_two
+from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
 from ridgeline.ops.registry import tl, triton_kernel
 
-ONE_CTA_PAIRS = 2048                 # more are sorted by torch's kernels, which several SMs share
-_CHUNK = 32                          # pairs that are counted at once
+MOST_PAIRS = 4096                    # that are compared with each other; more are sorted by torch's kernels
+_PAIRS = 32                          # that a CTA places
+_CHUNK = 256                         # pairs that they are compared with at once
 
 
 def most_tiles(pairs: int, experts: int, rows: int) -> int:
@@ -33,15 +34,15 @@ def sorted_pairs(
     have a number behind the last expert; they come last, and have no tile."""
     pairs = chosen.numel()
     device = chosen.device
-    if pairs > ONE_CTA_PAIRS or elsewhere:
+    if pairs > MOST_PAIRS or elsewhere:
         return _sorted_by_torch(chosen.flatten(), experts, rows, reads)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((most_tiles(pairs, experts, rows), 3), dtype=torch.int32, device=device)
     if pairs:
-        _sort_experts_kernel[1,](
+        _sort_experts_kernel[1 + cdiv(pairs, _PAIRS),](
             chosen, order, tiles, order if reads is None else reads, pairs, len(tiles), READS=reads is not None,
-            BLOCK=power_of_two(experts), CHUNK=_CHUNK, ROWS=rows,
-            TILES=power_of_two(most_tiles(ONE_CTA_PAIRS, experts, rows)), num_warps=8,       # one variant for any number of pairs
+            BLOCK=power_of_two(experts), PAIRS=_PAIRS, CHUNK=_CHUNK, ROWS=rows,
+            TILES=power_of_two(most_tiles(MOST_PAIRS, experts, rows)), num_warps=8,          # one variant for any number of pairs
             **dependent_launch(device),
         )
     return order, tiles
@@ -68,32 +69,44 @@ def _sorted_by_torch(flat: Tensor, experts: int, rows: int, reads: Tensor | None
 @triton_kernel(do_not_specialize=["pairs", "num_tiles"])
 def _sort_experts_kernel(  # type: ignore[no-untyped-def]
     chosen_ptr, order_ptr, tiles_ptr, reads_ptr, pairs, num_tiles, READS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRS: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One CTA counts the pairs of every expert, gives every pair its place, and writes the tiles."""
-    expert = tl.arange(0, BLOCK)
-    pair = tl.arange(0, CHUNK)
-    tile = tl.arange(0, TILES)
+    """CTA 0 writes the tiles. Each other CTA gives PAIRS pairs their places: a pair's is the number of pairs before it, those
+    of experts before its own and the earlier ones of its own."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    chunk = tl.arange(0, CHUNK)
+    if tl.program_id(0) == 0:
+        _write_tiles(chosen_ptr, tiles_ptr, reads_ptr, pairs, num_tiles, chunk, READS, BLOCK, ROWS, TILES)
+    else:
+        pair = (tl.program_id(0) - 1) * PAIRS + tl.arange(0, PAIRS)
+        mine = tl.load(chosen_ptr + pair, mask=pair < pairs, other=0).to(tl.int32) * pairs + pair
+        place = tl.zeros((PAIRS,), tl.int32)
+        for start in range(0, pairs, CHUNK):
+            other = start + chunk
+            theirs = tl.load(chosen_ptr + other, mask=other < pairs, other=BLOCK).to(tl.int32) * pairs + other
+            place += tl.sum((theirs[None, :] < mine[:, None]).to(tl.int32), 1)
+        tl.store(order_ptr + place, pair, mask=pair < pairs)
+
+
+@triton_kernel()
+def _write_tiles(  # type: ignore[no-untyped-def]
+    chosen_ptr, tiles_ptr, reads_ptr, pairs, num_tiles, chunk, READS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """One CTA: counts of all experts, and their tiles."""
+    expert = tl.arange(0, BLOCK)
+    tile = tl.arange(0, TILES)
+    tl.store(tiles_ptr + 3 * tile, tl.full((TILES,), -1, tl.int32), mask=tile < num_tiles)
     counts = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, pairs, CHUNK):
-        mine = tl.load(chosen_ptr + start + pair, mask=start + pair < pairs, other=-1).to(tl.int32)
-        counts += tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), 0)
+    for start in range(0, pairs, chunk.shape[0]):
+        theirs = tl.load(chosen_ptr + start + chunk, mask=start + chunk < pairs, other=-1).to(tl.int32)
+        counts += tl.sum((theirs[:, None] == expert[None, :]).to(tl.int32), 0)
     starts = tl.cumsum(counts, 0) - counts
     if READS:
         tl.store(reads_ptr, tl.sum((counts > 0).to(tl.int32)))
-    # Places: the expert's first one, and one more for each of its pairs before.
-    before = starts
-    for start in range(0, pairs, CHUNK):
-        mine = tl.load(chosen_ptr + start + pair, mask=start + pair < pairs, other=-1).to(tl.int32)
-        hits = (mine[:, None] == expert[None, :]).to(tl.int32)
-        places = tl.sum(hits * (before[None, :] + tl.cumsum(hits, 0) - hits), 1)
-        tl.store(order_ptr + places, start + pair, mask=start + pair < pairs)
-        before += tl.sum(hits, 0)
-    tl.store(tiles_ptr + 3 * tile, tl.full((TILES,), -1, tl.int32), mask=tile < num_tiles)
     tl.debug_barrier()                                   # the marks of the end come first
     needed = (counts + ROWS - 1) // ROWS
     at = tl.cumsum(needed, 0) - needed

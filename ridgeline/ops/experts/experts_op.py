@@ -6,6 +6,7 @@ on timing.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ridgeline.ops.activation import gated_activation_reference
 from ridgeline.ops.experts.expert_products import experts_triton
+from ridgeline.ops.experts.mxfp4 import GROUP, expanded
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.sizes.expert_costs import EXPERTS_CASES, chosen_experts, experts_cost
 
@@ -37,14 +39,22 @@ def _through(
     return F.linear(gated(inner, kind, limit, alpha), down[expert], None if down_bias is None else down_bias[expert])
 
 
+def _numbers(
+    gate_up: Tensor, down: Tensor, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return (gate_up, down) if scales is None else (expanded(gate_up, scales[0], dtype), expanded(down, scales[1], dtype))
+
+
 def experts_reference(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None, elsewhere: bool = False,
+    reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None, elsewhere: bool = False,
 ) -> Tensor:
     """x [T, hidden], gate_up [experts, 2 width, hidden], down [experts, hidden, width], chosen and weights [T, used]
     -> [T, hidden]: the sum over the chosen experts, in their order, in float32 at least. `reads` int32 [1] gets the number of
-    experts that some token has chosen. `elsewhere`: numbers behind the last expert may be among them, which add nothing."""
+    experts that some token has chosen. With `scales` of gate_up and down these are MXFP4 codes (mxfp4.py).
+    `elsewhere`: numbers behind the last expert may be among the chosen, which add nothing."""
+    gate_up, down = _numbers(gate_up, down, scales, x.dtype)
     if reads is not None:
         reads.fill_(int((chosen.unique() < len(gate_up)).sum()))
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -62,9 +72,10 @@ def experts_reference(
 def experts_visited(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None, elsewhere: bool = False,
+    reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None, elsewhere: bool = False,
 ) -> Tensor:
     """The same, sorted by expert on the host: only the chosen ones are touched, each once, and its rows lie together."""
+    gate_up, down = _numbers(gate_up, down, scales, x.dtype)
     tokens, used = chosen.shape
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
@@ -90,7 +101,7 @@ def experts_visited(
 
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, hidden: int, width: int, experts: int, used: int,
-    spread: int, bias: bool, kind: str, limit: float | None,
+    spread: int, bias: bool, kind: str, limit: float | None, codes: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=generator).mul_(scale).to(device, dtype)
@@ -100,7 +111,20 @@ def _inputs(
     biases = {"gate_up_bias": draw(experts, 2 * width), "down_bias": draw(experts, hidden)} if bias else {}
     matrices = draw(experts, 2 * width, hidden, scale=hidden**-0.5), draw(experts, hidden, width, scale=width**-0.5)
     weights = weights.double() if dtype == torch.float64 else weights
+    if codes:
+        drawn = [_codes(generator, device, each) for each in matrices]
+        matrices = drawn[0][0], drawn[1][0]
+        biases["scales"] = drawn[0][1], drawn[1][1]
     return (draw(tokens, hidden), *matrices, chosen, weights, kind), {"limit": limit, **biases}
+
+
+def _codes(generator: torch.Generator, device: str, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Random MXFP4 codes and scales about the size of a matrix's numbers."""
+    *others, inputs = like.shape
+    codes = torch.randint(0, 256, (*others, inputs // 2), generator=generator, dtype=torch.uint8)
+    size = 127 + round(math.log2(inputs**-0.5 / 2.9))
+    scale = torch.randint(size - 1, size + 2, (*others, inputs // GROUP), generator=generator).to(torch.uint8)
+    return codes.to(device), scale.to(device)
 
 
 def _triton_supports(site: Site) -> bool:

@@ -41,57 +41,100 @@ def route_reference(
 
 
 @triton_kernel()
-def _route_experts_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, bias_ptr, chosen_ptr, weight_ptr, stride, scale,
-    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr,
-    NORMALISE: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+def _logits_at(  # type: ignore[no-untyped-def]
+    logits_ptr, offset_ptr, expert, EXPERTS: tl.constexpr, OFFSET: tl.constexpr,
 ):
-    """One CTA: one token. The best expert is taken USED times; of equal ones the first."""
-    token = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
+    logits = tl.load(logits_ptr + expert, mask=inside, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    if OFFSET:
+        logits += tl.load(offset_ptr + expert, mask=inside, other=0.0).to(tl.float32)
+    return logits
+
+
+@triton_kernel()
+def _scored(  # type: ignore[no-untyped-def]
+    logits, bias_ptr, expert, top, total, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, BIAS: tl.constexpr,
+):
+    """(scores, what the choice is made by)"""
+    scores = tl.sigmoid(logits) if SIGMOID else tl.exp(logits - top) / total
+    choice = logits                                      # in the same order
+    if BIAS:
+        choice = scores + tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    return scores, tl.where(expert < EXPERTS, choice, float("-inf"))
+
+
+@triton_kernel()
+def choose_experts(  # type: ignore[no-untyped-def]
+    logits_ptr, offset_ptr, bias_ptr, chosen_ptr, weight_ptr, scale,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, USED: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr,
+):
+    """One CTA: one token, from its logits. An expert's place is the number of better ones; of equal ones the first is better.
+    All experts are compared with all: taking the best USED times would be USED reductions, one after the other."""
+    CHUNK: tl.constexpr = 32 if BLOCK > 32 else BLOCK
+    expert = tl.arange(0, BLOCK)
+    logits = _logits_at(logits_ptr, offset_ptr, expert, EXPERTS, OFFSET)
+    top, total = 0.0, 1.0
+    if not SIGMOID:
+        top = tl.max(logits)
+        total = tl.sum(tl.exp(logits - top))
+    scores, choice = _scored(logits, bias_ptr, expert, top, total, EXPERTS, SIGMOID, BIAS)
+    better = tl.zeros((BLOCK, CHUNK), tl.int32)
+    for start in tl.static_range(0, BLOCK, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        theirs = _logits_at(logits_ptr, offset_ptr, other, EXPERTS, OFFSET)
+        _, rival = _scored(theirs, bias_ptr, other, top, total, EXPERTS, SIGMOID, BIAS)
+        equal = (rival[None, :] == choice[:, None]) & (other[None, :] < expert[:, None])
+        better += ((rival[None, :] > choice[:, None]) | equal).to(tl.int32)
+    place = tl.sum(better, 1)
+    if NORMALISE:
+        share = tl.sum(tl.where(place < USED, scores, 0.0))
+        scores = scores / (share + 1e-20 if SIGMOID else share)
+    kept = (place < USED) & (expert < EXPERTS)
+    tl.store(chosen_ptr + place, expert.to(tl.int64), mask=kept)
+    tl.store(weight_ptr + place, scores * scale, mask=kept)
+
+
+@triton_kernel()
+def _route_experts_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, offset_ptr, bias_ptr, chosen_ptr, weight_ptr, stride, scale,
+    EXPERTS: tl.constexpr, BLOCK: tl.constexpr, USED: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    logits = tl.load(logits_ptr + token * stride + expert, mask=inside, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
-        scores = tl.sigmoid(logits)
-    else:
-        powers = tl.exp(logits - tl.max(logits))
-        scores = powers / tl.sum(powers)
-    choice = scores
-    if BIAS:
-        choice += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(tl.float32)
-    choice = tl.where(inside, choice, float("-inf"))
-    slot = tl.arange(0, SLOTS)
-    chosen = tl.zeros((SLOTS,), tl.int64)
-    weights = tl.zeros((SLOTS,), tl.float32)
-    for place in tl.static_range(USED):
-        best = tl.argmax(choice, 0)
-        chosen = tl.where(slot == place, best.to(tl.int64), chosen)
-        weights = tl.where(slot == place, tl.sum(tl.where(expert == best, scores, 0.0)), weights)
-        choice = tl.where(expert == best, float("-inf"), choice)
-    if NORMALISE:
-        total = tl.sum(weights)
-        weights = weights / (total + 1e-20 if SIGMOID else total)
-    tl.store(chosen_ptr + token * USED + slot, chosen, mask=slot < USED)
-    tl.store(weight_ptr + token * USED + slot, weights * scale, mask=slot < USED)
+    choose_experts(
+        logits_ptr + token * stride, offset_ptr, bias_ptr, chosen_ptr + token * USED, weight_ptr + token * USED, scale,
+        EXPERTS, BLOCK, USED, SIGMOID, NORMALISE, OFFSET, BIAS,
+    )
+
+
+def routing_constants(experts: int, used: int, score: str, normalise: bool, offset: Tensor | None, bias: Tensor | None) -> Any:
+    """Of the kernels that call `choose_experts`."""
+    return {
+        "EXPERTS": experts, "BLOCK": power_of_two(experts), "USED": used, "SIGMOID": score == "sigmoid", "NORMALISE": normalise,
+        "OFFSET": offset is not None, "BIAS": bias is not None,
+    }
 
 
 def route_triton(
     logits: Tensor, used: int, score: str = "softmax", normalise: bool = False, bias: Tensor | None = None, groups: int = 1,
-    top_groups: int = 1, group_score: str = "best", scale: float = 1.0,
+    top_groups: int = 1, group_score: str = "best", scale: float = 1.0, offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """`offset` [experts] is added to the logits."""
     if groups > 1 or logits.stride(-1) != 1:
+        logits = logits if offset is None else logits + offset
         return route_reference(logits, used, score, normalise, bias, groups, top_groups, group_score, scale)
     tokens, experts = logits.shape
     chosen = torch.empty((tokens, used), dtype=torch.int64, device=logits.device)
     weights = torch.empty((tokens, used), dtype=torch.float32, device=logits.device)
     if tokens:
         _route_experts_kernel[tokens,](
-            logits, logits if bias is None else bias, chosen, weights, logits.stride(0), float(scale),
-            EXPERTS=experts, BLOCK=power_of_two(experts), USED=used, SLOTS=power_of_two(used), SIGMOID=score == "sigmoid",
-            NORMALISE=normalise, BIAS=bias is not None, num_warps=1 if experts <= 128 else 4, **dependent_launch(logits.device),
+            logits, logits if offset is None else offset, logits if bias is None else bias, chosen, weights, logits.stride(0),
+            float(scale), **routing_constants(experts, used, score, normalise, offset, bias), num_warps=4,
+            **dependent_launch(logits.device),
         )
     return chosen, weights
 

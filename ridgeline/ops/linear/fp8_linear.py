@@ -3,8 +3,9 @@ with a scale for each block of 128 outputs and 128 inputs.
 
 The definition multiplies by the expanded weight. The kernels also quantise x, to codes of the same kind: where the ring GEMM
 runs, up to PAIRED_ROWS rows get coarse and fine codes, which keep what a bf16 number has; otherwise a row has one code per number
-and one scale, as is usual for fp8 and int8 checkpoints. select.py and select_wide.py choose the kernel; cuBLAS serves every other
-shape: codes with a scale for each output, and blocks after they are expanded, with x as it is.
+and one scale, as is usual for fp8 and int8 checkpoints. One row is not quantised where codes_gemv.py runs. ops/kernel_table.py
+chooses the kernel; cuBLAS serves every other shape. With blocks it takes x with a scale for each 128 inputs, or the expanded
+weight and x as it is.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops.hopper import HAS_GLUON, is_hopper
-from ridgeline.ops.launch import multiprocessors, shared_memory
-from ridgeline.ops.linear import gemm_ring, gemm_wide
-from ridgeline.ops.linear.fp8_rows import fp8_rows, fp8_rows_reference, gated_fp8_rows, normed_fp8_rows
-from ridgeline.ops.linear.integer_product import integer_product
-from ridgeline.ops.linear.select import RingGemmPlan, fp8_ring_gemm_plan
-from ridgeline.ops.linear.select_wide import WidePlan, fp8_wide_plan
+from ridgeline.ops.activation import gated_activation, gated_activation_reference
+from ridgeline.ops.hopper import device_facts
+from ridgeline.ops.kernel_table import Choice, choose
+from ridgeline.ops.linear.fp8_rows import fp8_groups, fp8_rows, fp8_rows_reference, gated_fp8_rows, normed_fp8_rows
+from ridgeline.ops.linear.gemm_ring import ring_gemm
+from ridgeline.ops.linear.gemm_wide import wide_gemm
+from ridgeline.ops.linear.integer_product import integer_gemm, integer_product
+from ridgeline.ops.packed.select_packed import PackedGemvPlan
+from ridgeline.ops.quantised.codes_gemv import codes_gemv, codes_gemv_for
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
 from ridgeline.ops.quantised.quantised_kernels import expand_triton
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance, kernels_are_used
@@ -64,38 +67,29 @@ def fp8_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor 
 
 def normed_fp8_linear_reference(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None = None,
-    *, norm_offset: float = 0.0,
+    *, norm_offset: float = 0.0, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the linear of rms_norm(x + residual), x + residual)"""
+    """(the linear of rms_norm(x + residual), with a gate its gated activation, and x + residual)"""
     normed, stream = rms_norm_reference(
         x, norm, eps, residual=torch.zeros_like(x) if residual is None else residual, weight_offset=norm_offset
     )
-    return fp8_linear_reference(normed, weight, scale, bias), stream
+    out = fp8_linear_reference(normed, weight, scale, bias)
+    return (out if gate is None else gated_activation_reference(out, gate)), stream
 
 
 # ── GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@cache
-def _plan(rows: int, outputs: int, inputs: int, device: torch.device, per_output: bool = True) -> RingGemmPlan | WidePlan | None:
-    """None: cuBLAS. `per_output`: scales can be found for each output alone; tiles of 128 outputs want one."""
-    if not (HAS_GLUON and is_hopper(device)):
-        return None
-    ring = fp8_ring_gemm_plan(rows, outputs, inputs)
-    if ring is not None:
-        needed = ring.programs * (ring.shared_bytes(False, 1) + gemm_ring.RESERVED)
-        return ring if needed <= shared_memory(device) else None
-    wide = fp8_wide_plan(rows, outputs, inputs) if per_output else None
-    if wide is None:
-        return None
-    scratch = gemm_wide.SCRATCH if wide.splits == 1 else gemm_wide.PART_SCRATCH
-    fits = wide.shared_bytes() + scratch <= shared_memory(device)
-    return wide if fits and (wide.splits == 1 or -(-outputs // wide.step) * wide.splits <= multiprocessors(device)) else None
+def _format(weight: Tensor, scale: Tensor) -> str:
+    if scale.dim() == 1:
+        return "int8-row" if weight.dtype == torch.int8 else "fp8-row"
+    return "fp8-block" if len(scale) < len(weight) else "fp8-block-cut"
 
 
-def _planned(rows: int, weight: Tensor, scale: Tensor) -> RingGemmPlan | WidePlan | None:
+def _choice(rows: int, weight: Tensor, scale: Tensor) -> Choice:
+    """Of quantised rows: of at least two, since one stays as it is where it can."""
     outputs, inputs = weight.shape
-    return _plan(rows, outputs, inputs, weight.device, scale.dim() == 1 or len(scale) < outputs)
+    return choose(_format(weight, scale), max(rows, 2), outputs, inputs, False, device_facts(weight.device))
 
 
 @cache
@@ -115,28 +109,39 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _takes_codes(rows: int, weight: Tensor, scale: Tensor) -> bool:
-    """cuBLAS has no product of codes with scales for blocks of the weight and one for each row of x."""
-    return scale.dim() == 1 or _planned(rows, weight, scale) is not None
+    """cuBLAS has no product with scales for blocks of the weight and one for each row of x."""
+    return _choice(rows, weight, scale).kernel not in ("expand", "scaled_mm_blocks")
 
 
-def _pairs(x: Tensor, weight: Tensor) -> bool:
+def _pairs(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
     """Whether this many rows keep coarse and fine codes."""
-    return len(x) <= PAIRED_ROWS and isinstance(_plan(2 * len(x), *weight.shape, x.device), RingGemmPlan)
+    return len(x) <= PAIRED_ROWS and _choice(2 * len(x), weight, scale).kernel == "ring_gemm"
 
 
 def multiplied(rows: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The GEMM of quantised rows."""
-    plan, scales = _planned(len(rows.codes), weight, scale), (rows.scale, scale)
-    if isinstance(plan, RingGemmPlan):
-        return gemm_ring.ring_gemm(rows.codes, weight, bias, plan, scales=scales, paired=rows.paired, dtype=rows.dtype)
-    if isinstance(plan, WidePlan):
-        return gemm_wide.wide_gemm(rows.codes, weight, bias, plan, scales=scales, dtype=rows.dtype)
-    if weight.dtype == torch.int8:
+    (kernel, plan, _), scales = _choice(len(rows.codes), weight, scale), (rows.scale, scale)
+    if kernel == "ring_gemm":
+        return ring_gemm(rows.codes, weight, bias, plan, scales=scales, paired=rows.paired, dtype=rows.dtype)
+    if kernel == "wide_gemm":
+        return wide_gemm(rows.codes, weight, bias, plan, scales=scales, dtype=rows.dtype)
+    if kernel == "integer_gemm":
+        return integer_gemm(rows.codes, weight, *scales, bias, rows.dtype)
+    if kernel == "int_mm":
         return integer_product(rows.codes, weight, *scales, bias, rows.dtype)
     # Without fast accumulation: with it, a sum of 14,336 equal terms is 10 % too small.
     return torch._scaled_mm(
         rows.codes, weight.t(), rows.scale[:, None], scale[None, :], bias=bias, out_dtype=rows.dtype, use_fast_accum=False
     )
+
+
+def one_row(x: Tensor, weight: Tensor, scale: Tensor, gated: bool) -> tuple[QuantisedWeight, PackedGemvPlan] | None:
+    """What codes_gemv.py multiplies, with the gate if there is one; None: the row is quantised."""
+    if len(x) != 1 or not kernels_are_used():
+        return None
+    described = _described(weight, scale)
+    plan = codes_gemv_for(x, described, _format(weight, scale), gated)
+    return None if plan is None else (described, plan)
 
 
 def gated_rows(x: Tensor, gate: str, weight: Tensor, scale: Tensor) -> Fp8Rows | None:
@@ -145,36 +150,54 @@ def gated_rows(x: Tensor, gate: str, weight: Tensor, scale: Tensor) -> Fp8Rows |
         return None
     if not _takes_codes(len(x), weight, scale):
         return None
-    paired = _pairs(x, weight)
+    paired = _pairs(x, weight, scale)
     return Fp8Rows(*gated_fp8_rows(x, gate, paired, weight.dtype), paired, x.dtype)
 
 
 def fp8_linear_gpu(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _suits(x, weight):
         return fp8_linear_reference(x, weight, scale, bias)
+    one = one_row(x, weight, scale, False)
+    if one is not None:
+        return codes_gemv(x, one[0], bias, one[1])[0]
     if not _takes_codes(len(x), weight, scale):
-        return F.linear(x, expand_triton(_described(weight, scale), x.dtype), bias)
-    paired = _pairs(x, weight)
+        return _blocks_product(x, weight, scale, bias)
+    paired = _pairs(x, weight, scale)
     return multiplied(Fp8Rows(*fp8_rows(x, paired, weight.dtype), paired, x.dtype), weight, scale, bias)
+
+
+def _blocks_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    if _choice(len(x), weight, scale).kernel == "expand" or x.dtype != torch.bfloat16:
+        return F.linear(x, expand_triton(_described(weight, scale), x.dtype), bias)
+    codes, x_scale = fp8_groups(x)
+    out = torch._scaled_mm(codes, weight.t(), x_scale, scale.t(), out_dtype=x.dtype)[: len(x)]
+    return out if bias is None else out + bias
 
 
 def normed_fp8_linear_gpu(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None = None,
-    *, norm_offset: float = 0.0,
+    *, norm_offset: float = 0.0, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     if not _suits(x, weight):
-        return normed_fp8_linear_reference(x, residual, norm, eps, weight, scale, bias, norm_offset=norm_offset)
-    if not _takes_codes(len(x), weight, scale):
+        return normed_fp8_linear_reference(x, residual, norm, eps, weight, scale, bias, norm_offset=norm_offset, gate=gate)
+    one = one_row(x, weight, scale, gate is not None)
+    if one is not None:
+        return codes_gemv(
+            x, one[0], bias, one[1], norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate
+        )
+    if _takes_codes(len(x), weight, scale):
+        paired = _pairs(x, weight, scale)
+        codes, x_scale, stream = normed_fp8_rows(
+            x, residual, norm, eps, norm_offset=norm_offset, paired=paired, codes=weight.dtype
+        )
+        out = multiplied(Fp8Rows(codes, x_scale, paired, x.dtype), weight, scale, bias)
+    else:
         if residual is None:
             normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x
         else:
             normed, stream = rms_norm(x, norm, eps, residual=residual, weight_offset=norm_offset)
-        return fp8_linear_gpu(normed, weight, scale, bias), stream
-    paired = _pairs(x, weight)
-    codes, x_scale, stream = normed_fp8_rows(
-        x, residual, norm, eps, norm_offset=norm_offset, paired=paired, codes=weight.dtype
-    )
-    return multiplied(Fp8Rows(codes, x_scale, paired, x.dtype), weight, scale, bias), stream
+        out = fp8_linear_gpu(normed, weight, scale, bias)
+    return (out if gate is None else gated_activation(out, gate)), stream
 
 
 def _supports(site: Site) -> bool:

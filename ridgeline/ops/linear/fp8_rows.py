@@ -139,6 +139,25 @@ def _fp8_rows_kernel(  # type: ignore[no-untyped-def]
     _store_row(x, code_ptr, scale_ptr, row, column, WIDTH, PAIRED, AS_FLOATS)
 
 
+@triton_kernel(do_not_specialize=["rows"])
+def _fp8_groups_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, code_ptr, scale_ptr, stride, rows, GROUPS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """Program (row, BLOCK groups of 128): a scale for each group. Scales of one group lie side by side."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = (group < GROUPS)[:, None]
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1) / 448.0, 7.888609052210118e-31)
+    shares = tl.minimum(tl.maximum(x / scale[:, None], -448.0), 448.0)
+    tl.store(code_ptr + row * (GROUPS * 128) + place, shares.to(code_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr + group.to(tl.int64) * rows + row, scale, mask=group < GROUPS)
+
+
 @triton_kernel()
 def _normed_fp8_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, code_ptr, scale_ptr, new_residual_ptr, x_stride, residual_stride, eps, norm_offset,
@@ -210,6 +229,19 @@ def fp8_rows_triton(x: Tensor, paired: bool = False, codes: torch.dtype = CODES)
     if len(x):
         _fp8_rows_kernel[len(x),](x, made, scale, x.stride(0), **shared)
     return _rounded(made, paired), scale
+
+
+def fp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, inputs] -> e4m3 codes and scales [T, inputs / 128] as cuBLAS wants them: T a multiple of 4, and the scales of one
+    group side by side. Rows that fill it up are not written: what they give is cut off."""
+    rows, groups = len(x), x.shape[1] // 128
+    padded = -(-rows // 4) * 4
+    codes = torch.empty((padded, x.shape[1]), dtype=torch.float32 if TRITON_INTERPRETED else CODES, device=x.device)
+    scale = torch.empty((groups, padded), dtype=torch.float32, device=x.device)
+    _fp8_groups_kernel[rows, -(-groups // 16)](
+        x, codes, scale, x.stride(0), padded, GROUPS=groups, BLOCK=16, num_warps=4, **dependent_launch(x.device)
+    )
+    return codes.to(CODES), scale.t()
 
 
 def normed_fp8_rows_triton(

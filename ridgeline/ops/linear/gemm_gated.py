@@ -7,21 +7,18 @@ one operand. CTAs are persistent; tiles that run at the same time share rows of 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ridgeline.ops.direct_launch import kept_descriptor
-from ridgeline.ops.hopper import is_hopper
-from ridgeline.ops.launch import cdiv, multiprocessors, shared_memory
+from ridgeline.ops.launch import cdiv, multiprocessors
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton_kernel
 
 # With fewer rows the last wave of tiles is so empty that cuBLAS is faster, whose tiles come in more sizes. With more inputs the
 # activation costs little beside the GEMM.
-FEWEST_ROWS, FEWEST_OUTPUTS, MOST_INPUTS = 640, 4096, 6144
 BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS = 128, 128, 64
 STAGES = 4                           # blocks of inputs in flight
 NEIGHBOURS = 8                       # blocks of rows that go through the outputs together
@@ -57,23 +54,9 @@ def _gated_gemm_kernel(  # type: ignore[no-untyped-def]
         out.store([row, output], (activated(gate, GATE) * up).to(out.dtype))
 
 
-@functools.cache
-def _has_tma(device: torch.device) -> bool:
-    """TMA, wgmma, and the shared memory for these tiles."""
-    if device.type != "cuda":
-        return TRITON_INTERPRETED
-    needed = (BLOCK_ROWS + 2 * BLOCK_OUTPUTS) * BLOCK_INPUTS * 2 * STAGES + BLOCK_ROWS * BLOCK_OUTPUTS * 2
-    return is_hopper(device) and shared_memory(device) >= needed
-
-
 def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether this kernel runs."""
-    if x.shape[0] < FEWEST_ROWS or weight.shape[0] < 2 * FEWEST_OUTPUTS or x.shape[1] > MOST_INPUTS or bias is not None:
-        return False
-    # TMA needs rows at multiples of 16 bytes: those of x, of the weight and of the result.
-    whole = x.shape[1] % 8 == 0 and weight.shape[0] % 16 == 0
-    aligned = all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
-    return whole and aligned and _has_tma(x.device)
+    """Whether this kernel takes a call that the kernel table gives it: TMA needs rows at multiples of 16 bytes."""
+    return bias is None and all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in (x, weight))
 
 
 def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
@@ -84,8 +67,8 @@ def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
     tiles = cdiv(rows, BLOCK_ROWS) * cdiv(outputs, BLOCK_OUTPUTS)
     programs = min(tiles, multiprocessors(x.device))
     _gated_gemm_kernel[programs,](
-        _described(x, BLOCK_ROWS, BLOCK_INPUTS), _described(weight.view(2, outputs, inputs), 2, BLOCK_OUTPUTS, BLOCK_INPUTS),
-        _described(out, BLOCK_ROWS, BLOCK_OUTPUTS), rows, outputs, inputs,
+        described(x, BLOCK_ROWS, BLOCK_INPUTS), described(weight.view(2, outputs, inputs), 2, BLOCK_OUTPUTS, BLOCK_INPUTS),
+        described(out, BLOCK_ROWS, BLOCK_OUTPUTS), rows, outputs, inputs,
         BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS, NEIGHBOURS=NEIGHBOURS,
         PROGRAMS=programs, GATE=GATES[gate], UPCAST=TRITON_INTERPRETED,     # the interpreter's narrow dot products are wrong
         num_warps=8, num_stages=STAGES,
@@ -93,7 +76,8 @@ def gated_gemm(x: Tensor, weight: Tensor, gate: str) -> Tensor:
     return out
 
 
-def _described(tensor: Tensor, *block: int) -> Any:
+def described(tensor: Tensor, *block: int) -> Any:
+    """The TMA descriptor of a tensor, for tiles of a block."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # not where there is no triton
 
     if TRITON_INTERPRETED:                               # it reads the tensor itself

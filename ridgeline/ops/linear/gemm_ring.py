@@ -9,8 +9,6 @@ gemm_small.py runs.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -23,17 +21,16 @@ from ridgeline.ops.hopper import (
     fetch,
     gl,
     group_barrier,
-    is_hopper,
     mbarrier,
     tiles_of,
     wait_for_kernel_before,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
-from ridgeline.ops.linear.select import SPLIT_UNIT, RingGemmPlan, ring_gemm_plan, split_inputs
+from ridgeline.ops.linear.select import SPLIT_UNIT, RingGemmPlan, split_inputs
 from ridgeline.ops.registry import gluon_kernel, triton
 
 if HAS_GLUON:
@@ -102,6 +99,12 @@ def _block_scales(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
+def _no_scales(output):  # type: ignore[no-untyped-def]
+    ones = (output * 0 + 1).to(gl.float32)
+    return ones, ones, ones, ones
+
+
+@gluon_kernel()
 def _added(sums, other, second, third, fourth, scales, BLOCK_SCALED: gl.constexpr):  # type: ignore[no-untyped-def]
     if BLOCK_SCALED > 0:
         sums += (other * scales[0] + second * scales[1]) + (third * scales[2] + fourth * scales[3])
@@ -120,11 +123,10 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
 ):
     """CTA (first tile, split); tiles are assigned round-robin, and the ring continues from one tile to the next.
 
-    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are 8-bit
-    codes, int8 or e4m3, with a scale for each row of x and each output (no gate). Sums of int8 products are exact. The tensor
-    cores truncate sums of e4m3 products to about 11 bits, so every 128 inputs have sums of their own, which are added in
-    float32; with BLOCK_SCALED they have a scale for that many outputs. PAIRED: every two rows of x are the coarse and the fine
-    codes of one row (fp8_rows.py).
+    Tiles and parts are as in gemm_small.py; BLOCK_INPUTS divides the inputs of every part. SCALED: x and weight are 8-bit codes,
+    int8 or e4m3, with a scale for each row of x and each output (no gate). Sums of int8 products are exact. Tensor cores truncate
+    sums of e4m3 products to about 11 bits, so every 128 inputs have sums of their own, added in float32; with BLOCK_SCALED they
+    have a scale for that many outputs. PAIRED: every two rows of x are the coarse and the fine codes of one row (fp8_rows.py).
     """
     HALVES: gl.constexpr = 1 if GATE == 0 else 2
     LINES: gl.constexpr = SCALED and weight_ptr.dtype.element_ty != gl.int8
@@ -169,8 +171,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         third = sums
         fourth = sums
         output = tile * step + place_of_output
-        ones = (output * 0 + 1).to(gl.float32)
-        scales = (ones, ones, ones, ones)
+        scales = _no_scales(output)
         for unit in range(begin, begin + chunks):
             async_copy.wait_group(STAGES - 2)
             mbarrier.wait(filled.index(x_slot), phase)
@@ -263,18 +264,6 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         wanted = (output < end) & (token < written_rows)
         gl.store(out_ptr + token.to(gl.int64) * outputs + output, sums.to(out_ptr.dtype.element_ty), mask=wanted)
     async_copy.wait_group(0)
-
-
-RESERVED = 1280                      # bytes of shared memory that a CTA needs beside its rings: mbarriers, and the driver's
-
-
-@functools.cache
-def ring_gemm_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> RingGemmPlan | None:
-    """The plan where this kernel runs; None: gemm_small.py does."""
-    plan = ring_gemm_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
-    if plan is None:
-        return None
-    return plan if plan.programs * (plan.shared_bytes(gated) + RESERVED) <= shared_memory(device) else None
 
 
 def ring_gemm(

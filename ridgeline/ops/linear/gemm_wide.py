@@ -31,9 +31,9 @@ from ridgeline.ops.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemv import GATES, activated
-from ridgeline.ops.linear.select_wide import WidePlan, wide_plan
+from ridgeline.ops.linear.select_wide import WidePlan
 from ridgeline.ops.registry import gluon_kernel, triton
 
 if HAS_GLUON:
@@ -52,7 +52,6 @@ RUN = 2
 BOX = 32                             # weight rows of one TMA load; with a gate 16 pairs
 MOST_TILES = 128                     # with split-K: two arrival counters each, for every number of splits
 REGISTERS = 168                      # of each of 384 threads, before the loading warps give most of theirs away
-SCRATCH, PART_SCRATCH = 5 * 1024, 1024   # shared memory beside the rings: mbarriers, and layout conversions in the epilogue
 
 
 # ── the warps that fetch ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -314,15 +313,6 @@ def prepare(device: torch.device) -> None:
     """Allocates the counters before the first CUDA graph: memory allocated during a capture belongs to that graph."""
     if HAS_GLUON and is_hopper(device):
         _arrivals(device)
-
-
-@functools.cache
-def wide_for(rows: int, outputs: int, inputs: int, gated: bool, device: torch.device) -> WidePlan | None:
-    """The plan where this kernel runs. With split-K all CTAs must run at once."""
-    plan = wide_plan(rows, outputs, inputs, gated) if HAS_GLUON and is_hopper(device) else None
-    if plan is None or plan.shared_bytes() + (SCRATCH if plan.splits == 1 else PART_SCRATCH) > shared_memory(device):
-        return None
-    return plan if plan.splits == 1 or -(-outputs // plan.step) * plan.splits <= multiprocessors(device) else None
 
 
 def wide_gemm(

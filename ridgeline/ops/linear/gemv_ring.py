@@ -11,15 +11,13 @@ and slower: prefetching into L2, by this kernel or by those before it (L2 is har
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from ridgeline.ops.hopper import HAS_GLUON, async_copy, copy, gl, wait_for_kernel_before
-from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
+from ridgeline.ops.hopper import async_copy, copy, gl, wait_for_kernel_before
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two
 from ridgeline.ops.linear.gemv import activated, one_row
-from ridgeline.ops.linear.select import RingPlan, ring_plan
+from ridgeline.ops.linear.select import RingPlan
 from ridgeline.ops.registry import gluon_kernel
 
 
@@ -115,19 +113,6 @@ def _ring_gemv_kernel(  # type: ignore[no-untyped-def]
         slot = gl.where(slot == STAGES - 1, 0, slot + 1)
         free = gl.where(free == STAGES - 1, 0, free + 1)
     async_copy.wait_group(0)
-
-
-RESERVED = 2048                      # bytes of shared memory that a CTA needs beside its ring: reductions, and the driver's
-
-
-@functools.cache
-def ring_for(outputs: int, inputs: int, gated: bool, device: torch.device, weight_bytes: int = 2) -> RingPlan | None:
-    """The plan where this kernel multiplies; None: gemv.py does."""
-    plan = ring_plan(outputs, inputs, gated, weight_bytes) if HAS_GLUON and device.type == "cuda" else None
-    if plan is None:
-        return None
-    needed = plan.shared_bytes(power_of_two(inputs), gated, weight_bytes) + plan.programs * RESERVED
-    return plan if needed <= shared_memory(device) else None
 
 
 def ring_gemv(

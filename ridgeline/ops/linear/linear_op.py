@@ -1,12 +1,13 @@
 """The linear: x W^T with W [outputs, inputs] in 16 bits or wider, alone or fused with the norm before and the gate behind it.
 
 Kernels: gemv_ring.py and gemv.py (one row), gemm_ring.py and gemm_small.py (a few rows), gemm_wide.py (81 to 128 rows),
-gemm_gated.py (many rows, with a gate), else cuBLAS. select.py and select_wide.py choose by rows and shape. Quantised weights have
+gemm_gated.py (many rows, with a gate), else cuBLAS. ops/kernel_table.py chooses by rows, shape and device. Quantised weights have
 ops of their own (fp8_linear.py, gguf_blocks.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +16,14 @@ from torch import Tensor
 
 from ridgeline.ops.activation import gated_activation, gated_activation_reference
 from ridgeline.ops.cpu import native
-from ridgeline.ops.launch import shared_memory
+from ridgeline.ops.hopper import device_facts
+from ridgeline.ops.kernel_table import CPU, LIBRARY, Choice, choose
 from ridgeline.ops.linear.gemm_gated import gated_gemm, suits
-from ridgeline.ops.linear.gemm_ring import ring_gemm, ring_gemm_for
+from ridgeline.ops.linear.gemm_ring import ring_gemm
 from ridgeline.ops.linear.gemm_small import small_gemm
-from ridgeline.ops.linear.gemm_wide import wide_for, wide_gemm
+from ridgeline.ops.linear.gemm_wide import wide_gemm
 from ridgeline.ops.linear.gemv import gemv
-from ridgeline.ops.linear.gemv_ring import ring_for, ring_gemv
-from ridgeline.ops.linear.select import MOST_ROWS, GemmPlan, GemvPlan, Plan, plan
-from ridgeline.ops.linear.select_wide import FEWEST_WIDE_ROWS, MOST_WIDE_ROWS, WidePlan
+from ridgeline.ops.linear.gemv_ring import ring_gemv
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.sizes.op_costs import LINEAR_CASES, NORMED_LINEAR_CASES, linear_cost, normed_linear_cost
@@ -59,55 +59,24 @@ def _aligned(x: Tensor, weight: Tensor) -> bool:
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.is_contiguous()
 
 
-def _plan(x: Tensor, weight: Tensor, gated: bool) -> Plan:
+def _choice(x: Tensor, weight: Tensor, gated: bool) -> Choice:
     rows, inputs = x.shape
-    if rows > MOST_ROWS or rows == 0 or not _aligned(x, weight):
-        return None
-    chosen = plan(rows, weight.shape[0] // 2 if gated else weight.shape[0], inputs, gated)
-    if isinstance(chosen, GemmPlan) and chosen.shared_bytes(gated) > shared_memory(x.device):
-        return None                                      # a smaller GPU than the one it was measured on
-    return chosen
+    if rows == 0 or not _aligned(x, weight):
+        return LIBRARY
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    return choose("16-bit", rows, outputs, inputs, gated, device_facts(x.device, weight.data_ptr() % 16 == 0))
 
 
-def _one_row(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: GemvPlan, gate: str | None = None, **norm: Any
-) -> tuple[Tensor, Tensor]:
-    ring = ring_for(*_shape(weight, gate), gate is not None, x.device) if weight.data_ptr() % 16 == 0 else None
-    if ring is None:
-        return gemv(x, weight, bias, chosen, gate=gate, **norm)
-    return ring_gemv(x, weight, bias, ring, gate=gate, **norm)
-
-
-def _few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, chosen: GemmPlan, gate: str | None = None) -> Tensor:
-    shape = _shape(weight, gate)
-    ring = ring_gemm_for(len(x), *shape, gate is not None, x.device) if weight.data_ptr() % 16 == 0 else None
-    if ring is None:
-        return small_gemm(x, weight, bias, chosen, gate=gate)
-    return ring_gemm(x, weight, bias, ring, gate=gate)
-
-
-def _wide(x: Tensor, weight: Tensor, gate: str | None = None) -> WidePlan | None:
-    """The plan of gemm_wide.py, for 81 to 128 rows."""
-    if not FEWEST_WIDE_ROWS <= len(x) <= MOST_WIDE_ROWS or not _aligned(x, weight) or weight.data_ptr() % 16:
-        return None
-    return wide_for(len(x), *_shape(weight, gate), gate is not None, x.device)
-
-
-def _shape(weight: Tensor, gate: str | None) -> tuple[int, int]:
-    """(outputs, inputs)"""
-    return weight.shape[0] if gate is None else weight.shape[0] // 2, weight.shape[1]
+ONE_ROW: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"gemv": gemv, "ring_gemv": ring_gemv}
+SEVERAL: dict[str, Callable[..., Tensor]] = {"small_gemm": small_gemm, "ring_gemm": ring_gemm, "wide_gemm": wide_gemm}
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    wide = _wide(x, weight)
-    if wide is not None:
-        return wide_gemm(x, weight, bias, wide)
-    chosen = _plan(x, weight, gated=False)
-    if chosen is None:
-        return F.linear(x, weight, bias)
-    if isinstance(chosen, GemvPlan):
-        return _one_row(x, weight, bias, chosen)[0]
-    return _few_rows(x, weight, bias, chosen)
+    name, plan, fuses_norm = _choice(x, weight, False)
+    if fuses_norm:
+        return ONE_ROW[name](x, weight, bias, plan)[0]
+    kernel = SEVERAL.get(name)
+    return F.linear(x, weight, bias) if kernel is None else kernel(x, weight, bias, plan)
 
 
 def linear_onto(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -125,10 +94,10 @@ def normed_linear_triton(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
     *, norm_offset: float = 0.0, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    chosen = _plan(x, weight, gate is not None) if x.dtype in NARROW else None
-    if isinstance(chosen, GemvPlan):
-        return _one_row(
-            x, weight, bias, chosen, gate, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual
+    name, plan, fuses_norm = _choice(x, weight, gate is not None) if x.dtype in NARROW else LIBRARY
+    if fuses_norm:
+        return ONE_ROW[name](
+            x, weight, bias, plan, gate=gate, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual
         )
     if residual is None:
         normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x
@@ -136,12 +105,10 @@ def normed_linear_triton(
         normed, stream = rms_norm(x, norm, eps, residual=residual, weight_offset=norm_offset)
     if gate is None:
         return linear(normed, weight, bias), stream
-    wide = _wide(normed, weight, gate) if x.dtype in NARROW else None
-    if wide is not None:
-        return wide_gemm(normed, weight, bias, wide, gate=gate), stream
-    if isinstance(chosen, GemmPlan):
-        return _few_rows(normed, weight, bias, chosen, gate), stream
-    if x.dtype in NARROW and suits(normed, weight, bias):
+    kernel = SEVERAL.get(name)
+    if kernel is not None:
+        return kernel(normed, weight, bias, plan, gate=gate), stream
+    if name == "gated_gemm" and suits(normed, weight, bias):
         return gated_gemm(normed, weight, gate), stream
     return gated_activation(linear(normed, weight, bias), gate), stream
 
@@ -162,9 +129,10 @@ def _on_a_gpu(site: Site) -> bool:
 
 def linear_native(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """One row only streams the weight: native code. More rows go to torch."""
-    if x.shape[0] != 1 or x.stride(1) != 1 or not weight.is_contiguous():
-        return F.linear(x, weight, bias)
     outputs, inputs = weight.shape
+    chosen = choose("cpu-float32", x.shape[0], outputs, inputs, False, CPU).kernel
+    if chosen != "linear_row" or x.stride(1) != 1 or not weight.is_contiguous():
+        return F.linear(x, weight, bias)
     out = torch.empty((1, outputs), dtype=x.dtype)
     native.library().linear_row(
         x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(), inputs, outputs

@@ -1,12 +1,11 @@
 """The linear with packed 4-bit weights (packed_weight.py), alone and behind a norm, with or without a gate.
 
 Kernels: packed_gemv.py (one row), packed_gemm.py (up to 768 rows), else the weight is expanded (packed_expand.py) and cuBLAS
-multiplies. select_packed.py chooses. x is never quantised.
+multiplies. ops/kernel_table.py chooses. x is never quantised.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.ops.activation import gated_activation, gated_activation_reference
-from ridgeline.ops.hopper import HAS_GLUON, is_hopper
-from ridgeline.ops.launch import shared_memory
+from ridgeline.ops.hopper import device_facts
+from ridgeline.ops.kernel_table import Choice, choose
 from ridgeline.ops.packed.packed_expand import expand
 from ridgeline.ops.packed.packed_gemm import packed_gemm
 from ridgeline.ops.packed.packed_gemv import packed_gemv
 from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
-from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.sizes.packed_costs import (
@@ -31,7 +29,7 @@ from ridgeline.sizes.packed_costs import (
 )
 
 NARROW = (torch.bfloat16, torch.float16)
-RESERVED = 12 * 1024                 # bytes of shared memory beside x and its ring: sums of a strip, mbarriers, the driver's
+EXPAND = Choice("expand", True, False)
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -57,34 +55,23 @@ def normed_packed_linear_reference(
 # ── GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@functools.cache
-def _plan(rows: int, outputs: int, inputs: int, device: torch.device) -> PackedGemvPlan | PackedGemmPlan | None:
-    if not (HAS_GLUON and is_hopper(device)):
-        return None
-    plan = packed_plan(rows, outputs, inputs)
-    if isinstance(plan, PackedGemvPlan):
-        needed = plan.programs * (plan.shared_bytes(inputs) + RESERVED)
-    else:
-        needed = 0 if plan is None else plan.programs * (plan.shared_bytes() + RESERVED)
-    return plan if needed <= shared_memory(device) else None
-
-
-def _chosen(x: Tensor, weight: PackedWeight, gated: bool) -> PackedGemvPlan | PackedGemmPlan | None:
-    """None: expand. Kernels read rows at multiples of 16 bytes; they know e2m1 in bfloat16 only, zeros that are codes, and
-    gates and partners that alternate where there is a gate."""
+def _chosen(x: Tensor, weight: PackedWeight, gated: bool) -> Choice:
+    """Kernels read rows at multiples of 16 bytes; they know e2m1 in bfloat16 only, zeros that are codes, and gates and partners
+    that alternate where there is a gate."""
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     known = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and weight.kind == "uint4")
-    if not (aligned and known and weight.whole_zeros and weight.gated == gated and weight.inputs % 8 == 0):
-        return None
-    return _plan(len(x), weight.outputs, weight.inputs, x.device)
+    if not (aligned and known and weight.whole_zeros and weight.gated == gated and weight.inputs % 8 == 0 and len(x)):
+        return EXPAND
+    outputs = weight.outputs // 2 if gated else weight.outputs
+    return choose("4-bit", len(x), outputs, weight.inputs, gated, device_facts(x.device))
 
 
 def multiplied(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: str | None) -> Tensor:
     """The linear of rows that are normed already, with its gated activation."""
-    plan = _chosen(x, weight, gate is not None)
-    if isinstance(plan, PackedGemvPlan):
+    kernel, plan, _ = _chosen(x, weight, gate is not None)
+    if kernel == "packed_gemv":
         return packed_gemv(x, weight, bias, plan, gate=gate)[0]
-    if plan is not None:
+    if kernel == "packed_gemm":
         return packed_gemm(x, weight, bias, plan, gate=gate)
     out = F.linear(x, expand(weight, x.dtype), bias)
     return out if gate is None else gated_activation(out, gate)
@@ -98,8 +85,8 @@ def normed_packed_linear_gpu(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None,
     *, norm_offset: float = 0.0, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    plan = _chosen(x, weight, gate is not None) if len(x) == 1 else None
-    if isinstance(plan, PackedGemvPlan):
+    _, plan, fuses_norm = _chosen(x, weight, gate is not None)
+    if fuses_norm:
         return packed_gemv(x, weight, bias, plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate)
     if residual is None:
         normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x

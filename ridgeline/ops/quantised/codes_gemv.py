@@ -12,18 +12,18 @@ Written in Gluon, which the interpreter does not support; there, and on other de
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ridgeline.ops.hopper import HAS_GLUON, compile_time, gl, group_barrier, is_hopper, viewed, wait_for_kernel_before
-from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, shared_memory
+from ridgeline.ops.hopper import compile_time, device_facts, gl, group_barrier, viewed, wait_for_kernel_before
+from ridgeline.ops.kernel_table import CODES_RUN, choose
+from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.packed import packed_gemv
 from ridgeline.ops.packed.packed_gemv import NAMES
-from ridgeline.ops.packed.select_packed import PackedGemvPlan, packed_plan
+from ridgeline.ops.packed.select_packed import PackedGemvPlan
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import gluon_kernel
 
@@ -31,9 +31,6 @@ _finish = packed_gemv._finish
 _plain_shared = packed_gemv._plain_shared
 _word_layout = packed_gemv._word_layout
 _x_operand = packed_gemv._x_operand
-
-RUN, TILE = 256, 64                  # inputs of a warp's unit, and of a lane's 16 bytes
-RESERVED = 12 * 1024                 # bytes of shared memory beside x
 
 # ── the instructions ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -266,17 +263,6 @@ def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
 # ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@functools.cache
-def _plan(outputs: int, inputs: int, device: torch.device) -> PackedGemvPlan | None:
-    if not (HAS_GLUON and is_hopper(device)) or inputs % RUN or outputs < 16:
-        return None
-    plan = packed_plan(1, outputs, inputs)
-    if not isinstance(plan, PackedGemvPlan):
-        return None
-    needed = cdiv(inputs, RUN * plan.warps) * RUN * plan.warps * 2 + RESERVED
-    return plan if plan.programs * needed <= shared_memory(device) else None
-
-
 def _scales(weight: QuantisedWeight) -> str | None:
     """How the kernel finds this weight's scales; None: it does not know them."""
     known = weight.grid in ("int8", "e4m3") and not weight.e8m0 and weight.order is None
@@ -289,21 +275,22 @@ def _scales(weight: QuantisedWeight) -> str | None:
     return "group" if weight.block == (1, 32) and weight.scale.dtype in NAMES else None
 
 
-def codes_gemv_for(x: Tensor, weight: QuantisedWeight, gated: bool) -> PackedGemvPlan | None:
-    """The plan where this kernel multiplies."""
+def codes_gemv_for(x: Tensor, weight: QuantisedWeight, format: str, gated: bool) -> PackedGemvPlan | None:
+    """The plan where this kernel multiplies. `format`: as the kernel table calls it."""
     if len(x) != 1 or x.stride(1) != 1 or x.data_ptr() % 16 or weight.weight.data_ptr() % 16 or not weight.weight.is_contiguous():
         return None
     if x.dtype != torch.bfloat16 and not (x.dtype == torch.float16 and weight.grid == "int8"):
         return None
-    outputs = len(weight.weight)
-    if _scales(weight) is None or (gated and outputs % 16):
+    if _scales(weight) is None:
         return None
-    return _plan(outputs, weight.inputs, x.device)
+    outputs = len(weight.weight) // 2 if gated else len(weight.weight)
+    kernel, plan, _ = choose(format, 1, outputs, weight.inputs, gated, device_facts(x.device))
+    return plan if kernel == "codes_gemv" else None
 
 
 def codes_gemv(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, plan: PackedGemvPlan, *, norm: Tensor | None = None, eps: float = 0.0,
-    norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, plan: PackedGemvPlan, *, norm: Tensor | None = None,
+    eps: float = 0.0, norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one)."""
     codes, scale = weight.weight.view(torch.int32), weight.scale
@@ -317,7 +304,7 @@ def codes_gemv(
         x, x if residual is None else residual, x if norm is None else norm, codes,
         scale.view(torch.int32) if scales == "group" else scale, scale, x if bias is None else bias, out, new_residual,
         x.shape[1], outputs, strips, scale.stride(0) if scales == "block" else 0, eps, norm_offset,
-        RUNS=x.shape[1] // RUN, KIND=weight.grid, DTYPE=NAMES[x.dtype], SCALES=scales,
+        RUNS=x.shape[1] // CODES_RUN, KIND=weight.grid, DTYPE=NAMES[x.dtype], SCALES=scales,
         SCALE_DTYPE=NAMES.get(scale.dtype, "f32"), BLOCK=weight.block[0], NORM=norm is not None, RESIDUAL=residual is not None,
         GATE=GATES[gate], BIAS=bias is not None, GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps,
         **dependent_launch(x.device),

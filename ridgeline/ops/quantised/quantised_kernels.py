@@ -15,7 +15,6 @@ from ridgeline.ops.quantised.codes import BITS, TABLES, table
 from ridgeline.ops.quantised.expand import MIDDLE, QuantisedWeight
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton, triton_kernel
 
-MOST_ROWS = 64                       # above it, expanding once costs less than expanding in every tile of rows
 TILE_OUTPUTS = 16                    # larger tiles spill registers: every number has addresses of its own
 _ZEROS = {"none": 0, "code": 1, "offset": 2}
 
@@ -169,7 +168,7 @@ def tile_inputs(rows: int) -> int:
 
 
 def few_rows_triton(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """x [rows, inputs], at most MOST_ROWS, without an order of inputs -> [rows, outputs]"""
+    """x [rows, inputs], at most MOST_CODE_ROWS, without an order of inputs -> [rows, outputs]"""
     pointers, lengths, constants = _arguments(weight)
     rows, outputs = len(x), len(weight.weight)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)

@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ridgeline.ops.hopper import device_facts
+from ridgeline.ops.kernel_table import choose
 from ridgeline.ops.quantised.codes import BITS, TABLES, packed_codes, table
+from ridgeline.ops.quantised.codes_gemv import codes_gemv, codes_gemv_for
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
-from ridgeline.ops.quantised.quantised_kernels import MOST_ROWS, expand_triton, few_rows_triton
+from ridgeline.ops.quantised.quantised_kernels import expand_triton, few_rows_triton
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.sizes.quantised_costs import QUANTISED_LINEAR_CASES, quantised_linear_cost
 
@@ -41,9 +44,12 @@ def quantised_linear_triton(x: Tensor, weight: QuantisedWeight, bias: Tensor | N
         return x.new_empty((0, len(weight.weight)))
     if torch.float8_e4m3fn in (weight.weight.dtype, weight.scale.dtype) and not _has_fp8(x.device):
         return quantised_linear_reference(x, weight, bias)               # Triton has no e4m3 on older GPUs
+    plan = codes_gemv_for(x, weight, "int8-32", False)
+    if plan is not None:
+        return codes_gemv(x, weight, bias, plan)[0]
     if weight.order is not None:                         # x is read in the order of the codes
         x, weight = x.index_select(1, weight.order), weight._replace(order=None)
-    if len(x) <= MOST_ROWS:
+    if choose("other", len(x), len(weight.weight), weight.inputs, False, device_facts(x.device)).kernel == "few_rows":
         return few_rows_triton(x if x.stride(1) == 1 else x.contiguous(), weight, bias)
     return F.linear(x, expand_triton(weight, x.dtype), bias)
 

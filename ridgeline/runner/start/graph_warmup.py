@@ -3,14 +3,15 @@
 Launched kernel by kernel, a decode step of an 8B model on an H200 takes the host longer than the device, and a capture takes as
 long again: after a deploy, every user would meet the shapes of the first busy minute like that.
 
-Decodes of every size and single prompts, greedy and sampled. Likely ones come first, the smallest before larger ones: a request
-that comes meanwhile is probably alone. Shapes that have been used are left out. An idle scheduler has no rows, so the runner's
-rows are free. They write to block 0, which no sequence owns: the blocks of the sequences that had these rows before may be in the
-prefix cache.
+Decodes of every size and single prompts, greedy and sampled; few rows also with drafts. Likely ones come first, the smallest
+before larger ones: a request that comes meanwhile is probably alone. Shapes that have been used are left out. An idle scheduler
+has no rows, so the runner's rows are free. They write to block 0, which no sequence owns: the blocks of the sequences that had
+these rows before may be in the prefix cache.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -21,12 +22,13 @@ from ridgeline.process.log import get_logger
 from ridgeline.runner.cuda_graphs import MOST_PADDING, GraphForward
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.runner import Runner
-from ridgeline.runner.start.kernel_steps import KernelStep, run_step
+from ridgeline.runner.start.kernel_steps import DRAFT_QUERIES, KernelStep, run_step
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import GraphShapes
 
 logger = get_logger("graphs")
 
+DRAFTED_ROWS = (1, 2, 4, 8)          # rows whose drafts are captured ahead: few rows gain the most from them
 COMMON = {1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512} # tokens of the steps that are captured first, and those of `covering`
 
 
@@ -42,18 +44,20 @@ def covering(sizes: list[int]) -> set[int]:
 class Rehearsal:
     def __init__(
         self, runner: Runner, forward: GraphForward, num_groups: int, max_rows: int, max_step_tokens: int, max_model_len: int,
-        comm: Communicator | None = None,
+        comm: Communicator | None = None, most_verified: int = 0,
     ) -> None:
         """`comm`: of several ranks, which capture the same steps at the same time."""
         self._comm = comm or Communicator()
         self._runner, self._forward, self._num_groups = runner, forward, num_groups
-        self._shapes = GraphShapes(max_rows, max_step_tokens)
+        self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified)
         decodes = [[1] * size for size in self._shapes.decodes if size <= max_step_tokens]
         prompts = [[size] for size in self._shapes.prompt_tokens if size < max_model_len]
         common = COMMON | covering([len(step) for step in decodes])
         likely = [step for step in (*prompts, *decodes[1:]) if (len(step) if step[0] == 1 else step[0]) in common]
         rest = [step for step in (*prompts, *decodes[1:]) if step not in likely]
-        self._steps = self._unknown([decodes[0], *likely, *rest])
+        self._steps = itertools.chain(
+            self._unknown([decodes[0], *likely]), self._drafted(max_rows, max_model_len), self._unknown(rest)
+        )
 
     def before_ready(self, seconds: float) -> int:
         """Captures for that long; returns how many."""
@@ -89,3 +93,11 @@ class Rehearsal:
             for greedy in (True, False):
                 if shape is not None and self._forward.is_new(shape, greedy):
                     yield KernelStep(tokens, params=SamplingParams(temperature=0.0 if greedy else 1.0), used=True)
+
+    def _drafted(self, max_rows: int, max_model_len: int) -> Iterator[KernelStep]:
+        """All rows with as many drafts as fill a shape."""
+        for rows, queries in itertools.product(DRAFTED_ROWS, DRAFT_QUERIES):
+            shape = self._shapes.fit_drafts(rows, rows * queries, queries)
+            fits = shape is not None and rows <= max_rows and queries < max_model_len
+            if shape is not None and fits and self._forward.is_new(shape, False):
+                yield KernelStep([1] * rows, used=True, width=queries - 1)

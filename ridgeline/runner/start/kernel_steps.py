@@ -4,6 +4,7 @@ Kernels have variants, and a few numbers of a step decide which one it launches.
 
     linears, norms               by tokens: sizes of captured decodes, prompts, the largest steps
     decode attention             by rows: decodes alone, beside a prompt, after a shared prefix
+    drafts                       by the most queries of a row
     prefill attention            by the tokens of the longest prompt, where no one kernel serves all; with and without older keys
     greedy tokens                with every step
     sampling                     sampled, filtered, or greedy; one row or many; of the model's logits or of edited ones
@@ -25,11 +26,12 @@ import numpy as np
 import torch
 
 from ridgeline.distributed.comm import Communicator
+from ridgeline.draft_options import draft_options
 from ridgeline.layers.linear import Linear
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.compile_ahead import CompileAhead
-from ridgeline.ops.linear import gemm_gated
+from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.runner.forward import EagerForward
@@ -38,12 +40,13 @@ from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
 from ridgeline.runner.shared_prefix import FEWEST_ROWS, FEWEST_SAVED
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.sizes.graph_shapes import GraphShapes, decode_sizes
+from ridgeline.sizes.graph_shapes import GraphShapes, decode_sizes, most_queries
 from ridgeline.sizes.kv_spec import groups_here
 
 _NONE = np.zeros(0, np.int32)
 FINE_SIZES = 256                     # up to here every captured number of decodes; beyond it cuBLAS computes the linears
 COARSE_SIZES = {*(2**power for power in range(8)), *(2**power for power in range(9, 20, 2))}     # one in each class of attention
+DRAFT_QUERIES = [2**power for power in range(1, most_queries(1).bit_length())]      # of a row; others are rounded up to these
 SAMPLING_ROWS = (1, 16)              # few enough for the one-row sampling kernel, and more
 # How tokens are sampled, and from what: the model's logits, edited ones, those that a grammar allows.
 CHOSEN: tuple[dict[str, Any], ...] = (
@@ -63,13 +66,14 @@ class KernelStep:
     masked: bool = False
     added: bool = True               # False: its rows, decodes, go on from a step before
     used: bool = False               # others may have had its rows: their tables are pointed at block 0, which no sequence owns
+    width: int = 0                   # drafts of each row, all of which decode
 
 
-def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Iterator[KernelStep]:
-    """The ones that take longest to compile first."""
+def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int, drafts: bool = False) -> Iterator[KernelStep]:
+    """The ones that take longest to compile first. `drafts`: rows may have some."""
     num_rows, longest = min(max_rows, max_step_tokens), max_model_len - 1
     most = min(max_step_tokens, num_rows * longest)
-    for tokens in dict.fromkeys([most, min(most, gemm_gated.FEWEST_ROWS - 1)]):
+    for tokens in dict.fromkeys([most, min(most, GATED_ROWS - 1)]):
         whole, rest = divmod(tokens, longest)
         yield KernelStep([rest] * (rest == 1) + [longest] * whole + [rest] * (rest > 1))
     shapes = GraphShapes(max_rows, max_step_tokens)
@@ -79,6 +83,8 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int) -> Ite
     for tokens in sorted({2, 4, 8, 16, 32, *beyond, *shapes.prompt_tokens}):
         if tokens <= longest_chunk and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
             yield KernelStep([tokens])
+    if drafts:
+        yield from (KernelStep([1], width=size - 1) for size in DRAFT_QUERIES if size <= longest_chunk)
     if longest_chunk > 1 and longest > 2:
         yield KernelStep([2], past=1)                    # a later chunk of a prompt
     yield from _sampling(num_rows)
@@ -125,8 +131,9 @@ def collect_kernels(
     pages = buffers.layers()
     forward = EagerForward(few, [pages[number] for number in chosen], rows.last_token)
     runner = Runner(few, forward, rows, sampler, buffers, comm)
+    drafts = draft_options(config.options.execution.speculative_config).on
     with ahead.collecting():
-        for step in kernel_steps(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len):
+        for step in kernel_steps(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, drafts):
             run_step(runner, len(config.groups), step)
     runner.remove(np.arange(config.max_num_seqs))
     rows.last_token.zero_()
@@ -153,17 +160,21 @@ def run_step(runner: Runner, num_groups: int, step: KernelStep) -> None:
     rows = np.arange(len(step.counts), dtype=np.int32)
     added = []
     if step.added:
-        tokens = np.zeros(step.past + max(step.counts), np.int32)
+        tokens = np.zeros(step.past + max(step.counts) + step.width, np.int32)
         size = runner.rows.block_size
         added = [
             RowAdded(
                 row, tokens[: step.past + count], step.past + count, step.past,
-                [tokens[: (step.past + count + size - 1) // size] if step.used else _NONE] * num_groups, step.params, 0,
+                [tokens[: -(-(step.past + count + step.width) // size)] if step.used else _NONE] * num_groups, step.params, 0,
             )
             for row, count in enumerate(step.counts)
         ]
     want = np.full(len(rows), step.want, np.int8)
-    runner.submit(StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32), want))
+    plan = StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32) + step.width, want)
+    if step.width:
+        plan.width, plan.drafts = np.full(len(rows), step.width, np.int32), np.zeros((len(rows), step.width), np.int32)
+        plan.drafts_from = np.full(len(rows), step.past + 1, np.int32)
+    runner.submit(plan)
     words = -(-runner.model.config.vocab_size // 32)
     runner.sample(np.full((len(rows), words), -1, np.int32) if step.masked else None)
     runner.collect()

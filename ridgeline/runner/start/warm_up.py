@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from ridgeline.messages import RowAdded, StepPlan, Want
-from ridgeline.ops.linear import gemm_gated
+from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.runner.runner import Runner
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.sizes.graph_shapes import GraphShapes
@@ -36,7 +36,7 @@ def warm_up(runner: Runner, num_groups: int, max_rows: int, max_step_tokens: int
     scored = min(PROMPT_LOGPROB_ROWS + 1, max_model_len - 1, most_tokens - num_rows + 1)     # tokens of the last row, at least
     if largest[-1] < scored:
         largest = np.append(_spread(most_tokens - scored, num_rows - 1), np.int32(scored))
-    wide = gemm_gated.FEWEST_ROWS - 1
+    wide = GATED_ROWS - 1
     widest = [_spread(wide, min(wide, num_rows))] if most_tokens > wide else []
     shapes = GraphShapes(max_rows, max_step_tokens)
     prompts = [size for size in shapes.prompt_tokens if size < max_model_len]

@@ -1,4 +1,4 @@
-"""Fields that clients of llama.cpp send to chat and completions: other names of ours, hints, and samplers that are refused.
+"""Fields of llama.cpp and SGLang in chat and completions: other names of ours, hints, and samplers that are refused.
 
 llama.cpp's own endpoint, /completion, is in server/api/llamacpp.
 """
@@ -36,6 +36,8 @@ class OtherNames(msgspec.Struct, kw_only=True):
     timings_per_token: Any = None
     return_progress: Any = None
     sse_ping_interval: Any = None
+    # Of SGLang: the routers of SGLang and of vLLM write it, and the two below, into every request that they pass on.
+    stream_reasoning: Any = None
 
     # Not supported, unless they are off.
     mirostat: Any = None
@@ -43,13 +45,16 @@ class OtherNames(msgspec.Struct, kw_only=True):
     dry_multiplier: Any = None
     xtc_probability: Any = None
     top_n_sigma: Any = None
+    no_stop_trim: Any = None
+    return_hidden_states: Any = None
 
     HINTS: ClassVar[tuple[str, ...]] = (
         "cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "min_keep", "samplers", "timings_per_token",
-        "return_progress", "sse_ping_interval",
+        "return_progress", "sse_ping_interval", "stream_reasoning",
     )
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "mirostat": (0,), "dynatemp_range": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "top_n_sigma": (-1, 0),
+        "no_stop_trim": (False,), "return_hidden_states": (False,),
     }
 
     def take_other_names(self, request: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
@@ -24,30 +24,44 @@ def wire(context: zmq.Context) -> Iterator[FarWire]:
     made.close()
 
 
-def test_a_rank_with_the_key_is_heard(context: zmq.Context, wire: FarWire) -> None:
-    here = context.socket(zmq.PULL)
+@pytest.fixture
+def socket(context: zmq.Context, wire: FarWire) -> Iterator[Callable[[int], zmq.Socket]]:
+    """Sockets that are closed before the wire is: it decides on connections that are still being made."""
+    made: list[zmq.Socket] = []
+
+    def new(kind: int) -> zmq.Socket:
+        made.append(context.socket(kind))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.close(linger=0)
+
+
+def test_a_rank_with_the_key_is_heard(socket: Callable[[int], zmq.Socket], wire: FarWire) -> None:
+    here = socket(zmq.PULL)
     address = wire.bind(here, "reports")
     assert address.startswith("tcp://127.0.0.1:") and wire.store.startswith("tcp://127.0.0.1:")
-    rank = context.socket(zmq.PUSH)
+    rank = socket(zmq.PUSH)
     connect(rank, address, wire.keys)
     rank.send(b"started")
     assert here.poll(60_000) and here.recv() == b"started"
 
 
 @pytest.mark.parametrize("known", ["nothing", "the server's key", "another engine's keys"])
-def test_others_are_not(context: zmq.Context, wire: FarWire, known: str) -> None:
+def test_others_are_not(socket: Callable[[int], zmq.Socket], wire: FarWire, known: str) -> None:
     """A rank's message arrives although it was sent later, and theirs does not."""
-    here = context.socket(zmq.PULL)
+    here = socket(zmq.PULL)
     address = wire.bind(here, "reports")
     public, secret = (key.decode() for key in zmq.curve_keypair())
     keys = {
         "nothing": {}, "the server's key": {"server": wire.keys["server"], "public": public, "secret": secret},
         "another engine's keys": {"server": public, "public": wire.keys["public"], "secret": wire.keys["secret"]},
     }[known]
-    stranger = context.socket(zmq.PUSH)
+    stranger = socket(zmq.PUSH)
     connect(stranger, address, keys)
     stranger.send(b"plan this")
-    rank = context.socket(zmq.PUSH)
+    rank = socket(zmq.PUSH)
     connect(rank, address, wire.keys)
     rank.send(b"started")
     assert here.poll(60_000) and here.recv() == b"started"

@@ -13,7 +13,7 @@ import zmq
 
 from ridgeline.engine.ranks import ray_ranks
 from ridgeline.engine.ranks.ray_ranks import RayLauncher, RayRank
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.sizes.mesh_shape import MeshShape
 
 
@@ -95,7 +95,7 @@ def test_a_place_for_every_rank_and_an_actor_that_starts_it(monkeypatch: pytest.
 
 
 def test_too_few_machines_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no room for 2 ranks with one CPU each: it has 3 CPUs and 0 GPUs"):
+    with pytest.raises(EngineDead, match="no room for 2 ranks with one CPU each: it has 3 CPUs and 0 GPUs"):
         launcher(monkeypatch, PretendedRay(has_room=False))
 
 

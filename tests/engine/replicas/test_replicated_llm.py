@@ -24,7 +24,7 @@ from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.engine.ipc import TO_ENGINE, Abort, Add, Deltas, ForgetPrefixes, PrefixesForgotten, Ready
 from ridgeline.engine.replicas.placement import placements, visible_gpus
 from ridgeline.engine.replicas.replicated_llm import ReplicatedLLM
-from ridgeline.errors import BadRequest, EngineDead, RequestError
+from ridgeline.errors import BadRequest, ConfigError, EngineDead, RequestError
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.server.app import make_app
 from ridgeline.server.options import ServerOptions
@@ -291,6 +291,9 @@ def test_each_engine_gets_its_part_of_the_machine(model: Path, tmp_path: Path) -
     assert places(["0", "1"], 2) == [({visible: "0"}, 1), ({visible: "1"}, 1)]
     assert places(["4", "5", "6", "7"], 2, tensor_parallel_size=2) == [({visible: "4,5"}, 1), ({visible: "6,7"}, 1)]
     assert places(["0", "1"], 3) == [({visible: "0"}, 2), ({visible: "1"}, 1), ({visible: "0"}, 2)]
+    assert places(["0", "1", "2", "3"], 2, pipeline_parallel_size=2) == [({visible: "0,1"}, 1), ({visible: "2,3"}, 1)]
+    with pytest.raises(ConfigError, match="ridgeline route"):
+        places(["0", "1"], 2, distributed_executor_backend="ray")
     assert places([], 2)[0][1] == 2 and "OMP_NUM_THREADS" in places(["0"], 2, device="cpu")[0][0]
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

@@ -141,6 +141,9 @@ def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any)
     eager = EAGER_EXPERTS if any("expert" in name for name in differences) else {}
     config = config_class(**BASE | eager | differences | overrides)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
+    if "swiglu_limit" in differences:                    # before transformers 5.18 its model has 7.0, whatever the config says
+        for layer in model.model.layers:
+            layer.mlp.experts.limit = config.swiglu_limit
     randomise(model, seed=sorted(CHECKPOINTS).index(name), norm_mean=0.0 if kind.startswith(("Gemma", "Nemotron")) else 1.0)
     return model
 

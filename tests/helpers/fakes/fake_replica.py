@@ -46,6 +46,7 @@ class FakeReplica:
     def __init__(self, *behaviours: Behaviour, health: int = 200) -> None:
         self.behaviours = list(behaviours) or [Behaviour()]      # the last one stays
         self.health = health
+        self.metrics = ""                                        # its page /metrics
         self.seen: list[Seen] = []
         self.url = ""
 
@@ -66,6 +67,10 @@ class FakeReplica:
                 path = first.split()[1]
                 if path == "/health":
                     whole(writer, self.health, {"status": "as scripted"})
+                    continue
+                if path == "/metrics":
+                    page = self.metrics.encode()
+                    writer.write(b"HTTP/1.1 200 X\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
                     continue
                 behaviour = self.behaviours.pop(0) if len(self.behaviours) > 1 else self.behaviours[0]
                 seen = Seen(path, headers, body)

@@ -51,7 +51,8 @@ class _Zygote:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", __file__, str(theirs.fileno()), "-" * 2000]      # room for `_show`
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        options: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
+        self._process = subprocess.Popen(command, env=environment, **options)
         theirs.close()
         self.usable = True
         self._is_ready = False

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ridgeline.models.checkpoints.kv_scales import calibrated_scales
+from ridgeline.models.checkpoints.quantisation import calibrated_scales
 from ridgeline.models.checkpoints.recipe import KV_SCALES, Quantisation
 
 LAYERS = 2

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ridgeline.ops.kernel_table import GATED_SHARED, H200, choose
 from ridgeline.ops.linear import gemm_gated
 from ridgeline.ops.registry import TRITON_INTERPRETED
 
@@ -57,20 +58,23 @@ def test_on_a_gpu(gate: str, dtype: torch.dtype) -> None:
         assert error(rows, outputs, inputs, gate, dtype, "cuda") < 4
 
 
-def test_it_is_for_many_rows_without_bias() -> None:
-    x, weight = torch.zeros(4096, 64, dtype=torch.bfloat16), torch.zeros(8192, 64, dtype=torch.bfloat16)
-    here = gemm_gated._has_tma(x.device)
-    assert gemm_gated.suits(x, weight, None) == here
-    assert not gemm_gated.suits(x[:512], weight, None)
-    assert not gemm_gated.suits(x, weight, torch.zeros(8192, dtype=torch.bfloat16))
-    assert not gemm_gated.suits(x, weight[:4096], None)
+def test_it_is_for_many_rows() -> None:
+    def kernel(rows: int, pairs: int, inputs: int) -> str:
+        return choose("16-bit", rows, pairs, inputs, True, H200).kernel
+
+    assert kernel(4096, 4096, 64) == kernel(640, 14336, 4096) == "gated_gemm"
+    assert kernel(512, 4096, 64) == kernel(4096, 2048, 64) == kernel(4096, 4096, 8192) == "library"
+    assert kernel(4096, 4100, 64) == kernel(4096, 4096, 60) == "library", "rows at multiples of 16 bytes"
+    assert choose("16-bit", 4096, 4096, 64, False, H200).kernel == "library"
+    assert choose("16-bit", 4096, 4096, 64, True, H200._replace(hopper=False)).kernel == "library"
+    needed = (gemm_gated.BLOCK_ROWS + 2 * gemm_gated.BLOCK_OUTPUTS) * gemm_gated.BLOCK_INPUTS * 2 * gemm_gated.STAGES
+    assert needed + gemm_gated.BLOCK_ROWS * gemm_gated.BLOCK_OUTPUTS * 2 == GATED_SHARED
 
 
-def test_rows_at_odd_places_are_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_at_odd_places_are_left_to_the_library() -> None:
     """The copy engine reads and writes rows that begin at multiples of 16 bytes, and refuses others."""
-    monkeypatch.setattr(gemm_gated, "_has_tma", lambda device: True)
     x, weight = torch.zeros(4096, 64, dtype=torch.bfloat16), torch.zeros(2 * 4104, 64, dtype=torch.bfloat16)
     assert gemm_gated.suits(x, weight, None)
-    assert not gemm_gated.suits(x, weight[: 2 * 4100], None), "rows of the result"
-    assert not gemm_gated.suits(x[:, :60].contiguous(), weight[:, :60].contiguous(), None)
+    assert not gemm_gated.suits(x, weight, torch.zeros(8192, dtype=torch.bfloat16))
+    assert not gemm_gated.suits(x[:, :60], weight[:, :60], None)
     assert not gemm_gated.suits(x, torch.zeros(2 * 4104 * 64 + 1, dtype=torch.bfloat16)[1:].view(-1, 64), None)

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import hopper, registry
+from ridgeline.ops import hopper, kernel_table, registry
 from ridgeline.ops.activation import gated_activation_reference
+from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.ops.linear import gemm_ring, select
 from ridgeline.ops.linear import linear_op as linear_file
 from ridgeline.ops.linear.select import ring_gemm_plan
@@ -30,26 +31,29 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 # ── which kernel ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, rows: int, gated: bool, shared: int, capability: int = 9) -> object:
+def facts_of_an_h200(device: torch.device, aligned: bool = True) -> DeviceFacts:
+    return kernel_table.H200._replace(gluon=aligned, hopper=aligned)
+
+
+def chosen(rows: int, gated: bool, shared: int, hopper: bool = True) -> object:
     """As on a GPU with that much shared memory."""
-    monkeypatch.setattr(gemm_ring, "HAS_GLUON", True)
-    monkeypatch.setattr(gemm_ring, "is_hopper", hopper.is_hopper.__wrapped__)
-    monkeypatch.setattr(gemm_ring, "shared_memory", lambda device: shared)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    return gemm_ring.ring_gemm_for.__wrapped__(rows, 4096, 4096, gated, torch.device("cuda"))
+    facts = kernel_table.H200._replace(shared=shared, hopper=hopper)
+    found = kernel_table.choose("16-bit", rows, 4096, 4096, gated, facts)
+    return found.plan if found.kernel == "ring_gemm" else None
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_ring_is_for_devices_it_fits(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
+def test_the_ring_is_for_devices_it_fits(gated: bool) -> None:
     for rows in (2, 16, 32) if gated else (2, 16, 32, 64):
-        assert chosen(monkeypatch, rows, gated, H200) == ring_gemm_plan(rows, 4096, 4096, gated)
-        assert chosen(monkeypatch, rows, gated, A100) is None
-        assert chosen(monkeypatch, rows, gated, H200, 10) is None            # another matrix unit
-    assert chosen(monkeypatch, 4, gated, H200) is not None
+        assert chosen(rows, gated, H200) == ring_gemm_plan(rows, 4096, 4096, gated)
+        assert chosen(rows, gated, A100) is None
+        assert chosen(rows, gated, H200, False) is None              # another matrix unit
+    assert chosen(4, gated, H200) is not None
 
 
 def test_no_ring_without_a_gpu() -> None:
-    assert gemm_ring.ring_gemm_for(16, 4096, 4096, False, torch.device("cpu")) is None
+    found = kernel_table.choose("16-bit", 16, 4096, 4096, False, hopper.device_facts(torch.device("cpu")))
+    assert found.kernel == "small_gemm"
 
 
 def test_a_few_rows_go_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +62,9 @@ def test_a_few_rows_go_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> N
     def called(name: str) -> Any:
         return lambda x, weight, bias, plan, **rest: calls.append((name, plan)) or x
 
-    monkeypatch.setattr(linear_file, "small_gemm", called("small"))
-    monkeypatch.setattr(linear_file, "ring_gemm", called("ring"))
-    monkeypatch.setattr(linear_file, "ring_gemm_for", lambda *shape: ring_gemm_plan(*shape[:4]))
+    monkeypatch.setitem(linear_file.SEVERAL, "small_gemm", called("small"))
+    monkeypatch.setitem(linear_file.SEVERAL, "ring_gemm", called("ring"))
+    monkeypatch.setattr(linear_file, "device_facts", facts_of_an_h200)
     x, norm = torch.zeros(4, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
     room = torch.zeros(5120 * 4096 + 8, dtype=torch.bfloat16)
     weight, shifted = room[:-8].view(5120, 4096), room[1:-7].view(5120, 4096)
@@ -96,11 +100,11 @@ def compiled(rows: int, gate: int) -> dict[str, Any]:
     constants = {
         "BLOCK_ROWS": plan.block_rows, "BLOCK_OUTPUTS": plan.block_outputs, "BLOCK_INPUTS": plan.block_inputs,
         "STAGES": plan.stages, "X_STAGES": plan.x_stages, "GATE": gate, "BIAS": gate == 3, "SCALED": False,
-        "PAIRED": False, "WARPS": plan.warps, "DEPENDENT": True,
+        "BLOCK_SCALED": 0, "PAIRED": False, "WARPS": plan.warps, "DEPENDENT": True,
     }
     types = dict.fromkeys(("weight_ptr", "x_scale_ptr", "scale_ptr", "bias_ptr", "out_ptr"), "*bf16")
     types |= {"part_ptr": "*fp32", "arrived_ptr": "*i32"}
-    counts = ("rows", "inputs", "outputs", "tiles", "step", "splits", "weight_stride", "part_inputs")
+    counts = ("rows", "inputs", "outputs", "tiles", "step", "splits", "weight_stride", "part_inputs", "scale_stride")
     types |= dict.fromkeys(counts, "i32") | dict.fromkeys(constants, "constexpr")
     types["x_tiles"] = f"tensordesc<bf16[{plan.block_rows}, {plan.block_inputs}],{module.tiles_of(128, 16, 2)!r}>"
     aligned = [name for name in types if name.endswith("_ptr") or name in ("inputs", "weight_stride", "part_inputs")]
@@ -129,7 +133,7 @@ def test_the_kernel_compiles(tmp_path: Path, rows: int, gate: int) -> None:
     plan = compiled_plan(rows, gate)
     assert plan is not None
     rings = plan.shared_bytes(gate > 0)
-    assert rings <= found["shared"] <= rings + gemm_ring.RESERVED - 1024         # the driver takes 1024 of each
+    assert rings <= found["shared"] <= rings + kernel_table.RING_GEMM_RESERVED - 1024         # the driver takes 1024 of each
     before, after = found["ptx"].split("griddepcontrol.wait")
     copies = plan.block_outputs * plan.block_inputs // (8 * 32 * plan.warps) * (2 if gate else 1)    # per block and thread
     assert before.count("cp.async.cg.shared.global") == (plan.stages - 1) * copies       # the ring, before the wait
@@ -144,7 +148,7 @@ def test_the_kernel_compiles(tmp_path: Path, rows: int, gate: int) -> None:
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or gemm_ring.ring_gemm_for(16, 4096, 4096, False, torch.device("cuda")) is None,
+    not torch.cuda.is_available() or not hopper.is_hopper(torch.device("cuda")),
     reason="no such GPU",
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

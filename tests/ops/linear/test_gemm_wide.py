@@ -19,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import registry
+from ridgeline.ops import kernel_table, registry
 from ridgeline.ops.activation import gated_activation_reference
+from ridgeline.ops.hopper import is_hopper
+from ridgeline.ops.kernel_table import LIBRARY, WIDE_PART_SCRATCH, WIDE_SCRATCH, Choice, DeviceFacts
 from ridgeline.ops.linear import gemm_wide
 from ridgeline.ops.linear import linear_op as linear_file
 from ridgeline.ops.linear.select import MULTIPROCESSORS
@@ -44,7 +46,7 @@ def test_every_plan_fits(outputs: int, inputs: int, gated: bool) -> None:
     plan = wide_plan(100, outputs, inputs, gated)
     if plan is None:
         return
-    scratch = gemm_wide.SCRATCH if plan.splits == 1 else gemm_wide.PART_SCRATCH
+    scratch = WIDE_SCRATCH if plan.splits == 1 else WIDE_PART_SCRATCH
     assert plan.shared_bytes() + scratch <= H200
     assert plan.step <= plan.tile and plan.step % gemm_wide.BOX == 0 and plan.tile in (128, 256)
     assert min(plan.stages, plan.row_stages) >= 2 * gemm_wide.RUN        # one run in use, one on its way
@@ -76,11 +78,14 @@ def test_which_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append((len(x), gate))
         return F.linear(x, weight if gate is None else weight[: len(weight) // 2], bias)
 
-    monkeypatch.setattr(linear_file, "wide_gemm", multiply)
-    monkeypatch.setattr(
-        linear_file, "wide_for",
-        lambda rows, outputs, inputs, gated, device: WidePlan(256, 256, 1, 4, 5) if outputs == 128 else None,
-    )
+    def choose(format: str, rows: int, outputs: int, inputs: int, gated: bool, device: DeviceFacts) -> Choice:
+        taken = 81 <= rows <= 128 and outputs == 128 and device.hopper
+        return Choice("wide_gemm", WidePlan(256, 256, 1, 4, 5), False) if taken else LIBRARY
+
+    monkeypatch.setitem(linear_file.SEVERAL, "wide_gemm", multiply)
+    monkeypatch.setattr(linear_file, "choose", choose)
+    h200 = kernel_table.H200
+    monkeypatch.setattr(linear_file, "device_facts", lambda device, aligned: h200._replace(gluon=aligned, hopper=aligned))
     monkeypatch.setattr(linear_file, "rms_norm", linear_file.rms_norm_reference)
     room = torch.zeros(256 * 64 + 8, dtype=torch.bfloat16)
     weight, shifted = room[: 256 * 64].view(256, 64), room[1 : 256 * 64 + 1].view(256, 64)
@@ -120,7 +125,7 @@ def compiled(outputs: int, inputs: int, gate: int) -> dict[str, Any]:
     constants = {
         "TILE": plan.tile, "STEP": plan.step, "BOX": module.BOX, "SPLITS": plan.splits, "STAGES": plan.stages,
         "ROW_STAGES": plan.row_stages, "RUN": module.RUN, "MOST_TILES": module.MOST_TILES, "GATE": gate, "BIAS": False,
-        "SCALED": False, "PROMOTED": module.PROMOTED, "DEPENDENT": True,
+        "SCALED": False, "BLOCK_SCALED": 0, "PROMOTED": module.PROMOTED, "DEPENDENT": True,
     }
     weight = f"bf16[{module.BOX}, 64],{flat!r}" if gate == 0 else f"bf16[2, {module.BOX // 2}, 64],{cube!r}"
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | {
@@ -160,7 +165,7 @@ def test_the_kernel_compiles(tmp_path: Path, outputs: int, inputs: int, gate: in
     found = json.loads(run.stdout.splitlines()[-1])
     plan = wide_plan(128, outputs, inputs, gate > 0)
     assert plan is not None
-    scratch = gemm_wide.SCRATCH if plan.splits == 1 else gemm_wide.PART_SCRATCH
+    scratch = WIDE_SCRATCH if plan.splits == 1 else WIDE_PART_SCRATCH
     assert plan.shared_bytes() <= found["shared"] <= plan.shared_bytes() + scratch
     counts = Counter(found["instructions"])
     assert counts["HGMMA"] == 8 and counts["WARPGROUP.DEPBAR"] == 2      # four products of 16 inputs for each group
@@ -174,7 +179,7 @@ def test_the_kernel_compiles(tmp_path: Path, outputs: int, inputs: int, gate: in
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or gemm_wide.wide_for(128, 14336, 4096, True, torch.device("cuda")) is None,
+    not torch.cuda.is_available() or not is_hopper(torch.device("cuda")),
     reason="no such GPU",
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

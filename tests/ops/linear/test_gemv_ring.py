@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops import registry
+from ridgeline.ops import hopper, kernel_table, registry
 from ridgeline.ops.activation import gated_activation_reference
+from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.ops.linear import gemv_ring
 from ridgeline.ops.linear import linear_op as linear_file
 from ridgeline.ops.linear.gemv import gemv
@@ -31,24 +32,28 @@ OUTPUTS = 4096
 # ── which kernel ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, inputs: int, gated: bool, shared: int) -> object:
+def facts_of_an_h200(device: torch.device, aligned: bool = True) -> DeviceFacts:
+    return kernel_table.H200._replace(gluon=aligned, hopper=aligned)
+
+
+def chosen(inputs: int, gated: bool, shared: int) -> object:
     """As on a GPU with that much shared memory."""
-    monkeypatch.setattr(gemv_ring, "HAS_GLUON", True)
-    monkeypatch.setattr(gemv_ring, "shared_memory", lambda device: shared)
-    return gemv_ring.ring_for.__wrapped__(OUTPUTS, inputs, gated, torch.device("cuda"))
+    found = kernel_table.choose("16-bit", 1, OUTPUTS, inputs, gated, kernel_table.H200._replace(shared=shared))
+    return found.plan if found.kernel == "ring_gemv" else None
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_ring_is_for_devices_it_fits(monkeypatch: pytest.MonkeyPatch, gated: bool) -> None:
+def test_the_ring_is_for_devices_it_fits(gated: bool) -> None:
     for inputs in (3072, 4096, 5120, 8192, 14336, 16384):
-        assert chosen(monkeypatch, inputs, gated, H200) == ring_plan(OUTPUTS, inputs, gated) is not None
-        assert chosen(monkeypatch, inputs, gated, A100) is None
-    assert chosen(monkeypatch, 2048, gated, H200) is None            # nothing to gain
+        assert chosen(inputs, gated, H200) == ring_plan(OUTPUTS, inputs, gated) is not None
+        assert chosen(inputs, gated, A100) is None
+    assert chosen(2048, gated, H200) is None            # nothing to gain
     assert ring_plan(2048, 8192, gated) is None
 
 
 def test_no_ring_without_a_gpu() -> None:
-    assert gemv_ring.ring_for(OUTPUTS, 4096, False, torch.device("cpu")) is None
+    found = kernel_table.choose("16-bit", 1, OUTPUTS, 4096, False, hopper.device_facts(torch.device("cpu")))
+    assert found.kernel == "gemv"
 
 
 def test_one_row_goes_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,9 +62,9 @@ def test_one_row_goes_where_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> No
     def called(name: str) -> Any:
         return lambda x, weight, bias, plan, **rest: calls.append((name, plan)) or (x, x)
 
-    monkeypatch.setattr(linear_file, "gemv", called("gemv"))
-    monkeypatch.setattr(linear_file, "ring_gemv", called("ring"))
-    monkeypatch.setattr(linear_file, "ring_for", lambda *shape: ring_plan(*shape[:3]))
+    monkeypatch.setitem(linear_file.ONE_ROW, "gemv", called("gemv"))
+    monkeypatch.setitem(linear_file.ONE_ROW, "ring_gemv", called("ring"))
+    monkeypatch.setattr(linear_file, "device_facts", facts_of_an_h200)
     x, norm = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
     room = torch.zeros(5120 * 4096 + 8, dtype=torch.bfloat16)
     weight, shifted = room[:-8].view(5120, 4096), room[1:-7].view(5120, 4096)
@@ -119,7 +124,7 @@ def test_the_kernel_compiles(tmp_path: Path, inputs: int, gate: int) -> None:
     plan, padded = ring_plan(OUTPUTS, inputs, gate > 0), 1 << (inputs - 1).bit_length()
     assert plan is not None
     ring = plan.shared_bytes(padded, gate > 0) // plan.programs
-    assert ring <= found["shared"] <= ring + gemv_ring.RESERVED - 1024           # the driver takes 1024 of each
+    assert ring <= found["shared"] <= ring + kernel_table.RING_GEMV_RESERVED - 1024           # the driver takes 1024 of each
     assert plan.programs * (found["shared"] + 1024) <= H200
     before, after = found["ptx"].split("griddepcontrol.wait")
     copies = plan.block * padded // (8 * 32 * plan.warps) * (2 if gate else 1)   # of 16 bytes, per stage and thread
@@ -132,7 +137,7 @@ def test_the_kernel_compiles(tmp_path: Path, inputs: int, gate: int) -> None:
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or gemv_ring.ring_for(OUTPUTS, 4096, False, torch.device("cuda")) is None,
+    not torch.cuda.is_available() or not hopper.HAS_GLUON,
     reason="no such GPU",
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -153,7 +158,7 @@ def test_ring_gemv(
     rows = outputs if gate is None else 2 * outputs
     x, weight, norm = random(1, inputs), random(rows, inputs, scale=inputs**-0.5), random(inputs)
     stream, added = random(2, inputs)[1:] if residual else None, random(rows) if bias else None
-    plan = gemv_ring.ring_for(OUTPUTS, inputs, gate is not None, x.device)
+    plan = kernel_table.choose("16-bit", 1, OUTPUTS, inputs, gate is not None, hopper.device_facts(x.device)).plan
     assert plan is not None
     neighbours = {"norm": norm, "eps": 1e-5, "norm_offset": 1.0, "residual": stream, "gate": gate}
     torch.cuda.synchronize()                             # the kernels ask for weights before they wait

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ridgeline.ops.linear.gemm_ring import RESERVED
+from ridgeline.ops.kernel_table import RING_GEMM_RESERVED
 from ridgeline.ops.linear.gemm_small import MOST_TILES
 from ridgeline.ops.linear.select import (
     MULTIPROCESSORS,
@@ -96,7 +96,7 @@ def test_rings_of_a_few_rows_are_sound(rows: int) -> None:
         part = split_inputs(inputs, ring.splits)
         assert inputs % ring.block_inputs == 0 and part % ring.block_inputs == 0     # no block is cut off
         assert ring.stages >= 3 and ring.x_stages >= 3
-        assert ring.programs * (ring.shared_bytes(gated) + RESERVED) <= 232448
+        assert ring.programs * (ring.shared_bytes(gated) + RING_GEMM_RESERVED) <= 232448
         weights = (ring.stages - 1) * ring.block_outputs * ring.block_inputs * (4 if gated else 2)
         assert ring.programs * weights >= 96 * 1024      # on their way before the wait
         tiles = -(-outputs // ring.step)

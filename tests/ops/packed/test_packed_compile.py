@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ridgeline.ops import registry
+from ridgeline.ops.kernel_table import PACKED_RESERVED
 from ridgeline.ops.packed import packed_gemm, packed_gemv
-from ridgeline.ops.packed.packed_linear import RESERVED
 from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
@@ -114,7 +114,7 @@ def test_the_kernel_compiles(tmp_path: Path, rows: int, outputs: int, inputs: in
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    assert 0 <= found["shared"] <= RESERVED and found["spills"] == 0 and found["products"] > 0
+    assert 0 <= found["shared"] <= PACKED_RESERVED and found["spills"] == 0 and found["products"] > 0
     assert found["wgmma"] == (rows > 1)
 
 

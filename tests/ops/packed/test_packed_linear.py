@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ridgeline.ops import kernel_table
 from ridgeline.ops.hopper import HAS_GLUON, is_hopper
+from ridgeline.ops.kernel_table import PACKED_RESERVED
 from ridgeline.ops.packed import packed_linear as packed_file
 from ridgeline.ops.packed.packed_expand import expand
-from ridgeline.ops.packed.packed_linear import RESERVED, multiplied, normed_packed_linear_gpu, packed_linear
+from ridgeline.ops.packed.packed_linear import multiplied, normed_packed_linear_gpu, packed_linear
 from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
 from ridgeline.ops.packed.select_packed import MOST_ROWS, PackedGemmPlan, PackedGemvPlan, packed_plan
 from ridgeline.ops.rms_norm import rms_norm_reference
@@ -30,10 +32,10 @@ def test_plans_fit_an_sm_and_cover_the_matrix(outputs: int, inputs: int) -> None
     for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, MOST_ROWS):
         plan = packed_plan(rows, outputs, inputs)
         if isinstance(plan, PackedGemvPlan):
-            assert rows == 1 and plan.programs * (plan.shared_bytes(inputs) + RESERVED) <= H200
+            assert rows == 1 and plan.programs * (plan.shared_bytes(inputs) + PACKED_RESERVED) <= H200
             continue
         assert isinstance(plan, PackedGemmPlan)
-        assert plan.programs * (plan.shared_bytes() + RESERVED) <= H200
+        assert plan.programs * (plan.shared_bytes() + PACKED_RESERVED) <= H200
         assert 1 <= plan.step <= plan.parts * plan.warps * plan.halves
         assert plan.block_rows >= min(rows, 128) and 2 <= plan.tiles <= 8 and 8 % plan.tiles == 0
         # Sums that are split are counted as they arrive: one counter each.
@@ -54,12 +56,12 @@ def random_weight(outputs: int, inputs: int, group: int, gated: bool = False, **
 
 
 def test_what_kernels_do_not_know_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_file, "_plan", lambda *shape: packed_plan(*shape[:3]))
+    monkeypatch.setattr(packed_file, "device_facts", lambda device: kernel_table.H200)
     weight = random_weight(64, 256, 64)
     x = torch.zeros(1, 264, dtype=torch.bfloat16)
 
     def chosen(x: torch.Tensor, weight: PackedWeight, gated: bool = False) -> bool:
-        return packed_file._chosen(x, weight, gated) is not None
+        return packed_file._chosen(x, weight, gated).kernel != "expand"
 
     assert chosen(x[:, :256], weight) and chosen(x[:, :256].half(), weight)
     assert not chosen(x[:, 1:257], weight)                                       # 16-byte loads

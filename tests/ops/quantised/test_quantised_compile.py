@@ -13,7 +13,6 @@ from test_triton_compile import compiled_for_h100, stack_bytes
 from ridgeline.ops.quantised import quantised_kernels
 from ridgeline.ops.quantised.quantised_linear import quantised_linear
 from ridgeline.ops.registry import TRITON_INTERPRETED
-from ridgeline.quant.format import MOST_CODE_ROWS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or TRITON_INTERPRETED, reason="no compiler")
 NAMES = {
@@ -31,7 +30,6 @@ def test_for_an_h200(name: str, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_
     """0 rows: the kernel that expands."""
     import triton
 
-    assert quantised_kernels.MOST_ROWS == MOST_CODE_ROWS
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for name_of in ("_scales", "_numbers"):              # compiled already where there is a GPU
         function = getattr(quantised_kernels, name_of)

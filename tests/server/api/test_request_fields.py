@@ -656,6 +656,15 @@ def test_names_of_llama_cpp_are_ours() -> None:
         chat_of(grammar="root ::= [a-z]", guided_regex="a").params({})
 
 
+def test_the_routers_of_sglang_and_vllm_may_stand_in_front() -> None:
+    """Both write a request anew, with these fields."""
+    chat_of(no_stop_trim=False, ignore_eos=False, continue_final_message=False, skip_special_tokens=True, separate_reasoning=True,
+            stream_reasoning=True, return_hidden_states=False, include_reasoning=True, logprobs=False)
+    for name in ("no_stop_trim", "return_hidden_states"):
+        with pytest.raises(Unsupported, match=name):
+            chat_of(**{name: True})
+
+
 def test_samplers_of_llama_cpp_may_be_off() -> None:
     chat_of(mirostat=0, dry_multiplier=0.0, xtc_probability=0, dynatemp_range=0, top_n_sigma=-1, samplers=["top_k"])
     for name in ("mirostat", "dry_multiplier", "xtc_probability", "dynatemp_range", "top_n_sigma"):

@@ -21,7 +21,7 @@ AT, BUSY = HISTORY.index("at"), HISTORY.index("busy")
 
 def run(*calls: tuple[str, list[Any]]) -> list[Any]:
     """What functions of the page return, in one process."""
-    scripts = "\n".join((PAGE / name).read_text("utf-8") for name in ("figures.js", "markdown.js"))
+    scripts = "\n".join((PAGE / name).read_text("utf-8") for name in ("figures.js", "markdown.js", "fleet.js"))
     asked = json.dumps([[name, arguments] for name, arguments in calls])
     named = ", ".join(sorted({name for name, _ in calls}))
     script = f"{scripts}\nconst known = {{ {named} }};\n" \
@@ -124,3 +124,13 @@ def test_advice_is_a_command_that_can_be_typed() -> None:
     asked = ["raise max_num_seqs", "--kv-cache-dtype fp8: fewer bytes of the cache", "more devices"]
     found = run(*(("commandOf", [what, answer, "", ""]) for what in asked))
     assert [each and each["text"] for each in found] == ["--max-num-seqs 256", "--kv-cache-dtype fp8", None]
+
+
+def test_a_row_of_the_fleet() -> None:
+    row = {"name": "engine 1", "state": "ok", "running": 2, "waiting": 0, "tokens_s": 51.26, "busy": 0.5, "hit_rate": 0.9,
+           "kv_used": None, "mfu": 0.01, "mbu": 0.6, "step_seconds": 0.02, "slowness": 2.5, "verdict": "gray failure", "moved": 3}
+    cells, line, alone = run(("fleetCells", [row]),
+                             ("fleetLine", [{"tokens_s": 90, "best_tokens_s": 50, "scaling_tax": 0.1}]),
+                             ("fleetLine", [{"tokens_s": 50, "best_tokens_s": 50, "scaling_tax": None}]))
+    assert cells == ["engine 1", "gray failure", "2", "0", "51.3", "50 %", "90 %", "–", "1 %", "60 %", "20 ms", "2.50×", "3"]
+    assert line == "90 tok/s together, best 50; scaling tax 10 %" and "two engines" in alone

@@ -1,0 +1,102 @@
+"""Drafts with overlap, as on a GPU: a step is packed before the host knows how long its rows are, and the device corrects it.
+
+Here the device is a CPU whose results the runner does not look at before they are collected, and steps are padded as for graphs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dial_drafter import DialDrafter
+from test_laws import PLAIN, USUAL
+from test_verification import KINDS, Run, knows, requests
+from tiny_models import VOCAB, save_checkpoint
+
+from ridgeline.engine.core.core import EngineCore
+from ridgeline.messages import Request, StepPlan
+from ridgeline.runner.device_rows import EVERY_HIDDEN, leading_decodes
+from ridgeline.runner.forward import EagerForward
+from ridgeline.runner.row_tables import LateLengths
+from ridgeline.runner.runner import Runner
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.sizes.graph_shapes import GraphShapes, Shape
+
+ROWS = 6
+CPU = {"device": "cpu", "dtype": "float64", "pipeline_parallel_size": 1, "tensor_parallel_size": 1}
+FEW_BLOCKS = {"num_gpu_blocks_override": 44, "max_model_len": 60, "max_num_seqs": ROWS}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint("gemma2", tmp_path_factory.mktemp("late"), tie_word_embeddings=False)
+
+
+@pytest.fixture
+def corrected(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """An engine as on a GPU. The list has an entry for each step packed behind drafts in flight: had it drafts itself?"""
+    shapes, found = GraphShapes(ROWS, 24, 24), list[bool]()
+    runner, core, correct = Runner.__init__, EngineCore.__init__, LateLengths.correct
+
+    def knows_late(self: Runner, *args: Any) -> None:
+        runner(self, *args)
+        self._knows_at_once = False
+
+    def goes_on(self: EngineCore, *args: Any) -> None:
+        core(self, *args)
+        self._device_knows_first = True
+
+    def shape(self: EagerForward, plan: StepPlan) -> Shape | None:
+        decodes = leading_decodes(plan)
+        if (plan.want & EVERY_HIDDEN).any() or decodes < len(plan.rows):
+            return None
+        if plan.width is not None:
+            return shapes.fit_drafts(decodes, plan.total_tokens, 1 + int(plan.width.max()))
+        return shapes.fit(decodes, 0, 0)
+
+    def counted(self: LateLengths, sent: list[Any], *args: Any) -> None:
+        found.append(len(sent) > 1)
+        correct(self, sent, *args)
+
+    monkeypatch.setattr(Runner, "__init__", knows_late)
+    monkeypatch.setattr(EngineCore, "__init__", goes_on)
+    monkeypatch.setattr(EagerForward, "shape", shape)
+    monkeypatch.setattr(LateLengths, "correct", counted)
+    return found
+
+
+def plain_requests() -> list[Request]:
+    asked = requests()
+    for number, request in enumerate(asked):
+        request.params = SamplingParams(temperature=0, max_tokens=26 - number, ignore_eos=True, logprobs=number % 3 or None)
+        request.bad_words_token_ids = []
+    return asked
+
+
+@pytest.fixture(scope="module")
+def off(model: Path) -> Run:
+    return Run(model, PLAIN | CPU).finish(plain_requests())
+
+
+@pytest.mark.parametrize(("alpha", "caching"), [(0.3, False), (0.9, True)])
+def test_rows_go_on_before_the_host_knows_their_length(
+    alpha: float, caching: bool, model: Path, off: Run, corrected: list[bool]
+) -> None:
+    """With so few blocks that rows change hands while their drafts are in flight."""
+    drafter = DialDrafter(knows(off.answers), VOCAB, alpha, widest=7, seed=2)
+    options = USUAL | CPU | FEW_BLOCKS | {"async_scheduling": True, "max_num_batched_tokens": 24}
+    options |= {"enable_prefix_caching": caching}
+    on = Run(model, options, drafter).finish(plain_requests())
+    assert on.told() == off.told()
+    assert drafter.proposed > 100 and corrected.count(True) > 10 and corrected.count(False) > 2
+    assert on.core.scheduler.counters.preemptions > 0
+
+
+def test_rows_that_look_at_what_they_said_are_waited_for(model: Path, corrected: list[bool]) -> None:
+    off = Run(model, PLAIN | CPU).finish(requests())
+    drafter = DialDrafter(knows(off.answers), VOCAB, 0.8, widest=7, seed=3)
+    options = USUAL | CPU | {"async_scheduling": True, "max_num_batched_tokens": 24, "max_num_seqs": ROWS}
+    on = Run(model, options, drafter).finish(requests())
+    assert on.told() == off.told()
+    assert drafter.accepted > 50 and len(KINDS) > 5

@@ -1,0 +1,52 @@
+"""GET /fleet and /dashboard of a router: what its replicas say of themselves, and what it has learned of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from fake_replica import FakeReplica, Router
+
+from ridgeline.route.replica_pages import read_metrics
+
+PAGE = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{model_name="m",engine="0"} 3
+vllm:num_requests_running{model_name="m",engine="1"} 4
+vllm:num_requests_waiting{model_name="m",engine="0"} 1
+vllm:generation_tokens_total{model_name="m",engine="0"} %d
+vllm:prefix_cache_hits_total 90
+vllm:prefix_cache_queries_total 100
+ridgeline:mfu{model_name="m",engine="0"} 0.2
+ridgeline:mfu{model_name="m",engine="1"} 0.4
+vllm:kv_cache_usage_perc odd
+"""
+
+
+def test_numbers_are_read_and_those_of_several_engines_joined() -> None:
+    found = read_metrics(PAGE % 50)
+    assert found["vllm:num_requests_running"] == 7 and found["vllm:generation_tokens_total"] == 50
+    assert abs(found["ridgeline:mfu"] - 0.3) < 1e-9 and "vllm:kv_cache_usage_perc" not in found and read_metrics("") == {}
+
+
+def test_the_fleet_of_a_router() -> None:
+    async def test() -> None:
+        async with FakeReplica() as one, FakeReplica() as other:
+            one.metrics = PAGE % 50
+            router = Router(one, other)
+            router.fleet.replicas[1].up = False
+
+            async def fleet() -> dict[str, Any]:
+                return dict(json.loads((await router.ask(None, "/fleet")).body))
+
+            first = await fleet()
+            assert first["kind"] == "servers" and [each["state"] for each in first["rows"]] == ["ok", "down"]
+            assert first["rows"][0] | {"running": 7, "waiting": 1, "hit_rate": 0.9, "tokens_s": None} == first["rows"][0]
+            assert first["rows"][1]["hit_rate"] is None and first["notes"] == [f"{other.url} gets no requests: down"]
+            one.metrics, router.seconds = PAGE % 250, 4.0
+            assert (await fleet())["rows"][0]["tokens_s"] == 50.0
+            page = await router.ask(None, "/dashboard")
+            assert page.status == 200 and b"fleetCells" in page.body and "nonce" in page.headers["content-security-policy"]
+            router.fleet.close()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
