@@ -81,13 +81,12 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def linear_onto(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """out + x weight^T, written over `out`; on a GPU, by the kernel that multiplies where one can."""
-    few = len(x) <= MOST_ROWS and x.dtype in NARROW
-    chosen = _plan(x, weight, gated=False) if few else None
-    if isinstance(chosen, GemvPlan) and out.is_contiguous() and ring_for(*_shape(weight, None), False, x.device) is None:
-        return gemv(x, weight, None, chosen, onto=out)[0]
-    if chosen is None:
-        return out.addmm_(x, weight.t())
-    return out.add_(linear(x, weight))
+    name, plan, _ = _choice(x, weight, False) if x.dtype in NARROW else LIBRARY
+    if name == "gemv" and out.is_contiguous():
+        return gemv(x, weight, None, plan, onto=out)[0]
+    if name in ONE_ROW or name in SEVERAL:
+        return out.add_(linear(x, weight))
+    return out.addmm_(x, weight.t())
 
 
 def normed_linear_triton(
