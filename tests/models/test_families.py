@@ -157,7 +157,7 @@ def set_flags(family: Family) -> list[str]:
 
 def flag_cases() -> list[tuple[str, str]]:
     """(checkpoint, flag) for every flag of every family, with a checkpoint in which it is used."""
-    special = {("phi3", "longrope"): "phi3-long"}
+    special = {("phi3", "longrope"): "phi3-long", ("minicpm3", "longrope"): "minicpm3-long"}
     chosen = []
     for family in FAMILIES:
         for flag in set_flags(family):
