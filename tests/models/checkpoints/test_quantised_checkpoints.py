@@ -168,17 +168,20 @@ def test_activation_order_is_refused_with_ranks(tmp_path: Path) -> None:
 # -- known failures of others -------------------------------------------------------------------------------------------
 
 
-def test_scales_of_the_kv_cache_are_known_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are neither unknown tensors nor silently 1: the KV cache scales every token and head, and the log says so."""
+def test_scales_of_the_kv_cache_are_used_by_a_cache_of_their_format(tmp_path: Path) -> None:
+    """They are neither unknown tensors nor silently 1. Another cache scales every token and head, and says why."""
     quantised, plain = save_quantised("ct-fp8-channel", tmp_path)
     tensors = load_file(quantised / "model.safetensors")
     for layer in range(2):
         for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.k_proj.output_scale"):
             tensors[f"model.layers.{layer}.{name}"] = torch.tensor([0.03])
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
-    with caplog.at_level("INFO", logger="ridgeline"):
-        found = decoder(quantised, True).numbers()
-    assert "6 scales of the KV cache in the checkpoint are not used" in caplog.text
+    found = decoder(quantised, True).numbers()
+    here = DeviceFacts("cpu", 1 << 32, ("float32",))
+    fp8, int8 = (resolve(EngineConfig.of(model=str(quantised), kv_cache_dtype=name), here) for name in ("fp8", "int8"))
+    assert [each == pytest.approx((0.03, 0.03)) for each in fp8.kv_format.scales] == [True, True]
+    assert "calibrated scales of the checkpoint" in fp8.reasons["kv_cache_dtype"]
+    assert int8.kv_format.scales == () and "the checkpoint's KV scales are for fp8" in int8.reasons["kv_cache_dtype"]
     assert torch.equal(found["layers.1.mlp.down.weight"], decoder(plain, False).numbers()["layers.1.mlp.down.weight"])
 
 
