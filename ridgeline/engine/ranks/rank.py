@@ -63,8 +63,8 @@ class Link:
     def live(self, mesh: Communicator) -> None:
         """Say so once a second from now on: a thread of its own, for this one may wait for other ranks."""
         def beat() -> None:
-            while True:
-                with suppress(zmq.Again):
+            while not self._beats.closed:
+                with suppress(zmq.ZMQError):             # rank 0 does not read, or this rank is leaving
                     self._beats.send(json.dumps([self._rank, self.steps, mesh.waited]).encode(), zmq.NOBLOCK)
                 time.sleep(BEAT_SECONDS)
 
