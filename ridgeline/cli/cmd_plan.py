@@ -42,22 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s MODEL --gpu NAME [options] | --check RECORD.json ... | --fit RECORD.json ..."
     parser.add_argument("model", nargs="?", default="", metavar="MODEL",
                         help=f"config.json, directory, .gguf file, or a name: {', '.join(CONFIGS)}")
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--gpu", default="", metavar="NAME", help=f"{', '.join(DEVICES)}; or cpu: this machine, measured")
-    machine.add_argument("--bandwidth", type=float, metavar="GB/S", help="one's own card: memory bandwidth, instead of --gpu's")
-    machine.add_argument("--memory", type=float, metavar="GB", help="… memory")
-    machine.add_argument("--tflops", type=float, metavar="N", help="… dense matrix rate in 16 bits, without sparsity")
-    machine.add_argument("--fp8-tflops", type=float, metavar="N", help="… and in fp8, if it has fp8")
-    machine.add_argument("--count", "--tensor-parallel-size", "--tp", dest="count", type=int, default=1, metavar="N",
-                         help="tensor parallelism: devices that share every layer (default: 1)")
-    machine.add_argument("--pipeline-parallel-size", "--pp", dest="stages", type=int, default=1, metavar="N",
-                         help="stages of a pipeline, each with that many devices (default: 1)")
-    machine.add_argument("--most", type=int, default=8, metavar="N", help="largest number of devices to consider (default: 8)")
-    machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
-                         help="share of a device's memory to use (default: 0.9)")
-    machine.add_argument("--price", type=float, metavar="DOLLARS", help="price of one device per hour")
-    machine.add_argument("--derate", type=float, default=1.0, metavar="SHARE",
-                         help="multiply predicted speeds by this factor (default: 1)")
+    _add_machine(parser.add_argument_group("machine"))
     load = parser.add_argument_group("requests")
     load.add_argument("--input", type=int, default=None, metavar="TOKENS", help="prompt length (default: 1024)")
     load.add_argument("--output", type=int, default=None, metavar="TOKENS", help="answer length (default: 256)")
@@ -100,6 +85,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--host", nargs="+", default=[], metavar="RECORD", help="with --fit: records of `bench host`")
     out.add_argument("--ops", metavar="RECORD", help="with --fit: a record of `bench ops` for attention over an fp8 KV cache")
     out.add_argument("--out", metavar="FILE", help=f"with --fit: file for the constants (default: the package's {FITTED.name})")
+
+
+def _add_machine(machine: argparse._ArgumentGroup) -> None:
+    machine.add_argument("--gpu", default="", metavar="NAME", help=f"{', '.join(DEVICES)}; or cpu: this machine, measured")
+    machine.add_argument("--bandwidth", type=float, metavar="GB/S", help="one's own card: memory bandwidth, instead of --gpu's")
+    machine.add_argument("--memory", type=float, metavar="GB", help="… memory")
+    machine.add_argument("--tflops", type=float, metavar="N", help="… dense matrix rate in 16 bits, without sparsity")
+    machine.add_argument("--fp8-tflops", type=float, metavar="N", help="… and in fp8, if it has fp8")
+    machine.add_argument("--count", "--tensor-parallel-size", "--tp", dest="count", type=int, default=1, metavar="N",
+                         help="tensor parallelism: devices that share every layer (default: 1)")
+    machine.add_argument("--pipeline-parallel-size", "--pp", dest="stages", type=int, default=1, metavar="N",
+                         help="stages of a pipeline, each with that many devices (default: 1)")
+    machine.add_argument("--most", type=int, default=8, metavar="N", help="largest number of devices to consider (default: 8)")
+    machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
+                         help="share of a device's memory to use (default: 0.9)")
+    machine.add_argument("--price", type=float, metavar="DOLLARS", help="price of one device per hour")
+    machine.add_argument("--derate", type=float, default=1.0, metavar="SHARE",
+                         help="multiply predicted speeds by this factor (default: 1)")
 
 
 def run(args: argparse.Namespace) -> int:

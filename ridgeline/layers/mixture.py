@@ -219,6 +219,17 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor, activation: str, batch: Batch) -> Tensor:
         return self.down(gated_activation(self.gate_up(x, batch), activation), batch)
 
+    def onto(
+        self, out: Tensor, x: Tensor, activation: str, batch: Batch, source: tuple[Tensor, AnyNorm] | None = None
+    ) -> Tensor:
+        """out + the expert of x, written over `out`. `source`: the stream and the norm that x was made with. One row is normed
+        again by the kernel that multiplies it, which then activates as well."""
+        if source is not None and len(x) == 1:
+            wide, _ = self.gate_up.normed_gated(source[0], None, source[1], activation, batch, self.down)
+        else:
+            wide = gated_activation(self.gate_up(x, batch), activation)
+        return self.down.scheme.apply_onto(self.down, out, wide, batch)
+
 
 class Mixture(nn.Module):
     def __init__(self, spec: MixtureSpec, place: Placement) -> None:
@@ -237,7 +248,7 @@ class Mixture(nn.Module):
         self, x: Tensor, residual: Tensor | None, norm: AnyNorm, post_norm: nn.Module | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         rows, stream = normed_rows(x, residual, norm)
-        out = self.of_normed(rows, batch)
+        out = self.of_normed(rows, batch, (stream, norm))
         return (out if post_norm is None else post_norm(out)), stream
 
     def _routed(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -248,7 +259,8 @@ class Mixture(nn.Module):
             return route_rows(x, router.weight, router.bias, spec.used, bias=bias, **spec.rule)  # type: ignore[arg-type]
         return route(router(x, batch), spec.used, bias=bias, **spec.rule)  # type: ignore[arg-type]
 
-    def of_normed(self, x: Tensor, batch: Batch) -> Tensor:
+    def of_normed(self, x: Tensor, batch: Batch, source: tuple[Tensor, AnyNorm] | None = None) -> Tensor:
+        """`source`: the stream and the norm that x was made with, where they are known."""
         spec, weights = self.spec, self.experts
         chosen, shares = self._routed(x, batch)
         chosen = weights.local(chosen) if weights.divided else chosen
@@ -257,9 +269,8 @@ class Mixture(nn.Module):
             down_bias=weights.down_bias, limit=spec.limit, alpha=spec.alpha,
             reads=self.reads, scales=weights.scales, elsewhere=weights.divided,
         )
-        if self.shared is not None:
-            beside = self.shared(x, spec.activation, batch)
-            if self.shared_gate is not None:
-                beside = beside * torch.sigmoid(self.shared_gate(x, batch))
-            out = out + beside
+        if self.shared is not None and self.shared_gate is None:
+            out = self.shared.onto(out, x, spec.activation, batch, source)
+        elif self.shared is not None and self.shared_gate is not None:
+            out = out + self.shared(x, spec.activation, batch) * torch.sigmoid(self.shared_gate(x, batch))
         return self.comm.all_reduce(out)

@@ -10,7 +10,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import MAX_POSITIONS, Fields
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, yarn_divisors, yarn_scale
+from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, rope_kind, yarn_divisors, yarn_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
@@ -81,7 +81,7 @@ def hf_ropes(
     local = full
     if family.local_rope:
         local = rope(nested.get("sliding_attention", {}), "rope_local_base_freq")
-    if everywhere.get("rope_type", everywhere.get("type")) == "yarn" and not family.longrope:
+    if rope_kind(everywhere, family.longrope) == "yarn":
         before = everywhere.get("original_max_position_embeddings") or max_position
         stretched = float(before) * (everywhere.get("factor") or 1.0)        # both were checked with the rope
         if not stretched <= MAX_POSITIONS:

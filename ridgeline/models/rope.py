@@ -53,6 +53,12 @@ def numbers_of(where: str) -> Iterator[None]:
         raise ModelError(f"{where}: its rope cannot be computed from these numbers: {error}") from None
 
 
+def rope_kind(scaling: Mapping[str, Any], longrope: bool) -> str:
+    """By its name of today. Phi-3's older names of longrope are "su" and "yarn", with longrope's factors."""
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    return "longrope" if longrope and kind in ("su", "yarn") and "short_factor" in scaling else kind
+
+
 def make_rope(
     scaling: Mapping[str, Any], theta: float, dim: int, max_position: int, longrope: bool, where: str
 ) -> Rope:
@@ -66,11 +72,11 @@ def make_rope(
 def _scaled_rope(
     scaling: Mapping[str, Any], theta: float, dim: int, max_position: int, longrope: bool, where: str
 ) -> Rope:
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if longrope and kind in ("su", "yarn"):      # Phi-3's older names
-        kind = "longrope"
+    kind = rope_kind(scaling, longrope)
     if kind not in ROPE_TYPES or (kind == "longrope" and not longrope):
-        raise ModelError(f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi-3)")
+        raise ModelError(
+            f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi-3, MiniCPM3)"
+        )
     number = partial(_number, scaling, f"{where}: {kind} rope")
     if kind == "default":
         return Rope(theta, dim)

@@ -197,7 +197,6 @@ def _always(call: Call) -> bool:
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_ONE_ROW = Kernel("codes_gemv", _codes_gemv, True)
 _ROWS = (Kernel("ring_gemm", _code_ring_gemm), Kernel("wide_gemm", _code_wide_gemm))
 _ANY = (Kernel("few_rows", _few_rows), Kernel("expand", _always))
 KERNELS: dict[str, tuple[Kernel, ...]] = {
@@ -208,9 +207,9 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     ),
     "fp8-row": (*_ROWS, Kernel("scaled_mm", _always)),
     "int8-row": (*_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
-    "fp8-block": (_ONE_ROW, *_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
-    "fp8-block-cut": (_ONE_ROW, _ROWS[0], Kernel("expand", _always)),    # blocks that a part of the linear cuts
-    "int8-32": (_ONE_ROW, *_ANY),
+    "fp8-block": (*_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
+    "fp8-block-cut": (_ROWS[0], Kernel("expand", _always)),              # blocks that a part of the linear cuts
+    "8-bit": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # x stays in 16 bits: Q8_0, W8A16, LLM.int8()
     "4-bit": (Kernel("packed_gemv", _packed_gemv, True), Kernel("packed_gemm", _packed_gemm), Kernel("expand", _always)),
     "other": _ANY,
     "cpu-float32": (Kernel("linear_row", _one_row), Kernel("blocked", _blocked), Kernel("library", _always)),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.fp8_linear import (
+    BLOCK,
     Fp8Rows,
     expanded,
     fp8_linear,
@@ -23,7 +24,6 @@ from ridgeline.ops.linear.fp8_linear import (
     multiplied,
     multiplies,
     normed_fp8_linear,
-    one_row,
 )
 from ridgeline.quant.format import FP8_ROW, WeightFormat
 from ridgeline.quant.quantised import Quantised
@@ -36,7 +36,10 @@ class Fp8(Quantised):
         super().__init__(format, plain, made)
 
     def finish(self, linear: nn.Module) -> None:
-        if multiplies(linear.weight):
+        if linear.format.scales.block[1] not in (0, BLOCK):          # a shard ends inside a block: smaller ones
+            linear.scheme = Quantised(self.format, self.plain, self.made)
+            linear.scheme.finish(linear)
+        elif multiplies(linear.weight):
             linear.scale.data = linear.scale.data.float()            # blocks may have scales in 16 bits
             gemm_small.prepare(linear.weight.device)
             gemm_wide.prepare(linear.weight.device)
@@ -44,6 +47,8 @@ class Fp8(Quantised):
             self.expand_once(linear)
 
     def numbers(self, linear: nn.Module) -> Tensor:
+        if linear.scale.dim() == 2:
+            return super().numbers(linear)
         return expanded(linear.weight, linear.scale, torch.promote_types(linear.dtype, torch.float32))
 
     def apply(self, linear: nn.Module, x: Tensor | Fp8Rows, batch: object) -> Tensor:
@@ -55,18 +60,15 @@ class Fp8(Quantised):
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
         following: nn.Module | None = None,
     ) -> tuple[Any, Tensor]:
-        """The gated activation of several rows is quantised by the kernel that computes it, where the linear that follows wants
-        codes; one row stays as it is."""
-        wants = gate is not None and following is not None and isinstance(following.scheme, Fp8)
-        apart = wants and one_row(x, linear.weight, linear.scale, True) is None
+        """The gated activation is quantised by the kernel that computes it, where the linear that follows wants codes."""
         out, stream = normed_fp8_linear(
-            x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, norm_offset=norm.offset,
-            gate=None if apart else gate,
+            x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, norm_offset=norm.offset
         )
-        if not apart:
+        if gate is None:
             return out, stream
-        assert gate is not None and following is not None
-        rows = gated_rows(out, gate, following.weight, following.scale)
+        rows = None
+        if following is not None and isinstance(following.scheme, Fp8):
+            rows = gated_rows(out, gate, following.weight, following.scale)
         return (gated_activation(out, gate) if rows is None else rows), stream
 
     def read_bytes(self, linear: nn.Module, rows: int) -> int:

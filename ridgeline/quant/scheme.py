@@ -29,7 +29,7 @@ from ridgeline.ops.kernel_table import CPU, MANY_ROWS, choose
 from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.gemm_invariant import invariant_linear
 from ridgeline.ops.linear.linear_op import linear as product
-from ridgeline.ops.linear.linear_op import normed_linear
+from ridgeline.ops.linear.linear_op import linear_onto, normed_linear
 from ridgeline.quant.layout import fewest_outputs
 from ridgeline.quant.piece import Piece
 
@@ -69,7 +69,7 @@ class Scheme(Protocol):
 
     def adds(self, linear: nn.Module, x: Tensor) -> bool: ...
 
-    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor) -> Tensor: ...
+    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor, batch: object = None) -> Tensor: ...
 
     def extra_bytes(self, linear: nn.Module) -> int: ...
 
@@ -110,8 +110,8 @@ class Composed(ABC):
     def adds(self, linear: nn.Module, x: Tensor) -> bool:
         return False
 
-    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
-        return residual.add_(self.apply(linear, x, None))
+    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor, batch: object = None) -> Tensor:
+        return residual.add_(self.apply(linear, x, batch))
 
 
 class Unquantised(Composed):
@@ -159,8 +159,8 @@ class Fused(Unquantised):
     def adds(self, linear: nn.Module, x: Tensor) -> bool:
         return x.shape[0] >= MANY_ROWS and linear.bias is None
 
-    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
-        return residual.addmm_(x, linear.weight.t())
+    def apply_onto(self, linear: nn.Module, residual: Tensor, x: Tensor, batch: object = None) -> Tensor:
+        return linear_onto(residual, x, linear.weight)
 
     def finish(self, linear: nn.Module) -> None:
         gemm_small.prepare(linear.weight.device)
@@ -210,7 +210,8 @@ class PackedFloat32(Unquantised):
             linear.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), self.TYPICAL_ROWS)
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        chosen = choose("cpu-float32", x.shape[0], *linear.weight.shape, False, CPU).kernel
+        outputs, inputs = linear.weight.shape
+        chosen = choose("cpu-float32", x.shape[0], outputs, inputs, False, CPU).kernel
         if chosen != "blocked" or linear.packed is None:
             return product(x, linear.weight, linear.bias)
         return torch.ops.mkldnn._linear_pointwise(x, linear.packed, linear.bias, "none", [], "")

@@ -52,7 +52,7 @@ class DraftPlan:
     tokens: np.ndarray | None        # int32 [R, P]
     start: np.ndarray                # int32 [R]: the position that the first of them is a guess for
     num_positions: int = 0           # that the step samples at
-    plain: bool = False              # all rows with drafts take the model's best token, so the next step needs not know the last
+    plain: bool = False              # all rows that sample take the model's best token, however much they have said
 
     def constrained(self, flight: InFlight) -> list[tuple[int, Matcher]]:
         """For each answer with a grammar that goes on: (position among all that are sampled, matcher there). A draft that the

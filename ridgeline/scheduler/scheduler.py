@@ -375,7 +375,7 @@ class Scheduler:
         if drafts is not None:
             table.known[rows] += drafts.width
             drafts.num_positions = num_sampled + int(drafts.width.sum())
-            drafts.plain = bool(table.plain[rows[drafts.width > 0]].all())
+            drafts.plain = bool(table.plain[rows[sampled]].all())
         plan = StepPlan(
             step=self._step,
             removed=np.array(delta.removed, np.int32) if delta.removed else _NONE,

@@ -3,10 +3,10 @@ token has chosen, once each."""
 
 from __future__ import annotations
 
-from ridgeline.quant.format import MXFP4
 from ridgeline.sizes.op_costs import INDEX_BYTES, SCALE_BYTES, Case, Cost, gated_activation_cost
 
 KERNELS = 5                          # of a mixture: choose, sort, up, down, sum
+MXFP4_BYTES = 0.5 + 1 / 32           # of a weight: its code, and its share of a scale
 
 
 def chosen_experts(tokens: int, experts: int, used: int, spread: int) -> list[list[int]]:
@@ -73,7 +73,7 @@ def experts_cost(
     pairs = tokens * used
     activation = gated_activation_cost(tokens=pairs, intermediate=width, kind=kind, element_bytes=element_bytes).flops
     flops = pairs * (6 * hidden * width + 2 * hidden) + activation
-    each = MXFP4.bytes_each() if codes else element_bytes if weight_bytes is None else weight_bytes
+    each = MXFP4_BYTES if codes else element_bytes if weight_bytes is None else weight_bytes
     weights = 3 * hidden * width * each
     if bias:
         flops += pairs * (2 * width + hidden)

@@ -110,7 +110,7 @@ def test_gemv_compiles(inputs: int, gate: int) -> None:
     types |= {"eps": "fp32", "norm_offset": "fp32"}
     constants = {
         "BLOCK": 2, "BLOCK_INPUTS": 4096 if inputs == 4096 else 16384, "EVEN": inputs == 4096, "NORM": inputs == 4096,
-        "RESIDUAL": inputs == 4096, "GATE": gate, "BIAS": False, "DEPENDENT": True,
+        "RESIDUAL": inputs == 4096, "GATE": gate, "BIAS": False, "ONTO": inputs != 4096, "DEPENDENT": True,
     }
     aligned = (*pointers, "inputs", "weight_stride")
     ptx = compile_for_h100(gemv, "_gemv_kernel", types, constants, aligned=aligned, num_warps=16, launch_pdl=True)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import warm_start
 from served_model import one_thread
 from tiny_models import save_checkpoint
 
@@ -101,3 +103,16 @@ def test_the_child_has_its_own_session_and_no_terminal(tmp_path: Path) -> None:
         sys.path.remove(str(tmp_path))
     assert session == pid == child.pid != os.getsid(0) and (arguments, given) == (["x"], "")
     assert set(names) - {"LC_CTYPE"} == {"A", "PYTHONPATH"}
+
+
+def test_a_forked_process_of_the_tests_is_like_one_that_was_started() -> None:
+    """tests/helpers/cases/warm_start.py: it is this process's child, with its own words, streams and exit status."""
+    if warm_start._zygote is None:
+        warm_start.begin()
+    if warm_start._zygote is None:
+        pytest.skip("another system: all processes start cold")
+    before = warm_start._zygote.num_forked
+    child = start_child("ridgeline.engine.ranks.rank", "{}", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert warm_start._zygote.num_forked == before + 1 and psutil.Process(child.pid).ppid() == os.getpid()
+    _, said = child.communicate(timeout=200)
+    assert child.returncode == 1 and said.splitlines()[-1] == b"KeyError: 'parent'"

@@ -1,6 +1,6 @@
 """What eight GPUs would do behind one front end: A SIMULATION with our scheduler, cache and choice, and step times of an H200.
 
-    python benchmarks/studies/router/eight_gpus.py > benchmarks/studies/router/eight_gpus.json         # minutes, one core, no GPU
+    python benchmarks/studies/router/eight_gpus.py [CASE] > benchmarks/studies/router/eight_gpus.json    # minutes, no GPU
 
 Each engine is an EngineCore with its real scheduler and KV blocks of Llama-3.1-8B in bf16 on an H200; instead of a model, a clock
 of its own advances by the time of the step. The times are fitted to benchmarks/h200/offline-llama-3.1-8b.json (one GPU, commit
@@ -167,7 +167,8 @@ def main() -> None:
     )
     config = replace(resolve(options, DeviceFacts("cuda", 150_109_880_320, ("bfloat16",))), depth=0)
     cases: dict[str, dict[str, dict[str, float]]] = {}
-    for name, case in CASES.items():
+    wanted = sys.argv[1:] or list(CASES)
+    for name, case in ((name, CASES[name]) for name in wanted):
         cases[name] = {}
         for policy in POLICIES:
             fleet = Fleet(policy, config, case, seed=1)

@@ -236,7 +236,7 @@ async def run(sizes: argparse.Namespace) -> dict[str, Any]:
         for number, url in enumerate(urls):              # the first requests of a process load and compile
             await talk(url, [[f"warm-up {number}", "some words", "some more"]] * 2, sizes, Tally())
         for seed in range(1, sizes.rounds + 1):
-            for name in ("one", *ROUTERS):
+            for name in sizes.routers:
                 if name in absent:
                     continue
                 port = free_port()
@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=1.0, help="mean seconds before a user speaks")
     parser.add_argument("--peers", default="", help="folder with vllm_router and sglang_router")
     parser.add_argument("--logs", default="/tmp", help="folder for the logs of servers and routers")
+    parser.add_argument("--routers", nargs="+", choices=("one", *ROUTERS), default=("one", *ROUTERS))
     parser.add_argument("--engine", choices=("paced", "embedded"), default="paced")
     parser.add_argument("--pace", type=float, nargs=3, default=(0.02, 0.001, 0.001), help="seconds: step, row, token")
     sizes = parser.parse_args()

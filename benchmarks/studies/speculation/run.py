@@ -197,8 +197,11 @@ def main() -> None:
     core = EngineCore.start(EngineConfig.of(
         model=model, max_model_len=longest, max_num_seqs=max(batch for batch, _ in cells), speculative_config="ngram", **options,
     ))
-    if args.shape and isinstance(core.executor, LocalExecutor):
-        core.executor.runner.model.embed.weight.data.mul_(LOUD)
+    if args.shape:
+        assert isinstance(core.executor, LocalExecutor)
+        embed = core.executor.runner.model.embed
+        assert embed is not None and embed.weight is not None
+        embed.weight.data.mul_(LOUD)
     for context, (batch, width), alpha in itertools.product(args.context, cells, args.alpha):
         if batch * (context + args.output) > core.config.num_blocks * core.config.groups[0].block_size:
             continue                                             # the KV cache is too small for it

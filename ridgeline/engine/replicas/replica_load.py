@@ -50,7 +50,7 @@ class Prediction:
     wait: float                      # until the requests before it have their first tokens
     prefill: float                   # of its own uncached tokens
     decode: float                    # of its own answer
-    effect: float                    # what the requests that run there lose by it, all together
+    effect: float                    # what the requests there lose by it, all together
     uncached: float
     cached: float
 
@@ -101,8 +101,9 @@ class ReplicaLoad:
         prefill = pace.prefill(tokens - cached)
         output, others = habits.output(prompt), self.pending
         decode = output * pace.step(others + 1)
-        # Running answers stand still while this prompt is computed; afterwards every step has one row more.
-        effect = len(self.running) * prefill + others * output * pace.step_row
+        # Running answers stand still while this prompt is computed, and as many requests as wait now will wait behind it: without
+        # them, a busy fleet computes prefixes twice because that is sooner for the one request. Then each step has one row more.
+        effect = others * (prefill + output * pace.step_row)
         return Prediction(self._wait(now, pace), prefill, decode, effect, tokens - cached, cached)
 
     def _assume(self, now: float) -> None:

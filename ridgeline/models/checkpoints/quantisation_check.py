@@ -11,7 +11,7 @@ from ridgeline.ops.kernel_table import MOST_CODE_ROWS
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
 from ridgeline.quant.format import WeightFormat, has_kernels, is_fp8_rows, quantises_rows
 
-MOST_INT8_ROWS = 128                 # beyond them cuBLAS multiplies int8 codes, more slowly than 16-bit numbers
+MOST_INT8_ROWS = 128                 # beyond them a kernel runs that has not been timed; cuBLAS was slower than in 16 bits
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -72,7 +72,7 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
             "and decode may be slower than in bfloat16"
         )
     if any(format.grid == "int8" for format in kept):
-        return f"steps of more than {MOST_INT8_ROWS} rows, so prompts too, are slower than in {dtype}; fp8 is faster there"
+        return f"steps of more than {MOST_INT8_ROWS} rows, and prompts, may be slower than in {dtype}; use fp8 where they count"
     return ""
 
 

@@ -62,6 +62,7 @@ MINICPM3 = Family(
     tied=True,
     depth_scale=True,
     latent=True,
+    longrope=True,
     defaults={"rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
     names=LATENT_NAMES,
 )

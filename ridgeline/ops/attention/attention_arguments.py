@@ -152,8 +152,9 @@ def latent_tile_heads(heads: int) -> int:
 
 
 def _latent_programs(heads: int, multiprocessors: int) -> int:
-    """CTAs that run at once for each tile of heads: two stages of 64 entries take most of an SM's shared memory."""
-    return max(1, multiprocessors // -(-heads // latent_tile_heads(heads)))
+    """CTAs that run at once for each tile of heads. Three stages of 32 latents are half of an SM's shared memory."""
+    tile = latent_tile_heads(heads)
+    return max(1, (2 if tile == 16 else 1) * multiprocessors // -(-heads // tile))
 
 
 def latent_shares(lengths: list[int], heads: int, device: torch.device) -> DeviceShares:

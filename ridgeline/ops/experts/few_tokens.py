@@ -162,7 +162,7 @@ def few_up(width: int, hidden: int) -> Few:
 
 
 def few_down(width: int, hidden: int) -> Few:
-    return Few(8, _step(width), 8) if width <= 1024 else Few(4, _step(width), 4)
+    return Few(8, _step(width), 8) if width <= 2048 else Few(4, _step(width), 4)
 
 
 def _step(inputs: int) -> int:

@@ -41,6 +41,12 @@ def absorbed_query(q, turned, score_scale, NARROW: tl.constexpr, UPCAST: tl.cons
 
 
 @triton_kernel()
+def block_of(key, BLOCK_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of a key's block in its row. The compiler does not know that keys are not negative."""
+    return (key.to(tl.uint32) // BLOCK_SIZE).to(tl.int32)
+
+
+@triton_kernel()
 def attend_latents(  # type: ignore[no-untyped-def]
     q, turned, maximum, total, accumulated, cache_ptr, table_ptr, scale_ptr, block, begin, end, last, score_scale,
     block_stride, slot_stride, scale_block_stride, scale_slot_stride,
@@ -59,7 +65,7 @@ def attend_latents(  # type: ignore[no-untyped-def]
         scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(turned, tl.trans(in_compute_type(rotated, q.dtype, NARROW, UPCAST)), scores, input_precision="ieee")
         wide_block = block.to(tl.int64)
-        block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, end - 1) // BLOCK_SIZE)
+        block = tl.load(table_ptr + block_of(tl.minimum(key + TILE_KEYS, end - 1), BLOCK_SIZE))
         scales = scale_ptr + wide_block * scale_block_stride + slot * scale_slot_stride
         maximum, total, accumulated, _ = fold_tile(
             scores, latent, latent, maximum, total, accumulated, accumulated, key, last, scales, scales, score_scale, 0.0,
@@ -87,7 +93,7 @@ def attend_keys_first(  # type: ignore[no-untyped-def]
         latent = in_compute_type(latent, q.dtype, False, UPCAST)
         scores = tl.dot(latent, heads, input_precision="ieee")
         scores = tl.dot(in_compute_type(rotated, q.dtype, False, UPCAST), turned_heads, scores, input_precision="ieee")
-        block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, end - 1) // BLOCK_SIZE)
+        block = tl.load(table_ptr + block_of(tl.minimum(key + TILE_KEYS, end - 1), BLOCK_SIZE))
         scores = tl.where((key < end)[:, None], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=0) * score_scale)
         weights = tl.exp2(scores * score_scale - new_maximum[None, :])

@@ -139,16 +139,16 @@ def latent_merge_kernel(  # type: ignore[no-untyped-def]
     total = 0.0
     merged = tl.zeros([TILE_RANK], tl.float32)
     for begin in range(0, used, TILE_SLOTS):
+        # Shares beyond the last read that one again and weigh nothing: without masks, all loads are on their way at once.
         part = begin + tl.arange(0, TILE_SLOTS)
-        slot = ((first_item + part) * COLUMNS + own).to(tl.int64)
+        slot = ((first_item + tl.minimum(part, used - 1)) * COLUMNS + own).to(tl.int64)
+        parts = tl.load(accumulated_ptr + (slot * TILE_HEADS + member)[:, None] * TILE_RANK + dim[None, :])
         statistics = statistics_ptr + slot * (2 * TILE_HEADS) + member
-        maxima = tl.load(statistics, mask=part < used, other=-1e30)
-        sums = tl.load(statistics + TILE_HEADS, mask=part < used, other=0.0)
-        source = accumulated_ptr + (slot * TILE_HEADS + member)[:, None] * TILE_RANK + dim[None, :]
-        parts = tl.load(source, mask=(part < used)[:, None], other=0.0)
+        maxima = tl.load(statistics)
+        sums = tl.load(statistics + TILE_HEADS)
         new_maximum = tl.maximum(maximum, tl.max(maxima, axis=0))
         decay = tl.exp2(maximum - new_maximum)
-        shrink = tl.exp2(maxima - new_maximum)
+        shrink = tl.where(part < used, tl.exp2(maxima - new_maximum), 0.0)
         total = total * decay + tl.sum(shrink * sums, axis=0)
         merged = merged * decay + tl.sum(parts * shrink[:, None], axis=0)
         maximum = new_maximum

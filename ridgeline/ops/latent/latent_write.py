@@ -76,15 +76,20 @@ def write_entry(  # type: ignore[no-untyped-def]
         second_place = pair + HALF
     live = (head < HEADS)[:, None] & (pair < HALF)[None, :]
     weight = tl.load(norm_ptr + dim, mask=dim < RANK, other=0.0).to(tl.float32)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    # What the host sent for the step may be read before the wait. Behind it all loads come before the first store: the compiler
+    # leaves them in that order.
     position = tl.load(positions_ptr + token)
     slot = tl.maximum(tl.load(slots_ptr + token), 0)
     angle_ptr = cos_sin_ptr + position * (2 * HALF) + pair
     cos = tl.load(angle_ptr, mask=pair < HALF, other=0.0).to(tl.float32)
     sin = tl.load(angle_ptr + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
-
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    latent_ptr += token * latent_stride
+    latent = tl.load(latent_ptr + dim, mask=dim < RANK, other=0.0).to(tl.float32)
+    key_first = tl.load(latent_ptr + RANK + first_place, mask=pair < HALF, other=0.0).to(tl.float32)
+    key_second = tl.load(latent_ptr + RANK + second_place, mask=pair < HALF, other=0.0).to(tl.float32)
     turning = q_ptr + token * q_token_stride + head[:, None] * q_head_stride + NOPE
     first = tl.load(turning + first_place[None, :], mask=live, other=0.0).to(tl.float32)
     second = tl.load(turning + second_place[None, :], mask=live, other=0.0).to(tl.float32)
@@ -92,10 +97,6 @@ def write_entry(  # type: ignore[no-untyped-def]
     tl.store(turning + first_place[None, :], (first * cos[None, :] - second * sin[None, :]).to(out), mask=live)
     tl.store(turning + second_place[None, :], (second * cos[None, :] + first * sin[None, :]).to(out), mask=live)
 
-    latent_ptr += token * latent_stride
-    latent = tl.load(latent_ptr + dim, mask=dim < RANK, other=0.0).to(tl.float32)
-    key_first = tl.load(latent_ptr + RANK + first_place, mask=pair < HALF, other=0.0).to(tl.float32)
-    key_second = tl.load(latent_ptr + RANK + second_place, mask=pair < HALF, other=0.0).to(tl.float32)
     latent = latent * tl.rsqrt(tl.sum(latent * latent, axis=0) / RANK + eps) * weight
     turned_first = key_first * cos - key_second * sin
     turned_second = key_second * cos + key_first * sin

@@ -3,9 +3,8 @@ with a scale for each block of 128 outputs and 128 inputs.
 
 The definition multiplies by the expanded weight. The kernels also quantise x, to codes of the same kind: where the ring GEMM
 runs, up to PAIRED_ROWS rows get coarse and fine codes, which keep what a bf16 number has; otherwise a row has one code per number
-and one scale, as is usual for fp8 and int8 checkpoints. One row is not quantised where codes_gemv.py runs. ops/kernel_table.py
-chooses the kernel; cuBLAS serves every other shape. With blocks it takes x with a scale for each 128 inputs, or the expanded
-weight and x as it is.
+and one scale, as is usual for fp8 and int8 checkpoints. ops/kernel_table.py chooses the kernel; cuBLAS serves every other shape.
+With blocks it takes x with a scale for each 128 inputs, or the expanded weight and x as it is.
 """
 
 from __future__ import annotations
@@ -17,15 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops.activation import gated_activation, gated_activation_reference
 from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.kernel_table import Choice, choose
 from ridgeline.ops.linear.fp8_rows import fp8_groups, fp8_rows, fp8_rows_reference, gated_fp8_rows, normed_fp8_rows
 from ridgeline.ops.linear.gemm_ring import ring_gemm
 from ridgeline.ops.linear.gemm_wide import wide_gemm
 from ridgeline.ops.linear.integer_product import integer_gemm, integer_product
-from ridgeline.ops.packed.select_packed import PackedGemvPlan
-from ridgeline.ops.quantised.codes_gemv import codes_gemv, codes_gemv_for
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
 from ridgeline.ops.quantised.quantised_kernels import expand_triton
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance, kernels_are_used
@@ -67,14 +63,13 @@ def fp8_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor 
 
 def normed_fp8_linear_reference(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None = None,
-    *, norm_offset: float = 0.0, gate: str | None = None,
+    *, norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(the linear of rms_norm(x + residual), with a gate its gated activation, and x + residual)"""
+    """(the linear of rms_norm(x + residual), x + residual)"""
     normed, stream = rms_norm_reference(
         x, norm, eps, residual=torch.zeros_like(x) if residual is None else residual, weight_offset=norm_offset
     )
-    out = fp8_linear_reference(normed, weight, scale, bias)
-    return (out if gate is None else gated_activation_reference(out, gate)), stream
+    return fp8_linear_reference(normed, weight, scale, bias), stream
 
 
 # ── GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,9 +82,8 @@ def _format(weight: Tensor, scale: Tensor) -> str:
 
 
 def _choice(rows: int, weight: Tensor, scale: Tensor) -> Choice:
-    """Of quantised rows: of at least two, since one stays as it is where it can."""
     outputs, inputs = weight.shape
-    return choose(_format(weight, scale), max(rows, 2), outputs, inputs, False, device_facts(weight.device))
+    return choose(_format(weight, scale), rows, outputs, inputs, False, device_facts(weight.device))
 
 
 @cache
@@ -135,15 +129,6 @@ def multiplied(rows: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None
     )
 
 
-def one_row(x: Tensor, weight: Tensor, scale: Tensor, gated: bool) -> tuple[QuantisedWeight, PackedGemvPlan] | None:
-    """What codes_gemv.py multiplies, with the gate if there is one; None: the row is quantised."""
-    if len(x) != 1 or not kernels_are_used():
-        return None
-    described = _described(weight, scale)
-    plan = codes_gemv_for(x, described, _format(weight, scale), gated)
-    return None if plan is None else (described, plan)
-
-
 def gated_rows(x: Tensor, gate: str, weight: Tensor, scale: Tensor) -> Fp8Rows | None:
     """The gated activation of x [T, 2 I] as quantised rows for that weight; None: this device has no kernel for them."""
     if not (_supports(Site(x.device.type, x.dtype, x.shape[1])) and kernels_are_used() and _suits(x, weight)):
@@ -157,9 +142,6 @@ def gated_rows(x: Tensor, gate: str, weight: Tensor, scale: Tensor) -> Fp8Rows |
 def fp8_linear_gpu(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _suits(x, weight):
         return fp8_linear_reference(x, weight, scale, bias)
-    one = one_row(x, weight, scale, False)
-    if one is not None:
-        return codes_gemv(x, one[0], bias, one[1])[0]
     if not _takes_codes(len(x), weight, scale):
         return _blocks_product(x, weight, scale, bias)
     paired = _pairs(x, weight, scale)
@@ -176,15 +158,10 @@ def _blocks_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
 
 def normed_fp8_linear_gpu(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None = None,
-    *, norm_offset: float = 0.0, gate: str | None = None,
+    *, norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     if not _suits(x, weight):
-        return normed_fp8_linear_reference(x, residual, norm, eps, weight, scale, bias, norm_offset=norm_offset, gate=gate)
-    one = one_row(x, weight, scale, gate is not None)
-    if one is not None:
-        return codes_gemv(
-            x, one[0], bias, one[1], norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate
-        )
+        return normed_fp8_linear_reference(x, residual, norm, eps, weight, scale, bias, norm_offset=norm_offset)
     if _takes_codes(len(x), weight, scale):
         paired = _pairs(x, weight, scale)
         codes, x_scale, stream = normed_fp8_rows(
@@ -197,7 +174,7 @@ def normed_fp8_linear_gpu(
         else:
             normed, stream = rms_norm(x, norm, eps, residual=residual, weight_offset=norm_offset)
         out = fp8_linear_gpu(normed, weight, scale, bias)
-    return (out if gate is None else gated_activation(out, gate)), stream
+    return out, stream
 
 
 def _supports(site: Site) -> bool:

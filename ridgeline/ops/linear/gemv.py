@@ -36,10 +36,11 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, new_residual_ptr,
     inputs, outputs, weight_stride, eps, norm_offset,
     BLOCK: tl.constexpr, BLOCK_INPUTS: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    GATE: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Blocks of outputs are assigned to the CTAs round-robin. With a gate, weight row `outputs + i` is the partner of row i.
 
+    ONTO: the result is added to what is in `out`.
     EVEN: every block and every row is full, so that no load needs a mask.
     """
     program = tl.program_id(0)
@@ -99,6 +100,8 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
             if BIAS:
                 other += tl.load(bias_ptr + outputs + output, mask=output < outputs, other=0.0).to(tl.float32)
             sums = activated(sums, GATE) * other
+        if ONTO:
+            sums += tl.load(out_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)
         tl.store(out_ptr + output, sums.to(out_ptr.dtype.element_ty), mask=output < outputs)
         weight = next_weight
         up = next_up
@@ -106,11 +109,11 @@ def _gemv_kernel(  # type: ignore[no-untyped-def]
 
 def one_row(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, norm_offset: float,
-    residual: Tensor | None, gate: str | None,
+    residual: Tensor | None, gate: str | None, onto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:
     """(result, x + residual, arguments, constants) for the launch of this kernel, or of gemv_ring.py's."""
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
-    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if onto is None else onto
     new_residual = x if residual is None else torch.empty_like(x)
     arguments = (
         x, x if residual is None else residual, weight if norm is None else norm, weight, weight if bias is None else bias,
@@ -122,15 +125,15 @@ def one_row(
 
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemvPlan, *, norm: Tensor | None = None, eps: float = 0.0,
-    norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
+    norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None, onto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one)."""
-    out, new_residual, arguments, constants = one_row(x, weight, bias, norm, eps, norm_offset, residual, gate)
+    """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one). `onto` is added to, in place."""
+    out, new_residual, arguments, constants = one_row(x, weight, bias, norm, eps, norm_offset, residual, gate, onto)
     block_inputs = power_of_two(x.shape[1])
     even = block_inputs == x.shape[1] and out.shape[1] % plan.block == 0
     programs = min(cdiv(out.shape[1], plan.block), plan.programs * multiprocessors(x.device))
     _gemv_kernel[(programs,)](
-        *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, EVEN=even, num_warps=plan.warps, **constants,
-        **dependent_launch(x.device),
+        *arguments, BLOCK=plan.block, BLOCK_INPUTS=block_inputs, EVEN=even, ONTO=onto is not None, num_warps=plan.warps,
+        **constants, **dependent_launch(x.device),
     )
     return out, new_residual

@@ -79,6 +79,16 @@ def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return F.linear(x, weight, bias) if kernel is None else kernel(x, weight, bias, plan)
 
 
+def linear_onto(out: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """out + x weight^T, written over `out`; on a GPU, by the kernel that multiplies where one can."""
+    name, plan, _ = _choice(x, weight, False) if x.dtype in NARROW else LIBRARY
+    if name == "gemv" and out.is_contiguous():
+        return gemv(x, weight, None, plan, onto=out)[0]
+    if name in ONE_ROW or name in SEVERAL:
+        return out.add_(linear(x, weight))
+    return out.addmm_(x, weight.t())
+
+
 def normed_linear_triton(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None,
     *, norm_offset: float = 0.0, gate: str | None = None,

@@ -44,7 +44,7 @@ def quantised_linear_triton(x: Tensor, weight: QuantisedWeight, bias: Tensor | N
         return x.new_empty((0, len(weight.weight)))
     if torch.float8_e4m3fn in (weight.weight.dtype, weight.scale.dtype) and not _has_fp8(x.device):
         return quantised_linear_reference(x, weight, bias)               # Triton has no e4m3 on older GPUs
-    plan = codes_gemv_for(x, weight, "int8-32", False)
+    plan = codes_gemv_for(x, weight, False)
     if plan is not None:
         return codes_gemv(x, weight, bias, plan)[0]
     if weight.order is not None:                         # x is read in the order of the codes

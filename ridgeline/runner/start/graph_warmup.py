@@ -55,7 +55,7 @@ class Rehearsal:
         common = COMMON | covering([len(step) for step in decodes])
         likely = [step for step in (*prompts, *decodes[1:]) if (len(step) if step[0] == 1 else step[0]) in common]
         rest = [step for step in (*prompts, *decodes[1:]) if step not in likely]
-        self._steps = itertools.chain(
+        self._steps: Iterator[KernelStep] = itertools.chain(
             self._unknown([decodes[0], *likely]), self._drafted(max_rows, max_model_len), self._unknown(rest)
         )
 

@@ -5,13 +5,14 @@ Here the device is a CPU whose results the runner does not look at before they a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from dial_drafter import DialDrafter
 from test_laws import PLAIN, USUAL
-from test_verification import KINDS, Run, knows, requests
+from test_verification import Run, knows, requests
 from tiny_models import VOCAB, save_checkpoint
 
 from ridgeline.engine.core.core import EngineCore
@@ -93,10 +94,19 @@ def test_rows_go_on_before_the_host_knows_their_length(
     assert on.core.scheduler.counters.preemptions > 0
 
 
-def test_rows_that_look_at_what_they_said_are_waited_for(model: Path, corrected: list[bool]) -> None:
-    off = Run(model, PLAIN | CPU).finish(requests())
+@pytest.mark.parametrize("drafted", [True, False])
+def test_rows_that_look_at_what_they_said_are_waited_for(drafted: bool, model: Path, corrected: list[bool]) -> None:
+    """With drafts of their own, and without, beside rows that have some."""
+    def asked() -> list[Request]:
+        made = requests()
+        for request in made if not drafted else []:
+            speculative = None if request.params.temperature == 0 else 0
+            request.params = replace(request.params, speculative=speculative)
+        return made
+
+    off = Run(model, PLAIN | CPU).finish(asked())
     drafter = DialDrafter(knows(off.answers), VOCAB, 0.8, widest=7, seed=3)
     options = USUAL | CPU | {"async_scheduling": True, "max_num_batched_tokens": 24, "max_num_seqs": ROWS}
-    on = Run(model, options, drafter).finish(requests())
+    on = Run(model, options, drafter).finish(asked())
     assert on.told() == off.told()
-    assert drafter.accepted > 50 and len(KINDS) > 5
+    assert drafter.accepted > 30

@@ -71,7 +71,7 @@ def test_the_equation() -> None:
     assert predicted.wait == pytest.approx(1.0 - 0.25, rel=1e-3)         # 1000 tokens, a quarter of a second of them done
     assert predicted.prefill == pytest.approx(0.5, rel=1e-3)
     assert predicted.decode == pytest.approx(100 * (0.01 + 0.002 * 4), rel=1e-3)
-    assert predicted.effect == pytest.approx(2 * 0.5 + 3 * 100 * 0.002, rel=1e-3)
+    assert predicted.effect == pytest.approx(3 * 0.5 + 3 * 100 * 0.002, rel=1e-3)      # the one that waits counts, too
     again = load.predict(prompt("a", 1000), 0.25, PACE)
     assert again.cached == pytest.approx(1000, abs=32) and again.prefill < 0.05
 

@@ -78,6 +78,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-halves": ("DeepseekV3", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN, "rope_interleave": False}),
     "glm4_moe_lite": ("Glm4MoeLite", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN}),
     "minicpm3": ("MiniCPM3", LATENT | {"rope_parameters": YARN, "scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 32}),
+    "minicpm3-long": ("MiniCPM3", LATENT | {
+        "rope_parameters": LONGROPE | {"original_max_position_embeddings": ORIGINAL_CONTEXT},
+    }),
     "smollm3": ("SmolLM3", {"rope_parameters": PLAIN, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "seed_oss": ("SeedOss", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True, "attention_dropout": 0.0}),
     "ernie4_5": ("Ernie4_5", {"rope_parameters": PLAIN, "head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
@@ -129,14 +132,29 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
     return path
 
 
-def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
-    """The transformers model itself, with weights that depend only on the name."""
+def save_config(name: str, path: Path) -> Path:
+    """Only the config.json of checkpoint `name`."""
+    config = build_config(name)
+    config.architectures = [f"{CHECKPOINTS[name][0]}ForCausalLM"]
+    config.save_pretrained(path)
+    return path
+
+
+def build_config(name: str, **overrides: Any) -> Any:
     import transformers  # takes seconds: only for the tests that need it
 
     kind, differences = CHECKPOINTS[name]
     config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
     eager = EAGER_EXPERTS if any("expert" in name for name in differences) else {}
-    config = config_class(**BASE | eager | differences | overrides)
+    return config_class(**BASE | eager | differences | overrides)
+
+
+def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """The transformers model itself, with weights that depend only on the name."""
+    import transformers
+
+    kind, differences = CHECKPOINTS[name]
+    config = build_config(name, **overrides)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
     if "swiglu_limit" in differences:                    # before transformers 5.18 its model has 7.0, whatever the config says
         for layer in model.model.layers:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from ridgeline.ops.experts import expert_tiles, experts_op, route
 from ridgeline.ops.experts.expert_products import tile_for
@@ -26,6 +29,32 @@ def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, used: int, experts
             seen += pairs
     assert sorted(seen) == list(range(tokens * used))
     assert int(reads) == len(set(flat)) == len({expert for expert, *_ in tiles.tolist() if expert >= 0})
+
+
+def test_pairs_of_experts_that_are_elsewhere_have_no_tile() -> None:
+    """Of eight experts this rank has three; the others have the number behind them."""
+    chosen = torch.tensor(chosen_experts(40, 8, 3, 0)).clamp(max=3)
+    reads = torch.zeros(1, dtype=torch.int32)
+    order, tiles = expert_tiles.sorted_pairs(chosen, 3, 16, reads, elsewhere=True)
+    seen = [pair for expert, first, stop in tiles.tolist() if expert >= 0 for pair in order[first:stop].tolist()]
+    assert sorted(seen) == (chosen.flatten() < 3).nonzero().flatten().tolist() and int(reads) == 3
+
+
+@pytest.mark.parametrize("experts", [experts_op.experts_reference, experts_op.experts_visited])
+def test_experts_that_are_elsewhere_add_nothing(experts: Callable[..., Tensor]) -> None:
+    """The results of two ranks with a part of the experts each add up to that of one with all."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate_up, down = (torch.randn(shape, generator=generator).double() for shape in ((9, 16), (5, 24, 16), (5, 16, 12)))
+    chosen = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(9)])
+    weights = torch.rand((9, 3), generator=generator).double()
+    chosen[0] = torch.tensor([3, 4, 3])                  # none of them on the first rank
+    parts = [
+        experts(x, gate_up[first:stop], down[first:stop], torch.where((chosen >= first) & (chosen < stop), chosen - first,
+                stop - first), weights, elsewhere=True)
+        for first, stop in ((0, 3), (3, 5))
+    ]
+    assert not parts[0][0].any()
+    torch.testing.assert_close(parts[0] + parts[1], experts(x, gate_up, down, chosen, weights), rtol=0, atol=1e-12)
 
 
 def test_tiles_grow_with_the_rows_of_an_expert() -> None:

@@ -22,6 +22,7 @@ from ridgeline.ops.linear import gemv as gemv_file
 from ridgeline.ops.linear.gemm_invariant import invariant_linear
 from ridgeline.ops.linear.gemm_small import small_gemm
 from ridgeline.ops.linear.gemv import gemv
+from ridgeline.ops.linear.linear_op import linear_onto
 from ridgeline.ops.linear.select import GemmPlan, GemvPlan, even_splits
 from ridgeline.ops.registry import TRITON_INTERPRETED
 
@@ -98,6 +99,10 @@ def test_gemv(
     out, same = gemv(x, weight, added, plan, gate=gate)
     assert_near(out, exact(x), dtype)
     assert same is x
+    before = random(1, outputs, dtype=dtype)
+    onto = before.clone()
+    assert gemv(x, weight, added, plan, gate=gate, onto=onto)[0] is onto
+    assert_near(onto, before.double() + exact(x), dtype)
 
 
 @runs_kernels
@@ -128,6 +133,16 @@ def test_small_gemm(
 
 
 @runs_kernels
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_product_is_added_to_what_is_there(rows: int) -> None:
+    x, weight = random(rows, 256, dtype=torch.bfloat16), random(70, 256, dtype=torch.bfloat16, scale=1 / 16)
+    before = random(rows, 70, dtype=torch.bfloat16)
+    onto = before.clone()
+    assert linear_onto(onto, x, weight) is onto
+    assert_near(onto, before.double() + F.linear(x.double(), weight.double()), torch.bfloat16)
+
+
+@runs_kernels
 @pytest.mark.parametrize(("outputs", "inputs", "parts"), [(70, 1040, 2), (67, 80, 1)])
 def test_invariant_rows_do_not_depend_on_each_other(outputs: int, inputs: int, parts: int) -> None:
     assert even_splits(outputs, inputs) == parts
@@ -151,4 +166,4 @@ def test_kernels_in_the_interpreter() -> None:
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
     )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert "22 passed" in run.stdout, run.stdout[-500:]
+    assert "24 passed" in run.stdout, run.stdout[-500:]

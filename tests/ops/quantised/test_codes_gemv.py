@@ -36,7 +36,7 @@ def test_gpu_one_row_is_the_definition(form: str, outputs: int, inputs: int, gat
     weight = random_weight(form, outputs, inputs, "cuda")
     x, residual, bias = (torch.randn(1, size, device="cuda").bfloat16() for size in (inputs, inputs, outputs))
     norm = (torch.rand(inputs, device="cuda") + 0.5).bfloat16()
-    plan = codes_gemv_for(x, weight, "int8-32" if form == "q8_0" else form, gate is not None)
+    plan = codes_gemv_for(x, weight, gate is not None)
     assert plan is not None
     numbers = expand(weight, torch.float64)
     if gate is None:

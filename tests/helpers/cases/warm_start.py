@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 IMPORTED = ("torch", "ridgeline.engine.core.loop", "ridgeline.engine.core.frontend_socket", "ridgeline.engine.core.executor")
-WARM = ("ridgeline.engine.core.engine_process", "ridgeline.engine.core.rank", "threaded_engine", "slow_engine", "faulty_engine")
+WARM = ("ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "threaded_engine", "slow_engine", "faulty_engine")
 # Libraries have read these when they were imported.
 _READ_AT_IMPORT = tuple("OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ MALLOC_ CUDA_ TORCH_ PYTORCH_ TRITON_ LD_ PYTHON".split())
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
@@ -55,6 +55,7 @@ class _Zygote:
         self._process = subprocess.Popen(command, env=environment, **options)
         theirs.close()
         self.usable = True
+        self.num_forked = 0
         self._is_ready = False
 
     def serves(self, environment: dict[str, str]) -> bool:
@@ -69,7 +70,9 @@ class _Zygote:
                     raise ValueError
                 self._is_ready = True
                 socket.send_fds(self._socket, [call], streams)
-                return int(self._socket.recv(100))
+                pid = int(self._socket.recv(100))
+                self.num_forked += pid > 0
+                return pid
             except (OSError, ValueError):
                 self.usable = False
                 return 0
