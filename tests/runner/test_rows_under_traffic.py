@@ -225,10 +225,11 @@ class Traffic(Simulation):
         self.rows = Rows(setup, self.groups, deterministic)
         self.forward = StampForward(self.rows, setup, padded)
         sampler = Sampler(setup.max_rows, VOCAB, set(setup.eos), "cpu", torch.float32)
-        model: Any = SimpleNamespace(logits=lambda hidden: hidden, expert_reads=None)
-        comm: Any = SimpleNamespace(size=1, waited=0.0, broadcast=lambda tokens: tokens)
+        model: Any = SimpleNamespace(logits=lambda hidden: hidden, expert_reads=None, stage=SimpleNamespace(last=True))
+        comm: Any = SimpleNamespace(size=1, waited=0.0, tensor=SimpleNamespace(size=1, broadcast=lambda tokens: tokens))
         buffers: Any = SimpleNamespace(run=self.forward.copy)
         runner = Runner(model, self.forward, self.rows, sampler, buffers, comm)
+        runner._knows_at_once = True                     # its logits are on the CPU
         fake, self.runner = self.runner, _Both(self.runner, runner, self.forward, self.rows._staging)      # type: ignore[assignment]
         self.fake = fake
 
