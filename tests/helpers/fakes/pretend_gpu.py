@@ -53,6 +53,8 @@ class Tensors(TorchFunctionMode):
             return torch.zeros((), dtype=args[0].dtype).expand(args[0].shape[0], args[1].shape[0]).clone()
         if func is torch.Tensor.addmm_ and args[1].shape[0] * args[2].numel() > _PRODUCTS:
             return args[0]
+        if func is torch.mm and "out_dtype" in kwargs:   # which only a GPU has
+            return torch.zeros((args[0].shape[0], args[1].shape[1]), dtype=kwargs["out_dtype"])
         made = func(*args, **kwargs)
         if func in _NEW and not made.dtype.is_floating_point and not made.dtype.is_complex and made.numel() < _PRODUCTS:
             made.fill_(_unfilled if made.dtype.itemsize > 4 else _unfilled % 128)
