@@ -14,6 +14,7 @@ taken with the first of them (memory_pools.py).
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,18 @@ USES = 1                             # before a shape is captured …
 MIXED_USES = 8                       # … and one of decodes beside prompts
 MOST_PADDING = 1.5                   # of decodes whose own shape is not captured yet
 MOST_GRAPHS = 256                    # the one unused for longest makes room; the driver keeps 1 MiB for each (8B)
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """The garbage of an earlier engine may hold memory and graphs of the device: to free them breaks a capture off."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @dataclass(slots=True)
@@ -158,7 +171,7 @@ class GraphForward:
         self._stream.wait_stream(torch.cuda.current_stream())
         self._waiting.pop(key, None)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream), without_collection():
                 computed = self._capture(graph, batch, greedy)
         except Exception as error:
             if not is_out_of_memory(error):

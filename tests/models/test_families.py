@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_models import (
     CHECKPOINTS,
     MAX_POSITION,
@@ -104,6 +105,8 @@ class Cases(dict[str, Case]):
         self.directory = directory
 
     def __missing__(self, name: str) -> Case:
+        if name == "minicpm3-long" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22):
+            pytest.skip("this version of transformers computes MiniCPM3 with yarn only")
         path = save_checkpoint(name, self.directory / name, spelling=4, dtype=torch.float64)
         with torch.no_grad():
             oracle32 = build_model(name)(torch.tensor([TOKENS]), use_cache=False).logits[0]

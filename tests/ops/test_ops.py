@@ -92,6 +92,8 @@ def widened(value: Any) -> Any:
     if isinstance(value, PackedWeight):
         tensors = {name: getattr(value, name) for name in ("codes", "scale", "zero", "outer")}
         return replace(value, **{name: None if each is None else each.cpu() for name, each in tensors.items()})
+    if isinstance(value, tuple):                         # the scales of both products of experts
+        return tuple(map(widened, value))
     return value.to("cpu", torch.float64) if isinstance(value, torch.Tensor) and value.is_floating_point() else (
         value.cpu() if isinstance(value, torch.Tensor) else value
     )

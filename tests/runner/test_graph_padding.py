@@ -3,6 +3,7 @@ every token keeps its own position, slot and logits."""
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
 from ridgeline.runner import cuda_graphs
-from ridgeline.runner.cuda_graphs import MIXED_USES, GraphForward
+from ridgeline.runner.cuda_graphs import MIXED_USES, GraphForward, without_collection
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import GraphShapes, Shape
@@ -141,3 +142,16 @@ def test_attention_leaves_out_queries_behind_the_rows() -> None:
     table, borders, lengths = torch.tensor([[1, 2]]), torch.tensor([0, 3]), torch.tensor([7])
     alone = paged_attention_reference(q[:3], k, v, table, borders, lengths, scale=0.25)
     torch.testing.assert_close(paged_attention_reference(q, k, v, table, borders, lengths, scale=0.25)[:3], alone)
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured() -> None:
+    with without_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collection():
+            pass
+        assert not gc.isenabled()                        # the engine's own policy may have switched it off
+    finally:
+        gc.enable()

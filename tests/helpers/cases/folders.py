@@ -11,6 +11,7 @@ FAKES = ROOT / "tests" / "helpers" / "fakes"
 
 
 def import_path() -> str:
-    """PYTHONPATH with the package and the folders that pytest itself searches."""
+    """PYTHONPATH with the package, the folders that pytest itself searches, and what it has now."""
     folders = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]["pythonpath"]
-    return os.pathsep.join([str(ROOT), *(str(ROOT / folder) for folder in folders)])
+    here = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(filter(None, [str(ROOT), *(str(ROOT / folder) for folder in folders), *here]))
