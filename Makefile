@@ -88,6 +88,7 @@ docs: install
 	$(BIN)/python scripts/make_options_page.py --write
 	$(BIN)/python scripts/make_models_page.py --write
 	$(BIN)/python scripts/make_reliability_page.py --write
+	$(BIN)/python scripts/make_precision_tables.py --write
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_laws import ACTIVE, PLAIN, TECHNIQUES, USUAL, requests, run, switched_on
+from test_laws import ACTIVE, PLAIN, TOGETHER, USUAL, requests, run, switched_on
 from tiny_models import save_checkpoint
 
 Answers = dict[tuple[str, int], list[int]]
 # A latent is never shared by a kernel of its own: every row reads its prefix.
-HERE = tuple(each for each in TECHNIQUES if each.name != "shared-prefix attention")
+HERE = tuple(each for each in TOGETHER if each.name != "shared-prefix attention")
 
 
 @pytest.fixture(scope="module")
