@@ -65,8 +65,8 @@ def values_of_last_token_not_written(patch: Patch) -> None:
 def after_packing(edit: Callable[[DeviceRows, StepPlan, Any], None]) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         def make(pack: Any) -> Any:
-            def packed(self: DeviceRows, plan: StepPlan, padded: int) -> Any:
-                batch = pack(self, plan, padded)
+            def packed(self: DeviceRows, plan: StepPlan, *more: Any) -> Any:
+                batch = pack(self, plan, *more)
                 edit(self, plan, batch)
                 return batch
             return packed

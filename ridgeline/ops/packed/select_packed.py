@@ -22,6 +22,10 @@ class PackedGemvPlan:
         """Shared memory that x takes in one CTA."""
         return -(-inputs // (512 * self.warps)) * 512 * self.warps * 2
 
+    def registers(self) -> int:
+        """Of a thread at most, so that all CTAs of an SM fit."""
+        return min(255, 65536 // (32 * self.programs * self.groups * self.warps))
+
 
 @dataclass(frozen=True, slots=True)
 class PackedGemmPlan:

@@ -309,6 +309,6 @@ def codes_gemv(
         RUNS=x.shape[1] // CODES_RUN, KIND=weight.grid, DTYPE=NAMES[x.dtype], SCALES=scales,
         SCALE_DTYPE=NAMES.get(scale.dtype, "f32"), BLOCK=weight.block[0], NORM=norm is not None, RESIDUAL=residual is not None,
         GATE=GATES[gate], BIAS=bias is not None, GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps,
-        **dependent_launch(x.device),
+        maxnreg=plan.registers(), **dependent_launch(x.device),
     )
     return out, new_residual

@@ -183,6 +183,7 @@ OPERATIONS = (
     Operation("/metrics", "Figures for Prometheus"),
     Operation("/load", "How much there is to do", gives=Load),
     Operation("/roofline", "Which resource binds, and how far it is to the roof", gives=RooflineReply),
+    Operation("/fleet", "Load, hits and step times of every engine behind this address"),
     Operation("/dashboard", "A page that shows it, for a browser"),
     Operation("/dashboard/", "The same"),
     Operation("/docs", "This document as a page"),

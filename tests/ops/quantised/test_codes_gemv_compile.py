@@ -55,7 +55,7 @@ def compiled(form: str, outputs: int, inputs: int, gate: int) -> dict[str, Any]:
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": plan.groups * plan.warps, "launch_pdl": True}
+    options = {"num_warps": plan.groups * plan.warps, "maxnreg": plan.registers(), "launch_pdl": True}
     result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile() as binary:
         binary.write(result.asm["cubin"])
