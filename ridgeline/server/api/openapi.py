@@ -133,6 +133,7 @@ class Operation:
     deletes: type[Any] | None = None     # what a DELETE of the same path gives, where there is one
     query: tuple[str, ...] = ()          # names from QUERY that its GET takes
     posts: bool = False                  # a POST without a body
+    bytes: bool = False                  # the answer may be bytes, where the request asks for them
 
 
 OPERATIONS = (
@@ -153,7 +154,7 @@ OPERATIONS = (
               anthropic.MessageReply, AnthropicError, streams=True),
     Operation("/v1/messages/count_tokens", "How many tokens its prompt has", anthropic.CountRequest,
               anthropic.TokenCount, AnthropicError),
-    Operation("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingReply),
+    Operation("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingReply, bytes=True),
     Operation("/v1/score", "The likelihood of one text after another", ScoreRequest, ScoreReply),
     Operation("/tokenize", "A prompt or a conversation as token ids", TokenizeRequest, TokenizeReply),
     Operation("/detokenize", "Token ids as text", DetokenizeRequest, DetokenizeReply),
@@ -233,6 +234,8 @@ def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> 
         text = {"type": "string"}                        # an event's data is JSON, but for the last of chat: [DONE]
         event = {"type": "object", "properties": {"event": text, "data": text}, "required": ["data"]}
         answer[EVENTS] = {"schema": event}
+    if operation.bytes:
+        answer["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
     written: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {"200": {"description": operation.summary} | ({"content": answer} if answer else {})},
