@@ -40,6 +40,7 @@ from ridgeline.server.api.vllm.score import ScoreReply, ScoreRequest
 from ridgeline.server.api.vllm.tokenize import (
     DetokenizeReply,
     DetokenizeRequest,
+    PlainTokens,
     TokenizeReply,
     TokenizeRequest,
     TokenizerInfo,
@@ -133,6 +134,7 @@ class Operation:
     deletes: type[Any] | None = None     # what a DELETE of the same path gives, where there is one
     query: tuple[str, ...] = ()          # names from QUERY that its GET takes
     posts: bool = False                  # a POST without a body
+    or_gives: type[Any] | None = None    # another form of the answer, for another form of the request
     bytes: bool = False                  # the answer may be bytes, where the request asks for them
 
 
@@ -156,7 +158,7 @@ OPERATIONS = (
               anthropic.TokenCount, AnthropicError),
     Operation("/v1/embeddings", "Texts as vectors", EmbeddingRequest, EmbeddingReply, bytes=True),
     Operation("/v1/score", "The likelihood of one text after another", ScoreRequest, ScoreReply),
-    Operation("/tokenize", "A prompt or a conversation as token ids", TokenizeRequest, TokenizeReply),
+    Operation("/tokenize", "A prompt or a conversation as token ids", TokenizeRequest, TokenizeReply, or_gives=PlainTokens),
     Operation("/detokenize", "Token ids as text", DetokenizeRequest, DetokenizeReply),
     Operation("/tokenizer_info", "Its special tokens and chat template", gives=TokenizerInfo),
     Operation("/v1/models", "The one model that is served", gives=ModelList),
@@ -198,7 +200,8 @@ OPERATIONS = (
 def document(root_path: str = "") -> dict[str, Any]:
     """OpenAPI 3.1: its schemas are JSON Schema 2020-12, which msgspec writes."""
     types = {
-        kind for each in OPERATIONS for kind in (each.takes, each.gives, each.error, each.deletes) if kind is not None
+        kind for each in OPERATIONS
+        for kind in (each.takes, each.gives, each.or_gives, each.error, each.deletes) if kind is not None
     }
     ordered = sorted(types, key=lambda kind: (kind.__module__, kind.__name__))
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
@@ -228,6 +231,8 @@ def _methods(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> 
 
 def _written(operation: Operation, schemas: dict[type[Any], dict[str, Any]]) -> dict[str, Any]:
     answer = {JSON: {"schema": schemas[operation.gives]}} if operation.gives is not None else {}
+    if operation.or_gives is not None:
+        answer[JSON] = {"schema": {"anyOf": [answer[JSON]["schema"], schemas[operation.or_gives]]}}
     if operation.streams and operation.error is OllamaError:
         answer[LINES.decode()] = {"schema": schemas[operation.gives]} if operation.gives is not None else {}
     elif operation.streams:
