@@ -119,6 +119,8 @@ class WatchedRequests(OpenRequests):
 class ReplicaLLM(AsyncLLM):
     """The front end makes requests and chooses; this one has the engine's process and what is open in it."""
 
+    is_replica = True
+
     def __init__(
         self, number: int, config: EngineConfig, supervision: Supervision, module: str, placement: Placement,
         routed: ReplicaLoad, front: FrontEnd, total: LoadMeter,
