@@ -62,7 +62,8 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
         raise ConfigError("device is cuda, but torch sees no GPU here; use device=cpu")
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    sharing = -(-config.parallel.num_ranks // torch.cuda.device_count())         # ranks on one GPU: slow, to try things out
+    far = config.parallel.distributed_executor_backend == "ray"                  # which gives every rank a GPU of its own
+    sharing = 1 if far else -(-config.parallel.num_ranks // torch.cuda.device_count())       # slow, to try things out
     return DeviceFacts("cuda", total // sharing, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free // sharing, name)
 
 
