@@ -90,7 +90,7 @@ class WatchedRequests(OpenRequests):
 
     def forget(self, wire_id: str, tell_engine: bool) -> None:
         opened = self.by_wire_id.get(wire_id)
-        if tell_engine or opened is None:
+        if tell_engine or opened is None or opened.replays:      # part of an answer says nothing of an engine's times
             self._leave(wire_id)
         elif (ticket := self._tickets.pop(wire_id, None)) is not None:
             output = opened.state.output

@@ -191,6 +191,22 @@ def test_streams_go_on_in_another_engine_when_theirs_dies(scene: Callable[..., N
     scene(test)
 
 
+def test_nothing_is_learned_from_a_request_that_was_moved(scene: Callable[..., None]) -> None:
+    async def test(llm: ReplicatedLLM, children: list[Child]) -> None:
+        stream = await ask(llm, *range(100, 164))
+        home(children).die()
+        survivor = next(each for each in llm.engines if each.num_open)
+        load = survivor.requests.routed
+        before = len(load.tree), load.times.prefill.weight, load.corrections, load.habits.bytes_per_token
+        home(children).step(LENGTH)
+        await stream.complete()
+        assert said(stream) == expected(*range(100, 164))
+        assert before == (len(load.tree), load.times.prefill.weight, load.corrections, load.habits.bytes_per_token)
+        await settle()
+
+    scene(test)
+
+
 def test_while_one_restarts_the_others_take_everything(scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(llm: ReplicatedLLM, children: list[Child]) -> None:
         monkeypatch.setattr(Child, "starts", False)
