@@ -222,6 +222,26 @@ def test_while_one_restarts_the_others_take_everything(scene: Callable[..., None
     scene(test)
 
 
+def test_all_engines_are_switched_or_none(scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(llm: ReplicatedLLM, children: list[Child]) -> None:
+        switched: list[str] = []
+
+        async def switch(technique: str, on: bool) -> None:
+            switched.append(technique)
+
+        monkeypatch.setattr(Child, "starts", False)
+        for each in llm.engines:
+            monkeypatch.setattr(each, "switch", switch)
+        await llm.switch("drafts", False)
+        children[2].die()
+        await settle()
+        with pytest.raises(BadRequest, match="restarting"):
+            await llm.switch("drafts", True)
+        assert len(switched) == 3
+
+    scene(test)
+
+
 def test_a_request_that_kills_engines_kills_two_and_then_only_its_own(scene: Callable[..., None]) -> None:
     async def test(llm: ReplicatedLLM, children: list[Child]) -> None:
         poison = await ask(llm, 1, 2)
