@@ -164,7 +164,7 @@ def textbook(setup: Setup, context: int, parameters: float | None = None) -> Tex
     the experts that its token uses."""
     weights = (parameters or setup.model.parameters) * WEIGHT_FORMATS[setup.weights].bits / 8
     kv = setup.model.kv_elements * kv_bytes(setup.kv, setup.kv_dtype, setup.model.kv_scaled, scales=False) * context
-    left = setup.ranks * setup.device.memory - weights
+    left = setup.devices * setup.device.memory - weights
     read = weights * setup.model.active_parameters / setup.model.parameters
     return Textbook(weights, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / read)
 
