@@ -156,7 +156,7 @@ def candidates(
     if lossy:
         formats += [(weights, kv) for weights in (setup.weights, "fp8", "int4") for kv in (setup.kv, "fp8")]
     found = []
-    for ranks in possible_ranks(setup.model, most_ranks // setup.stages):
+    for ranks in possible_ranks(setup.model, most_ranks, setup.stages):
         for weights, kv in dict.fromkeys(formats):
             made = replace(setup, ranks=ranks, weights=weights, kv=kv)
             if not any_engine and not missing(made) <= missing(setup):

@@ -64,6 +64,7 @@ def test_the_way_between_stages() -> None:
 def test_all_devices_of_a_pipeline_count() -> None:
     two = setup("llama-3.1-8b", 2)
     assert [one.setup.ranks for one, _ in by_ranks(two, TRAFFIC, 4)] == [1, 2]
+    assert [one.setup.ranks for one, _ in by_ranks(two, TRAFFIC, 1)] == [1]          # what was asked for
     assert {point.setup.devices for point in candidates(two, TRAFFIC, 4, lossy=False)} == {2, 4}
     assert textbook(two, 4096).batch > 2 * textbook(replace(two, stages=1), 4096).batch
     assert "several devices" in missing(two) and "several devices" not in missing(replace(two, stages=1))
