@@ -216,7 +216,7 @@ def _device(config: ResolvedConfig, comm: Communicator) -> torch.device:
     if config.device == "cpu":
         platform.keep_freed_memory()
         if comm.size > 1:
-            torch.set_num_threads(max(1, platform.cpu_count() // comm.size))
+            torch.set_num_threads(platform.rank_cores(comm.size))
         return torch.device("cpu")
     index = comm.rank % torch.cuda.device_count() if comm.device_index is None else comm.device_index
     device = torch.device("cuda", index)

@@ -26,6 +26,7 @@ from ridgeline.engine.replicas.placement import placements, visible_gpus
 from ridgeline.engine.replicas.replicated_llm import ReplicatedLLM
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, RequestError
 from ridgeline.messages import Request, TokenDelta
+from ridgeline.process import platform
 from ridgeline.server.app import make_app
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
@@ -318,7 +319,9 @@ def test_pages_of_the_server_show_every_engine(scene: Callable[..., None]) -> No
     scene(test)
 
 
-def test_each_engine_gets_its_part_of_the_machine(model: Path, tmp_path: Path) -> None:
+def test_each_engine_gets_its_part_of_the_machine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def places(gpus: list[str], engines: int, **options: Any) -> list[tuple[dict[str, str], int]]:
         config = EngineConfig.of(model=model, data_parallel_size=engines, **options)
         return [(dict(each.environment), each.sharing) for each in placements(config, gpus, {})]
@@ -331,6 +334,11 @@ def test_each_engine_gets_its_part_of_the_machine(model: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="ridgeline route"):
         places(["0", "1"], 2, distributed_executor_backend="ray")
     assert places([], 2)[0][1] == 2 and "OMP_NUM_THREADS" in places(["0"], 2, device="cpu")[0][0]
+    monkeypatch.setattr(platform, "cpu_count", lambda: 16)
+    assert platform.rank_cores(2) == 8
+    for name, value in places([], 4, tensor_parallel_size=2)[0][0].items():
+        monkeypatch.setenv(name, value)
+    assert platform.rank_cores(2) == 2 and platform.rank_cores(100) == 1
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus({}, tmp_path) == ["0", "1"]
