@@ -51,7 +51,8 @@ class Delivery:
 
     async def run(self) -> None:
         """Raises Overloaded or TryAgain when no replica can be tried, and none has refused in its own words."""
-        fleet, tried, number = self._fleet, set[int](), None
+        fleet, tried = self._fleet, set[int]()
+        number: int | None = None
         while len(tried) <= fleet.options.retries:
             failed, number = number, fleet.choose(self._request.prompt, tried)
             if number is None:
