@@ -190,6 +190,12 @@ class EngineConfig:
             }
         )
 
+    def for_one_engine(self) -> EngineConfig:
+        """Itself; ConfigError where several engines are asked for and only one is started."""
+        if self.parallel.data_parallel_size > 1:
+            raise ConfigError("data_parallel_size is for `ridgeline serve`; only one engine is started here")
+        return self
+
     def flat(self) -> dict[str, Any]:
         """The options that differ from their defaults; `EngineConfig.of(**config.flat())` gives it back."""
         groups = [getattr(self, group) for group in _groups()]

@@ -41,6 +41,7 @@ _MEMORY = "memory is taken as the operating system gives it"
 _CORS = "--allowed-origins sends the headers that browsers need"
 _TEMPLATES = "chat templates are always Jinja, sandboxed"
 _METRICS = "/metrics always has the counters"
+_ONE_MACHINE = "--data-parallel-size has engines of one machine; `ridgeline route` is for several machines"
 _NO_PARALLEL = "layers and experts are divided, contexts are not"
 
 # Why it changes nothing -> names.
@@ -59,7 +60,7 @@ _IGNORED: dict[str, str] = {
         max_long_partial_prefills= max_num_scheduled_tokens= stream_interval= cudagraph_capture_sizes=
         max_cudagraph_capture_size= cuda_graph_sizes= enable_trace_replay jit_monitor_mode= jit_monitor_verbose
         distributed_timeout_seconds= cpu_distributed_timeout_seconds= numa_bind numa_bind_nodes= numa_bind_cpus=
-        disable_nccl_for_dp_synchronization enable_cumem_allocator fail_on_environ_validation worker_use_ray
+        disable_nccl_for_dp_synchronization enable_cumem_allocator fail_on_environ_validation
         engine_use_ray disable_frontend_multiprocessing aggregate_engine_logging allow_deprecated_quantization
         enable_fault_tolerance fault_tolerance_config= fingerprint_mode= fingerprint_value= tokens_only
         mamba_ssu_algorithm= enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds= mamba_cache_dtype=
@@ -125,8 +126,7 @@ _IGNORED: dict[str, str] = {
         expert_placement_strategy= cpu_moe n_cpu_moe=
     """,
     _NO_PARALLEL: """
-        master_addr= master_port= data_parallel_rank= data_parallel_start_rank= data_parallel_size_local=
-        data_parallel_address= data_parallel_rpc_port= data_parallel_backend= data_parallel_supervisor_port=
+        master_addr= master_port= data_parallel_rpc_port= data_parallel_supervisor_port=
         dp_supervisor_probe_interval_s= dp_supervisor_probe_timeout_s= dp_supervisor_probe_failure_threshold=
         dcp_comm_backend= dcp_q_replicate dcp_kv_cache_interleave_size= cp_kv_cache_interleave_size=
         split_mode= tensor_split= main_gpu=
@@ -195,8 +195,11 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("decode_context_parallel_size= prefill_context_parallel_size=", (1,),
      f"{_NO_PARALLEL}: use --tensor-parallel-size or --pipeline-parallel-size"),
     ("data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb enable_elastic_ep", (False,),
-     "--data-parallel-size has engines of one machine; `ridgeline route` is for several machines"),
-    ("nnodes= node_rank= headless rpc=", (0, 1, False), "one engine runs on one machine"),
+     _ONE_MACHINE),
+    ("data_parallel_size_local= data_parallel_rank= data_parallel_start_rank= data_parallel_address=", (), _ONE_MACHINE),
+    ("data_parallel_backend=", ("mp",), _ONE_MACHINE),
+    ("nnodes= node_rank= headless rpc= worker_use_ray", (0, 1, False),
+     "one engine's ranks run on several machines with --distributed-executor-backend ray (docs/cluster.md)"),
     ("enable_eplb enable_dbo", (False,), f"{_NO_EXPERTS}; leave it out"),
     ("device_ids=", (), "set CUDA_VISIBLE_DEVICES"),
     ("cpu_offload_gb= kv_offloading_size= offload_group_size= offload_num_in_group= offload_prefetch_step=", (0,),

@@ -250,8 +250,9 @@ class Memory:
         mesh = config.parallel.mesh
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {share}")
-        # Ranks and engines on the CPU share one memory; each GPU has its own.
-        sharing = mesh.size * config.parallel.data_parallel_size
+        # Ranks and engines on the CPU of one machine share its memory; each GPU has its own.
+        far = config.parallel.distributed_executor_backend == "ray"
+        sharing = (1 if far else mesh.size) * config.parallel.data_parallel_size
         allowed = room = device.memory // sharing if device.kind == "cpu" else int(device.memory * share)
         if device.free:                                  # others may be on the GPU; what we have taken already is ours
             room = min(room, device.free + device.runtime)

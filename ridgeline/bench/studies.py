@@ -117,7 +117,8 @@ def _requests(count: int, tokens_in: int, tokens_out: tuple[int, int]) -> list[R
 
 def _serve(model: str, asked: list[Request], **options: Any) -> dict[str, Any]:
     """All requests at once through a fresh engine."""
-    core = EngineCore.start(EngineConfig.of(model=model, enable_prefix_caching=False, **options))
+    config = EngineConfig.of(model=model, enable_prefix_caching=False, **options)
+    core = EngineCore.start(config.for_one_engine())
     _warm_up(core)
     first, last, tokens, most = dict[str, float](), dict[str, float](), 0, 0
     before = core.scheduler.counters.held_slots, core.scheduler.counters.used_slots

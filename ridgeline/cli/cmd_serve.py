@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))        # until the server has its own handler
-    config, options = engine_config(args), options_of(ServerOptions, args)
+    config, options = engine_config(args, several=True), options_of(ServerOptions, args)
     require_model(config)
     keys = load_keys(options)
     quality = quality_line(config, options.require_quality)

@@ -173,9 +173,11 @@ def _from_file(path: str) -> list[str]:
     return words
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
+def engine_config(args: argparse.Namespace, several: bool = False) -> EngineConfig:
+    """`several`: whether the command starts as many engines as data_parallel_size asks for."""
     names = {declared.name for declared, _, _ in declared_options()}
-    return EngineConfig.of(**{name: value for name, value in vars(args).items() if name in names})
+    config = EngineConfig.of(**{name: value for name, value in vars(args).items() if name in names})
+    return config if several else config.for_one_engine()
 
 
 def options_of(kind: type[T], args: argparse.Namespace) -> T:

@@ -46,16 +46,17 @@ def meet(
     """
     if not 0 <= rank < shape.size:
         raise ConfigError(f"rank must be in 0..{shape.size - 1}, got {rank}")
-    far = str(store).startswith("tcp://")
+    far, limit = str(store).startswith("tcp://"), timedelta(seconds=timeout_seconds)
     _prepare_environment(rank, shape.size, backend, far)
     dist.init_process_group(
         backend, init_method=str(store) if far else f"file://{store}", rank=rank, world_size=shape.size,
-        timeout=timedelta(seconds=timeout_seconds),
+        timeout=limit,
     )
     tensor: Axis = ALONE
     if shape.tensor > 1:
         # Every rank takes part in making the group of every stage.
-        groups = [dist.new_group(shape.of_stage(stage)) for stage in range(shape.pipeline)] if shape.pipeline > 1 else [None]
+        ranks = [shape.of_stage(stage) for stage in range(shape.pipeline)]
+        groups = [dist.new_group(each, timeout=limit) for each in ranks] if shape.pipeline > 1 else [None]
         own = shape.stage(rank)
         tensor = ProcessAxis(shape.of_stage(own), rank, groups[own])
     stages: Stage = WHOLE
@@ -72,8 +73,10 @@ def _prepare_environment(rank: int, size: int, backend: str, far: bool) -> None:
         return
     # Connections are made before the first step, not inside a capture of one.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+    if not far:
+        # All ranks are on this machine: NCCL would otherwise listen on the network.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if not far and size > torch.cuda.device_count():
         # NCCL refuses two ranks on one GPU. With host names of their own they talk through sockets: slow, and right.
         os.environ.setdefault("NCCL_HOSTID", f"ridgeline-rank-{rank}")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_IB_DISABLE", "1")

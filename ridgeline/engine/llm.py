@@ -16,7 +16,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.client.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from ridgeline.engine.client.processor import ROLES, Processor, Prompt, RequestState, second_begins
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.errors import BadRequest, ConfigError, RequestError, Unsupported
+from ridgeline.errors import BadRequest, RequestError, Unsupported
 from ridgeline.messages import Request
 from ridgeline.models.model_config import load_model_config
 from ridgeline.process.progress import Tick, progress_bar
@@ -44,9 +44,7 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, use_tqdm_on_load: bool = True, **options: Any) -> None:
         """`use_tqdm_on_load` shows a bar while weights load, on a terminal."""
         # Offline, no client waits for the next token: prompts may take whole steps.
-        config = EngineConfig.of(model=model, **{"step_time_ms": 0.0} | options)
-        if config.parallel.data_parallel_size > 1:
-            raise ConfigError("data_parallel_size is for `ridgeline serve`; an LLM is one engine")
+        config = EngineConfig.of(model=model, **{"step_time_ms": 0.0} | options).for_one_engine()
         path = model_path(config)
         load_model_config(path)                          # fails with the model's own error, before the tokenizer's
         self._processor = Processor.load(config.model, path, config.execution.speculative_config)

@@ -59,7 +59,7 @@ class Scorer:
         """`longest`: tokens of the longest sequence."""
         if max(options.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")) > 1:
             raise ConfigError("evaluation reads logits in one process: use tensor_parallel_size 1 and pipeline_parallel_size 1")
-        config = _sized(EngineConfig.of(**options), longest)
+        config = _sized(EngineConfig.of(**options).for_one_engine(), longest)
         self.path = model_path(config)
         with progress_bar(f"loading {self.path.name}", in_bytes=True, wanted=show) as tick:
             self.core = EngineCore.start(config, progress=tick)

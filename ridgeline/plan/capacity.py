@@ -164,13 +164,13 @@ def textbook(setup: Setup, context: int, parameters: float | None = None) -> Tex
     the experts that its token uses."""
     weights = (parameters or setup.model.parameters) * WEIGHT_FORMATS[setup.weights].bits / 8
     kv = setup.model.kv_elements * kv_bytes(setup.kv, setup.kv_dtype, setup.model.kv_scaled, scales=False) * context
-    left = setup.ranks * setup.device.memory - weights
+    left = setup.devices * setup.device.memory - weights
     read = weights * setup.model.active_parameters / setup.model.parameters
     return Textbook(weights, kv, max(0, int(left // kv)), setup.ranks * setup.device.bandwidth / read)
 
 
-def possible_ranks(model: PlannedModel, most: int) -> list[int]:
-    """Powers of two that divide the model's heads."""
+def possible_ranks(model: PlannedModel, most: int, stages: int = 1) -> list[int]:
+    """Powers of two that divide the model's heads, with at most so many devices in all stages, but one in each."""
     config = model.config
 
     def divides(ranks: int) -> bool:
@@ -180,6 +180,6 @@ def possible_ranks(model: PlannedModel, most: int) -> list[int]:
             return False
         return True
 
-    return [ranks for ranks in (1, 2, 4, 8, 16, 32) if ranks <= most and divides(ranks)]
+    return [ranks for ranks in (1, 2, 4, 8, 16, 32) if ranks <= max(1, most // stages) and divides(ranks)]
 
 

@@ -194,7 +194,7 @@ def devices_for(
     if not 0 < rate < math.inf:
         raise ConfigError(f"rate must be above 0, got {rate}")
     answers = []
-    for ranks in possible_ranks(setup.model, most_ranks) if any_engine else ranks_here(setup, most_ranks):
+    for ranks in possible_ranks(setup.model, most_ranks, setup.stages) if any_engine else ranks_here(setup, most_ranks):
         point = best_point(replace(setup, ranks=ranks), traffic, slo, utilization)
         if point is not None:
             answers.append(Answer(point, math.ceil(rate / (MOST_LOAD * point.requests_s)), rate))
@@ -203,14 +203,14 @@ def devices_for(
 
 def ranks_here(setup: Setup, most: int) -> list[int]:
     """Numbers of ranks that this engine runs on such a device, and what was asked for."""
-    return [ranks for ranks in possible_ranks(setup.model, most) if ranks <= MOST_RANKS.get(setup.device.kind, 1)
-            or ranks == setup.ranks]
+    return [ranks for ranks in possible_ranks(setup.model, most, setup.stages)
+            if ranks * setup.stages <= MOST_RANKS.get(setup.device.kind, 1) or ranks == setup.ranks]
 
 
 def by_ranks(setup: Setup, traffic: Traffic, most: int, utilization: float = 0.9) -> list[tuple[Point, Point]]:
     """For every number of ranks on which it fits: with one request, and with as many as the memory holds."""
     found = []
-    for ranks in possible_ranks(setup.model, most):
+    for ranks in possible_ranks(setup.model, most, setup.stages):
         sharded = replace(setup, ranks=ranks)
         largest = min(Capacity.of(sharded, traffic.context, utilization).largest_batch(MOST_ROWS), MOST_ROWS)
         if largest:

@@ -71,6 +71,7 @@ def answer(question: Question) -> dict[str, Any]:
     told: dict[str, Any] = {
         "model": setup.model.name, "parameters": setup.model.parameters, "active_parameters": setup.model.active_parameters,
         "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks, "devices": setup.devices,
+        "stages": setup.stages,
         "kv_heads": setup.model.config.num_kv_heads,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
@@ -250,15 +251,15 @@ def summary(told: dict[str, Any]) -> list[str]:
         f"{many['tpot'] * 1e3:.1f} ms each",
     ]
     bound = {
-        point["batch"]: _binds(told["step_parts"][str(point["batch"])], point, told["compute_limited_batch"])
+        point["batch"]: _binds(told["step_parts"][str(point["batch"])], point, told["compute_limited_batch"], told["stages"])
         for point in (one, many)
     }
     return [*lines, "what binds: " + "; ".join(f"at batch {batch} {what}" for batch, what in bound.items())]
 
 
-def _binds(parts: dict[str, float], point: dict[str, Any], compute_limited: int) -> str:
-    batch = point["batch"]
-    prompts = point["requests_s"] * point["prompt"]              # of the time; decodes take the rest
+def _binds(parts: dict[str, float], point: dict[str, Any], compute_limited: int, stages: int) -> str:
+    batch = point["batch"] / stages                              # rows of a step; each stage has its own at a time
+    prompts = point["requests_s"] * point["prompt"] / stages     # of the time; decodes take the rest
     if prompts > 0.5:
         return f"computing prompts ({prompts:.0%} of the time)"
     name = max(parts, key=lambda each: parts[each])

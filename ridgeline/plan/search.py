@@ -140,7 +140,9 @@ def missing(setup: Setup) -> set[str]:
         found.add("2:4 sparsity")
     if setup.drafts and setup.draft_model is not None:
         found.add("a draft model")
-    if setup.ranks > MOST_RANKS.get(device.kind, 1):
+    if setup.drafts and setup.stages > 1:
+        found.add("drafts in a pipeline")
+    if setup.devices > MOST_RANKS.get(device.kind, 1):
         found.add("several devices")
     return found
 
@@ -154,7 +156,7 @@ def candidates(
     if lossy:
         formats += [(weights, kv) for weights in (setup.weights, "fp8", "int4") for kv in (setup.kv, "fp8")]
     found = []
-    for ranks in possible_ranks(setup.model, most_ranks):
+    for ranks in possible_ranks(setup.model, most_ranks, setup.stages):
         for weights, kv in dict.fromkeys(formats):
             made = replace(setup, ranks=ranks, weights=weights, kv=kv)
             if not any_engine and not missing(made) <= missing(setup):

@@ -47,6 +47,14 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
+ENGINES_HERE = "RIDGELINE_ENGINES_HERE"          # the variable with the number of engines that divide the cores; none: 1
+
+
+def rank_cores(ranks: int) -> int:
+    """Cores for one of an engine's ranks."""
+    return max(1, cpu_count() // (ranks * int(os.environ.get(ENGINES_HERE, "1"))))
+
+
 @dataclass(frozen=True, slots=True)
 class CoreSeconds:
     """CPU seconds of the whole machine and of this process, and when they were read."""

@@ -52,18 +52,19 @@ class Delivery:
     async def run(self) -> None:
         """Raises Overloaded or TryAgain when no replica can be tried, and none has refused in its own words."""
         fleet, tried = self._fleet, set[int]()
+        number: int | None = None
         while len(tried) <= fleet.options.retries:
-            number = fleet.choose(self._request.prompt, tried)
+            failed, number = number, fleet.choose(self._request.prompt, tried)
             if number is None:
                 break
-            if tried and not self.started:
-                fleet.counts["retries"] += 1
+            if failed is not None:
+                fleet.replicas[failed].counts["moved"] += 1
+                fleet.counts["retries"] += not self.started
             tried.add(number)
             was_started = self.started
             if await self._try(number):
                 fleet.counts["resumed_streams"] += was_started
                 return
-            fleet.replicas[number].counts["moved"] += 1
             if not self.started:
                 self._events = self._new_events()
             elif self._events.finished and self._request.hide_usage:

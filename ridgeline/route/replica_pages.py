@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from contextlib import suppress
 
@@ -42,8 +43,8 @@ def read_metrics(text: str) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(text):
         with suppress(ValueError):
-            number = float(value)
-            found.setdefault(name, []).append(number)
+            if math.isfinite(number := float(value)):
+                found.setdefault(name, []).append(number)
     return {name: sum(values) if name in _SUMMED else sum(values) / len(values) for name, values in found.items()}
 
 

@@ -62,7 +62,8 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
         raise ConfigError("device is cuda, but torch sees no GPU here; use device=cpu")
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
-    sharing = -(-config.parallel.num_ranks // torch.cuda.device_count())         # ranks on one GPU: slow, to try things out
+    far = config.parallel.distributed_executor_backend == "ray"                  # which gives every rank a GPU of its own
+    sharing = 1 if far else -(-config.parallel.num_ranks // torch.cuda.device_count())       # slow, to try things out
     return DeviceFacts("cuda", total // sharing, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free // sharing, name)
 
 
@@ -215,7 +216,7 @@ def _device(config: ResolvedConfig, comm: Communicator) -> torch.device:
     if config.device == "cpu":
         platform.keep_freed_memory()
         if comm.size > 1:
-            torch.set_num_threads(max(1, platform.cpu_count() // comm.size))
+            torch.set_num_threads(platform.rank_cores(comm.size))
         return torch.device("cpu")
     index = comm.rank % torch.cuda.device_count() if comm.device_index is None else comm.device_index
     device = torch.device("cuda", index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from ridgeline.cli import cmd_serve
 from ridgeline.cli.chat import cmd_chat
 from ridgeline.cli.config_options import OptionParser, engine_config, options_of
+from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
 from ridgeline.known_options import KNOWN, SHORT
 from ridgeline.server.options import ServerOptions
@@ -101,6 +103,10 @@ def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.
         ("--trust-remote-code", "Ridgeline never runs code from model directories"),
         ("--speculative-model x", "drafts are switched by --speculative-config"),
         ("-dcp 2", "-dcp 2 is not supported: layers and experts are divided, contexts are not"),
+        ("-dp 4 -dpl 2", "`ridgeline route` is for several machines"),
+        ("-dpb ray", "`ridgeline route` is for several machines"),
+        ("--nnodes 2", "--distributed-executor-backend ray"),
+        ("--worker-use-ray", "--distributed-executor-backend ray"),
         ("--revision main", "ridgeline pull NAME --revision REV"),
         ("--lora a.gguf", "merge the adapter"),
         ("-ctk q8_0", "use --kv-cache-dtype fp8, int8 or k=FORMAT,v=FORMAT"),
@@ -117,6 +123,15 @@ def test_what_is_refused_says_what_to_do(words: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         engine_config(serve("X", *words.split()))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_several_engines_are_for_serve_alone() -> None:
+    args = serve("X", "-dp", "2")
+    assert engine_config(args, several=True).parallel.data_parallel_size == 2
+    with pytest.raises(ConfigError, match="is for `ridgeline serve`; only one engine"):
+        engine_config(args)
+    with pytest.raises(ConfigError, match="is for `ridgeline serve`"):
+        asyncio.run(AsyncLLM(data_parallel_size=2).start())
 
 
 def test_every_known_name_is_answered_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,6 +194,11 @@ def test_ranks_on_a_cpu_share_its_memory(model: Path) -> None:
         resolved(model, num_gpu_blocks_override=2 * blocks, tensor_parallel_size=2)
 
 
+def test_ranks_on_several_machines_do_not_share_memory(model: Path) -> None:
+    far = resolved(model, pipeline_parallel_size=2, distributed_executor_backend="ray")
+    assert far.num_blocks > resolved(model, pipeline_parallel_size=2).num_blocks
+
+
 @pytest.mark.parametrize("share", [1.01, 90.0, float("nan"), float("inf")])
 def test_share_of_the_gpu(model: Path, share: float) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization must be"):

@@ -243,5 +243,21 @@ def test_scaled_shard() -> None:
     assert Shard(9, 6, 9, 6).scaled(4) == Shard(36, 24, 36, 24)
 
 
+@pytest.mark.parametrize(("store", "listens_at"), [("/tmp/store", "lo"), ("tcp://10.0.0.1:5000", None)])
+def test_ranks_of_one_machine_listen_nowhere_else(store: str, listens_at: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Met(Exception):
+        pass
+
+    def init(*_: object, **__: object) -> None:
+        raise Met
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(Met):
+        meet(MeshShape(2, 1), 0, store, "nccl")
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == listens_at and "NCCL_HOSTID" not in os.environ
+
+
 if __name__ == "__main__":
     rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

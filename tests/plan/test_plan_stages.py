@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from ridgeline.models.stages import stage_config, stage_parameters
-from ridgeline.plan.capacity import Capacity, rank_bytes
-from ridgeline.plan.operation import Traffic, operate
+from ridgeline.plan.capacity import Capacity, rank_bytes, textbook
+from ridgeline.plan.operation import Traffic, by_ranks, operate
 from ridgeline.plan.prediction import Setup, hop_seconds
 from ridgeline.plan.public_models import find_model
+from ridgeline.plan.search import candidates, effects, missing
 from ridgeline.sizes.hardware import find_device
 from ridgeline.sizes.mesh_shape import stage_layers
 
@@ -58,3 +59,18 @@ def test_the_way_between_stages() -> None:
     link = three.device.link
     assert hop_seconds(three, 128) == pytest.approx(2 * (link.latency + 128 * 4096 * 2 / link.bandwidth))
     assert hop_seconds(replace(three, stages=1), 128) == 0.0
+
+
+def test_all_devices_of_a_pipeline_count() -> None:
+    two = setup("llama-3.1-8b", 2)
+    assert [one.setup.ranks for one, _ in by_ranks(two, TRAFFIC, 4)] == [1, 2]
+    assert [one.setup.ranks for one, _ in by_ranks(two, TRAFFIC, 1)] == [1]          # what was asked for
+    assert {point.setup.devices for point in candidates(two, TRAFFIC, 4, lossy=False)} == {2, 4}
+    assert textbook(two, 4096).batch > 2 * textbook(replace(two, stages=1), 4096).batch
+    assert "several devices" in missing(two) and "several devices" not in missing(replace(two, stages=1))
+
+
+def test_drafts_do_not_run_in_a_pipeline() -> None:
+    for stages, here in ((1, True), (2, False)):
+        found = effects(setup("llama-3.1-8b", stages), TRAFFIC, hit_rate=0.5, drafts=3, acceptance=0.7)
+        assert [each.here for each in found if "drafts" in each.technique] == [here]

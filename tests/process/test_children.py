@@ -71,7 +71,8 @@ def test_the_package_is_found_in_the_current_directory(monkeypatch: pytest.Monke
 
 
 def test_a_child_is_told_settings_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"OMP_NUM_THREADS": "3", "RIDGELINE_LOG": "WARNING", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C"}
+    told = {"OMP_NUM_THREADS": "3", "RIDGELINE_LOG": "WARNING", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C",
+            "RAY_USE_TLS": "1", "RAY_TLS_SERVER_KEY": "/key.pem"}
     kept = {"HF_TOKEN": "a", "RIDGELINE_API_KEY": "b", "AWS_SECRET_ACCESS_KEY": "c", "OPENAI_API_KEY": "d", "PYTHONPATH": "/e",
             "PYTHONSTARTUP": "/f"}
     for name, value in (told | kept).items():

@@ -199,6 +199,7 @@ def test_a_stream_that_cannot_be_continued_ends_with_an_error(body: dict[str, An
         call = await router.ask(body)
         assert call.status == 200 and call.text == "one two " and call.events[-1]["error"]["code"] == "replica_failed"
         assert not replicas[1 - bad].seen and router.fleet.counts["broken_streams"] == 1
+        assert not router.fleet.replicas[bad].counts["moved"]
 
     routed(test, FakeReplica(), FakeReplica())
 
@@ -231,6 +232,7 @@ def test_retries_are_limited() -> None:
     async def test(router: Router, *replicas: FakeReplica) -> None:
         call = await router.ask(CHAT)
         assert call.status == 503 and sum(len(each.seen) for each in replicas) == 2
+        assert sum(each.counts["moved"] for each in router.fleet.replicas) == 1              # the last goes nowhere
 
     routed(test, *(FakeReplica(Behaviour(dies_after=0)) for _ in range(4)), retries=1)
 

@@ -20,13 +20,16 @@ vllm:prefix_cache_queries_total 100
 ridgeline:mfu{model_name="m",engine="0"} 0.2
 ridgeline:mfu{model_name="m",engine="1"} 0.4
 vllm:kv_cache_usage_perc odd
+ridgeline:mbu NaN
+vllm:num_requests_waiting +Inf
 """
 
 
 def test_numbers_are_read_and_those_of_several_engines_joined() -> None:
     found = read_metrics(PAGE % 50)
     assert found["vllm:num_requests_running"] == 7 and found["vllm:generation_tokens_total"] == 50
-    assert abs(found["ridgeline:mfu"] - 0.3) < 1e-9 and "vllm:kv_cache_usage_perc" not in found and read_metrics("") == {}
+    assert abs(found["ridgeline:mfu"] - 0.3) < 1e-9 and "vllm:kv_cache_usage_perc" not in found
+    assert found["vllm:num_requests_waiting"] == 1 and "ridgeline:mbu" not in found and read_metrics("") == {}
 
 
 def test_the_fleet_of_a_router() -> None:

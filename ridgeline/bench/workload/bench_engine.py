@@ -52,7 +52,7 @@ class Engine:
     def __init__(self, model: str, **options: Any) -> None:
         config = EngineConfig.of(**{"enable_prefix_caching": False, "step_time_ms": 0.0} | options | {"model": model})
         _free_memory()
-        resolved = resolve(config, device_facts(config))
+        resolved = resolve(config.for_one_engine(), device_facts(config))
         executor = LocalExecutor(resolved)
         self.core = EngineCore(resolved, executor)
         self.runner: Runner = executor.runner

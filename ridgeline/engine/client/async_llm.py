@@ -61,6 +61,7 @@ class AsyncLLM:
     """
 
     engine_module = "ridgeline.engine.core.engine_process"           # what runs in the engine's process
+    is_replica = False               # one of several engines that data_parallel_size asks for
     num_moved = 0                    # requests that went on in another engine, where there are several
 
     def __init__(
@@ -89,6 +90,8 @@ class AsyncLLM:
         """Start the engine and wait until it is ready. `on_loading(done, total)` is called with bytes of weights loaded."""
         async with self._starting:
             if self._engine.process is None:
+                if not self.is_replica:
+                    self.config.for_one_engine()
                 if on_loading is not None:
                     self._engine.on_loading = on_loading
                 # A wrong model fails at once, with its own error.

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import threading
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -71,9 +72,10 @@ class RayRank:
 
     def kill(self) -> None:
         """Its end counts from now on: a machine that cannot be reached will not confirm it."""
-        self._ray.kill(self._keeper)
         self.returncode = -9
         self._ended.set()
+        with suppress(Exception):                        # Ray itself may be gone
+            self._ray.kill(self._keeper)
 
     def wait(self, timeout: float | None = None) -> int:
         if not self._ended.wait(timeout):
@@ -127,8 +129,10 @@ class RayLauncher:
     def close(self) -> None:
         self.wire.close()
         for keeper in self._keepers:
-            self._ray.kill(keeper)
-        self._ray.util.remove_placement_group(self._group)
+            with suppress(Exception):                    # Ray itself may be gone
+                self._ray.kill(keeper)
+        with suppress(Exception):
+            self._ray.util.remove_placement_group(self._group)
 
 
 def load_ray() -> Any:

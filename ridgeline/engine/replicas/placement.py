@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
-from ridgeline.process.platform import cpu_count
+from ridgeline.process.platform import ENGINES_HERE, cpu_count
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
@@ -49,7 +49,7 @@ def placements(config: EngineConfig, gpus: list[str], environment: Mapping[str, 
     engines, ranks = config.parallel.data_parallel_size, config.parallel.num_ranks
     if config.model.device == "cpu" or not gpus:
         threads = {} if THREADS in environment else {THREADS: str(max(1, cpu_count() // engines))}
-        return [Placement(threads, engines, "CPU")] * engines
+        return [Placement(threads | {ENGINES_HERE: str(engines)}, engines, "CPU")] * engines
     groups = [gpus[start : start + ranks] for start in range(0, max(1, len(gpus) - ranks + 1), ranks)]
     placed = [number % len(groups) for number in range(engines)]
     return [

@@ -90,7 +90,7 @@ class WatchedRequests(OpenRequests):
 
     def forget(self, wire_id: str, tell_engine: bool) -> None:
         opened = self.by_wire_id.get(wire_id)
-        if tell_engine or opened is None:
+        if tell_engine or opened is None or opened.replays:      # part of an answer says nothing of an engine's times
             self._leave(wire_id)
         elif (ticket := self._tickets.pop(wire_id, None)) is not None:
             output = opened.state.output
@@ -118,6 +118,8 @@ class WatchedRequests(OpenRequests):
 
 class ReplicaLLM(AsyncLLM):
     """The front end makes requests and chooses; this one has the engine's process and what is open in it."""
+
+    is_replica = True
 
     def __init__(
         self, number: int, config: EngineConfig, supervision: Supervision, module: str, placement: Placement,

@@ -165,10 +165,13 @@ class ReplicatedLLM(AsyncLLM):
         return all(done)
 
     async def switch(self, technique: str, on: bool) -> None:
+        """All engines or none."""
         await self.start()
-        for each in self._replicas:
-            if each.is_alive:
-                await each.switch(technique, on)
+        living = [each for each in self._replicas if each.is_alive]
+        if any(each.state != "ok" for each in living):
+            raise BadRequest("an engine is restarting; try again later")
+        for each in living:
+            await each.switch(technique, on)
         self._combine()
 
     async def profile(self, steps: int) -> Profiled:

@@ -113,6 +113,21 @@ def test_the_end_of_a_rank_and_of_its_actor() -> None:
     assert ray.killed == [ray.keepers[1]]
 
 
+def test_an_end_counts_when_ray_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise ConnectionError("no cluster")
+
+    ray = PretendedRay()
+    made, context = launcher(monkeypatch, ray)
+    rank = made.start(1, {"rank": 1})
+    monkeypatch.setattr(ray, "kill", fail)
+    monkeypatch.setattr(ray.util, "remove_placement_group", fail)
+    rank.kill()
+    assert rank.poll() == rank.wait(0.0) == -9
+    made.close()
+    context.destroy(linger=0)
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)

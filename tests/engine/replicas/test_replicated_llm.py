@@ -26,6 +26,7 @@ from ridgeline.engine.replicas.placement import placements, visible_gpus
 from ridgeline.engine.replicas.replicated_llm import ReplicatedLLM
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, RequestError
 from ridgeline.messages import Request, TokenDelta
+from ridgeline.process import platform
 from ridgeline.server.app import make_app
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
@@ -191,6 +192,22 @@ def test_streams_go_on_in_another_engine_when_theirs_dies(scene: Callable[..., N
     scene(test)
 
 
+def test_nothing_is_learned_from_a_request_that_was_moved(scene: Callable[..., None]) -> None:
+    async def test(llm: ReplicatedLLM, children: list[Child]) -> None:
+        stream = await ask(llm, *range(100, 164))
+        home(children).die()
+        survivor = next(each for each in llm.engines if each.num_open)
+        load = survivor.requests.routed
+        before = len(load.tree), load.times.prefill.weight, load.corrections, load.habits.bytes_per_token
+        home(children).step(LENGTH)
+        await stream.complete()
+        assert said(stream) == expected(*range(100, 164))
+        assert before == (len(load.tree), load.times.prefill.weight, load.corrections, load.habits.bytes_per_token)
+        await settle()
+
+    scene(test)
+
+
 def test_while_one_restarts_the_others_take_everything(scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(llm: ReplicatedLLM, children: list[Child]) -> None:
         monkeypatch.setattr(Child, "starts", False)
@@ -202,6 +219,26 @@ def test_while_one_restarts_the_others_take_everything(scene: Callable[..., None
         for each in children[1:3]:
             each.step(LENGTH)
         assert [await stream.complete() and said(stream) for stream in streams] == [expected(number) for number in range(4)]
+
+    scene(test)
+
+
+def test_all_engines_are_switched_or_none(scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(llm: ReplicatedLLM, children: list[Child]) -> None:
+        switched: list[str] = []
+
+        async def switch(technique: str, on: bool) -> None:
+            switched.append(technique)
+
+        monkeypatch.setattr(Child, "starts", False)
+        for each in llm.engines:
+            monkeypatch.setattr(each, "switch", switch)
+        await llm.switch("drafts", False)
+        children[2].die()
+        await settle()
+        with pytest.raises(BadRequest, match="restarting"):
+            await llm.switch("drafts", True)
+        assert len(switched) == 3
 
     scene(test)
 
@@ -282,7 +319,9 @@ def test_pages_of_the_server_show_every_engine(scene: Callable[..., None]) -> No
     scene(test)
 
 
-def test_each_engine_gets_its_part_of_the_machine(model: Path, tmp_path: Path) -> None:
+def test_each_engine_gets_its_part_of_the_machine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def places(gpus: list[str], engines: int, **options: Any) -> list[tuple[dict[str, str], int]]:
         config = EngineConfig.of(model=model, data_parallel_size=engines, **options)
         return [(dict(each.environment), each.sharing) for each in placements(config, gpus, {})]
@@ -295,6 +334,11 @@ def test_each_engine_gets_its_part_of_the_machine(model: Path, tmp_path: Path) -
     with pytest.raises(ConfigError, match="ridgeline route"):
         places(["0", "1"], 2, distributed_executor_backend="ray")
     assert places([], 2)[0][1] == 2 and "OMP_NUM_THREADS" in places(["0"], 2, device="cpu")[0][0]
+    monkeypatch.setattr(platform, "cpu_count", lambda: 16)
+    assert platform.rank_cores(2) == 8
+    for name, value in places([], 4, tensor_parallel_size=2)[0][0].items():
+        monkeypatch.setenv(name, value)
+    assert platform.rank_cores(2) == 2 and platform.rank_cores(100) == 1
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert visible_gpus({}, tmp_path) == ["0", "1"]
