@@ -175,6 +175,10 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     saved = sum(parameter.nbytes for parameter in wide.parameters()) - sum(parameter.nbytes for parameter in kept.parameters())
     assert saved == weight_bytes(model_config, "bfloat16", "cpu") - weight_bytes(model_config, "bfloat16", "cuda") > 0
     assert expert_bytes(model_config, "none", "cuda") == 0.5 + 1 / 32 and expert_bytes(model_config, "none", "cpu") is None
+    # Kernels of codes compute in bfloat16: for other dtypes experts are planned and loaded as numbers.
+    assert weight_bytes(model_config, "float16", "cuda") == weight_bytes(model_config, "float16", "cpu")
+    assert expert_bytes(model_config, "none", "cuda", dtype="float16") is None
+    assert LinearFormats(model_config, "none", "cuda", 1, "float32")("layers.0.mlp.experts.down").format is None
     kept = Decoder(model_config, Communicator(), torch.float64, "cpu", 32, schemes(formats, plain_scheme(CPU, torch.float64)))
     load_weights(kept, path, model_config)
     assert torch.equal(logits(kept), expected)
