@@ -100,7 +100,8 @@ def device_facts(device: torch.device, aligned: bool = True) -> DeviceFacts:
     hopper = is_hopper(device) or (TRITON_INTERPRETED and device.type == "cpu")
     gluon = HAS_GLUON and device.type == "cuda"
     return DeviceFacts(
-        gluon and aligned, hopper and aligned, shared_memory(device), multiprocessors(device), has_block_scales(torch.version.cuda)
+        gluon and aligned, hopper and aligned, shared_memory(device), multiprocessors(device),
+        has_block_scales(torch.version.cuda),
     )
 
 
