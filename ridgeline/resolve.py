@@ -395,6 +395,8 @@ def _check_deterministic(config: EngineConfig, dtype: str, model: ModelConfig) -
             "deterministic does not work with latent attention: a prompt's result depends on how it was cut into chunks, in its "
             "last bits; leave it off"
         )
+    if model.experts is not None:
+        raise ConfigError("deterministic does not work with a mixture of experts: kernels change with the tokens; leave it off")
     if dtype not in ("bfloat16", "float16"):
         raise ConfigError(f"deterministic has no kernels for {dtype}; use dtype bfloat16 or float16")
     if config.parallel.tensor_parallel_size > 1:

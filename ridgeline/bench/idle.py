@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         config = engine.config
         shape = decoder_shape(
             config.model, config.dtype, engine.bytes_per_weight(batch), config.kv_format,
-            expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device),
+            expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device, dtype=config.dtype),
         )
         context = args.context + args.steps // 2
         rates = Peaks(peaks.read_bytes_s, peaks.rate(engine.config.dtype))

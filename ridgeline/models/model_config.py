@@ -256,7 +256,7 @@ def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1,
     total = numbers * DTYPE_BYTES[dtype]
     total //= tp_size
     if device == "cuda":
-        formats = LinearFormats(config, quantization, device, tp_size)
+        formats = LinearFormats(config, quantization, device, tp_size, dtype)
         for shape, format in (*formats.shapes(), *formats.experts()):
             plain = shape.outputs * shape.share * DTYPE_BYTES[dtype]
             total += shape.count * (format.nbytes(shape.outputs, shape.share) - plain)

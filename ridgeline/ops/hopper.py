@@ -99,4 +99,12 @@ def device_facts(device: torch.device, aligned: bool = True) -> DeviceFacts:
     """What the kernel table asks. `aligned`: the weight begins at a multiple of 16 bytes, which copies need."""
     hopper = is_hopper(device) or (TRITON_INTERPRETED and device.type == "cpu")
     gluon = HAS_GLUON and device.type == "cuda"
-    return DeviceFacts(gluon and aligned, hopper and aligned, shared_memory(device), multiprocessors(device))
+    return DeviceFacts(
+        gluon and aligned, hopper and aligned, shared_memory(device), multiprocessors(device),
+        has_block_scales(torch.version.cuda),
+    )
+
+
+def has_block_scales(cuda: str | None) -> bool:
+    """Of the CUDA that torch was built with, "12.9"."""
+    return cuda is not None and tuple(map(int, cuda.split(".")[:2])) >= (12, 9)

@@ -32,6 +32,7 @@ class DeviceFacts(NamedTuple):
     hopper: bool                     # TMA and wgmma
     shared: int                      # bytes of shared memory that a CTA may have
     multiprocessors: int
+    block_scales: bool = True        # cuBLAS multiplies by scales of blocks: torch was built with CUDA 12.9 or later
 
 
 class Call(NamedTuple):
@@ -152,7 +153,7 @@ def _code_wide_gemm(call: Call) -> WidePlan | None:
 def _scaled_mm_blocks(call: Call) -> bool | None:
     """cuBLAS with a scale for each 128 inputs of a row, too. It wants whole blocks, and four scales of a row side by side."""
     whole = _ungated(call).outputs % 128 == 0 and call.inputs % 512 == 0
-    return True if call.device.hopper and whole and call.rows > 1 else None
+    return True if call.device.hopper and call.device.block_scales and whole and call.rows > 1 else None
 
 
 def _integer_gemm(call: Call) -> bool | None:

@@ -1,9 +1,9 @@
 """8-bit weights by which x is multiplied in 8 bits, too: e4m3 or int8 codes with a float32 scale for each output, or e4m3 codes
 with a scale for each block of 128 by 128; from a checkpoint, or made while a 16-bit one loads.
 
-On a GPU with fp8 tensor cores a linear keeps the codes, and ops/linear/fp8_linear.py multiplies by them. Elsewhere (a CPU,
-an older GPU, a shape that is no multiple of 16) no kernel gains from them: the weight is expanded once, after loading, so
-that the same numbers are computed at the usual speed.
+On a GPU with tensor cores for them a linear keeps the codes, and ops/linear/fp8_linear.py multiplies by them. On an older GPU,
+and for a shape that is no multiple of 16, they stay too, and each product expands them (quantised.py). On a CPU no kernel gains
+from them: the weight is expanded once, after loading, so that the same numbers are computed at the usual speed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ class Fp8(Quantised):
         super().__init__(format, plain, made)
 
     def finish(self, linear: nn.Module) -> None:
-        if linear.format.scales.block[1] not in (0, BLOCK):          # a shard ends inside a block: smaller ones
-            linear.scheme = Quantised(self.format, self.plain, self.made)
-            linear.scheme.finish(linear)
-        elif multiplies(linear.weight):
+        # A shard may end inside a block: it has smaller ones.
+        if linear.format.scales.block[1] in (0, BLOCK) and multiplies(linear.weight):
             linear.scale.data = linear.scale.data.float()            # blocks may have scales in 16 bits
             gemm_small.prepare(linear.weight.device)
             gemm_wide.prepare(linear.weight.device)
         else:
-            self.expand_once(linear)
+            linear.scheme = Quantised(self.format, self.plain, self.made)
+            linear.scheme.finish(linear)
 
     def numbers(self, linear: nn.Module) -> Tensor:
         if linear.scale.dim() == 2:

@@ -82,7 +82,7 @@ def make_runner(
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
         plain = plain_scheme(device, dtype, options.execution.deterministic, options.model.cpu_activations)
-        formats = LinearFormats(model_config, options.model.quantization, device.type, comm.tensor.size)
+        formats = LinearFormats(model_config, options.model.quantization, device.type, comm.tensor.size, config.dtype)
         model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):
         rows = DeviceRows(

@@ -15,9 +15,10 @@ from tiny_models import PagedSequences, load, random_tokens, save_checkpoint, te
 from torch import Tensor
 
 from ridgeline.bench.workload.shapes import write_shape
+from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.llm import LLM
-from ridgeline.errors import ModelError
+from ridgeline.errors import ConfigError, ModelError
 from ridgeline.messages import StepResult
 from ridgeline.models.checkpoints.linear_formats import LinearFormats, expert_bytes
 from ridgeline.models.decoder import Decoder
@@ -27,6 +28,7 @@ from ridgeline.models.model_config import ModelConfig, load_model_config, weight
 from ridgeline.models.weights import deinterleaved, load_weights, model_pieces
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.cpu_packed import plain_scheme
+from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.steps import StepRecorder
 from ridgeline.sampling_params import SamplingParams
 
@@ -175,6 +177,10 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     saved = sum(parameter.nbytes for parameter in wide.parameters()) - sum(parameter.nbytes for parameter in kept.parameters())
     assert saved == weight_bytes(model_config, "bfloat16", "cpu") - weight_bytes(model_config, "bfloat16", "cuda") > 0
     assert expert_bytes(model_config, "none", "cuda") == 0.5 + 1 / 32 and expert_bytes(model_config, "none", "cpu") is None
+    # Kernels of codes compute in bfloat16: for other dtypes experts are planned and loaded as numbers.
+    assert weight_bytes(model_config, "float16", "cuda") == weight_bytes(model_config, "float16", "cpu")
+    assert expert_bytes(model_config, "none", "cuda", dtype="float16") is None
+    assert LinearFormats(model_config, "none", "cuda", 1, "float32")("layers.0.mlp.experts.down").format is None
     kept = Decoder(model_config, Communicator(), torch.float64, "cpu", 32, schemes(formats, plain_scheme(CPU, torch.float64)))
     load_weights(kept, path, model_config)
     assert torch.equal(logits(kept), expected)
@@ -193,6 +199,13 @@ def test_experts_are_quantised_while_they_load(tmp_path: Path) -> None:
     numbers = load(path, torch.float64).layers[0].mlp.experts.down
     error = (experts.numbers()["down"] - numbers).norm() / numbers.norm()
     assert 0.02 < float(error) < 0.15
+
+
+def test_deterministic_mode_refuses_a_mixture(tmp_path: Path) -> None:
+    """Its kernels change with the number of tokens."""
+    options = EngineConfig.of(model=str(save_checkpoint("mixtral", tmp_path)), deterministic=True)
+    with pytest.raises(ConfigError, match="deterministic does not work with a mixture of experts"):
+        resolve(options, DeviceFacts("cuda", 2**34, ("bfloat16",)))
 
 
 def test_the_ledger_counts_experts(tmp_path: Path) -> None:

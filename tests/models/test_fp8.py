@@ -5,6 +5,7 @@ The kernels themselves are checked by tests/ops/test_ops.py (small shapes) and, 
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.kernel_table import choose
-from ridgeline.ops.linear.fp8_linear import PAIRED_ROWS, expanded, fp8_linear_gpu, fp8_linear_reference
+from ridgeline.ops.linear.fp8_linear import PAIRED_ROWS, _has_units, expanded, fp8_linear_gpu, fp8_linear_reference
 from ridgeline.ops.linear.fp8_rows import CODES, FINER, LARGEST, fp8_groups, fp8_rows_reference
 from ridgeline.ops.linear.select import fp8_ring_gemm_plan
 from ridgeline.ops.linear.select_wide import fp8_wide_plan
-from ridgeline.quant.format import FP8_BLOCK
+from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, INT8_ROW, WeightFormat
 from ridgeline.quant.fp8 import Fp8
+from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Unquantised
 from ridgeline.resolve import DeviceFacts, resolve
 
@@ -187,6 +189,29 @@ def test_a_shard_that_ends_inside_a_block_keeps_its_numbers() -> None:
     linear.scheme.finish(linear)
     assert not isinstance(linear.scheme, Fp8) and linear.weight is not None
     torch.testing.assert_close(linear.weight.data, weight, rtol=2**-4, atol=2**-9)
+
+
+@pytest.mark.parametrize("format", [FP8_ROW, FP8_BLOCK, INT8_ROW], ids=lambda format: format.name)
+def test_a_gpu_without_units_for_the_codes_keeps_them(format: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memory is counted: eight bits a weight, and the product expands them."""
+    monkeypatch.setattr("ridgeline.quant.fp8.Quantised", functools.partial(Quantised, keeps=True))       # as on a GPU
+    place = Placement(ALONE, lambda path: Fp8(Unquantised(), True, format), torch.float32, torch.device("cpu"))
+    linear = Linear({"": whole(128)}, whole(256), False, place)
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(3))
+    store = linear.pieces()["weight:"].store
+    assert store is not None
+    store(weight)
+    numbers = linear.scheme.numbers(linear)
+    linear.scheme.finish(linear)
+    assert not isinstance(linear.scheme, Fp8) and linear.weight is not None and linear.weight.nbytes == weight.numel()
+    x = torch.eye(256)
+    torch.testing.assert_close(linear.scheme.apply(linear, x, None), numbers.t(), rtol=0, atol=0)
+
+
+def test_int8_products_need_no_fp8_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, found in (((7, 5), [False, False]), ((8, 0), [True, False]), ((8, 9), [True, True])):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert [_has_units.__wrapped__(torch.device("cuda"), codes) for codes in (torch.int8, CODES)] == found
 
 
 # -- kernels ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ridgeline.bench.lab.kernel_bands import MATRICES, kernel_rows
+from ridgeline.ops.hopper import has_block_scales
 from ridgeline.ops.kernel_table import CPU, H200, KERNELS, MANY_ROWS, DeviceFacts, bands, choose
 
 A100 = DeviceFacts(True, False, 166_912, 108)
@@ -42,6 +43,12 @@ def test_blocks_that_a_part_cuts_have_no_tiles_of_128_outputs() -> None:
     assert choose("fp8-block-cut", 128, 4096, 4096, False, H200).kernel == "expand"
     assert choose("fp8-block", 512, 4096, 4096, False, H200).kernel == "scaled_mm_blocks"
     assert choose("fp8-block", 512, 4096, 4224, False, H200).kernel == "expand"          # 33 scales a row
+
+
+def test_scales_of_blocks_need_a_torch_for_cuda_12_9() -> None:
+    assert choose("fp8-block", 512, 4096, 4096, False, H200._replace(block_scales=False)).kernel == "expand"
+    built = {None: False, "11.8": False, "12.6": False, "12.8": False, "12.9": True, "13.0": True}
+    assert {version: has_block_scales(version) for version in built} == built
 
 
 def test_the_table_as_text_names_each_format_and_matrix() -> None:

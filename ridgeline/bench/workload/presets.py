@@ -304,7 +304,7 @@ def _against_floors(
     found: dict[str, Any] = {}
     shape = decoder_shape(
         config.model, config.dtype, engine.bytes_per_weight(preset.count), config.kv_format,
-        expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device),
+        expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device, dtype=config.dtype),
     )
     rates = Peaks(peaks.read_bytes_s, peaks.rate(config.dtype))
     own = preset_floor(shape, preset, asked, rates, config.max_num_batched_tokens, config.max_num_seqs, row["level"])

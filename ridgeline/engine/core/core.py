@@ -287,7 +287,7 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     model, stored = stage_config(config.model, layers), config.kv_format.of_stage(layers)
     shape = decoder_shape(
         model, config.dtype, kv=stored, block_size=common_block_size(config.groups),
-        expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device, ranks),
+        expert_bytes=expert_bytes(config.model, config.options.model.quantization, config.device, ranks, config.dtype),
     )
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None

@@ -92,22 +92,28 @@ def expert_matrices(config: ModelConfig, ranks: int = 1) -> Iterator[LinearShape
         yield LinearShape(inside + "down", {"": hidden}, experts.width, wide, experts.count)
 
 
-def expert_bytes(config: ModelConfig, quantization: str, device: str, ranks: int = 1) -> float | None:
+def expert_bytes(
+    config: ModelConfig, quantization: str, device: str, ranks: int = 1, dtype: str = "bfloat16"
+) -> float | None:
     """Bytes of a weight of the experts, their scales included; None: they have the model's dtype."""
     found = [
         (format.nbytes(shape.outputs, shape.share), shape.outputs * shape.share)
-        for shape, format in LinearFormats(config, quantization, device, ranks).experts()
+        for shape, format in LinearFormats(config, quantization, device, ranks, dtype).experts()
     ]
     return sum(nbytes for nbytes, _ in found) / sum(size for _, size in found) if found else None
 
 
 class LinearFormats:
-    """By a linear's path. On a CPU a checkpoint's codes are expanded while they load: its kernels multiply numbers."""
+    """By a linear's path. On a CPU a checkpoint's codes are expanded while they load: its kernels multiply numbers. So are
+    those of experts unless x is bfloat16, which their kernels need."""
 
-    def __init__(self, config: ModelConfig, quantization: str, device: str, ranks: int = 1) -> None:
+    def __init__(
+        self, config: ModelConfig, quantization: str, device: str, ranks: int = 1, dtype: str = "bfloat16"
+    ) -> None:
         self.config = config
         self.rules = quantization_rules(quantization, config.quantisation.method if config.quantisation else "")
         self.keeps = device == "cuda"
+        self.keeps_experts = self.keeps and dtype == "bfloat16"
         self.ranks = ranks
         self._shapes = {linear.path: linear for linear in linears(config, ranks)}
         self._experts = {matrix.path: matrix for matrix in expert_matrices(config, ranks)}
@@ -139,7 +145,7 @@ class LinearFormats:
         both = [self._format(shape) for name, shape in self._experts.items() if name.startswith(layer + EXPERTS)]
         whole = all(shape.share % 32 == 0 for shape in self._experts.values())
         known = all(chosen.format is not None and replace(chosen.format, activation=None) == MXFP4 for chosen in both)
-        return Chosen(MXFP4, made=both[0].made) if self.keeps and whole and known else Chosen(None)
+        return Chosen(MXFP4, made=both[0].made) if self.keeps_experts and whole and known else Chosen(None)
 
     def _choose(self, path: str) -> Chosen:
         if path in self._experts:

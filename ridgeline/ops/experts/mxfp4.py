@@ -51,7 +51,10 @@ def expanded_codes(codes, scale, UPCAST: tl.constexpr):  # type: ignore[no-untyp
         high = (bits & -65536).to(tl.float32, bitcast=True) * factor
     else:
         factor = ((exponent << 7) | (exponent << 23))[:, :, None].broadcast_to(codes.shape)
-        words = tl.inline_asm_elementwise("mul.bf16x2 $0, $1, $2;", "=r,r,r", [bits, factor], tl.int32, is_pure=True, pack=1)
+        words = tl.inline_asm_elementwise(               # minus zero is added: a product alone needs sm_90
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }", "=r,r,r", [bits, factor], tl.int32,
+            is_pure=True, pack=1,
+        )
         low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.join(low, high).reshape((BLOCK, INPUTS))

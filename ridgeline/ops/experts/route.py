@@ -60,6 +60,7 @@ def _scored(  # type: ignore[no-untyped-def]
     choice = logits                                      # in the same order
     if BIAS:
         choice = scores + tl.load(bias_ptr + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    choice = tl.where(choice == choice, choice, float("-inf"))   # NaN, which padded rows may hold: every slot is written
     return scores, tl.where(expert < EXPERTS, choice, float("-inf"))
 
 

@@ -87,15 +87,16 @@ def _choice(rows: int, weight: Tensor, scale: Tensor) -> Choice:
 
 
 @cache
-def _has_fp8(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def _has_units(device: torch.device, codes: torch.dtype) -> bool:
+    """Tensor cores for products of such codes."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= ((8, 0) if codes == torch.int8 else (8, 9))
 
 
 def multiplies(weight: Tensor) -> bool:
     """Whether 8-bit kernels can multiply by this weight. cuBLAS, TMA and 16-byte loads need multiples of 16."""
     outputs, inputs = weight.shape
     aligned = outputs % 16 == 0 and inputs % 16 == 0 and weight.data_ptr() % 16 == 0 and weight.is_contiguous()
-    return aligned and _has_fp8(weight.device)
+    return aligned and _has_units(weight.device, weight.dtype)
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:

@@ -64,6 +64,21 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
         assert tile_for(pairs, 128, True).rows == tile_for(pairs, 128, False).rows
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_stages_fit_shared_memory(gated: bool) -> None:
+    """An H200 keeps the measured stages in 16 bits; float32, and GPUs with 99 KB, get fewer."""
+    pairs = (8, 128 * 16, 128 * 32, 128 * 1000)
+    assert [tile_for(each, 128, gated).stages for each in pairs] == ([3, 6, 6, 3] if gated else [4, 4, 6, 3])
+    wide = [tile_for(each, 128, gated, itemsize=4).stages for each in pairs]
+    assert wide == ([3, 5, 4, 2] if gated else [4, 4, 6, 2])
+    for each in pairs:
+        for itemsize in (2, 4):
+            tile = tile_for(each, 128, gated, itemsize, 101_376)
+            assert tile.stages >= 1
+            assert tile.stages * (tile.rows + tile.outputs * (1 + gated)) * tile.inputs * itemsize <= 101_376
+            assert tile._replace(stages=1) == tile_for(each, 128, gated)._replace(stages=1)
+
+
 def test_only_visited_experts_are_touched_on_a_cpu() -> None:
     """The weights of the others may be anything."""
     case = next(case for case in experts_op.experts.cases if case.name == "few-alike")

@@ -172,7 +172,7 @@ def test_products_with_mxfp4_codes_expand_them_in_registers(pairs: int, up: bool
     found = compiled(
         expert_products, name, constants, codes=("weight_ptr", "scale_ptr"), num_warps=tile.warps, num_stages=tile.stages,
     )
-    assert "mul.bf16x2" in found.asm["ptx"] and "mma" in found.asm["ptx"]
+    assert "fma.rn.bf16x2" in found.asm["ptx"] and "mul.bf16x2" not in found.asm["ptx"] and "mma" in found.asm["ptx"]
     assert stack_bytes(found.asm["cubin"], tmp_path) == 0
 
 
