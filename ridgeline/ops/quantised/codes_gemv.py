@@ -14,6 +14,7 @@ there, and on other devices than Hopper, other kernels run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -290,6 +291,11 @@ def codes_gemv_for(x: Tensor, weight: QuantisedWeight, gated: bool) -> PackedGem
     return plan if kernel == "codes_gemv" else None
 
 
+def fitted(plan: PackedGemvPlan, scales: str) -> PackedGemvPlan:
+    """Scales of groups of 32 take more registers than two CTAs of an SM have."""
+    return replace(plan, programs=1) if scales == "group" else plan
+
+
 def codes_gemv(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, plan: PackedGemvPlan, *, norm: Tensor | None = None,
     eps: float = 0.0, norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
@@ -297,6 +303,7 @@ def codes_gemv(
     """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one)."""
     codes, scale = weight.weight.view(torch.int32), weight.scale
     scales: Any = _scales(weight)
+    plan = fitted(plan, scales)
     outputs = len(codes) if gate is None else len(codes) // 2
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     new_residual = x if residual is None else torch.empty_like(x)

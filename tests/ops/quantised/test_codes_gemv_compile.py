@@ -41,6 +41,7 @@ def compiled(form: str, outputs: int, inputs: int, gate: int) -> dict[str, Any]:
     plan = packed_plan(1, outputs, inputs)
     assert isinstance(plan, PackedGemvPlan)
     kind, scales, scale_dtype, scale_type = FORMS[form]
+    plan = codes_gemv.fitted(plan, scales)
     constants = {
         "RUNS": inputs // 256, "KIND": kind, "DTYPE": "bf16", "SCALES": scales, "SCALE_DTYPE": scale_dtype, "BLOCK": 128,
         "NORM": True, "RESIDUAL": True, "GATE": gate, "BIAS": True, "GROUPS": plan.groups, "WARPS": plan.warps, "DEPENDENT": True,
