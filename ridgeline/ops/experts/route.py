@@ -72,7 +72,7 @@ def choose_experts(  # type: ignore[no-untyped-def]
 ):
     """One CTA: one token, from its logits. An expert's place is the number of better ones; of equal ones the first is better.
     All experts are compared with all: taking the best USED times would be USED reductions, one after the other."""
-    CHUNK: tl.constexpr = 32 if BLOCK > 32 else BLOCK
+    CHUNK: tl.constexpr = 16 if BLOCK > 16 else BLOCK     # 32 took a stack
     expert = tl.arange(0, BLOCK)
     logits = _logits_at(logits_ptr, offset_ptr, expert, EXPERTS, OFFSET)
     top, total = 0.0, 1.0

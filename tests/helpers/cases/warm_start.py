@@ -82,6 +82,9 @@ _zygote: _Zygote | None = None
 
 
 class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """Popen asks `_execute_child` for the process. It is private, so `begin` names the versions of Python it was read in; every
+    call that is not ours goes to Popen's own."""
+
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,  # type: ignore
                        env: Any, startupinfo: Any, creationflags: Any, shell: Any, *rest: Any) -> None:
         pipes, (session, group) = rest[:6], rest[-2:]

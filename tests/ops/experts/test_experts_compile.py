@@ -131,9 +131,9 @@ def test_routing_sorting_and_the_sum_compile(tmp_path: Path) -> None:
         "DEPENDENT": True,
     }
     routed = compiled(route, "_route_experts_kernel", rule, num_warps=4)
-    assert stack_bytes(routed.asm["cubin"], tmp_path) <= 8               # ptxas may put one address there
+    assert stack_bytes(routed.asm["cubin"], tmp_path) == 0
     routed = compiled(router, "_router_experts_kernel", rule | {"INPUTS": HIDDEN, "STEP": 2048, "OUTPUTS": 2}, num_warps=4)
-    assert stack_bytes(routed.asm["cubin"], tmp_path) <= 8
+    assert stack_bytes(routed.asm["cubin"], tmp_path) == 0
     sort = {"READS": True, "BLOCK": 128, "PAIRS": 32, "CHUNK": 256, "ROWS": 16, "TILES": 512, "DEPENDENT": True}
     assert stack_bytes(compiled(expert_tiles, "_sort_experts_kernel", sort, num_warps=8).asm["cubin"], tmp_path) == 0
     summed = {"WIDTH": HIDDEN, "USED": USED, "BLOCK": 1024, "DEPENDENT": True}
@@ -159,7 +159,7 @@ def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
     ):
         found = compiled(few_tokens, name, shared | constants, num_warps=warps)
         assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", found.asm["ptx"])
-        assert stack_bytes(found.asm["cubin"], tmp_path) <= 8            # no block of weights; ptxas may put one address there
+        assert stack_bytes(found.asm["cubin"], tmp_path) == 0            # no block of weights
 
 
 @pytest.mark.parametrize(("pairs", "up"), [
