@@ -13,7 +13,7 @@ GPU_TESTS := tests/ops/test_ops.py tests/runner/test_sampler.py tests/models/tes
 # These compare what the device holds with a prediction, or take all of it, so no other program may use it.
 GPU_TESTS_ALONE := tests/runner/test_gpu_memory.py tests/runner/test_gpu_out_of_memory.py tests/runner/test_gpu_ranks.py
 
-.PHONY: help install serve chat test test-all test-reliability test-gpu lint docs clean
+.PHONY: help install serve chat test tests test-all test-reliability test-gpu lint style types docs clean
 .DEFAULT_GOAL := install
 
 help:
@@ -55,15 +55,23 @@ serve: install
 chat: install
 	@exec $(BIN)/ridgeline chat $(MODEL) $(ARGS)
 
-lint: $(VENV)/.test-ready
+lint: style types
+
+style: $(VENV)/.test-ready
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The models of the tests are tiny: one process per core, with one thread each.
-test: lint
+types: $(VENV)/.test-ready
+	$(BIN)/mypy
+
+# What takes seconds comes first. mypy has one thread, so it runs beside the tests; make waits for both.
+test: style
 	$(BIN)/ridgeline build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	@$(MAKE) --no-print-directory -j2 types tests
+
+# The models of the tests are tiny: one process per core, with one thread each.
+tests: $(VENV)/.test-ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist worksteal
 
 # The slow tests run one after the other: many measure a time or a rate, and need an otherwise idle machine.
 test-all: test
@@ -71,7 +79,7 @@ test-all: test
 
 # The rows of docs/reliability.md that every commit must pass; `make test` runs them, too. Five minutes at most.
 test-reliability: $(VENV)/.test-ready
-	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n auto --dist worksteal -m every_commit
+	OMP_NUM_THREADS=1 timeout 300 $(BIN)/python -m pytest -n logical --dist worksteal -m every_commit
 
 # Uses the Python and torch of the machine and installs nothing. Most of the time is kernel compilation, which pytest-xdist
 # spreads over processes where it is installed.
@@ -89,6 +97,7 @@ docs: install
 	$(BIN)/python scripts/make_models_page.py --write
 	$(BIN)/python scripts/make_reliability_page.py --write
 	$(BIN)/python scripts/make_precision_tables.py --write
+	$(BIN)/python scripts/make_quantize_tables.py --write
 
 clean:
 	rm -rf $(VENV) build *.egg-info

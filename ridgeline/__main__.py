@@ -37,6 +37,7 @@ COMMANDS = {
     "bench ops": ("ridgeline.bench.ops", "measure every operation's kernels against the roofline"),
     "bench frontend": ("ridgeline.bench.frontend", "measure the front end's cost per token, with a fake engine"),
     "bench idle": ("ridgeline.bench.idle", "trace decode steps: time of every kernel, and idle time of the device"),
+    "bench comm": ("ridgeline.bench.collectives", "measure collectives between ranks: latency and bandwidth"),
     "bench startup": ("ridgeline.bench.startup", "measure an engine's start-up, phase by phase"),
     "bench soak": ("ridgeline.bench.soak", "stress-test a server with mixed traffic, and check for leaks and slow-down"),
     "bench loop": ("ridgeline.diagnose.tuning_loop", "diagnose, apply a remedy, measure again: predicted and achieved gain"),

@@ -133,6 +133,9 @@ class ParallelOptions:
     enable_expert_parallel: bool = option(
         False, "the ranks of tensor_parallel_size divide the experts of a mixture among them, not each expert's width"
     )
+    decode_context_parallel_size: int = option(
+        1, "the ranks of tensor_parallel_size divide the KV cache by positions, not by heads: 1 (off) or as many as these", low=1
+    )
     distributed_executor_backend: str = option(
         "mp", "where ranks run. mp: on this machine; ray: on the machines of a Ray cluster (pip install 'ridgeline[ray]')",
         ("mp", "ray"),
@@ -155,7 +158,9 @@ SPELLINGS: dict[str, dict[str, str]] = {
         ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3",
          "qwen3", "step3", "step3p5"), "think",
     ),
-    "tool_call_parser": {"llama4_json": "llama3_json", "openai": "harmony"},
+    "tool_call_parser": {
+        "llama4_json": "llama3_json", "openai": "harmony", "deepseek_v31": "deepseek_v3",
+    },
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"},
     "distributed_executor_backend": {"uni": "mp"},
 }

@@ -42,7 +42,7 @@ _CORS = "--allowed-origins sends the headers that browsers need"
 _TEMPLATES = "chat templates are always Jinja, sandboxed"
 _METRICS = "/metrics always has the counters"
 _ONE_MACHINE = "--data-parallel-size has engines of one machine; `ridgeline route` is for several machines"
-_NO_PARALLEL = "layers and experts are divided, contexts are not"
+_NO_PARALLEL = "ranks find each other, and divide the work evenly"
 
 # Why it changes nothing -> names.
 _IGNORED: dict[str, str] = {
@@ -192,8 +192,7 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("speculative_model= num_speculative_tokens= spec_method= spec_model= spec_tokens= spec_type="
      " model_draft= spec_draft_model= spec_draft_hf= hf_repo_draft= spec_default diffusion_config= mtp dflash eagle3", (),
      _DRAFT),
-    ("decode_context_parallel_size= prefill_context_parallel_size=", (1,),
-     f"{_NO_PARALLEL}: use --tensor-parallel-size or --pipeline-parallel-size"),
+    ("prefill_context_parallel_size=", (1,), "prompts are divided as contexts are: use --decode-context-parallel-size"),
     ("data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb enable_elastic_ep", (False,),
      _ONE_MACHINE),
     ("data_parallel_size_local= data_parallel_rank= data_parallel_start_rank= data_parallel_address=", (), _ONE_MACHINE),

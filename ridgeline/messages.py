@@ -135,6 +135,7 @@ class StepResult:
     padded: int = 0                  # … to fill up a captured shape …
     rejected: int = 0                # … and in vain, as drafts
     device_seconds: float = 0.0
+    typical: bool = True             # that is what its shape takes: no graph was captured meanwhile, and none was missing
     shared: int = 0                  # KV positions that were read once although further rows have them, too
     experts: int = 0                 # of a mixture: experts that were read, all layers together
     replayed: bool = False           # the step was a CUDA graph

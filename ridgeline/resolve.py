@@ -20,6 +20,8 @@ from ridgeline.kv_options import kv_format
 from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
 from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config
 from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes
+from ridgeline.ops.kernel_table import H200
+from ridgeline.ops.kernel_table import DeviceFacts as KernelFacts
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
@@ -50,6 +52,7 @@ class DeviceFacts:
     free: int = 0                    # bytes that no process has taken yet; 0: not known
     name: str = ""                   # as its vendor spells it
     unusable: tuple[str, ...] = ()   # dtypes that it would need minutes for
+    kernels: KernelFacts = H200      # of a GPU: what its kernels can use
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +117,11 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     draft_options(config.execution.speculative_config)
     reasons: dict[str, str] = {}
     dtype = _dtype(config, model, device, reasons)
-    groups = kv_groups(model, config.cache.block_size, config.parallel.tensor_parallel_size)
+    groups = kv_groups(
+        model, config.cache.block_size, config.parallel.tensor_parallel_size, config.parallel.decode_context_parallel_size
+    )
     stored = kv_format(config, model, path, device.kind, dtype, reasons)
+    _check_context(config, stored)
     longest = _longest(config, model)
 
     flat = {name: value for part in dataclasses.asdict(config).values() for name, value in part.items()}
@@ -149,6 +155,18 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
     )
+
+
+def _check_context(config: EngineConfig, stored: KVFormat) -> None:
+    """Can ranks divide contexts as is asked?"""
+    parallel = config.parallel
+    if parallel.decode_context_parallel_size not in (1, parallel.tensor_parallel_size):
+        raise ConfigError(
+            f"decode_context_parallel_size {parallel.decode_context_parallel_size} must be 1 or tensor_parallel_size, which is "
+            f"{parallel.tensor_parallel_size}"
+        )
+    if parallel.decode_context_parallel_size > 1 and stored.quantised:
+        raise ConfigError("decode_context_parallel_size needs a KV cache that is not quantised; set kv_cache_dtype auto")
 
 
 def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: dict[str, str]) -> bool:
@@ -266,7 +284,7 @@ class Memory:
         # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/linear/gemm_gated.py), but steps
         # just below that do, into other pieces of memory than the largest step has left.
         per_token = (width + model.mlp_elements) * size
-        quantised = quantised_memory(model, config.model.quantization, device.kind, ranks)
+        quantised = quantised_memory(model, config.model.quantization, device.kind, ranks, device.kernels)
         if quantised.codes:                              # rows as codes, beside the rows themselves
             per_token += model.hidden_size + model.intermediate_size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
@@ -290,7 +308,9 @@ class Memory:
 
     def rows(self, max_num_seqs: int) -> int:
         size, on_gpu = DTYPE_BYTES[self.dtype], self.kind != "cpu"
-        sampling = sampling_bytes(rows=max_num_seqs, vocab=self.vocab, element_bytes=size, on_gpu=on_gpu)
+        sampling = sampling_bytes(
+            rows=max_num_seqs, vocab=self.vocab, element_bytes=size, on_gpu=on_gpu, verified=self.verified
+        )
         masks = mask_bytes(rows=max(max_num_seqs, self.verified), vocab=self.vocab) if on_gpu else 0
         drafts = 0
         if self.verified:                                # rows times queries of attention are at most this
@@ -354,7 +374,7 @@ class Memory:
             free -= needs(count)
 
     def _advice(self) -> str:
-        """What makes weights smaller on this device. Ranks on a CPU share one memory, and a CPU expands quantised weights."""
+        """What makes weights smaller on this device. Ranks on a CPU share one memory."""
         if self.kind == "cpu":
             return "use a smaller model, or end other programs"
         smaller = {"float64": "dtype float32", "float32": "dtype bfloat16", "bfloat16": "quantization fp8"}.get(self.dtype)
@@ -395,8 +415,6 @@ def _check_deterministic(config: EngineConfig, dtype: str, model: ModelConfig) -
             "deterministic does not work with latent attention: a prompt's result depends on how it was cut into chunks, in its "
             "last bits; leave it off"
         )
-    if model.experts is not None:
-        raise ConfigError("deterministic does not work with a mixture of experts: kernels change with the tokens; leave it off")
     if dtype not in ("bfloat16", "float16"):
         raise ConfigError(f"deterministic has no kernels for {dtype}; use dtype bfloat16 or float16")
     if config.parallel.tensor_parallel_size > 1:

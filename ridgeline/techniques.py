@@ -56,12 +56,12 @@ TECHNIQUES = (
     Technique(
         "CUDA graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
         "a decode step is one launch instead of hundreds", "runner/cuda_graphs.py",
-        device="cuda",
+        device="cuda", excludes=("context parallelism",),
     ),
     Technique(
         "shared-prefix attention", {"shared_prefix_attention": True}, {"shared_prefix_attention": False}, "bytes", True,
         "a prefix that many running requests share is read once a step, not once a request", "runner/shared_prefix.py",
-        requires=("prefix caching",), device="cuda",
+        requires=("prefix caching",), device="cuda", excludes=("context parallelism",),
     ),
     Technique(
         "speculation", {"speculative_config": "auto"}, {"speculative_config": ""}, "bytes", True,
@@ -91,6 +91,11 @@ TECHNIQUES = (
         "expert parallelism", {"enable_expert_parallel": True}, {"enable_expert_parallel": False}, "bytes", False,
         "a rank reads whole experts, and only those of its own that tokens have chosen", "layers/mixture.py",
         requires=("tensor parallelism",),
+    ),
+    Technique(
+        "context parallelism", {"decode_context_parallel_size": 2}, {"decode_context_parallel_size": 1}, "capacity", False,
+        "KV divided by the ranks also where they are more than KV heads, or where every rank would keep the whole latent",
+        "layers/context_attention.py", requires=("tensor parallelism",),
     ),
 )
 

@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
-    if "ridgeline.engine.client.engine_child" in sys.modules or "ridgeline.engine.ranks.rank_processes" in sys.modules:
+    if {"ridgeline.engine.client.engine_child", "ridgeline.engine.ranks.rank_processes", "served_model"} & sys.modules.keys():
         warm_start.begin()
     if grammar_check := sys.modules.get("ridgeline.engine.client.grammar_check"):
         # So may a grammar: its limit of CPU time stays, and those of wall-clock time that a test makes short.

@@ -29,11 +29,13 @@ from ridgeline.bench.peers.peer_llama_cpp import LlamaCppPeer
 from ridgeline.bench.peers.peer_transformers import TransformersPeer
 from ridgeline.bench.workload import presets
 from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
-from ridgeline.bench.workload.workloads import PRESETS, Workload
+from ridgeline.bench.workload.workloads import BESIDE_LLAMA_CPP, PRESETS, Workload
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.roofline.step_cost import decoder_shape, step_cost
+
+NAMED = PRESETS | BESIDE_LLAMA_CPP
 
 
 class Contender(Protocol):
@@ -49,7 +51,8 @@ class Contender(Protocol):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="",
                         help="name in the HF cache, directory or .gguf file; default: the embedded model")
-    parser.add_argument("--workload", nargs="+", choices=sorted(PRESETS), help="default: all of them")
+    parser.add_argument("--workload", nargs="+", choices=sorted(NAMED),
+                        help="default: batch, latency and prefill")
     parser.add_argument("--requests", type=int, nargs="+", help="numbers of concurrent requests, instead of a named workload")
     parser.add_argument("--input-len", type=int, nargs="+", default=[128], help="with --requests: prompt length")
     parser.add_argument("--output-len", type=int, nargs="+", default=[128], help="with --requests: answer length")
@@ -161,7 +164,7 @@ def _extend(
 def asked_workloads(args: argparse.Namespace) -> list[Workload]:
     """The named ones, or every combination of the sizes."""
     if not args.requests:
-        return [workload for name in args.workload or sorted(PRESETS) for workload in PRESETS[name]]
+        return [workload for name in args.workload or sorted(PRESETS) for workload in NAMED[name]]
     lists = {"requests": args.requests, "tokens_in": args.input_len, "tokens_out": args.output_len}
     if any(value < 1 for values in lists.values() for value in values):
         raise ConfigError("--requests, --input-len and --output-len must be above 0")

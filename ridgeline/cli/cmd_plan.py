@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from ridgeline.plan.plan_page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
 from ridgeline.plan.public_models import CONFIGS, PlannedModel, find_model, is_same_model, packed_format
-from ridgeline.plan.records import NotPredicted, read_record, record_id, record_name, record_order
+from ridgeline.plan.records import NotPredicted, read_link, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
-from ridgeline.quantize.card import CARD, planned_kl
-from ridgeline.sizes.hardware import DEVICES, Device, described, find_device
+from ridgeline.quant.quality_card import CARD
+from ridgeline.quantize.card import PlannedCard, planned_card
+from ridgeline.sizes.hardware import DEVICES, Device, Link, described, find_device
 from ridgeline.sizes.mesh_shape import stage_layers
 
 BEYOND_BAR = 3                       # exit code
@@ -97,6 +98,8 @@ def _add_machine(machine: argparse._ArgumentGroup) -> None:
                          help="tensor parallelism: devices that share every layer (default: 1)")
     machine.add_argument("--pipeline-parallel-size", "--pp", dest="stages", type=int, default=1, metavar="N",
                          help="stages of a pipeline, each with that many devices (default: 1)")
+    machine.add_argument("--comm", metavar="RECORD", help="record of `bench comm`: the link between devices, instead of --gpu's")
+    machine.add_argument("--stage-comm", metavar="RECORD", help="… and between stages, where these are on several machines")
     machine.add_argument("--most", type=int, default=8, metavar="N", help="largest number of devices to consider (default: 8)")
     machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
                          help="share of a device's memory to use (default: 0.9)")
@@ -115,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     told["objectives"] = plan_report.objectives(question)
     if args.html:
         told |= plan_report.fronts(question)
+        told["cards"] = [asdict(card) for word in (args.kl or "").split(",") if word and (card := _card(word)) is not None]
         _write(args.html, page(told))
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
@@ -158,7 +162,8 @@ def _device(args: argparse.Namespace) -> Device:
     known = find_device(args.gpu) if args.gpu else None
     if known is not None and known.kind == "cpu":
         known = best_known(known)
-    return known if known is not None and own == (None,) * 4 else described(known, *own)
+    found = known if known is not None and own == (None,) * 4 else described(known, *own)
+    return replace(found, link=read_link(args.comm, "all_reduce")) if args.comm else found
 
 
 def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
@@ -181,7 +186,13 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
         model=model, device=device, ranks=args.count, stages=args.stages, dtype=dtype, weights=args.weights or stored or dtype,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
+        stage_link=_stage_link(args),
     )
+
+
+def _stage_link(args: argparse.Namespace) -> Link | None:
+    measured = args.stage_comm or args.comm
+    return read_link(measured, "send") if measured else None
 
 
 def parse_slo(words: str) -> Slo:
@@ -198,15 +209,21 @@ def parse_slo(words: str) -> Slo:
     return Slo(**limits)
 
 
+def _card(word: str) -> PlannedCard | None:
+    """Of a file, or of a model's directory; None: the word is something else."""
+    path = Path(word.strip())
+    if path.suffix != ".json" and not (path / CARD).is_file():
+        return None
+    return planned_card(path / CARD if path.is_dir() else path)
+
+
 def parse_kl(words: str) -> dict[str, float]:
     """From words like int4:0.03,kv-fp8:0.0005, and from cards of `ridgeline quantize` (a file, or the model's directory)."""
     known = {*WEIGHT_FORMATS, *(f"kv-{name}" for name in KV_FORMATS), "2:4"}
     found = {}
     for word in words.split(","):
-        path = Path(word.strip())
-        if path.suffix == ".json" or (path / CARD).is_file():
-            format, found_kl = planned_kl(path / CARD if path.is_dir() else path)
-            found[format] = found_kl
+        if (card := _card(word)) is not None:
+            found[card.format] = card.kl
             continue
         name, colon, number = word.strip().rpartition(":")
         if not colon or name not in known:

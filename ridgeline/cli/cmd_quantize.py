@@ -14,11 +14,12 @@ from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.slices import SLICES
 from ridgeline.evaluate.task import Task
-from ridgeline.quantize.card import PAGE, PLOTS, parse_limits, summary_line
-from ridgeline.quantize.recipes import AUTO, RECIPES, read_recipe
+from ridgeline.quant.quality_card import summary_line
+from ridgeline.quantize.card import PAGE, PLOTS, parse_limits
+from ridgeline.quantize.recipes import AUTO, KV_FORMATS, RECIPES, read_recipe
 from ridgeline.resolve import model_path
 
-CARD_TOKENS, CARD_CONTEXT = 1024, 256
+CARD_TOKENS, CARD_CONTEXT, CARD_NEEDLE = 1024, 256, 256
 LIMIT_OPTIONS = {
     "kl": ("--max-kl", "largest mean KL divergence, in nats: 0.05"),
     "flips": ("--max-flips", "largest share of positions with another top token: 5%%"),
@@ -45,20 +46,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--keep-last", type=int, default=0, metavar="N", help="leave the last N layers as they are")
     group.add_argument("--seed", type=int, default=0, help="decides which texts are used (default: 0)")
     group.add_argument("--calibration", default="", metavar="FILE",
-                       help='text for GPTQ: a text file, or JSONL with a "text" per line (default: half of pydoc_data.topics)')
+                       help='text to calibrate with: a text file, JSONL with a "text" per line, or the word model: what the '
+                       'model itself writes (default: half of pydoc_data.topics)')
     group.add_argument("--calibration-tokens", type=int, default=8192, metavar="N",
                        help="tokens of it to use (default: %(default)s)")
+    group.add_argument("--kv-scales", choices=KV_FORMATS, default="",
+                       help="also calibrate scales of each layer's keys and values, for a KV cache in this format")
     limits = parser.add_argument_group("limits", "every slice of the card must meet them; with --recipe auto they choose formats")
     for name, (option, words) in LIMIT_OPTIONS.items():
         limits.add_argument(option, dest=f"limit_{name}", metavar="X", help=words)
+    limits.add_argument("--fastest", default="", metavar="GPU[:ROWS]",
+                        help="with --recipe auto: the least predicted time of the linears on this GPU, instead of the fewest "
+                        "bytes, in steps of ROWS rows (64)")
     measured = parser.add_argument_group("card")
     measured.add_argument("--no-card", action="store_true", help="do not measure the quality; the output then has no card")
     measured.add_argument("--card-text", default="", metavar="FILE",
                           help="a text to measure on (default: half of pydoc_data.topics)")
     measured.add_argument("--card-tokens", type=int, default=CARD_TOKENS, metavar="N",
                           help="approximate number of tokens per slice (default: %(default)s)")
-    measured.add_argument("--card-needle", type=int, nargs="+", default=[], metavar="N",
-                          help="also hide a number in texts of N tokens, and count how often it is found")
+    measured.add_argument("--card-needle", type=int, nargs="+", metavar="N",
+                          help="hide a number in texts of N tokens, and count how often it is found; 0: none (default: 256, or "
+                          "none if --card-text is shorter)")
     measured.add_argument("--json", action="store_true", help="print the card as JSON")
 
 
@@ -68,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         value is not None for value in given.values()) else {}
     if limits and args.no_card:
         raise ConfigError("limits are checked on the card: leave out --no-card")
-    recipe = read_recipe(args.recipe, args.group, args.keep, args.keep_first, args.keep_last)
+    recipe = read_recipe(args.recipe, args.group, args.keep, args.keep_first, args.keep_last, args.kv_scales)
+    if args.fastest and args.recipe != AUTO:
+        raise ConfigError(f"--fastest chooses formats, which only --recipe {AUTO} does")
     for name in ("card_tokens", "calibration_tokens"):
         if getattr(args, name) < 2:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 2, got {getattr(args, name)}")
@@ -78,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
     path = model_path(config)
     task = None if args.no_card else Task(
         text=args.card_text, slices=tuple(SLICES), context=CARD_CONTEXT, tokens=args.card_tokens, seed=args.seed,
-        needle=tuple(args.card_needle),
+        needle=tuple(filter(None, args.card_needle or [CARD_NEEDLE])), speed=True,
     )
     # This imports torch: errors in the command line are reported before.
     maker = importlib.import_module("ridgeline.quantize.quantize_model")
     made = maker.quantize(maker.Job(
         model=path, recipe=recipe, out=out, seed=args.seed, text=args.calibration, tokens=args.calibration_tokens, card=task,
-        limits=limits, show=not args.json,
+        needles_if_they_fit=args.card_needle is None, limits=limits, fastest=args.fastest, show=not args.json,
     ))
     if args.json:
         print(json.dumps(made))

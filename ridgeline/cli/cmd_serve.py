@@ -24,7 +24,8 @@ from ridgeline.process.log import get_logger
 from ridgeline.process.progress import progress_bar
 from ridgeline.process.standard_streams import say
 from ridgeline.process.start_phases import since_start
-from ridgeline.quantize.card import find_card, parse_limits, require_quality
+from ridgeline.quant.quality_card import find_card
+from ridgeline.quantize.card import parse_limits, require_quality
 from ridgeline.resolve import model_path
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import run as run_server

@@ -4,6 +4,7 @@ identity.
     tensor     every rank has a part of every layer: heads, columns, rows of the vocabulary
     stages     every rank has some of the layers, one after the other (pipeline.py)
     experts    every rank has some of the experts, whole; its ranks are those of the tensor axis
+    context    every rank has some positions of the KV cache, with all KV heads; its ranks are those of the tensor axis
 
 Processes meet through a file or a store (`meet`). This file moves tensors; `sharding.py` says which rank keeps which part.
 """
@@ -38,6 +39,10 @@ class Axis:
         """Every rank's x, joined along the last dimension in rank order."""
         return x
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x[r] goes to rank r; what comes from rank r is in its place."""
+        return x
+
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """`source`'s x on every rank, in place."""
         return x
@@ -49,8 +54,10 @@ ALONE = Axis()
 class Communicator:
     """The mesh as one rank sees it. Without arguments: one rank alone, which has everything."""
 
-    def __init__(self, tensor: Axis = ALONE, stages: Stage = WHOLE, experts: Axis = ALONE, rank: int = 0) -> None:
-        self.tensor, self.stages, self.experts, self.rank = tensor, stages, experts, rank
+    def __init__(
+        self, tensor: Axis = ALONE, stages: Stage = WHOLE, experts: Axis = ALONE, rank: int = 0, context: Axis = ALONE
+    ) -> None:
+        self.tensor, self.stages, self.experts, self.context, self.rank = tensor, stages, experts, context, rank
         self.device_index: int | None = None             # of the GPU on this rank's machine; None: by its rank
 
     @property
@@ -94,6 +101,13 @@ class ProcessAxis(Axis):
         with self._waiting():
             _gather(found, x.contiguous(), group=self._group)
         return torch.cat(found.chunk(self.size), dim=-1)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        found = torch.empty_like(x)
+        with self._waiting():
+            dist.all_to_all_single(found, x, group=self._group)
+        return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         with self._waiting():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ridgeline.distributed.pipeline import WHOLE, ProcessStage, Stage
 from ridgeline.errors import ConfigError
 from ridgeline.sizes.mesh_shape import MeshShape
 
+_ABORT_SECONDS = 3.0
+
 
 class ProcessMesh(Communicator):
     """Several ranks; close() ends their connections."""
@@ -25,19 +28,27 @@ class ProcessMesh(Communicator):
         dist.broadcast(said, 0)
         return bool(said.item())
 
+    _abort: threading.Thread | None = None
+
     def give_up(self) -> None:
-        """gloo notices by itself. NCCL's kernels wait for the other rank until they are told not to."""
-        if dist.is_initialized() and dist.get_backend() == "nccl":
-            distributed_c10d._abort_process_group()      # public only as an argument of later versions
+        """gloo notices by itself. NCCL's kernels wait for the other rank until they are told not to. Its communicators end when
+        the last CUDA graph with one of their collectives has: this waits for that, but not without end."""
+        if self._abort is None and dist.is_initialized() and dist.get_backend() == "nccl":
+            abort = distributed_c10d._abort_process_group        # public only as an argument of later versions
+            self._abort = threading.Thread(target=abort, name="abort", daemon=True)
+            self._abort.start()
+        if self._abort is not None:
+            self._abort.join(_ABORT_SECONDS)
 
     def close(self) -> None:
-        if dist.is_initialized():
+        self.give_up()                                   # an orderly end of NCCL waits for ranks that may be gone
+        if self._abort is None and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def meet(
     shape: MeshShape, rank: int, store: Path | str, backend: str = "gloo", timeout_seconds: float = 120.0,
-    divide_experts: bool = False,
+    divide_experts: bool = False, divide_context: bool = False,
 ) -> ProcessMesh:
     """`store`: where all ranks meet, the same for all of them. A new path of this machine, so that nothing listens on a port; or
     tcp://host:port of rank 0, for several machines.
@@ -62,7 +73,7 @@ def meet(
     stages: Stage = WHOLE
     if shape.pipeline > 1:
         stages = ProcessStage(shape.stage(rank), shape.pipeline, rank + shape.tensor, rank - shape.tensor)
-    return ProcessMesh(tensor, stages, tensor if divide_experts else ALONE, rank)
+    return ProcessMesh(tensor, stages, tensor if divide_experts else ALONE, rank, tensor if divide_context else ALONE)
 
 
 def _prepare_environment(rank: int, size: int, backend: str, far: bool) -> None:
@@ -78,5 +89,6 @@ def _prepare_environment(rank: int, size: int, backend: str, far: bool) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if not far and size > torch.cuda.device_count():
         # NCCL refuses two ranks on one GPU. With host names of their own they talk through sockets: slow, and right.
-        os.environ.setdefault("NCCL_HOSTID", f"ridgeline-rank-{rank}")
+        # Not a default: a rank inherits the variable of rank 0, which may have had ranks before.
+        os.environ["NCCL_HOSTID"] = f"ridgeline-rank-{rank}"
         os.environ.setdefault("NCCL_IB_DISABLE", "1")

@@ -207,6 +207,7 @@ class Said(msgspec.Struct):
 # The first frame of a message to a rank says what it is.
 RUN = b"run"                         # this plan
 SAID = b"said"                       # to the first stage: tokens of the last one, before the next plan that has these rows
+PREPARE = b"prepare"                 # no plan comes for a moment: capture one more CUDA graph, all ranks the same
 STOP = b"stop"
 PLAN: Codec[StepPlan] = Codec(StepPlan)
 SAID_TOKENS: Codec[Said] = Codec(Said)

@@ -8,7 +8,7 @@ All random choices come from the seed, and the engine is greedy: the same seed g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,18 +18,21 @@ from ridgeline.evaluate import choices, divergence, needle, perplexity
 from ridgeline.evaluate.reference import ReferenceFile, file_bytes, is_reference_file, write_reference
 from ridgeline.evaluate.scoring import Scorer, Scores
 from ridgeline.evaluate.slices import SLICES
+from ridgeline.evaluate.speed import ANSWER, measure_speed
 from ridgeline.evaluate.task import EMBEDDED, Task
 from ridgeline.evaluate.texts import DEFAULT_TEXT, Passage, default_text, fingerprint, passages, read_text
 from ridgeline.process.progress import progress_bar
+from ridgeline.quant.format import Activation
 from ridgeline.resolve import model_path
 from ridgeline.text.tokenizer import Tokenizer
 
 
 def evaluate(
     options: dict[str, Any], task: Task, reference: str = "", reference_options: dict[str, Any] | None = None,
-    save_reference: str = "", show: bool = True,
+    save_reference: str = "", show: bool = True, activations: Mapping[str, Activation] | None = None,
 ) -> dict[str, Any]:
-    """`options` are the engine's; `reference` is a model, or a file that `save_reference` wrote."""
+    """`options` are the engine's; `reference` is a model, or a file that `save_reference` wrote. `activations`: of linears by
+    their path in the decoder, to be rounded as kernels for their format do."""
     config = EngineConfig.of(**options)
     path = model_path(config)
     tokenizer = Tokenizer.load(config.model.tokenizer or path)
@@ -37,7 +40,7 @@ def evaluate(
     asked = _passages(texts, tokenizer, task)
     hidden = needle.trials(tokenizer, texts[DEFAULT_TEXT], task.needle, task.seed) if task.needle else []
     questions = choices.read_questions(task.choices) if task.choices else []
-    longest = max(len(passage.tokens) for passage in asked)
+    longest = max(len(passage.tokens) for passage in asked) + ANSWER * task.speed
     most = max(
         longest, needle.longest(hidden, tokenizer) if hidden else 0,
         choices.longest(tokenizer, questions) if questions else 0,
@@ -50,13 +53,11 @@ def evaluate(
         if reference:
             with _reference(reference, reference_options or {}, options, longest, show) as (other, name):
                 result["reference"] = name
-                result |= _beside(other, model, asked, tokenizer, show)
+                result |= _speeds(task, model, other, asked)                 # before inputs are rounded, which costs time
+                rounds = model.round_inputs(activations or {})
+                result |= _beside(other, model, asked, tokenizer, show) | {"rounded_inputs": rounds}
         else:
-            with progress_bar("passages", wanted=show) as tick:
-                scores = perplexity.score_passages(model, asked, tick)
-            result["slices"] = {
-                name: perplexity.summary(*_of_slice(asked, scores.logprobs, name), tokenizer) for name in texts
-            }
+            result["slices"] = _alone(model, asked, tokenizer, show)
         if save_reference:
             sequences = [passage.tokens for passage in asked]
             with progress_bar("reference", wanted=show) as tick:
@@ -69,6 +70,21 @@ def evaluate(
             with progress_bar("choices", wanted=show) as tick:
                 result["choices"] = choices.run(model, tokenizer, questions, tick)
     return result
+
+
+def _alone(model: Scores, asked: list[Passage], tokenizer: Tokenizer, show: bool) -> dict[str, Any]:
+    with progress_bar("passages", wanted=show) as tick:
+        scores = perplexity.score_passages(model, asked, tick)
+    names = dict.fromkeys(passage.slice for passage in asked)
+    return {name: perplexity.summary(*_of_slice(asked, scores.logprobs, name), tokenizer) for name in names}
+
+
+def _speeds(task: Task, model: Scorer, reference: Scores, asked: list[Passage]) -> dict[str, Any]:
+    if not task.speed:
+        return {}
+    tokens = max((passage.tokens for passage in asked), key=len)
+    found = {"after": measure_speed(model, tokens)}
+    return {"speed": found | ({"before": measure_speed(reference, tokens)} if isinstance(reference, Scorer) else {})}
 
 
 def _passages(texts: dict[str, str], tokenizer: Tokenizer, task: Task) -> list[Passage]:

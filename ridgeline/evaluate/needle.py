@@ -37,19 +37,20 @@ class Trial:
 
 def trials(
     tokenizer: Tokenizer, text: str, lengths: Sequence[int], seed: int, depths: Sequence[float] = DEPTHS,
-    count: int = TRIALS,
+    count: int = TRIALS, advice: str = "give a longer --text",
 ) -> list[Trial]:
+    """`advice`: for a text that is too short, in words of the command that was given."""
     body = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
     made = []
     for length in lengths:
         for depth in depths:
             for trial in range(count):
                 rng = random.Random(f"needle-{seed}-{length}-{depth}-{trial}")
-                made.append(_trial(tokenizer, body, length, depth, rng))
+                made.append(_trial(tokenizer, body, length, depth, rng, advice))
     return made
 
 
-def _trial(tokenizer: Tokenizer, body: list[int], length: int, depth: float, rng: random.Random) -> Trial:
+def _trial(tokenizer: Tokenizer, body: list[int], length: int, depth: float, rng: random.Random, advice: str) -> Trial:
     city = rng.choice(_CITIES)
     number, *others = (str(value) for value in rng.sample(range(10_000, 100_000), 1 + _OTHERS))
 
@@ -64,7 +65,7 @@ def _trial(tokenizer: Tokenizer, body: list[int], length: int, depth: float, rng
         least = length - room
         raise ConfigError(f"a needle cannot be hidden in {length} tokens; the least is {least}")
     if room > len(body):
-        raise ConfigError(f"the text has {len(body)} tokens, a haystack of {length} needs {room}; give a longer --text")
+        raise ConfigError(f"the text has {len(body)} tokens, a haystack of {length} needs {room}; {advice}")
     begin = rng.randrange(len(body) - room + 1)
     hay = body[begin : begin + room]
     place = round(depth * room)

@@ -10,7 +10,7 @@ Logits exist for a few hundred positions at a time; perplexity, divergence and c
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,11 +21,13 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.errors import BadRequest, ConfigError
+from ridgeline.evaluate.rounded_inputs import round_inputs
 from ridgeline.layers.batch import Batch
 from ridgeline.messages import Request, StepPlan
 from ridgeline.models.model_config import kv_groups, load_model_config
 from ridgeline.ops.registry import set_kernels
 from ridgeline.process.progress import progress_bar
+from ridgeline.quant.format import Activation
 from ridgeline.resolve import model_path
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.runner import Runner
@@ -74,6 +76,13 @@ class Scorer:
     def vocab_size(self) -> int:
         return self.core.config.model.vocab_size
 
+    def round_inputs(self, activations: Mapping[str, Activation]) -> int:
+        """From now on, of linears by path. Returns how many linears that concerns (rounded_inputs.py)."""
+        count = round_inputs(self._tap.model, activations)
+        if count:
+            self._tap.forget_recorded()
+        return count
+
     def score(self, sequences: Sequence[Sequence[int]], take: Take, tick: Tick | None = None) -> None:
         """Call `take` with the logits of every position that has a token after it. Equal sequences are computed once."""
         places: dict[bytes, list[int]] = {}
@@ -90,11 +99,16 @@ class Scorer:
         finally:
             self._tap.take = None
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, tick: Tick | None = None) -> list[list[int]]:
-        """Greedy answers of at most `tokens` tokens."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], tokens: int, tick: Tick | None = None, ignore_eos: bool = False,
+        seed: int | None = None,
+    ) -> list[list[int]]:
+        """Greedy answers of at most `tokens` tokens; with a seed they are drawn at temperature 1."""
         answers: dict[str, list[int]] = {}
-        for prompt in prompts:
-            answers[self._add(list(prompt), SamplingParams(temperature=0, max_tokens=tokens), "answer")] = []
+        for number, prompt in enumerate(prompts):
+            drawn = {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed + number}
+            params = SamplingParams(max_tokens=tokens, ignore_eos=ignore_eos, **drawn)   # type: ignore[arg-type]
+            answers[self._add(list(prompt), params, "answer")] = []
         self._finish(tick, answers)
         return list(answers.values())
 
@@ -157,12 +171,28 @@ class _Tap:
         self.replays = 0
         runner.forward = self
 
-    def shape(self, plan: StepPlan) -> Shape | None:
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._runner.model
+
+    @property
+    def eager(self) -> Forward:
+        return self._inner.eager
+
+    def forget_recorded(self) -> None:
+        """The model computes something else from now on: recorded steps would replay what it was."""
+        self._inner.release()
+        self._inner = self._inner.eager
+
+    def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
         self._plan = plan
-        return self._inner.shape(plan)
+        return self._inner.shape(plan, greedy)
 
     def prepare(self) -> bool:
         return self._inner.prepare()
+
+    def release(self) -> None:
+        self._inner.release()
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         computed = self._inner.run(batch, greedy)

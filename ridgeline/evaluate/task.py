@@ -22,6 +22,7 @@ class Task:
     needle: tuple[int, ...] = ()     # lengths of the haystacks; none: no needles
     choices: str = ""                # a JSONL file
     seed: int = 0
+    speed: bool = False              # beside a reference: how fast both are
 
 
 def check_save_path(path: str) -> None:

@@ -31,7 +31,9 @@ _MAX_THREADS = 12                    # on three quarters of the cores; more save
 _FAILED = "the grammar of structured_outputs failed on this answer: "
 # Limits on the work of masks, in CPU time: on a busy machine a mask takes longer, but no more work.
 SLOW_SECONDS = 0.25                  # of one mask: beyond it the whole batch would wait, so its request fails
-STEP_SECONDS = 0.1                   # of all masks of a step: each time it is used up, the dearest grammar gets a warning, …
+# Of all masks of a step, or with drafts of as many steps as it stands for: each time it is used up, the dearest grammar gets a
+# warning, …
+STEP_SECONDS = 0.1
 _WARNINGS = 3                        # … and fails with this one, …
 _FORGIVEN_SECONDS = 60.0             # … unless the one before is this old (wall-clock time)
 
@@ -40,8 +42,8 @@ class Matcher:
     """The state of one answer in its grammar."""
 
     __slots__ = (
-        "__weakref__", "_accepted", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "error", "family",
-        "grammar",
+        "__weakref__", "_accepted", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "drafted", "error",
+        "family", "grammar",
     )
 
     def __init__(self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
@@ -55,6 +57,7 @@ class Matcher:
         # Ids held back before min_tokens, and after: (word of the mask, bit).
         self._early = _bits({*end_ids, *params.stop_token_ids}) if params.min_tokens else []
         self._late = _bits(end_ids) if params.ignore_eos else []
+        self.drafted = False                             # a copy behind drafts, see ahead()
         self.error = ""                                  # why it failed; final
 
     def accept(self, token: int) -> bool:
@@ -97,7 +100,7 @@ class Matcher:
             if token < 0 or token in stop_ids or newest.error:
                 break
             copied = copy.copy(newest)
-            copied._matcher = newest._matcher.deep_copy()
+            copied._matcher, copied.drafted = newest._matcher.deep_copy(), True
             if not copied.accept(token) or copied.ended:
                 break
             found.append(copied)
@@ -145,6 +148,12 @@ def _work(wall: float, cpu_before: float) -> float:
     """Seconds of work that threads did together: no more than the time that passed, and no more than the CPU time that this
     process used meanwhile. So neither a busy machine nor other threads of this process make masks look slow by themselves."""
     return min(wall, time.process_time() - cpu_before)
+
+
+def _allowed(wanted: Sequence[tuple[int, Matcher]]) -> float:
+    """Seconds of work for these masks: a step with drafts fills as many for an answer as it saves steps, if they are right."""
+    answers = sum(not matcher.drafted for _, matcher in wanted)
+    return STEP_SECONDS * len(wanted) / max(1, answers)
 
 
 def num_threads() -> int:
@@ -226,7 +235,7 @@ class Masks:
         work = self._one_by_one(missing, masks) if alone else self._at_once(missing, masks)
         self._look_at(wanted, masks)
         if not ahead:
-            self._look_for_slow = work > STEP_SECONDS
+            self._look_for_slow = work > _allowed(wanted)
         self.seconds += time.perf_counter() - started
         self.filled += len(wanted)
         return masks
@@ -273,6 +282,7 @@ class Masks:
         """Fill masks in this thread, and fail a mask, or all of a grammar together, that is too slow. Returns the CPU time."""
         spent: dict[int, float] = {}
         began = before = allowed = time.thread_time()
+        limit = _allowed(wanted)
         for row, matcher in wanted:
             if matcher.error:
                 continue
@@ -285,7 +295,7 @@ class Masks:
                 matcher.fail(f"a mask took more than {SLOW_SECONDS} s of CPU time; use a simpler grammar")
             spent[matcher.grammar] = spent.get(matcher.grammar, 0.0) + now - before
             before = now
-            if now > allowed + STEP_SECONDS:
+            if now > allowed + limit:
                 allowed = now
                 dearest = max(spent, key=spent.__getitem__)
                 if self._warn(dearest):

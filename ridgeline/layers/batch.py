@@ -29,6 +29,15 @@ class GroupBatch:
 
 
 @dataclass(slots=True)
+class Runs:
+    """With drafts: the positions of each row that samples, among the S with logits."""
+
+    start: Tensor                    # int32 [N + 1]: prefix sums; padding has none
+    rows: Tensor                     # int32 [N]: the engine's rows
+    longest: int                     # bound of the positions of a row
+
+
+@dataclass(slots=True)
 class Batch:
     tokens: Tensor                   # int64 [T]; see `last_rows` for the first of them
     positions: Tensor                # int64 [T]: rope positions
@@ -43,6 +52,7 @@ class Batch:
     device_picks: Tensor             # … and the same on the device, int64
     last_rows: Tensor | None = None              # [D]: rows whose newest token is the token of each of the first D; None: no row
     newest: Tensor | None = None                 # with drafts, instead: int64 [T], the row whose newest token it is; -1: none
+    runs: Runs | None = None                     # with drafts
     table_rows: Tensor | None = None             # int32 [R]: each row's line in the block tables; None: its own number
     query_tiles: Tensor | None = None            # int32 [N, 4]: query tiles of the prefill kernel; None: the kernel needs none
     sampled: Batch | None = None                 # the rows with logits, one query each, for the last layer; None: all

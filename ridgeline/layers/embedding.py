@@ -10,7 +10,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import Linear, Placement
 from ridgeline.ops.cpu.matrix import Matrix
 from ridgeline.ops.vocabulary_ends import embedding
-from ridgeline.quant.cpu_packed import Kept
+from ridgeline.quant.cpu_packed import CpuPacked, Kept
 from ridgeline.quant.piece import Piece
 
 
@@ -25,8 +25,9 @@ class VocabEmbedding(nn.Module):
         self.shard = even_shard(vocab_size, place.comm.rank, place.comm.size)
         self.matrix: Matrix | None = None
         self.kept: Kept | None = None
-        if place.schemes("embed").keeps_blocks and place.comm.size == 1:
-            self.kept, self.weight = Kept(hidden_size), None
+        scheme = place.schemes("embed")
+        if isinstance(scheme, CpuPacked) and place.comm.size == 1:
+            self.kept, self.weight = Kept(hidden_size, scheme.stored), None
         else:
             new = torch.zeros if self.shard.filled < self.shard.size else torch.empty
             self.weight = nn.Parameter(
@@ -74,9 +75,12 @@ class LMHead(Linear):
     def __init__(self, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None, place: Placement) -> None:
         shard = even_shard(vocab_size, place.comm.rank, place.comm.size)
         super().__init__({"": shard}, whole(hidden_size), False, place, tied)
-        self.comm = place.comm
-        self.vocab_size = shard.total
+        self.comm, self.shard = place.comm, shard
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         logits = self.comm.all_gather(super().forward(x, batch))
-        return logits[:, : self.vocab_size]
+        return logits[:, : self.shard.total]
+
+    def here(self, x: Tensor) -> Tensor:
+        """Of this rank's ids alone, [S, ids]; they begin at `shard.start`."""
+        return super().forward(x, None)[:, : self.shard.filled]

@@ -34,6 +34,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     path: str = ""
+    context: Axis = ALONE            # ranks that divide the KV cache by positions; alone: by heads, as the tensor axis does
     experts: Axis = ALONE            # ranks that divide the experts among them; alone: every rank has a part of each expert
 
     def inside(self, name: str) -> Placement:

@@ -17,11 +17,13 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.sharding import Shard
 from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
+from ridgeline.layers.context_attention import ContextAttention, ContextLatentAttention
 from ridgeline.layers.embedding import LMHead, VocabEmbedding
+from ridgeline.layers.expert_weights import ExpertWeights
 from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.latent_layer import LatentAttention, LatentSizes
 from ridgeline.layers.linear import Linear, Placement, normed_rows
-from ridgeline.layers.mixture import ExpertWeights, Mixture, MixtureSpec
+from ridgeline.layers.mixture import Mixture, MixtureSpec
 from ridgeline.layers.mlp import GatedMLP, PlainMLP
 from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm, Times
 from ridgeline.layers.rotation_table import rotation_table
@@ -57,11 +59,12 @@ def make_attention(config: ModelConfig, spec: AttentionSpec, place: Placement) -
         sizes = LatentSizes(
             latent.query_rank, latent.kv_rank, latent.nope, latent.rope, latent.value, latent.interleaved, LATENT_EPS
         )
-        return LatentAttention(spec, sizes, inside)
+        return (ContextLatentAttention if place.context.size > 1 else LatentAttention)(spec, sizes, inside)
+    kind = ContextAttention if place.context.size > 1 else Attention
     if not config.qk_norm:
-        return Attention(spec, None, inside, wide_eps=config.rms_norm_eps if config.wide_qk_norm else None)
+        return kind(spec, None, inside, wide_eps=config.rms_norm_eps if config.wide_qk_norm else None)
     norms = [RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset, place.dtype, place.device) for _ in range(2)]
-    return Attention(spec, (norms[0], norms[1]), inside)
+    return kind(spec, (norms[0], norms[1]), inside)
 
 
 def make_mlp(config: ModelConfig, number: int, place: Placement) -> GatedMLP | PlainMLP | Mixture:
@@ -159,8 +162,8 @@ class Decoder(nn.Module):
         self.config, self.stage = config, comm.stages
         self.numbers_here = comm.stages.layers(config.num_layers)    # of the layers
         device = torch.device(device)
-        plain = plain_scheme(device, dtype)
-        place = Placement(comm.tensor, schemes or (lambda path: plain), dtype, device, experts=comm.experts)
+        plain = plain_scheme(device, dtype, stored=config.dtype)
+        place = Placement(comm.tensor, schemes or (lambda path: plain), dtype, device, experts=comm.experts, context=comm.context)
         rotations = {
             rope: rotation_table(rope.frequencies(max_model_len), rope.scale, max_model_len, dtype, place.device)
             for rope in dict.fromkeys(config.ropes)
@@ -220,7 +223,15 @@ class Decoder(nn.Module):
         """Logits [S, vocabulary] of hidden states [S, hidden], on every rank: float32 or better on a CPU; on a GPU in the
         GEMM's output dtype, because the sampling kernels convert them as they read."""
         assert self.head is not None
-        logits = self.head(rows, None)
+        return self._finished(self.head(rows, None))
+
+    @torch.inference_mode()
+    def logits_here(self, rows: Tensor) -> Tensor:
+        """The same of this rank's ids alone."""
+        assert self.head is not None
+        return self._finished(self.head.here(rows))
+
+    def _finished(self, logits: Tensor) -> Tensor:
         if self.config.logit_scale != 1.0:
             logits = logits * self.config.logit_scale
         cap = self.config.final_softcap
@@ -254,7 +265,8 @@ class Decoder(nn.Module):
                     found.pop(f"{name}.{parameter}", None)
             elif isinstance(module, ExpertWeights):
                 found |= {f"{name}.{each}": numbers for each, numbers in module.numbers().items()}
-                found.pop(f"{name}.gate_up_scale", None), found.pop(f"{name}.down_scale", None)
+                for each in module.codes:
+                    found.pop(f"{name}.{each}", None)
         return found
 
     def is_elsewhere(self, path: str) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,12 +55,18 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, metadata: bool = True):
+        """Without `metadata` a file whose header was read before is not read again, and has none: a vocabulary is long."""
         self.path = Path(path)
-        self._data = _map_file(self.path)
+        self._data, identity = _map_file(self.path)
         try:
+            known = None if metadata else _read_before.get(identity)
+            if known is not None:
+                self.metadata, self.tensors = {}, known
+                return
             header = _Header(self._data, self.path.name)
             self.metadata, self.tensors = header.metadata, header.tensors
+            _read_before[identity] = header.tensors
         except BaseException:
             self._data.close()
             raise
@@ -105,10 +112,17 @@ class GGUFFile:
         return self.tensors[name]
 
 
-def _map_file(path: Path) -> mmap.mmap:
+_Identity = tuple[int, int, int, int]
+_read_before: dict[_Identity, dict[str, GGUFTensor]] = {}                # of files that this process has opened
+
+
+def _map_file(path: Path) -> tuple[mmap.mmap, _Identity]:
+    """Its bytes, and what another file, or this one after a change, does not share."""
     try:
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), identity
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file") from None
     except ValueError:

@@ -16,7 +16,7 @@ from typing import Any
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
-from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.checkpoints.linear_formats import LinearFormats, cpu_weight_bytes, held_bytes
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Quantisation
 from ridgeline.models.config_fields import (
@@ -39,7 +39,6 @@ from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, 
 from ridgeline.models.multipliers import read_multipliers
 from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
-from ridgeline.quant.layout import fewest_outputs
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -97,7 +96,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     interleaved: bool = False        # the checkpoint has dimensions that rotate together side by side
     experts: Experts | None = None   # a mixture in the place of most MLPs; `intermediate_size` is that of the others
-    packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, those that stay packed on a CPU
+    packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, as a CPU keeps them
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
     latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
@@ -227,40 +226,31 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1) -> list[KVGroupSpec]:
-    """The KV cache's groups on one rank. Shards are padded to equal size, so all ranks have the same groups."""
-    kv = head_shards(config.num_heads, config.num_kv_heads, 0, tp_size)[1]
+def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1, context_size: int = 1) -> list[KVGroupSpec]:
+    """The KV cache's groups, the same on all ranks. `context_size` ranks divide positions, with `block_size` of a block each."""
+    here = head_shards(config.num_heads, config.num_kv_heads, 0, tp_size)[1].size
+    heads = here if context_size == 1 else here * min(config.num_kv_heads, tp_size)
     key, value = (config.head_dim, 0) if config.latent is None else (config.latent.width, config.latent.kv_rank)
-    return [
-        KVGroupSpec(layers, window, block_size, kv.size, key, value)
-        for window, layers in group_layers(list(config.windows))
-    ]
+    size, groups = block_size * context_size, group_layers(list(config.windows))
+    return [KVGroupSpec(layers, window, size, heads, key, value, context_size) for window, layers in groups]
 
 
 def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none") -> int:
-    """Bytes of the weights on one rank, second layouts included, without the padding of uneven shards.
+    """Bytes of the weights on one rank, without the padding of uneven shards.
 
-    Packed matrices are taken to stay packed also where the native kernels cannot be built.
+    Experts of 4 bits are taken to be laid out as the kernels of a Hopper GPU want them.
     """
-    numbers, blocks = config.num_parameters, 0
     if device == "cpu" and dtype == "float32":
-        numbers += sum(                                  # a second layout, which experts do not have
-            count * outputs * inputs for count, outputs, inputs in config.plain_matrices
-            if outputs // tp_size >= fewest_outputs()
-        )
-        if tp_size == 1:                                 # shards are expanded
-            numbers -= sum(
-                matrix.weights * (2 if matrix.is_linear and matrix.outputs >= fewest_outputs() else 1) for matrix in config.packed
-            )
-            blocks = sum(matrix.nbytes for matrix in config.packed)
-    total = numbers * DTYPE_BYTES[dtype]
-    total //= tp_size
+        return cpu_weight_bytes(config, tp_size, quantization)
+    total = config.num_parameters * DTYPE_BYTES[dtype] // tp_size
     if device == "cuda":
         formats = LinearFormats(config, quantization, device, tp_size, dtype)
-        for shape, format in (*formats.shapes(), *formats.experts()):
+        for shape, format in formats.shapes():
+            total += format.nbytes(shape.outputs, shape.share) - shape.outputs * shape.share * DTYPE_BYTES[dtype]
+        for shape, format in formats.experts():
             plain = shape.outputs * shape.share * DTYPE_BYTES[dtype]
-            total += shape.count * (format.nbytes(shape.outputs, shape.share) - plain)
-    return total + blocks
+            total += shape.count * (held_bytes(format, shape.outputs, shape.share) - plain)
+    return total
 
 
 def layer_groups(config: ModelConfig) -> list[int]:

@@ -26,6 +26,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.fused_experts import SplitExperts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger
 from ridgeline.quant.layout import STORED_KINDS
 from ridgeline.quant.piece import Piece
@@ -285,7 +286,8 @@ def deinterleaved(rows: Tensor, head_dim: int, rotated: int = 0) -> Tensor:
     rotated = rotated or head_dim
     heads = rows.unflatten(0, (-1, head_dim))
     turned = heads[:, :rotated].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat((turned, heads[:, rotated:]), dim=1).reshape(rows.shape)
+    whole = turned if rotated == head_dim else torch.cat((turned, heads[:, rotated:]), dim=1)
+    return whole.reshape(rows.shape)
 
 
 def _not_finite(name: str, file: str, dtype: torch.dtype) -> None:
@@ -294,6 +296,7 @@ def _not_finite(name: str, file: str, dtype: torch.dtype) -> None:
 
 def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) -> None:
     """Noise from (seed, name), made for the whole tensor, so that it does not depend on the sharding."""
+    register_shapes()
     total = sum(piece.target.nbytes for piece in pieces.values())
     done = 0
     for name, piece in pieces.items():
@@ -302,7 +305,8 @@ def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) 
         if callable(piece.dummy):
             whole = piece.dummy(generator, piece.shape)
         else:
-            dtype = target.dtype if piece.store is None else torch.bfloat16
+            codes = piece.store is not None and target.dtype.itemsize == 1
+            dtype = torch.bfloat16 if codes else target.dtype
             whole = torch.empty(piece.shape, dtype=dtype, device=target.device).normal_(*piece.dummy, generator=generator)
         (target.copy_ if piece.store is None else piece.store)(whole[piece.kept])
         done += target.nbytes
@@ -378,11 +382,14 @@ def _safetensors_files(directory: Path) -> list[Path]:
     return files
 
 
+_NARROW = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
 class GGUFSource:
-    """A GGUF file. Packed tensors are expanded to float32 as they are read."""
+    """A GGUF file. Packed tensors are expanded to float32 as they are read; those of 16 bits are views of the file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = GGUFFile(path)
+        self._file = GGUFFile(path, metadata=False)
         in_order = sorted(self._file.tensors.values(), key=lambda tensor: tensor.offset)
         self.tensors = {each.name: Stored(each.shape, each.nbytes, path.name) for each in in_order}
 
@@ -393,7 +400,8 @@ class GGUFSource:
         ):
             self._file.read(name, into.numpy())
             return into
-        return torch.from_numpy(self._file.read(name))
+        narrow = _NARROW.get(self._file.tensors[name].type)
+        return torch.from_numpy(self._file.read(name)) if narrow is None else self.packed(name)[0].view(narrow)
 
     def stored(self, name: str) -> Tensor:
         """Packed rows as they are; other tensors as float32."""

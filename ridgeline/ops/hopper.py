@@ -101,7 +101,7 @@ def device_facts(device: torch.device, aligned: bool = True) -> DeviceFacts:
     gluon = HAS_GLUON and device.type == "cuda"
     return DeviceFacts(
         gluon and aligned, hopper and aligned, shared_memory(device), multiprocessors(device),
-        has_block_scales(torch.version.cuda),
+        has_block_scales(torch.version.cuda), device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9),
     )
 
 

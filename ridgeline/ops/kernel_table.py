@@ -33,6 +33,7 @@ class DeviceFacts(NamedTuple):
     shared: int                      # bytes of shared memory that a CTA may have
     multiprocessors: int
     block_scales: bool = True        # cuBLAS multiplies by scales of blocks: torch was built with CUDA 12.9 or later
+    fp8: bool = True                 # tensor cores for e4m3: from compute capability 8.9 on
 
 
 class Call(NamedTuple):
@@ -67,6 +68,9 @@ INTEGER_SHARED = (128 + 256) * 128 * 3 + 128 * 256 * 2 + 2048       # integer_pr
 CODES_RUN = 256                      # inputs of a unit of codes_gemv.py
 FEWEST_BLOCKED_ROWS = 4              # of a CPU's float32 linears that keep oneDNN's layout, too (quant/layout.py)
 MOST_CODE_ROWS = 64                  # that ops/quantised multiplies by codes; for more rows it expands the weight
+# Of whole groups, which are expanded fast (gate and up of an 8B model as Q4_K: 108 us, and cuBLAS takes 56), only
+# this many rows and outputs gain: 64 rows take 104 us with 28,672 outputs, but 183 with 4,096, and 16 rows 228 and 127.
+FEWEST_GROUP_ROWS, FEWEST_GROUP_OUTPUTS = 33, 16384
 
 # ── plans: None where the kernel does not serve the call ─────────────────────────────────────────────────────────────
 
@@ -184,6 +188,11 @@ def _few_rows(call: Call) -> bool | None:
     return True if 1 <= call.rows <= MOST_CODE_ROWS else None
 
 
+def _few_group_rows(call: Call) -> bool | None:
+    gains = FEWEST_GROUP_ROWS <= call.rows <= MOST_CODE_ROWS and call.outputs >= FEWEST_GROUP_OUTPUTS
+    return True if gains else None
+
+
 def _one_row(call: Call) -> bool | None:
     return True if call.rows == 1 else None
 
@@ -210,8 +219,9 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     "int8-row": (*_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
     "fp8-block": (*_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
     "fp8-block-cut": (_ROWS[0], Kernel("expand", _always)),              # blocks that a part of the linear cuts
-    "8-bit": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # x stays in 16 bits: Q8_0, W8A16, LLM.int8()
+    "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # x stays in 16 bits: GGUF, W8A16, LLM.int8()
     "4-bit": (Kernel("packed_gemv", _packed_gemv, True), Kernel("packed_gemm", _packed_gemm), Kernel("expand", _always)),
+    "groups": (Kernel("few_rows", _few_group_rows), Kernel("expand", _always)),      # GGUF and W8A16, more than one row
     "other": _ANY,
     "cpu-float32": (Kernel("linear_row", _one_row), Kernel("blocked", _blocked), Kernel("library", _always)),
     "cpu-packed": (Kernel("packed_rows", _always),),

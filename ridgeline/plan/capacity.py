@@ -49,10 +49,12 @@ class Capacity:
         elif budget is None:
             _, budget = gpu_sizes(lambda tokens: cls.of(setup, context, utilization, tokens).memory)
         config = setup.model.config
-        options = EngineConfig.of(
-            gpu_memory_utilization=utilization, tensor_parallel_size=setup.ranks, pipeline_parallel_size=setup.stages
-        )
         on_cpu = setup.device.kind == "cpu"
+        made = on_cpu and setup.weights in ("int8", "int4") and not config.packed and config.quantisation is None
+        options = EngineConfig.of(
+            gpu_memory_utilization=utilization, tensor_parallel_size=setup.ranks, pipeline_parallel_size=setup.stages,
+            quantization=setup.weights if made else "none",
+        )
         facts = DeviceFacts(
             "cpu" if on_cpu else "cuda", setup.device.usable * (setup.devices if on_cpu else 1), (setup.dtype,),
             0 if on_cpu else RUNTIME,

@@ -44,6 +44,7 @@ def page(told: dict[str, Any]) -> str:
         ("Pareto-optimal setups", [web_page.table(
             [_setup(point) | _point(point) | {unit: _short(point["quality"])} for point in front]
         )]),
+        ("Cards", _cards(told)),
         ("By number of devices", [web_page.table([_ranks(row) for row in told["by_ranks"]])]),
         ("Techniques, each by itself", [web_page.table([_technique(row) for row in told["techniques"]])]),
         ("Use cases", [web_page.table([_use(name, found) for name, found in told.get("objectives", {}).items()])]),
@@ -51,6 +52,21 @@ def page(told: dict[str, Any]) -> str:
         ("As text", [web_page.folded("The whole plan as the command prints it", web_page.verbatim(text(told)))]),
     ]
     return web_page.page(f"{told['model']} on {_device(told)}", _lead(told), sections)
+
+
+def _cards(told: dict[str, Any]) -> list[str]:
+    """Measured quality beside predicted and measured throughput of one request."""
+    rows = []
+    for card in told.get("cards", ()):
+        alone = [point["tok_s"] for point in told["points"]
+                 if point["weights"] == card["format"] and point["batch"] == 1 and point["ranks"] == 1]
+        measured = card["decode_tok_s"]
+        rows.append({
+            "card": card["model"], "format": card["format"], "KL": _short(card["kl"]), "top-1 flips": f"{card['flips']:.1%}",
+            f"predicted tok/s, one request on {told['device']}": _rate(max(alone)) if alone else "–",
+            "measured tok/s, one request": "–" if measured is None else f"{_rate(measured)} on {card['machine']}",
+        })
+    return [web_page.table(rows)] if rows else []
 
 
 def _device(told: Row) -> str:

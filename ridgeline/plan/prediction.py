@@ -38,7 +38,7 @@ from ridgeline.plan.workload_steps import (
 from ridgeline.resolve import GPU_ROWS, GPU_STEP_TOKENS
 from ridgeline.roofline.step_cost import DecoderShape, decoder_shape
 from ridgeline.sizes.graph_shapes import decode_sizes
-from ridgeline.sizes.hardware import Device
+from ridgeline.sizes.hardware import Device, Link
 from ridgeline.sizes.kv_format import KVFormat, cache_dtype
 from ridgeline.techniques import turned_off
 
@@ -119,6 +119,7 @@ class Setup:
     acceptance: float = 0.0          # … each taken with this probability if those before it are
     draft_model: PlannedModel | None = None              # who proposes; None: at no cost, as n-grams do
     derate: float = 1.0              # what production leaves of the speed
+    stage_link: Link | None = None   # between stages, where they are farther from each other than the devices of one
     constants: Constants | None = None
 
     def __post_init__(self) -> None:
@@ -316,7 +317,7 @@ def decode_seconds(setup: Setup, batch: int, context: int) -> float:
 
 def hop_seconds(setup: Setup, tokens: int) -> float:
     """What a step of a pipeline waits for its stream, on its way through all stages."""
-    link = setup.device.link
+    link = setup.stage_link or setup.device.link
     size = tokens * setup.model.config.hidden_size * WEIGHT_FORMATS[setup.dtype].bytes
     return (setup.stages - 1) * (link.latency + size / link.bandwidth)
 

@@ -15,7 +15,7 @@ from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
-from ridgeline.quant.layout import STORED_KINDS
+from ridgeline.quant.layout import stored_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ def packed_format(name: str) -> str | None:
         matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
         numbers = sum(math.prod(tensor.shape) for tensor in matrices)
         read = sum(
-            tensor.nbytes if tensor.type in STORED_KINDS else 4 * math.prod(tensor.shape) for tensor in matrices
+            tensor.nbytes if stored_kind(tensor.type) != "F32" else 4 * math.prod(tensor.shape) for tensor in matrices
         )
     bits = 8 * read / max(1, numbers)
     return "int4" if bits < 6.5 else "int8" if bits < 12 else None

@@ -18,7 +18,7 @@ from ridgeline.plan.precision import WEIGHT_FORMATS
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
 from ridgeline.plan.public_models import CONFIGS, find_model
 from ridgeline.plan.workload_steps import Lengths
-from ridgeline.sizes.hardware import NO_LINK, Device, data_sheet
+from ridgeline.sizes.hardware import NO_LINK, Device, Link, data_sheet
 
 # Measured peaks of the card that the constants refer to, TB/s and TFLOP/s.
 TYPICAL_PEAKS = {"H200": (4.38, 793.0)}
@@ -42,6 +42,16 @@ def record_name(path: str | Path) -> str:
     """For tables: llama-3.1-8b, or llama-3.1-8b@COMMIT."""
     name, parts = Path(path).stem.removeprefix("offline-"), Path(path).parts
     return f"{name}@{parts[-2]}" if parts[-3:-2] == (HISTORY,) else name
+
+
+def read_link(path: str, operation: str) -> Link:
+    """From a record of `bench comm`: by this operation, or by the all-reduce where it was not measured."""
+    try:
+        figures = json.loads(Path(path).read_text(encoding="utf-8"))["figures"]
+        found = figures.get(operation) or figures["all_reduce"]
+        return Link(found["gigabytes_per_s"] * 1e9, found["latency_us"] / 1e6)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no record of `ridgeline bench comm` ({error})") from None
 
 
 class NotPredicted(ConfigError):

@@ -13,6 +13,8 @@ Imports run in one thread of Python, so everything else is taken off that thread
     Triton's library                 400 MB, of which a hash is part of every name in its cache: made in another thread
     binding every function           of libraries with a hundred thousand of them: each is bound when it is called
     looking for other backends       in what every installed package says of itself
+    shapes for compilers             torch defines its ops once more in Python, for tensors without numbers: a fifth of its
+                                     import, and of its memory. An engine on a CPU has no such tensors
     collecting garbage               imports make none; what they made is not looked at again (gc.freeze)
 
 For our own processes only: a user's program imports modules as it likes. No torch here.
@@ -28,12 +30,15 @@ import importlib.util
 import os
 import sys
 import threading
+import types
 from pathlib import Path
 
 from ridgeline.errors import ConfigError
 from ridgeline.process import platform
 
 _DRIVER = "libcuda.so.1"
+_SHAPES = "torch._meta_registrations"
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._prims", "torch._refs", "torch._decomp")
 
 
 _dlopen_flags = sys.getdlopenflags()
@@ -43,7 +48,9 @@ def begin(gpu: bool) -> None:
     gc.disable()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     sys.setdlopenflags(os.RTLD_LAZY)
-    if gpu and has_driver():
+    if not (gpu and has_driver()):
+        leave_out_shapes()
+    else:
         # The driver holds the loader's lock while it starts, and other loads wait: so torch's libraries come first.
         importlib.import_module("torch")
         threading.Thread(target=_open_device_early, name="open-device", daemon=True).start()
@@ -56,6 +63,30 @@ def imported() -> None:
     sys.setdlopenflags(_dlopen_flags)
     gc.freeze()
     gc.enable()
+
+
+def leave_out_shapes() -> None:
+    """Before torch is imported: an empty module in place of the one that torch imports for nothing but its registrations. What
+    needs them, such as its profiler, gets them when it is imported."""
+    if "torch" not in sys.modules:
+        sys.modules[_SHAPES] = types.ModuleType(_SHAPES)
+        sys.meta_path.insert(0, _ShapesLater())
+
+
+class _ShapesLater:
+    """Looks for no module: it puts the registrations in place before the first import of a compiler."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name in _COMPILERS and "torch.library" in sys.modules:
+            register_shapes()
+
+
+def register_shapes() -> None:
+    """What was left out, if it was: half a second. A torch.Generator needs it, too."""
+    for finder in [each for each in sys.meta_path if isinstance(each, _ShapesLater)]:
+        sys.meta_path.remove(finder)
+        del sys.modules[_SHAPES]
+        importlib.import_module(_SHAPES)
 
 
 def has_driver() -> bool:

@@ -54,6 +54,7 @@ def make(format: WeightFormat, made: bool, plain: Scheme) -> Scheme:
     if quantises_rows(format):
         return Fp8(plain, made, format)
     if format.grid in GRIDS:
-        logger.info("4-bit weights: steps of more than about 100 tokens take longer than with 16-bit weights, unlike with fp8")
+        if not plain.keeps_blocks:                       # a GPU
+            logger.info("4-bit weights: steps of more than about 100 tokens take longer than with 16-bit ones, unlike with fp8")
         return Packed(format, plain, made)
     return Quantised(format, plain, made)

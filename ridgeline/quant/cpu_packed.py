@@ -1,7 +1,8 @@
-"""Weights that stay packed on a CPU: a linear keeps the blocks of its GGUF file, laid out for the native kernels, and no numbers.
+"""Weights on a CPU with the native kernels: as wide as their checkpoint stores them, and no other copy.
 
-Numbers that a file does not pack (and those of every other checkpoint) are kept in float32, as by `PackedFloat32`. A linear with
-parts of both has one matrix with parts of both.
+Blocks of a GGUF file and 16-bit numbers go into tiles (ops/cpu/matrix.py) as they load. Codes with scales (int8, uint4, ternary;
+from a checkpoint, or made while loading) go there once their linear is whole. Formats that tiles do not hold are expanded to
+float32. A linear whose numbers are all float32 keeps them as `PackedFloat32` does; one with other parts, too, is one matrix.
 """
 
 from __future__ import annotations
@@ -13,28 +14,30 @@ from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import Shard
 from ridgeline.ops.cpu import native
-from ridgeline.ops.cpu.matrix import Matrix, Part
+from ridgeline.ops.cpu.matrix import NUMBERS, Matrix, Part
 from ridgeline.ops.linear.gguf_blocks import block_linear
+from ridgeline.ops.quantised.codes import unpacked_codes
+from ridgeline.ops.quantised.expand import MIDDLE, QuantisedWeight, spread
 from ridgeline.ops.registry import kernels_are_used
-from ridgeline.quant.layout import fewest_outputs
+from ridgeline.quant.layout import fewest_outputs, tile_kind
 from ridgeline.quant.piece import Piece
 from ridgeline.quant.scheme import PackedFloat32, Scheme, bias_piece, plain_bias, unquantised_scheme
 
 
 class Kept:
-    """The parts of a matrix while they load: packed ones and plain ones."""
+    """The parts of a matrix while they load. `stored`: the dtype in which the checkpoint's numbers are expected."""
 
-    def __init__(self, inputs: int) -> None:
-        self.inputs = inputs
+    def __init__(self, inputs: int, stored: torch.dtype = torch.float32) -> None:
+        self.inputs, self.stored = inputs, stored
         self.packed: dict[str, Part] = {}
         self.plain: dict[str, Tensor] = {}
 
     def piece(self, part: str, rows: int) -> Piece:
         # The loader wants a target of the right shape; nothing is written to it.
-        target = torch.zeros(1).expand(rows, self.inputs)
+        target = torch.zeros(1, dtype=self.stored).expand(rows, self.inputs)
         return Piece(
             (rows, self.inputs), (slice(None), slice(None)), target, (0.0, self.inputs**-0.5), self._take_packed(part),
-            lambda values: self.plain.update({part: values.to(torch.float32, copy=True)}),
+            lambda values: self._take_numbers(part, values),
         )
 
     def _take_packed(self, part: str) -> Callable[[Tensor, str], bool]:
@@ -45,14 +48,57 @@ class Kept:
 
         return take
 
+    def _take_numbers(self, part: str, values: Tensor) -> None:
+        if values.dtype in (torch.float16, torch.bfloat16):
+            self.packed[part] = _numbers_part(values)
+        else:
+            self.plain[part] = values.to(torch.float32, copy=True)
+
     def result(self, parts: list[str]) -> Matrix | Tensor:
-        """What was loaded: a matrix, or numbers if no part is packed."""
+        """What was loaded: a matrix, or numbers if all are float32."""
         if not self.packed:
             return self.plain[parts[0]] if len(parts) == 1 else torch.cat([self.plain[part] for part in parts])
-        for part, values in self.plain.items():
-            self.packed[part] = made = Part("F32", len(values), self.inputs)
-            made.put_numbers(values)
+        self.packed |= {part: _numbers_part(values) for part, values in self.plain.items()}
         return Matrix([self.packed[part] for part in parts])
+
+
+def _numbers_part(values: Tensor) -> Part:
+    part = Part(NUMBERS[values.dtype], *values.shape)
+    part.put_numbers(values)
+    return part
+
+
+def codes_part(weight: QuantisedWeight) -> Part | None:
+    """Codes with scales, in tiles; None: tiles do not hold such codes."""
+    found = tile_kind(weight.grid, weight.block, weight.inputs)
+    if found is None or weight.outer_block[0] != 1 or weight.e8m0:
+        return None
+    kind, span = found
+    outputs, groups = weight.weight.shape[0], -(-weight.inputs // (32 * span))
+    codes = unpacked_codes(weight.grid, weight.weight, weight.high)
+    scale, offset = (
+        None if inner is None else _of_groups(weight, inner, outer, outputs, groups)
+        for inner, outer in ((weight.scale, weight.outer), (weight.offset, weight.offset_outer))
+    )
+    assert scale is not None
+    if kind == "INT8":
+        if offset is not None or weight.zero is not None:
+            return None
+    elif offset is None:
+        zero = weight.zero.float().view(outputs, groups) if weight.zero is not None else MIDDLE[weight.grid]
+        offset = -zero * scale
+    part = Part(kind, outputs, weight.inputs, span)
+    part.put_codes(codes.view(torch.uint8), scale, offset)
+    return part
+
+
+def _of_groups(weight: QuantisedWeight, inner: Tensor, outer: Tensor | None, outputs: int, groups: int) -> Tensor:
+    """Scales or offsets, their outer scales multiplied out: float32 [outputs, groups]"""
+    values = inner.float().view(outputs, groups)
+    if outer is None:
+        return values
+    each = weight.outer_block[1] // weight.block[1] if weight.outer_block[1] else 0
+    return values * spread(outer.float(), (1, each), (outputs, groups))
 
 
 class CpuPacked(PackedFloat32):
@@ -60,9 +106,9 @@ class CpuPacked(PackedFloat32):
 
     keeps_blocks = True
 
-    def __init__(self, fewest_outputs: int, integers: bool) -> None:
+    def __init__(self, fewest_outputs: int, integers: bool, stored: torch.dtype = torch.float32) -> None:
         super().__init__(fewest_outputs)
-        self.integers = integers
+        self.integers, self.stored = integers, stored
 
     def create(
         self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
@@ -72,7 +118,7 @@ class CpuPacked(PackedFloat32):
         if not linear.keeps:
             super().create(linear, rows, columns, bias, padded, dtype, device)
             return
-        linear.kept = Kept(columns)
+        linear.kept = Kept(columns, self.stored)
         linear.weight = None
         linear.bias = plain_bias(rows, bias, padded, dtype, device)
 
@@ -82,7 +128,10 @@ class CpuPacked(PackedFloat32):
         return bias_piece(linear, rows, first) | {"weight": linear.kept.piece(part, rows.size)}
 
     def numbers(self, linear: nn.Module) -> Tensor:
-        return super().numbers(linear) if linear.matrix is None else linear.matrix.numbers()
+        if linear.matrix is None:
+            return super().numbers(linear)
+        found, order = linear.matrix.numbers(), getattr(linear, "order", None)
+        return found if order is None else torch.empty_like(found).index_copy_(1, order.long(), found)
 
     def finish(self, linear: nn.Module) -> None:
         kept = getattr(linear, "kept", None)
@@ -100,10 +149,18 @@ class CpuPacked(PackedFloat32):
         else:
             linear.weight = nn.Parameter(weight, requires_grad=False)
 
+    def take_codes(self, linear: nn.Module, weight: QuantisedWeight) -> bool:
+        part = codes_part(weight)
+        if part is None:
+            return False
+        linear.weight, linear.matrix = None, Matrix([part])
+        return True
+
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
         if linear.matrix is None:
             return super().apply(linear, x, batch)
-        return block_linear(x, linear.matrix, linear.bias, self.integers)
+        order = getattr(linear, "order", None)
+        return block_linear(x if order is None else x.index_select(1, order), linear.matrix, linear.bias, self.integers)
 
     def extra_bytes(self, linear: nn.Module) -> int:
         if linear.matrix is None:
@@ -115,10 +172,11 @@ class CpuPacked(PackedFloat32):
 
 
 def plain_scheme(
-    device: torch.device, dtype: torch.dtype, deterministic: bool = False, cpu_activations: str = "int8"
+    device: torch.device, dtype: torch.dtype, deterministic: bool = False, cpu_activations: str = "int8", stored: str = "float32"
 ) -> Scheme:
-    """The scheme of linears without a weight format of their own. With `kernels=reference` it is the float32 one everywhere."""
+    """The scheme of linears without a weight format of their own; `stored`: the dtype of the checkpoint's numbers. With
+    `kernels=reference` it is the float32 one everywhere."""
     cpu = device.type == "cpu" and dtype == torch.float32 and PackedFloat32.available()
     if cpu and kernels_are_used() and native.library() is not None:
-        return CpuPacked(fewest_outputs(), cpu_activations == "int8")
+        return CpuPacked(fewest_outputs(), cpu_activations == "int8", getattr(torch, stored, torch.float32))
     return unquantised_scheme(device, dtype, deterministic)

@@ -150,7 +150,8 @@ def per_row(format: WeightFormat) -> WeightFormat:
 def common(formats: Iterable[WeightFormat | None]) -> WeightFormat | None:
     """The one format in which the parts of a fused linear can be kept without a change of their numbers; None: only numbers.
 
-    Integer grids are nested in each other: the widest holds all, with groups that all can share and with offsets.
+    Integer grids are nested in each other: the widest holds all, with groups that all can share and with offsets. GGUF's K types
+    keep their small scales, and those without offsets have their scales for them, times what means 0.
     """
     given = list(formats)
     found = [replace(format, activation=None) if format is not None else None for format in given]
@@ -163,10 +164,16 @@ def common(formats: Iterable[WeightFormat | None]) -> WeightFormat | None:
         return None
     kept = [format for format in found if format is not None and format.scales is not None]
     grid = max((format.grid for format in kept), key=INTEGERS.index)
-    group = 0
-    for format in kept:
-        group = math.gcd(group, format.scales.block[1])  # type: ignore[union-attr]
-    return WeightFormat(grid, Scales((1, group), "float32", "offset"))
+    return WeightFormat(grid, _common_scales([format.scales for format in kept if format.scales is not None]))
+
+
+def _common_scales(scales: list[Scales]) -> Scales:
+    """Of groups of inputs that all can share."""
+    group, outer = math.gcd(*(each.block[1] for each in scales)), scales[0].outer
+    if outer is not None and all(each.outer == outer and each.dtype in ("uint8", "int8") for each in scales):
+        signed = any(each.dtype == "int8" for each in scales)                    # those of Q4_K and Q5_K are below 64
+        return Scales((1, group), "int8" if signed else "uint8", "offset", outer)
+    return Scales((1, group), "float32", "offset")
 
 
 FP8_ROW = WeightFormat("e4m3", Scales((1, 0)), Activation("fp8"))

@@ -2,8 +2,8 @@
 with a scale for each block of 128 by 128; from a checkpoint, or made while a 16-bit one loads.
 
 On a GPU with tensor cores for them a linear keeps the codes, and ops/linear/fp8_linear.py multiplies by them. On an older GPU,
-and for a shape that is no multiple of 16, they stay too, and each product expands them (quantised.py). On a CPU no kernel gains
-from them: the weight is expanded once, after loading, so that the same numbers are computed at the usual speed.
+and for a shape that is no multiple of 16, they stay too, and each product expands them (quantised.py). A CPU multiplies by
+int8 codes (cpu_packed.py); e4m3 is expanded once, after loading, so that the same numbers are computed at the usual speed.
 """
 
 from __future__ import annotations

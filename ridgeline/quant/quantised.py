@@ -1,8 +1,8 @@
 """The scheme of quantised weights in any format: it owns the format's tensors, fills them from a checkpoint or by rounding, and
 multiplies by them.
 
-On a GPU the codes stay packed, and each product expands its weight. Elsewhere no kernel gains from codes: the weight is expanded
-once, after loading, so that the same numbers are computed at the usual speed.
+On a GPU the codes stay packed, and each product expands its weight. On a CPU they are laid out for its kernels (cpu_packed.py);
+formats that these do not know are expanded once, after loading, so that the same numbers are computed at the usual speed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.distributed.sharding import Shard
-from ridgeline.ops.quantised.expand import QuantisedWeight, expand
-from ridgeline.ops.quantised.quantised_linear import prepare, quantised_linear
+from ridgeline.ops.quantised.expand import MIDDLE, QuantisedWeight, expand
+from ridgeline.ops.quantised.quantised_linear import normed_quantised_linear, prepare, quantised_linear
 from ridgeline.process.log import get_logger
 from ridgeline.quant.format import (
     BYTES,
@@ -30,7 +30,7 @@ from ridgeline.quant.format import (
 )
 from ridgeline.quant.piece import Dummy, Piece
 from ridgeline.quant.quantise import quantised
-from ridgeline.quant.scheme import Composed, Scheme, bias_piece, plain_bias
+from ridgeline.quant.scheme import Composed, Norm, Scheme, bias_piece, plain_bias
 
 logger = get_logger("quant")
 
@@ -164,8 +164,13 @@ class Quantised(Composed):
                 return torch.randint(256, shape, generator=generator, device=device, dtype=torch.uint8).view(dtype)
             if spec.name == ORDER:
                 return torch.arange(shape[-1], device=device, dtype=dtype).expand(shape)
-            # With an outer scale the inner ones are small whole numbers, and the outer one has the size.
-            values = {SCALE: size if scales.outer is None else 8.0, "outer": size / 8.0}.get(spec.name, 0.0)
+            # With an outer scale the inner ones are small whole numbers, and the outer one has the size. Offsets lie between two
+            # codes, as those of real files do: 4-bit codes whose zero is a code have kernels of their own.
+            zero = MIDDLE.get(self.format.grid, 0.0) - 0.625
+            values = {
+                SCALE: size if scales.outer is None else 8.0, "outer": size / 8.0,
+                "offset": -zero * size if scales.outer is None else 59.0, "offset_outer": -zero * size / 59.0,
+            }.get(spec.name, 0.0)
             if spec.dtype == "e8m0":
                 values = 127.0 + round(torch.tensor(size).log2().item())
             if spec.name == "zero":
@@ -184,6 +189,9 @@ class Quantised(Composed):
         if keeps and not apart:
             linear.quantised = self._weight(linear)
             prepare(linear.quantised)
+        elif not apart and self.plain.take_codes(linear, self._weight(linear)):
+            linear.scheme = self.plain
+            self._forget(linear, keep=(ORDER,))
         else:
             self.expand_once(linear)
 
@@ -195,10 +203,10 @@ class Quantised(Composed):
         self.plain.finish(linear)
 
     @staticmethod
-    def _forget(linear: nn.Module) -> None:
+    def _forget(linear: nn.Module, keep: tuple[str, ...] = ()) -> None:
         linear.quantised = None
         for name in TENSORS[1:]:
-            if hasattr(linear, name):
+            if hasattr(linear, name) and name not in keep:
                 delattr(linear, name)
 
     @staticmethod
@@ -237,6 +245,14 @@ class Quantised(Composed):
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
         return quantised_linear(x, linear.quantised, linear.bias)
+
+    def apply_normed(
+        self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
+        following: nn.Module | None = None,
+    ) -> tuple[Any, Tensor]:
+        return normed_quantised_linear(
+            x, residual, norm.weight, norm.eps, linear.quantised, linear.bias, norm_offset=norm.offset, gate=gate
+        )
 
     def extra_bytes(self, linear: nn.Module) -> int:
         return 0

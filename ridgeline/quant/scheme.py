@@ -7,6 +7,7 @@
     apply         the GEMM; `batch` is for schemes that depend on the step's rows
     apply_normed  the norm, the GEMM and, with a gate, the gated activation; `following` is the linear that takes the result,
                   which may then have the form that its scheme takes
+    take_codes    of a plain scheme: keep codes instead of numbers, where it has a layout for them
     apply_onto    the GEMM added to a residual in place, where `adds` says that this is faster than adding in the next norm
     extra_bytes   memory of the linear after `finish`, beside its parameters
     read_bytes    weight bytes that a GEMM of that many rows reads
@@ -30,6 +31,7 @@ from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.gemm_invariant import invariant_linear
 from ridgeline.ops.linear.linear_op import linear as product
 from ridgeline.ops.linear.linear_op import linear_onto, normed_linear
+from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.quant.layout import fewest_outputs
 from ridgeline.quant.piece import Piece
 
@@ -66,6 +68,8 @@ class Scheme(Protocol):
         self, linear: nn.Module, x: Tensor, residual: Tensor | None, norm: Norm, batch: object, gate: str | None = None,
         following: nn.Module | None = None,
     ) -> tuple[Any, Tensor]: ...
+
+    def take_codes(self, linear: nn.Module, weight: QuantisedWeight) -> bool: ...
 
     def adds(self, linear: nn.Module, x: Tensor) -> bool: ...
 
@@ -106,6 +110,9 @@ class Composed(ABC):
             normed, stream = norm.add(x, residual)
         out = self.apply(linear, normed, batch)
         return (out if gate is None else gated_activation(out, gate)), stream
+
+    def take_codes(self, linear: nn.Module, weight: QuantisedWeight) -> bool:
+        return False
 
     def adds(self, linear: nn.Module, x: Tensor) -> bool:
         return False

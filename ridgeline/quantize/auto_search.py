@@ -1,4 +1,4 @@
-"""`--recipe auto`: the fewest bytes that meet limits of quality.
+"""`--recipe auto`: the fewest bytes, or the least predicted time, that meet limits of quality.
 
     what each linear costs ─▶ formats that fit the budget ─▶ quantise ─▶ card ─▶ a better budget ─▶ …
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from ridgeline.quantize.allocation import allocate
 from ridgeline.quantize.card import LIMITS
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
-from ridgeline.quantize.sensitivity import Unit, measure
+from ridgeline.quantize.sensitivity import PLAIN_BYTES, Unit, measure
+from ridgeline.sizes.hardware import DEVICES, Device
 
 # From small to large; the linears keep the model's dtype after the last.
 OPTIONS = ("int4-gptq", "int4-gptq-asym/32", "fp8")
@@ -56,8 +57,34 @@ def measured_units(path: Path, base: QuantizeRecipe, passages: list[list[int]], 
     return units
 
 
-def chosen_recipe(units: list[Unit], budget: float, base: QuantizeRecipe) -> QuantizeRecipe | None:
-    picked = allocate([unit.sizes for unit in units], [unit.costs for unit in units], budget)
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """The least time of all linears in a step of `rows` rows on this device, by its data sheet, instead of the fewest bytes."""
+
+    device: Device
+    rows: int = 64
+
+    def seconds(self, unit: Unit) -> tuple[float, ...]:
+        """Of each option: reading the weights or multiplying, what takes longer. Only fp8 is multiplied as it is stored."""
+        flops = 2 * self.rows * unit.sizes[-1] / PLAIN_BYTES
+        rates = [self.device.rate(name if name == "fp8" else self.device.wide) for name in (*OPTIONS, "")]
+        return tuple(max(size / self.device.bandwidth, flops / rate) for size, rate in zip(unit.sizes, rates, strict=True))
+
+
+def parse_fastest(words: str) -> Fastest:
+    """From words like H200 or H200:16."""
+    name, _, rows = words.partition(":")
+    found = next((device for device in DEVICES.values() if device.name.lower() == name.lower()), None)
+    if found is None or not (rows or "64").isdigit() or int(rows or 64) < 1:
+        raise ConfigError(f"--fastest {words}: write GPU or GPU:ROWS, such as H200:64, with one of {', '.join(DEVICES)}")
+    return Fastest(found, int(rows or 64))
+
+
+def chosen_recipe(
+    units: list[Unit], budget: float, base: QuantizeRecipe, fastest: Fastest | None = None
+) -> QuantizeRecipe | None:
+    prices = [unit.sizes if fastest is None else fastest.seconds(unit) for unit in units]
+    picked = allocate(prices, [unit.costs for unit in units], budget)
     if picked is None:
         return None
     formats = {}
@@ -83,23 +110,26 @@ def excess(card: dict[str, Any], limits: dict[str, float]) -> float:
 def search(
     units: list[Unit], limits: dict[str, float], base: QuantizeRecipe,
     make: Callable[[QuantizeRecipe], dict[str, Any]], say: Callable[[str], None] = lambda line: None,
+    fastest: Fastest | None = None,
 ) -> dict[str, Any]:
-    """`make` writes an output and returns its card. Returns the card of the smallest that met the limits."""
+    """`make` writes an output and returns its card. Returns the card of the smallest (or fastest) that met the limits: the one
+    with the largest budget."""
     most = sum(unit.costs[0] for unit in units)          # everything at the fewest bits
     budget = min(limits.get("kl", most), most)
     best: dict[str, Any] | None = None
+    spent = 0.0
     nearest: tuple[float, dict[str, Any]] | None = None
     tried: set[str] = set()
     for number in range(TRIES):
-        recipe = chosen_recipe(units, budget, base)
+        recipe = chosen_recipe(units, budget, base, fastest)
         if recipe is None or str(recipe) in tried:
             break
         tried.add(str(recipe))
         card = make(recipe)
         share, size = excess(card, limits), card["size"]["output_bytes"]
         say(f"try {number + 1}: {size / 1e9:.3f} GB, the worst slice is at {share:.0%} of its limit")
-        if share <= 1 and (best is None or size < best["size"]["output_bytes"]):
-            best = card
+        if share <= 1 and budget > spent:                # a larger budget never takes more bytes or time
+            best, spent = card, budget
         if nearest is None or share < nearest[0]:
             nearest = share, card
         if CLOSE <= share <= 1 or (share <= 1 and budget >= most):

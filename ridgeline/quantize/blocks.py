@@ -9,25 +9,30 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import ModelError
+from ridgeline.ops.linear.fp8_rows import LARGEST
 from ridgeline.process.progress import progress_bar
-from ridgeline.quant.format import WEIGHT
+from ridgeline.quant.format import SCALE, WEIGHT
 from ridgeline.quantize.calibration import Calibration, Inputs
-from ridgeline.quantize.ct_writer import Linear, stored_bytes, stored_tensors
+from ridgeline.quantize.ct_writer import INPUT_SCALE, Linear, stored_bytes, stored_tensors
 from ridgeline.quantize.methods.folding import Fold, fold_layer, folds
 from ridgeline.quantize.methods.gptq_rounding import InverseFactor, gptq_rounded
-from ridgeline.quantize.methods.rounding import Rounded, expanded, rounded
+from ridgeline.quantize.methods.rounding import HALF_RANGE, Rounded, expanded, rounded
 from ridgeline.quantize.methods.scale_search import awq_scales, clipped, smooth_scales
 from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse, wanda_sparse
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
 from ridgeline.quantize.recipes import READ_TEXT
 from ridgeline.quantize.workspace import Workspace
 
+QKV = "attention.qkv.weight"
+SMALLEST = 1e-6                      # magnitude that a static scale is made for
 STREAM = "calibration.stream"        # hidden states before the next layer; gone when the output is complete
 
 
 def write_blocks(
-    model: PlainModel, linears: list[Linear], space: Workspace, calibration: Calibration | None, show: bool
+    model: PlainModel, linears: list[Linear], space: Workspace, calibration: Calibration | None, show: bool, kv: str = "",
+    device: str = "cpu",
 ) -> None:
+    """`kv`: the format of the KV cache to calibrate scales for."""
     by_name = {linear.weight: linear for linear in linears if linear.format is not None}
     left = [place for place in range(space.blocks) if not space.is_done(place)]
     if calibration is not None and any(model.blocks[place] != OUTSIDE for place in left):
@@ -40,7 +45,9 @@ def write_blocks(
         for place in left:
             tick(place, space.blocks)
             block = model.blocks[place]
-            tensors, errors = _block(model, by_name, block, calibration)
+            tensors, errors = _block(model, by_name, block, calibration, bool(kv), device)
+            if kv and calibration is not None and block != OUTSIDE:
+                tensors |= _kv_scales(calibration, linears, block, kv)
             space.add_errors(errors)
             space.write(place, tensors)
             if calibration is not None and block != OUTSIDE:
@@ -51,13 +58,14 @@ def write_blocks(
 
 @torch.inference_mode()
 def _block(
-    model: PlainModel, by_name: dict[str, Linear], block: int, calibration: Calibration | None
+    model: PlainModel, by_name: dict[str, Linear], block: int, calibration: Calibration | None, watches_kv: bool, device: str
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What is written, and by module the error of its weights as a share of their size."""
-    values = {name: model.read(name) for name in model.names(block)}
+    values = {name: model.read(name).to(device) for name in model.names(block)}
     dtypes = {name: tensor.dtype for name, tensor in values.items()}
     runs = calibration if block != OUTSIDE else None
-    rounding = _Rounding(runs, {name: by_name[name] for name in values if name in by_name}, values)
+    mine = {name: by_name[name] for name in values if name in by_name}
+    rounding = _Rounding(runs, mine, values, watches_kv)
     found: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     for name in list(values):
@@ -78,19 +86,30 @@ def _block(
             values[name] = numbers
     if runs is not None:
         runs.move_on(values)
-    return {name: tensor.contiguous() for name, tensor in found.items()}, errors
+    return {name: tensor.contiguous().cpu() for name, tensor in found.items()}, errors
+
+
+def _kv_scales(calibration: Calibration, linears: list[Linear], layer: int, kv: str) -> dict[str, Tensor]:
+    """One number for the keys of a layer and one for its values, also where its linears are kept: readers want all or none."""
+    attention = next(linear for linear in linears if linear.layer == layer and linear.fused.endswith(QKV))
+    path, dtype = attention.module.rpartition(".")[0], getattr(torch, attention.dtype)
+    largest = LARGEST if kv == "fp8" else 127.0
+    return {f"{path}.{name}_scale": torch.tensor([max(top, SMALLEST) / largest], dtype=dtype)
+            for name, top in zip("kv", calibration.largest_kv, strict=True)}
 
 
 class _Rounding:
     """By each linear's method. Linears that read the same inputs share what was observed of them."""
 
-    def __init__(self, calibration: Calibration | None, linears: dict[str, Linear], values: dict[str, Tensor]) -> None:
+    def __init__(
+        self, calibration: Calibration | None, linears: dict[str, Linear], values: dict[str, Tensor], watches_kv: bool
+    ) -> None:
         """`values`: of all tensors of the block. Methods that move scales change them."""
         self._calibration, self._observed = calibration, dict[str, Inputs]()
         self._factors: dict[tuple[str, bool], InverseFactor] = {}
         self._largest: dict[str, float] = {}
         methods = {linear.method for linear in linears.values()}
-        if calibration is not None and methods & set(READ_TEXT):
+        if calibration is not None and (watches_kv or methods & set(READ_TEXT)):
             self._observed = calibration.observe(values, moments=bool(methods & {"gptq", "wanda", "sparsegpt"}))
             chosen = list(_chosen_scales(calibration, linears, values, self._observed))
             if chosen:
@@ -107,6 +126,10 @@ class _Rounding:
             return rounded(values, linear.format, self._largest[linear.fused])
         path = self._calibration.linear_of(linear.weight)
         inputs = self._observed[path]
+        if linear.method == "static":
+            codes = rounded(values, linear.format)
+            top = inputs.largest.amax().clamp_min(SMALLEST) / HALF_RANGE[linear.format.grid]
+            return codes | {INPUT_SCALE: top.to(codes[SCALE].dtype)[None]}
         if linear.method == "wanda":
             assert inputs.moments is not None
             return {WEIGHT: wanda_sparse(values, inputs.moments)}
@@ -114,7 +137,7 @@ class _Rounding:
             return {WEIGHT: sparsegpt_sparse(values, self._factor(path, ordered=False)).to(values.dtype)}
         if linear.method == "gptq":
             return gptq_rounded(values, self._factor(path, ordered=True), linear.format)
-        if linear.method == "awq" and not linear.fused.endswith("attention.qkv.weight"):     # scores need large q and k
+        if linear.method == "awq" and not linear.fused.endswith(QKV):     # scores need large q and k
             values = clipped(values, linear.format, inputs.sample)
         return rounded(values, linear.format)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Renamer, model_pieces
+from ridgeline.ops.registry import set_kernels
 from ridgeline.quant.scheme import Unquantised
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.text.tokenizer import Tokenizer
@@ -95,7 +97,7 @@ class Tapped(Unquantised):
             sums = wide.new_zeros(x.shape[1], x.shape[1]) if self.moments and not before else None
             if self.moments:
                 (before[0].moments if before else sums).addmm_(wide.t(), wide)      # type: ignore[union-attr]
-            rows = torch.linspace(0, len(x) - 1, min(self.most_rows, len(x))).long()
+            rows = torch.linspace(0, len(x) - 1, min(self.most_rows, len(x)), device=x.device).long()
             before.append(Inputs(sizes.sum(0), sizes.amax(0), sums, wide[rows]))
         return super().apply(linear, x, batch)
 
@@ -119,13 +121,14 @@ class Rows:
 class Calibration:
     """The hidden states of all passages, and a decoder of one layer that moves them on."""
 
-    def __init__(self, model: PlainModel, sequences: list[list[int]]) -> None:
-        self.model, self.layer = model, 0
+    def __init__(self, model: PlainModel, sequences: list[list[int]], device: str = "cpu") -> None:
+        self.model, self.layer, self.device = model, 0, device
         self.groups = [sequences[first : first + ROWS] for first in range(0, len(sequences), ROWS)]
         self.streams: list[Tensor] = []
         self._scheme = Tapped()
         self._renamer = Renamer(model.config, gguf=False)
         self._made: tuple[object, Decoder] | None = None
+        self.largest_kv = [0.0, 0.0]                     # magnitudes of the keys and values that `observe` saw last
 
     @torch.inference_mode()
     def begin(self) -> None:
@@ -133,14 +136,14 @@ class Calibration:
         table = self.model.read(name)
         scale = self.model.config.embedding_scale
         tokens = [torch.tensor([token for sequence in group for token in sequence]) for group in self.groups]
-        self.streams = [table[each].float() * scale for each in tokens]
+        self.streams = [(table[each].float() * scale).to(self.device) for each in tokens]
 
     def _decoder(self, layer: int) -> Decoder:
         config = self.model.config
         kind = (config.windows[layer], config.ropes[layer])
         if self._made is None or self._made[0] != kind:
             one = replace(config, num_layers=1, windows=kind[:1], ropes=kind[1:], quantisation=None, vocab_size=1, tied=True)
-            self._made = kind, Decoder(one, Communicator(), torch.float32, "cpu", CONTEXT, lambda path: self._scheme)
+            self._made = kind, Decoder(one, Communicator(), torch.float32, self.device, CONTEXT, lambda path: self._scheme)
         return self._made[1]
 
     def _fill(self, decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
@@ -158,7 +161,7 @@ class Calibration:
         """The inputs of each linear of the current layer, by its path in a decoder of one layer."""
         decoder = self._decoder(self.layer)
         self._fill(decoder, weights)
-        self._scheme.noted, self._scheme.moments = {}, moments
+        self._scheme.noted, self._scheme.moments, self.largest_kv = {}, moments, [0.0, 0.0]
         self._scheme.most_rows = -(-SAMPLE // len(self.groups))
         for group, stream in zip(self.groups, self.streams, strict=True):
             self._forward(decoder, group, stream.clone())
@@ -211,8 +214,11 @@ class Calibration:
         counts = [len(sequence) for sequence in group]
         pages = [-(-count // PAGE) for count in counts]
         shape = (sum(pages) + 1, PAGE, config.num_kv_heads, config.head_dim)
-        kv = LayerKV(torch.zeros(shape), torch.zeros(shape))
-        out, residual = decoder.layers[0](stream, None, _batch(counts, pages), kv)
+        kv = LayerKV(torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device))
+        with _exact_kernels(self.device):
+            out, residual = decoder.layers[0](stream, None, _batch(counts, pages, self.device), kv)
+        if self._scheme.noted is not None:
+            self.largest_kv = [max(old, float(new.abs().amax())) for old, new in zip(self.largest_kv, (kv.k, kv.v), strict=True)]
         return out if residual is None else out + residual
 
     # ── a stopped run ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,23 +234,37 @@ class Calibration:
             return False
         with safe_open(file, framework="pt") as found:
             self.layer = int(found.metadata()["layer"])
-            self.streams = [found.get_tensor(name) for name in sorted(found.keys())]
+            self.streams = [found.get_tensor(name).to(self.device) for name in sorted(found.keys())]
         return True
 
 
-def _batch(counts: list[int], pages: list[int]) -> Batch:
+def _batch(counts: list[int], pages: list[int], device: str) -> Batch:
     """Whole passages, one in each row. Page 0 belongs to none of them."""
     starts = [1 + sum(pages[:row]) for row in range(len(pages))]
     table = torch.tensor([[start + min(page, count - 1) for page in range(max(pages))] for start, count in
-                          zip(starts, pages, strict=True)], dtype=torch.int32)
-    positions = torch.cat([torch.arange(count) for count in counts])
-    slots = torch.cat([start * PAGE + torch.arange(count) for start, count in zip(starts, counts, strict=True)])
+                          zip(starts, pages, strict=True)], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(count) for count in counts]).to(device)
+    slots = torch.cat([start * PAGE + torch.arange(count) for start, count in zip(starts, counts, strict=True)]).to(device)
     query_start = [0, *np.cumsum(counts).tolist()]
     total = sum(counts)
+    every = torch.arange(total, device=device)
     return Batch(
-        tokens=torch.zeros(total, dtype=torch.int64), positions=positions,
-        query_start=torch.tensor(query_start, dtype=torch.int32), kv_len=torch.tensor(counts, dtype=torch.int32),
+        tokens=torch.zeros_like(every), positions=positions,
+        query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
+        kv_len=torch.tensor(counts, dtype=torch.int32, device=device),
         query_start_host=query_start, kv_len_host=list(counts), groups=[GroupBatch(slots.long(), table)],
-        logits_index=torch.arange(total), sample_rows=torch.arange(total), picks=np.arange(total),
-        device_picks=torch.arange(total),
+        logits_index=every, sample_rows=every, picks=np.arange(total), device_picks=every,
     )
+
+
+@contextmanager
+def _exact_kernels(device: str) -> Iterator[None]:
+    """On a GPU the ops' definitions, in float32: its kernels are made for 16 bits."""
+    if device == "cpu":
+        yield
+        return
+    set_kernels("reference")
+    try:
+        yield
+    finally:
+        set_kernels("auto")

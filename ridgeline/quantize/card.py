@@ -1,11 +1,10 @@
-"""The card of a quantised model: quality.json and QUALITY.md beside its weights, and whether it belongs to them. No torch.
+"""The card of a quantised model: its limits, its pages, and what `ridgeline plan` takes from it. No torch.
 
-A card holds the SHA-256 of every weight file and of config.json. With other weights it is no card.
+quant/quality_card.py finds a card beside weights and says whether it belongs to them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -14,44 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.process import integrity, platform
+from ridgeline.quant.quality_card import CARD, CardFound, summary_line
 
-CARD, PAGE, PLOTS = "quality.json", "QUALITY.md", "quality.html"
-
-
-@dataclass(frozen=True, slots=True)
-class CardFound:
-    """What lies beside a model's weights."""
-
-    line: str                        # for people
-    matches: bool
-    card: dict[str, Any]
-
-
-def hashes(files: list[Path]) -> dict[str, str]:
-    return {file.name: integrity.sha256_of(file) for file in files}
-
-
-def output_files(folder: Path) -> list[Path]:
-    return [*sorted(folder.glob("*.safetensors")), folder / "config.json"]
-
-
-def find_card(model: Path) -> CardFound | None:
-    """None: there is no card. Large files are hashed once; what was found is remembered (process/integrity.py)."""
-    file = model / CARD
-    if not model.is_dir() or not file.is_file():
-        return None
-    try:
-        card = json.loads(file.read_text(encoding="utf-8"))
-        expected = card["output"]["sha256"]
-        line = summary_line(card)
-        present = {each.name for each in output_files(model)}
-        wrong = sorted(present ^ set(expected)) or [name for name in expected if not _has(model / name, expected[name])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return CardFound(f"{CARD} cannot be read ({type(error).__name__}): it is ignored", False, {})
-    if wrong:
-        return CardFound(f"{CARD} does not belong to these weights ({wrong[0]} has another hash): it is ignored", False, card)
-    return CardFound(line, True, card)
+PAGE, PLOTS = "QUALITY.md", "quality.html"
 
 
 # Name -> the figure of a slice, smaller is better.
@@ -100,39 +64,33 @@ PLANNED = {
 }
 
 
-def planned_kl(file: Path) -> tuple[str, float]:
-    """(format as `ridgeline plan` calls it, mean KL) of a card."""
+@dataclass(frozen=True, slots=True)
+class PlannedCard:
+    """What `ridgeline plan` takes from a card."""
+
+    model: str
+    format: str                      # as `ridgeline plan` calls it
+    kl: float
+    flips: float
+    decode_tok_s: float | None       # of one request, on …
+    machine: str
+
+
+def planned_card(file: Path) -> PlannedCard:
     try:
         card = json.loads(file.read_text(encoding="utf-8"))
         names = {str(row["format"]).partition(",")[0] for row in card["linears"]}
         formats = {PLANNED.get(name) or PLANNED.get(name.partition("-")[0]) for name in names}
-        kl = float(card["quality"]["all"]["kl"])
+        every, machine = card["quality"]["all"], card.get("machine") or {}
+        speed = ((card.get("speed") or {}).get("after") or {}).get("decode_tok_s")
+        kl, flips, model = float(every["kl"]), 1 - float(every["top1"]), str(card["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is no card of ridgeline quantize ({type(error).__name__})") from None
     format = formats.pop() if len(formats) == 1 else None
     if format is None:
         raise ConfigError(f"{file}: a card of {' and '.join(sorted(names))} is of no one format that plan knows")
-    return format, kl
-
-
-def _has(file: Path, expected: str) -> bool:
-    return integrity.has_hash(file, expected, _remembered(file.parent))
-
-
-def _remembered(model: Path) -> Path:
-    """A folder for each model: files of two models have the same names."""
-    folder = platform.cache_dir() / "cards" / hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def summary_line(card: dict[str, Any]) -> str:
-    found, sizes = card["quality"]["all"], card["size"]
-    return (
-        f"{card['recipe']['name']}: KL {found['kl']:.3g} (P99 {found['kl_p99']:.3g}), top-1 flips {1 - found['top1']:.1%}, "
-        f"perplexity {found['reference_perplexity']:.2f} → {found['perplexity']:.2f}, "
-        f"{sizes['plain_bytes'] / 1e9:.2f} → {sizes['output_bytes'] / 1e9:.2f} GB"
-    )
+    where = str(machine.get("gpu") or machine.get("cpu") or machine.get("system") or "")
+    return PlannedCard(model, format, kl, flips, speed, where)
 
 
 def page(card: dict[str, Any]) -> str:
@@ -144,7 +102,7 @@ def page(card: dict[str, Any]) -> str:
         f"`{recipe['name']}`, seed {card['seed']}.", "",
         "| | before | after |", "|---|---|---|",
         f"| weights, bytes | {sizes['plain_bytes']:,} in {card['input']['dtype']} | {sizes['output_bytes']:,} |",
-        f"| input file, bytes | {sizes['input_bytes']:,} | |", "",
+        f"| input file, bytes | {sizes['input_bytes']:,} | |", *_speed_rows(card.get("speed")), "",
         "| slice | tokens | perplexity before | after | KL mean | KL P99 | top-1 flips |", "|---|---|---|---|---|---|---|",
     ]
     for name, row in [*quality["slices"].items(), ("**all**", quality["all"])]:
@@ -152,18 +110,42 @@ def page(card: dict[str, Any]) -> str:
         lines.append(f"| {name} | {row['tokens']:,} | {figures} | {1 - row['top1']:.2%} |")
     worst = quality["worst_decile"]
     lines += ["", f"Worst tenth of the passages: KL {worst['kl']:.4g}.", ""]
+    if needle := quality.get("needle"):
+        lines += [f"Needles: {needle['found']:.0%} of {needle['trials']} numbers hidden in long texts were found, "
+                  f"{needle['picked']:.0%} were picked among others.", ""]
     lines += ["| linears | format | method |", "|---|---|---|"]
     lines += [f"| {row['count']} {row['modules']} | {row['format']} | {row['method']} |" for row in card["linears"]]
     lines += ["", "Not quantised: " + "; ".join(card["not_quantised"]) + "."]
     if card.get("calibration"):
         used = card["calibration"]
         lines += ["", f"Calibrated with {used['tokens']:,} tokens of {used['text']} ({used['fingerprint']})."]
+    lines += _time_lines(card.get("time"))
     lines += ["", *(f"Note: {note}" for note in card["notes"]), "", "Versions: " + ", ".join(
         f"{name} {version}" for name, version in card["versions"].items()) + ".", ""]
     lines += ["| file | SHA-256 |", "|---|---|"]
     lines += [f"| input: {name} | `{value}` |" for name, value in card["input"]["sha256"].items()]
     lines += [f"| {name} | `{value}` |" for name, value in card["output"]["sha256"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _speed_rows(speed: dict[str, Any] | None) -> list[str]:
+    """One request on the machine that made the card."""
+    if not speed:
+        return []
+    rows = []
+    for name, words in (("prefill_tok_s", "prompt"), ("decode_tok_s", "answer")):
+        before, after = (f"{speed[part][name]:,.0f}" if part in speed else "" for part in ("before", "after"))
+        rows.append(f"| one request here, {words}, tokens/s | {before} | {after} |")
+    return rows
+
+
+def _time_lines(times: dict[str, Any] | None) -> list[str]:
+    if not times:
+        return []
+    said = f"Quantising took {times['quantise']['wall_s']:.0f} s, the card {times['card']['wall_s']:.0f} s"
+    if predicted := times.get("predicted"):
+        said += f" (predicted: {predicted['quantise']['wall_s']:.0f} s and {predicted['card']['wall_s']:.0f} s)"
+    return ["", f"{said}, on {times['cores']} threads at a load of {times['load']}."]
 
 
 def write_card(card: dict[str, Any], folder: Path, plots: str = "") -> None:

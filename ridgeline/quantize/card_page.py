@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ridgeline.quantize.card import summary_line
+from ridgeline.quant.quality_card import summary_line
 from ridgeline.report import web_page
 from ridgeline.report.plots import Series, axis, plot, plot_grid
 
@@ -33,6 +33,7 @@ def page(card: dict[str, Any]) -> str:
                      web_page.paragraph("Not quantised: " + "; ".join(card["not_quantised"]) + ".")]),
         ("How it was made", [web_page.facts({"recipe": card["recipe"]["name"], "seed": card["seed"],
                                              "calibration": card.get("calibration"), "size": card["size"],
+                                             "speed": card.get("speed"), "time": card.get("time"),
                                              "machine": card.get("machine"), "versions": card["versions"]})]),
     ])
 

@@ -6,17 +6,20 @@ The inverse of models/checkpoints/compressed_tensors.py: what is written here, t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ridgeline.errors import ConfigError
 from ridgeline.ops.quantised.codes import packed_bits
 from ridgeline.quant.format import BYTES, OUTER, SCALE, WEIGHT, ZERO, Activation, WeightFormat
+from ridgeline.quantize.recipes import HEAD, keeps_outliers, per_tensor
 
 STORAGE = {"e4m3": "float-quantized", "int8": "int-quantized", "uint4": "pack-quantized"}
+INPUT_SCALE = "input_scale"          # beside a format's tensors: one number for all activations
 BITS = {"e4m3": (8, "float"), "int8": (8, "int"), "uint4": (4, "int"), "e2m1": (4, "float")}
 
 
@@ -62,6 +65,10 @@ def stored_tensors(linear: Linear, tensors: Mapping[str, Tensor]) -> dict[str, T
     if linear.format.grid == "e2m1":
         outer = {f"{name}.weight_global_scale": 1 / tensors[OUTER][:1]} if OUTER in tensors else {}
         return {f"{name}.weight_packed": weight, f"{name}.weight_scale": scale} | outer
+    if keeps_outliers(linear.format):                    # as bitsandbytes stores it: the largest magnitude of each row
+        return {f"{name}.weight": weight, f"{name}.SCB": _row_maxima(scale), f"{name}.weight_format": torch.tensor(0).byte()}
+    if per_tensor(linear.format):
+        return {f"{name}.weight": weight, f"{name}.weight_scale": scale[:1], f"{name}.input_scale": tensors[INPUT_SCALE]}
     scale = scale[:, None] if scale.dim() == 1 else scale
     if linear.format.grid != "uint4":
         return {f"{name}.weight": weight, f"{name}.weight_scale": scale}
@@ -76,13 +83,26 @@ def stored_tensors(linear: Linear, tensors: Mapping[str, Tensor]) -> dict[str, T
     return found
 
 
+def _row_maxima(scale: Tensor) -> Tensor:
+    """127 scales, moved by one step where readers, who multiply by 1 / 127, would get another scale."""
+    found = scale.float() * 127
+    for end in (torch.inf, -torch.inf):
+        other = torch.nextafter(found, torch.full_like(found, end))
+        right = found * (1.0 / 127.0) == scale
+        found = torch.where(right | (other * (1.0 / 127.0) != scale), found, other)
+    return found
+
+
 def stored_bytes(linear: Linear) -> int:
     """Of what `stored_tensors` writes."""
     assert linear.format is not None
     shape = (linear.outputs, linear.inputs)
     if linear.format.scales is None:
         return linear.outputs * linear.inputs * BYTES[linear.dtype]
+    if per_tensor(linear.format):
+        return linear.outputs * linear.inputs + 2 * BYTES[linear.format.scales.dtype]
     found = sum(spec.nbytes(*shape) for spec in linear.format.tensors() if spec.name not in (ZERO, OUTER))
+    found += keeps_outliers(linear.format)               # weight_format
     found += 4 * (linear.format.scales.outer is not None)
     if linear.format.grid == "uint4":
         found += 2 * 8                                   # weight_shape
@@ -96,16 +116,20 @@ def stored_bytes(linear: Linear) -> int:
 # ── config.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def quantization_config(linears: Sequence[Linear], others: bool, version: str) -> dict[str, Any] | None:
-    """`others`: the checkpoint has linears besides these, of another modality. None: all keep the model's dtype (2:4)."""
+def quantization_config(linears: Sequence[Linear], others: bool, version: str, kv: str = "") -> dict[str, Any] | None:
+    """`others`: the checkpoint has linears besides these, of another modality. None: all keep the model's dtype (2:4). `kv`: the
+    format of the KV cache that the checkpoint has scales for."""
     by_format: dict[WeightFormat, list[str]] = {}
     for linear in linears:
         if linear.quantised:
             assert linear.format is not None
             by_format.setdefault(linear.format, []).append(linear.module)
+    _check_kv(by_format, kv)
     if not by_format:
         return None
-    kept = [linear.module for linear in linears if not linear.quantised]
+    kept = _kept(linears)
+    if any(keeps_outliers(format) for format in by_format):
+        return {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0, "llm_int8_skip_modules": kept}
     one = len(by_format) == 1 and not others
     storages = {storage(format) for format in by_format}
     groups = {}
@@ -115,9 +139,30 @@ def quantization_config(linears: Sequence[Linear], others: bool, version: str) -
         groups[f"group_{number}"] = _group(format, targets)
     return {
         "quant_method": "compressed-tensors", "format": storages.pop() if len(storages) == 1 else "mixed-precision",
-        "quantization_status": "compressed", "ignore": kept, "config_groups": groups, "kv_cache_scheme": None,
+        "quantization_status": "compressed", "ignore": kept, "config_groups": groups, "kv_cache_scheme": _kv_scheme(kv),
         "global_compression_ratio": None, "version": version,
     }
+
+
+def _kept(linears: Sequence[Linear]) -> list[str]:
+    """Names of linears without codes. A tied head has no tensor, and is a Linear elsewhere."""
+    tied = all(linear.layer is not None for linear in linears)
+    return [linear.module for linear in linears if not linear.quantised] + [HEAD] * tied
+
+
+def _check_kv(formats: Collection[WeightFormat], kv: str) -> None:
+    """Before anything is written."""
+    if kv and not formats:
+        raise ConfigError("scales of the KV cache are stored with quantised weights: choose another recipe")
+    if any(keeps_outliers(format) for format in formats) and (len(formats) > 1 or kv):
+        raise ConfigError("llm-int8 is stored as bitsandbytes does, which has no other format beside it and no KV scales")
+
+
+def _kv_scheme(kv: str) -> dict[str, Any] | None:
+    if not kv:
+        return None
+    return {"num_bits": 8, "type": "float" if kv == "fp8" else "int", "strategy": "tensor", "symmetric": True, "dynamic": False,
+            "group_size": None, "block_structure": None, "actorder": None, "observer": "minmax"}
 
 
 def _patterns(modules: Sequence[str], rest: Sequence[str]) -> list[str]:
@@ -138,7 +183,7 @@ def _group(format: WeightFormat, targets: list[str]) -> dict[str, Any]:
     rows, columns = format.scales.block
     weights: dict[str, Any] = {
         "num_bits": bits, "type": kind, "symmetric": format.scales.zero is None, "dynamic": False, "actorder": None,
-        "strategy": "channel" if not columns else "group" if rows == 1 else "block",
+        "strategy": "tensor" if per_tensor(format) else "channel" if not columns else "group" if rows == 1 else "block",
         "group_size": columns if columns and rows == 1 else None, "block_structure": [rows, columns] if rows > 1 else None,
         "observer": "minmax",
     }
@@ -154,7 +199,7 @@ def _inputs(activation: Activation | None) -> dict[str, Any] | None:
     if activation is None:
         return None
     return {
-        "num_bits": 8, "type": "float" if activation.kind == "fp8" else "int", "symmetric": True, "dynamic": True,
-        "strategy": activation.per, "group_size": 128 if activation.per == "group" else None, "block_structure": None,
-        "actorder": None, "observer": None,
+        "num_bits": 8, "type": "float" if activation.kind == "fp8" else "int", "symmetric": True,
+        "dynamic": not activation.static, "strategy": activation.per, "group_size": 128 if activation.per == "group" else None,
+        "block_structure": None, "actorder": None, "observer": "minmax" if activation.static else None,
     }

@@ -21,13 +21,15 @@ import torch
 
 from ridgeline.bench.lab.record import commit
 from ridgeline.errors import ConfigError
+from ridgeline.evaluate import needle
 from ridgeline.evaluate.evaluation import evaluate, slice_texts
 from ridgeline.evaluate.task import EMBEDDED, Task
-from ridgeline.evaluate.texts import fingerprint
-from ridgeline.process import embedded
-from ridgeline.quant.format import quantises_rows
+from ridgeline.evaluate.texts import DEFAULT_TEXT, fingerprint
+from ridgeline.process import embedded, platform
+from ridgeline.quant import quality_card
+from ridgeline.quant.format import WeightFormat, quantises_rows
 from ridgeline.quantize import auto_search, card
-from ridgeline.quantize.blocks import write_blocks
+from ridgeline.quantize.blocks import block_bytes, write_blocks
 from ridgeline.quantize.calibration import (
     FEWEST_TOKENS,
     Calibration,
@@ -37,9 +39,11 @@ from ridgeline.quantize.calibration import (
 )
 from ridgeline.quantize.card_page import page as card_page
 from ridgeline.quantize.ct_writer import Linear, quantization_config
+from ridgeline.quantize.duration import Forecast, Spent, Watch, forecast
 from ridgeline.quantize.hf_files import write_small_files
+from ridgeline.quantize.own_text import own_passages
 from ridgeline.quantize.plain_model import PlainModel
-from ridgeline.quantize.recipes import AUTO, READ_TEXT, QuantizeRecipe
+from ridgeline.quantize.recipes import AUTO, OWN_TEXT, READ_TEXT, QuantizeRecipe
 from ridgeline.quantize.workspace import Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
@@ -52,10 +56,12 @@ class Job:
     recipe: QuantizeRecipe
     out: Path
     seed: int = 0
-    text: str = ""                   # a file to calibrate with, where a method needs it; empty: a part of pydoc_data.topics
+    text: str = ""                   # a file to calibrate with, or OWN_TEXT; empty: a part of pydoc_data.topics
     tokens: int = 8192               # of it
     card: Task | None = None         # what the card measures; None: no card
+    needles_if_they_fit: bool = False    # leave the card's needles out where its text is too short
     limits: dict[str, float] = field(default_factory=dict)   # of card.LIMITS, that every slice must meet
+    fastest: str = ""                # of auto: the GPU (and rows) whose time counts, instead of bytes
     name: str = ""                   # of the output on its card; empty: the directory's
     show: bool = True
 
@@ -72,19 +78,21 @@ def _quantize(job: Job) -> dict[str, Any] | None:
         if not any(linear.format is not None for linear in linears):
             raise ConfigError(f"the recipe {job.recipe.name} quantises none of the {len(linears)} linears: {_reasons(linears)}")
         if job.card is not None:                         # what the card needs is missed now, not after the work
-            Tokenizer.load(job.model)
-            slice_texts(job.card)
+            job = replace(job, card=_checked_card(job, job.card, Tokenizer.load(job.model)))
+        config = quantization_config(linears, model.others, f"ridgeline {__version__}", job.recipe.kv)
         calibration = _calibration(job, model, linears)
         space = Workspace(job.out, _run(job, model, calibration), len(model.blocks))
-        write_blocks(model, linears, space, calibration, job.show)
+        expected = _forecast(job, model, linears, calibration, space)
+        watch = Watch()
+        write_blocks(model, linears, space, calibration, job.show, job.recipe.kv, device())
         space.write_index()
-        config = quantization_config(linears, model.others, f"ridgeline {__version__}")
         write_small_files(job.model, model.config, config, space.folder)
-        made = None
+        made, quantised = None, watch.lap()
         if job.card is not None:
             made = make_card(job, model, linears, space.folder)
             made["calibration"] = None if calibration is None else _calibration_facts(job, calibration)
             made["errors"] = space.errors()
+            made["time"] = _times(expected, quantised, watch.lap())
             card.write_card(made, space.folder, card_page(made))
             if job.limits and job.recipe.name != AUTO:
                 card.require_limits(made, job.limits, f"{space.folder} is complete but for its name")
@@ -92,8 +100,53 @@ def _quantize(job: Job) -> dict[str, Any] | None:
     finally:
         model.close()
     if made is not None:
-        card.find_card(job.out)                          # hashes are remembered: the first start need not compute them
+        quality_card.find_card(job.out)                          # hashes are remembered: the first start need not compute them
     return made
+
+
+def _checked_card(job: Job, task: Task, tokenizer: Tokenizer) -> Task:
+    """ConfigError: texts that cannot be read, and needles that fit into none, unless they may be left out."""
+    texts = slice_texts(task)
+    if not task.needle:
+        return task
+    try:
+        needle.trials(tokenizer, texts[DEFAULT_TEXT], task.needle, task.seed,
+                      advice="give a longer --card-text, or --card-needle 0")
+    except ConfigError as error:
+        if not job.needles_if_they_fit:
+            raise
+        if job.show:
+            say(f"the card hides no numbers: {str(error).partition(';')[0]}")
+        return replace(task, needle=())
+    return task
+
+
+def device() -> str:
+    """Where weights are rounded and text is read."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _forecast(
+    job: Job, model: PlainModel, linears: list[Linear], calibration: Calibration | None, space: Workspace
+) -> Forecast | None:
+    """None: a part of the work is done already, and what is left is not predicted."""
+    if any(space.is_done(place) for place in range(space.blocks)):
+        return None
+    by_name = {linear.weight: linear for linear in linears if linear.format is not None}
+    size = sum(block_bytes(model, by_name, block) for block in model.blocks)
+    found = forecast(model, linears, calibration, job.card, size, space.folder, device())
+    if job.show:
+        say(found.words())
+    return found
+
+
+def _times(expected: Forecast | None, quantised: Spent, judged: Spent) -> dict[str, Any]:
+    """What was predicted at the start, and what it was. `load`: how many processes wanted a core meanwhile."""
+    found = {"quantise": quantised.as_data(), "card": judged.as_data(), "cores": torch.get_num_threads(),
+             "load": round(os.getloadavg()[1], 1), "device": device()}
+    if expected is None:
+        return found | {"resumed": True}
+    return found | {"predicted": {"quantise": expected.quantise.as_data(), "card": expected.card.as_data()}}
 
 
 def _search(job: Job) -> dict[str, Any]:
@@ -102,8 +155,9 @@ def _search(job: Job) -> dict[str, Any]:
         raise ConfigError("the recipe auto needs a limit that the card can check: --max-kl, --max-flips or --max-ppl-increase")
     if job.out.exists():
         raise ConfigError(f"{job.out} exists already: choose another --out, or delete it")
+    fastest = auto_search.parse_fastest(job.fastest) if job.fastest else None
     kept = job.out.with_name(f"{job.out.name}.costs.json")
-    passages = calibration_passages(job.text, Tokenizer.load(job.model), max(auto_search.TOKENS, FEWEST_TOKENS), job.seed)
+    passages = _passages(job, max(auto_search.TOKENS, FEWEST_TOKENS))
     units = auto_search.measured_units(job.model, job.recipe, passages, kept, job.show)
     tries: list[tuple[Path, dict[str, Any]]] = []
 
@@ -119,13 +173,13 @@ def _search(job: Job) -> dict[str, Any]:
         return made
 
     try:
-        made = auto_search.search(units, job.limits, job.recipe, make, say if job.show else lambda line: None)
+        made = auto_search.search(units, job.limits, job.recipe, make, say if job.show else lambda line: None, fastest)
         next(folder for folder, its in tries if its is made).rename(job.out)
     finally:
         for folder, _ in tries:
             shutil.rmtree(folder, ignore_errors=True)
     kept.unlink(missing_ok=True)
-    card.find_card(job.out)
+    quality_card.find_card(job.out)
     return made
 
 
@@ -137,15 +191,22 @@ def _run(job: Job, model: PlainModel, calibration: Calibration | None) -> dict[s
 
 
 def _calibration(job: Job, model: PlainModel, linears: list[Linear]) -> Calibration | None:
-    if not any(linear.method in READ_TEXT for linear in linears if linear.format is not None):
+    if not job.recipe.kv and not any(linear.method in READ_TEXT for linear in linears if linear.format is not None):
         return None
-    return Calibration(model, calibration_passages(job.text, Tokenizer.load(job.model), job.tokens, job.seed))
+    return Calibration(model, _passages(job, job.tokens), device())
+
+
+def _passages(job: Job, tokens: int) -> list[list[int]]:
+    if job.text == OWN_TEXT:
+        return own_passages(job.model, max(tokens, FEWEST_TOKENS), job.seed, job.show)
+    return calibration_passages(job.text, Tokenizer.load(job.model), tokens, job.seed)
 
 
 def _calibration_facts(job: Job, calibration: Calibration) -> dict[str, Any]:
+    own = job.text == OWN_TEXT
+    text = "what the model wrote" if own else Path(job.text).name if job.text else "the first half of pydoc_data.topics"
     return {
-        "text": Path(job.text).name if job.text else "the first half of pydoc_data.topics",
-        "fingerprint": fingerprint(calibration_text(job.text)),
+        "text": text, "fingerprint": fingerprint(str(calibration.groups) if own else calibration_text(job.text)),
         "passages": sum(map(len, calibration.groups)), "tokens": sum(len(each) for group in calibration.groups for each in group),
     }
 
@@ -195,26 +256,28 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
     if not task.text:                                    # not what may have calibrated
         judged.write_text(halves()[1], encoding="utf-8")
         task = replace(task, text=str(judged))
-    found = evaluate({"model": str(folder)}, task, reference=given, show=job.show)
-    parts = ("slices", "all", "by_position", "worst_decile", "texts", "context", "overlap", "needle")
+    activations = {linear.fused.removesuffix(".weight"): linear.format.activation for linear in linears
+                   if linear.format is not None and linear.format.activation is not None and not _rounds(linear.format)}
+    found = evaluate({"model": str(folder)}, task, reference=given, show=job.show, activations=activations)
+    parts = ("slices", "all", "by_position", "worst_decile", "texts", "context", "overlap", "needle", "rounded_inputs")
     quality = {name: found[name] for name in parts if name in found}
     quality["all"]["perplexity"] = quality["all"]["reference_perplexity"] * quality["all"]["perplexity_ratio"]
     files = model.files()
     return {
         "card": 1, "model": job.name or job.out.name, "recipe": job.recipe.as_data(), "seed": job.seed,
         "linears": formats_said(linears), "not_quantised": not_quantised_said(model, linears),
-        "quality": quality,
+        "quality": quality, "speed": found.get("speed"),
         "size": {
             "input_bytes": sum(file.stat().st_size for file in files),
             "plain_bytes": model.config.num_parameters * DTYPE_BYTES[model.config.dtype],
             "output_bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
         },
-        "notes": _notes(model, linears),
-        "machine": {"commit": commit(), "system": python_platform.machine(), "gpu": _gpu()},
+        "notes": _notes(model, linears, job.recipe.kv, bool(quality.get("rounded_inputs"))),
+        "machine": {"commit": commit(), "system": python_platform.machine(), "cpu": platform.cpu_name(), "gpu": _gpu()},
         "versions": {"ridgeline": __version__, "python": python_platform.python_version()}
         | {package: version(package) for package in ("torch", "safetensors", "tokenizers", "numpy")},
-        "input": {"model": job.model.name, "dtype": model.config.dtype, "sha256": card.hashes(files)},
-        "output": {"sha256": card.hashes(card.output_files(folder))},
+        "input": {"model": job.model.name, "dtype": model.config.dtype, "sha256": quality_card.hashes(files)},
+        "output": {"sha256": quality_card.hashes(quality_card.output_files(folder))},
     }
 
 
@@ -222,15 +285,25 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
-def _notes(model: PlainModel, linears: list[Linear]) -> list[str]:
+def _rounds(format: WeightFormat) -> bool:
+    """Kernels of this machine round activations by themselves."""
+    return torch.cuda.is_available() and quantises_rows(format)
+
+
+def _notes(model: PlainModel, linears: list[Linear], kv: str, rounds: bool) -> list[str]:
+    """`rounds`: activations were rounded where kernels of this device keep them."""
     notes = []
     if model.gguf and model.config.quantisation is not None:
         notes.append("the input is a GGUF file of packed weights, which were expanded first: figures are against these, not "
                      "against the model from which the file was made.")
-    rounded = torch.cuda.is_available()
-    kinds = {linear.format.activation.kind for linear in linears if linear.format is not None and linear.format.activation
-             and not (rounded and quantises_rows(linear.format))}
+    formats = [linear.format for linear in linears if linear.format is not None]
+    kinds = {format.activation.kind for format in formats if format.activation and not _rounds(format)}
     if kinds:
-        notes.append("the figures were measured with activations as they are; an engine that rounds them to "
-                     f"{' and '.join(sorted(kinds))}, as the file asks for, adds an error that these figures do not hold.")
+        words = " and ".join(sorted(kinds))
+        notes.append(f"the figures hold the error of activations rounded to {words}, as the file asks for and as kernels for it "
+                     "compute; on a CPU this engine keeps more of them." if rounds else
+                     f"the figures were measured with activations as they are; an engine that rounds them to {words}, as the "
+                     "file asks for, adds an error that these figures do not hold.")
+    if kv:
+        notes.append(f"the file has scales for a KV cache in {kv}; the figures were measured with KV in the model's dtype.")
     return notes

@@ -14,11 +14,13 @@ from typing import Any
 import yaml
 
 from ridgeline.errors import ConfigError
-from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, GROUPS, INT8_ROW, MXFP4, Scales, WeightFormat, uint4
+from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, GROUPS, INT8_ROW, MXFP4, Activation, Scales, WeightFormat, uint4
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 SPARSE = ("magnitude", "wanda", "sparsegpt")                             # methods of 2:4
-READ_TEXT = ("gptq", "awq", "smoothquant", "wanda", "sparsegpt")         # methods that need calibration text
+READ_TEXT = ("gptq", "awq", "smoothquant", "wanda", "sparsegpt", "static")           # methods that need calibration text
+KV_FORMATS = ("fp8", "int8")         # that scales of the KV cache can be for
+OWN_TEXT = "model"                   # instead of a file to calibrate with: what the model itself writes
 HEAD = "lm_head"
 AUTO = "auto"                        # formats by linear, the fewest bytes that meet limits of quality (auto_search.py)
 
@@ -44,11 +46,18 @@ class Choice:
 
 INT4, INT4_ASYMMETRIC = uint4(128), uint4(128, zero="code")
 NVFP4 = WeightFormat("e2m1", Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0))))
+# One scale for a whole matrix, and one for its inputs, from calibration text.
+FP8_STATIC = replace(FP8_ROW, activation=Activation("fp8", "tensor", static=True))
+INT8_STATIC = replace(INT8_ROW, activation=Activation("int8", "tensor", static=True))
+LLM_INT8 = replace(INT8_ROW, activation=Activation("int8", "token", outliers=6.0))
 DENSE_24 = WeightFormat("bf16", sparse="2:4")
 RECIPES: dict[str, tuple[WeightFormat, str, str]] = {
     "fp8": (FP8_ROW, "rtn", "8-bit floats, a scale for each output; activations in fp8 for each token"),
+    "fp8-static": (FP8_STATIC, "static", "8-bit floats, one scale for a matrix and one for its activations, by calibration text"),
     "fp8-block": (FP8_BLOCK, "rtn", "8-bit floats, a scale for each block of 128 x 128; activations in groups of 128"),
     "w8a8": (INT8_ROW, "rtn", "8-bit integers, a scale for each output; activations in int8 for each token"),
+    "w8a8-static": (INT8_STATIC, "static", "8-bit integers, one scale for a matrix and one for its activations, by text"),
+    "llm-int8": (LLM_INT8, "rtn", "LLM.int8(): 8-bit integers; columns of activations above 6 in 16 bits; for bitsandbytes"),
     "int4-rtn": (INT4, "rtn", "4-bit integers in groups, symmetric, rounded to nearest"),
     "int4-rtn-asym": (INT4_ASYMMETRIC, "rtn", "4-bit integers in groups with zero points, rounded to nearest"),
     "int4-gptq": (INT4, "gptq", "4-bit integers in groups, symmetric, by GPTQ with calibration text"),
@@ -71,6 +80,7 @@ class QuantizeRecipe:
     keep: tuple[str, ...] = ()       # patterns of modules that stay as they are, before all rules
     keep_first: int = 0              # layers at the beginning that stay as they are
     keep_last: int = 0
+    kv: str = ""                     # of KV_FORMATS: scales of the KV cache are calibrated for it
 
     def choose(self, module: str, inputs: int, layer: int | None, layers: int) -> Choice:
         """`layer`: None for the head, which is quantised only where a pattern names it."""
@@ -87,7 +97,7 @@ class QuantizeRecipe:
             return Choice(None, reason="kept as asked")
         choice = _fitted(rule, inputs)
         if layer is None and choice.method in READ_TEXT:                         # calibration ends with the last layer
-            return replace(choice, method="rtn") if choice.method not in SPARSE else Choice(None, reason="the head")
+            return replace(choice, method="rtn") if choice.method not in (*SPARSE, "static") else Choice(None, reason="the head")
         return choice
 
     def as_data(self) -> dict[str, Any]:
@@ -99,7 +109,7 @@ class QuantizeRecipe:
             for rule in self.rules
         ]
         return {"name": self.name, "rules": rules, "keep": list(self.keep), "keep_first": self.keep_first,
-                "keep_last": self.keep_last}
+                "keep_last": self.keep_last} | ({"kv": self.kv} if self.kv else {})
 
 
 def _fitted(rule: Rule, inputs: int) -> Choice:
@@ -123,7 +133,7 @@ def _fitted(rule: Rule, inputs: int) -> Choice:
 
 
 def read_recipe(
-    given: str, group: int | None = None, keep: Iterable[str] = (), keep_first: int = 0, keep_last: int = 0
+    given: str, group: int | None = None, keep: Iterable[str] = (), keep_first: int = 0, keep_last: int = 0, kv: str = ""
 ) -> QuantizeRecipe:
     """A name of RECIPES, or a YAML file of {pattern: name or {bits, group, …}}."""
     keep = tuple(keep)
@@ -135,7 +145,7 @@ def read_recipe(
     if given == AUTO:
         if group is not None:
             raise ConfigError(f"--group cannot be given with {AUTO}, which chooses it")
-        return QuantizeRecipe(AUTO, (), keep, keep_first, keep_last)
+        return QuantizeRecipe(AUTO, (), keep, keep_first, keep_last, kv)
     if given in RECIPES:
         rules: tuple[Rule, ...] = (_named("", given),)
     elif Path(given).suffix in (".yaml", ".yml", ".json"):
@@ -147,7 +157,7 @@ def read_recipe(
         if not any(rule.format is not None and rule.format.grid == "uint4" for rule in rules):
             raise ConfigError(f"--group changes 4-bit integers; {given} has none")
         rules = tuple(replace(rule, group=_group(group, "--group")) for rule in rules)
-    return QuantizeRecipe(given, rules, keep, keep_first, keep_last)
+    return QuantizeRecipe(given, rules, keep, keep_first, keep_last, kv)
 
 
 def exact_recipe(name: str, rules: Mapping[str, Rule | None], base: QuantizeRecipe) -> QuantizeRecipe:
@@ -156,7 +166,7 @@ def exact_recipe(name: str, rules: Mapping[str, Rule | None], base: QuantizeReci
         Rule(f"^{re.escape(module)}$", None) if rule is None else replace(rule, pattern=f"^{re.escape(module)}$")
         for module, rule in rules.items()
     )
-    return QuantizeRecipe(name, found, base.keep, base.keep_first, base.keep_last)
+    return QuantizeRecipe(name, found, base.keep, base.keep_first, base.keep_last, base.kv)
 
 
 def _named(pattern: str, name: str) -> Rule:
@@ -232,6 +242,18 @@ def _check_pattern(pattern: str, where: str) -> None:
 
 
 def stored_scales(format: WeightFormat, dtype: str) -> WeightFormat:
-    """With scales in the model's dtype, as other engines expect them; those of 4-bit floats stay."""
+    """With scales in the model's dtype, as other engines expect them; those of 4-bit floats and of LLM.int8() stay."""
     scales = format.scales
-    return format if scales is None or format.grid == "e2m1" else replace(format, scales=Scales(scales.block, dtype, scales.zero))
+    if scales is None or format.grid == "e2m1" or keeps_outliers(format):
+        return format
+    return replace(format, scales=Scales(scales.block, dtype, scales.zero))
+
+
+def per_tensor(format: WeightFormat) -> bool:
+    """A matrix has one scale, and so have its inputs."""
+    return format.activation is not None and format.activation.per == "tensor"
+
+
+def keeps_outliers(format: WeightFormat) -> bool:
+    """LLM.int8()"""
+    return format.activation is not None and format.activation.outliers is not None

@@ -30,6 +30,7 @@ from ridgeline.quantize.ct_writer import Linear, stored_bytes
 from ridgeline.quantize.methods.rounding import expanded, rounded
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
 
+PLAIN_BYTES = 2                      # of a weight that is not quantised
 CHUNK = 256                          # positions whose logits are in memory at a time
 
 
@@ -68,8 +69,8 @@ def measure(model: PlainModel, options: Sequence[Sequence[Linear]], passages: li
                     streams.append((fused, run.through(run.streams, values | changed)))
             run.move_on(values)
         tick(model.config.num_layers, model.config.num_layers)
-    head = _head(model)
-    return [_unit(by_fused[fused], errors[fused], divergence(head, run.streams, group)) for fused, group in streams]
+    costs = divergences(_head(model), run.streams, [group for _, group in streams], show)
+    return [_unit(by_fused[fused], errors[fused], cost) for (fused, _), cost in zip(streams, costs, strict=True)]
 
 
 def _numbers(values: Tensor, linear: Linear) -> Tensor:
@@ -117,12 +118,19 @@ def _head(model: PlainModel) -> Decoder:
     return decoder
 
 
-def divergence(head: Decoder, plain: list[Tensor], changed: list[Tensor]) -> float:
-    """Mean KL over all positions."""
-    total, count = 0.0, 0
-    for before, after in zip(plain, changed, strict=True):
-        for first in range(0, len(before), CHUNK):
-            old, new = (head.logits(head.norm(each[first : first + CHUNK])).log_softmax(-1) for each in (before, after))
-            total += float((old.exp() * (old - new)).sum())
-            count += len(old)
-    return max(total / count, 0.0)
+def divergences(head: Decoder, plain: list[Tensor], changed: list[list[Tensor]], show: bool) -> list[float]:
+    """Of each of the changed: mean KL over all positions. The plain logits of a few positions are computed once for all."""
+    def logs(states: Tensor) -> Tensor:
+        return head.logits(head.norm(states)).log_softmax(-1)
+
+    totals, done, count = [0.0] * len(changed), 0, sum(map(len, plain))
+    with progress_bar("what each linear costs: answers", wanted=show) as tick:
+        for place, before in enumerate(plain):
+            for first in range(0, len(before), CHUNK):
+                old = logs(before[first : first + CHUNK])
+                shares = old.exp()
+                for number, streams in enumerate(changed):
+                    totals[number] += float((shares * (old - logs(streams[place][first : first + CHUNK]))).sum())
+                done += len(old)
+                tick(done, count)
+    return [max(total / count, 0.0) for total in totals]

@@ -8,13 +8,15 @@ stream ends with an error event.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.replicas.prefix_tree import Chain
 from ridgeline.engine.replicas.replica_load import Ticket
-from ridgeline.errors import TryAgain
+from ridgeline.errors import Overloaded, TimedOut, TryAgain
 from ridgeline.process.log import get_logger
 from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, ReplicaGaveUp, usage_of
 from ridgeline.route.fleet import Fleet
@@ -23,7 +25,7 @@ from ridgeline.route.prompt_text import with_answer
 from ridgeline.route.replica import Replica
 from ridgeline.route.upstream import Answer, ReplicaFailure
 from ridgeline.server.http.error_bodies import body_for, error_body
-from ridgeline.server.http.stream import Send
+from ridgeline.server.http.stream import Send, send_part
 
 logger = get_logger("route")
 
@@ -136,7 +138,8 @@ class Delivery:
         replica.succeeded()
         usage = text = None
         if answer.status == 200 and self._request.is_counted:
-            usage, text = _read(body)
+            with suppress(Overloaded, TimedOut):         # threads are busy: statistics are left out, the answer is not
+                usage, text = await away_if_long(len(body), lambda: _read(body))
         if answer.status == 200 and self._request.method == "POST":
             replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
             self._fleet.answered(replica, usage)
@@ -157,7 +160,7 @@ class Delivery:
                 if body := b"".join(parts):
                     events.shown = events.shown or not counted
                     await self._start(answer)
-                    await self._send({"type": "http.response.body", "body": body, "more_body": True})
+                    await send_part(self._send, body, more=True)
         replica.succeeded()
         replica.load.finish(ticket, self._fleet.now(), events.usage, self._whole_chain(events.text))
         self._fleet.answered(replica, events.usage)
@@ -183,7 +186,7 @@ class Delivery:
         self.started = True
         length = (b"content-length", str(len(body)).encode())
         await self._send({"type": "http.response.start", "status": status, "headers": [*self._headers(headers), length]})
-        await self._send({"type": "http.response.body", "body": body})
+        await send_part(self._send, body)
 
     def _headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         passed = [each for each in headers if each[0] not in _NOT_PASSED and not each[0].startswith(b"access-control-")]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ridgeline.engine.replicas.prefix_tree import chain_of
+from ridgeline.engine.replicas.prefix_tree import MOST_BYTES, chain_of
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 
 _MESSAGE = b"\x1e"                   # before a message
@@ -22,6 +22,8 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 def with_answer(prompt: RoutedPrompt, answer: str) -> list[int]:
     """The nodes of the prompt and its answer, as the conversation's next request has them."""
+    if prompt.num_unkept:                                # the answer comes after all that is hashed
+        return prompt.chain
     between = _MESSAGE + b"assistant" + _FIELD if prompt.is_chat else b""
     return chain_of(prompt.text + between + answer.encode(errors="surrogatepass"), prompt.root)
 
@@ -43,7 +45,8 @@ def prompt_of(request: Mapping[str, Any], salt: str = "") -> RoutedPrompt:
     most = request.get("max_completion_tokens") or request.get("max_tokens")
     limit = most if type(most) is int and most > 0 else None
     streams = request.get("stream") is True
-    return RoutedPrompt(text, root, chain_of(text, root), limit, isinstance(messages, list), streams)
+    kept, chain = text[:MOST_BYTES], chain_of(text, root)    # a request may be open for minutes: its text is not kept twice
+    return RoutedPrompt(kept, root, chain, limit, isinstance(messages, list), streams, len(text) - len(kept))
 
 
 def _message(message: Any) -> bytes:

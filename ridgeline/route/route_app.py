@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from starlette.responses import RedirectResponse
 
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.errors import TimedOut, TryAgain
 from ridgeline.route.delivery import Delivery
 from ridgeline.route.fleet import Fleet
@@ -22,6 +24,7 @@ from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, caller_of
 from ridgeline.server.http.hosts import Scope
+from ridgeline.server.http.near_paths import suggestion
 from ridgeline.server.http.stream import Body, ClientGone, Receive, Send, send_json, while_connected
 from ridgeline.server.observe.dashboard import fleet_page
 from ridgeline.server.observe.prometheus import TEXT
@@ -45,16 +48,24 @@ class RouteApp:
         is_models = path == MODELS or path.startswith(MODELS + "/")
         wanted = "POST" if path in FORWARDED else "GET" if is_models or path in _PAGES or path in _OTHER_PAGES else None
         if wanted is None:
-            message = f"{method} {path[:200]} does not exist here; docs/router.md lists what a router forwards"
+            near = suggestion(path, _KNOWN) if path not in _NOT_FORWARDED else ""
+            message = f"{method} {path[:200]} does not exist here; {near or 'docs/router.md lists what a router forwards'}"
             await _refuse(scope, send, 404, message, "not_found")
         elif method != wanted and not (path == "/ping" and method == "POST"):
             await _refuse(scope, send, 405, f"{path[:200]} does not take {method}; {wanted} works", "method_not_allowed")
         elif path in FORWARDED or is_models:
             await self._forward(scope, receive, send)
-        elif path == "/fleet":
+        else:
+            await self._show(path, scope, receive, send)
+
+    async def _show(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """A page of the router's own."""
+        if path == "/fleet":
             await send_json(send, 200, msgspec.json.encode(await fleet_reply(self._fleet)))
         elif path == "/dashboard":
             await fleet_page()(scope, receive, send)
+        elif path in _INDEX:
+            await _index(scope, receive, send)
         elif path == "/metrics":
             body = self._fleet.metrics().encode()
             headers = [(b"content-type", TEXT.encode()), (b"content-length", str(len(body)).encode())]
@@ -65,7 +76,7 @@ class RouteApp:
             await send_json(send, status, msgspec.json.encode(content))
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fleet, delivery, body = self._fleet, None, Body(self._fleet.bodies)
+        fleet, body, deliveries = self._fleet, Body(self._fleet.bodies), list[Delivery]()
         try:
             if fleet.stopping:
                 raise TryAgain("this router is stopping; try again elsewhere", 1.0)
@@ -73,18 +84,24 @@ class RouteApp:
                 if scope["method"] == "POST":
                     check_media_type(scope)              # a foreign page's form must not reach a replica
                 await body.read(receive)
-                request = forwarded(scope, body.data, self._has_keys)
-                delivery = Delivery(fleet, request, scope["headers"], send)
-                await while_connected(receive, self._within(scope, delivery))
+                await while_connected(receive, self._deliver(scope, body, send, deliveries))
         except ClientGone:
             pass
         except Exception as error:
-            if delivery is not None and delivery.started:
+            if deliveries and deliveries[0].started:
                 raise                                    # the connection ends, so that the client does not take it for whole
             status, says, headers = describe(error)
             await send_json(send, status, body_for(scope["path"], scope["headers"], status, says), headers)
         finally:
             body.release()                               # not before: it may be sent to another replica
+
+    async def _deliver(self, scope: Scope, body: Body, send: Send, deliveries: list[Delivery]) -> None:
+        """`deliveries` gets the one that is made."""
+        # In a thread: to check and to decode 16 MB takes some tenths of a second, and health checks must not wait for that.
+        request = await away_if_long(body.size, lambda: forwarded(scope, body.data, self._has_keys))
+        body.parts = [request.body]                      # one copy, in case that it is sent again
+        deliveries.append(Delivery(self._fleet, request, scope["headers"], send))
+        await self._within(scope, deliveries[0])
 
     async def _within(self, scope: Scope, delivery: Delivery) -> None:
         """The whole delivery, inside its deadline."""
@@ -111,7 +128,18 @@ def _health(fleet: Fleet) -> tuple[int, Mapping[str, Any]]:
     return (200 if fleet.state == "ok" else 503), {"status": fleet.state, **counts}
 
 
-_OTHER_PAGES = ("/metrics", "/fleet", "/dashboard")
+async def _index(scope: Scope, receive: Receive, send: Send) -> None:
+    """A person's browser is led to the dashboard; a program is told what there is."""
+    if any(name == b"accept" and b"text/html" in value for name, value in scope["headers"]):
+        await RedirectResponse("/dashboard", 307)(scope, receive, send)
+    else:
+        about = {"name": "Ridgeline router", "version": __version__, "openai_base_url": "/v1", "dashboard": "/dashboard"}
+        await send_json(send, 200, msgspec.json.encode(about))
+
+
+_INDEX = ("/", "/v1", "/v1/", "/dashboard/")
+_OTHER_PAGES = ("/metrics", "/fleet", "/dashboard", *_INDEX)
+_NOT_FORWARDED = ("/v1/responses", "/v1/chat/completions/batch", "/invocations")     # of servers, and no spelling mistakes
 _PAGES = {
     "/health": _health,
     "/health/ready": _health,
@@ -120,3 +148,4 @@ _PAGES = {
     "/version": lambda fleet: (200, {"version": __version__}),
     "/replicas": lambda fleet: (200, {"policy": fleet.options.policy, "replicas": fleet.described()}),
 }
+_KNOWN = frozenset({*FORWARDED, MODELS, *_PAGES, *_OTHER_PAGES})

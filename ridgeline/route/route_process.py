@@ -6,26 +6,28 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 
+from ridgeline.engine.client.long_work import num_done
 from ridgeline.process.log import get_logger
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.replica import keep_checking
 from ridgeline.route.route_app import RouteApp
+from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.lifecycle import (
+    SWITCH_SECONDS,
     ListeningServer,
     NoFiles,
     address_of,
     bind,
     check_certificate,
-    collect_rarely,
-    give_back_large_blocks,
     http_config,
     raise_file_limit,
     uvloop,
@@ -72,14 +74,15 @@ async def serve(fleet: Fleet, keys: Keys, listener: socket.socket, on_ready: Cal
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
     interval = float(fleet.options.health_interval)
-    checks = [asyncio.create_task(keep_checking(each, interval)) for each in fleet.replicas]
+    beside = [asyncio.create_task(keep_checking(each, interval)) for each in fleet.replicas]
     try:
         collect_rarely()
+        beside.append(asyncio.create_task(MemoryKeeper(lambda: not fleet.slots.taken, num_done).watch()))
         on_ready()
         await server.serve(sockets=[listener])
     finally:
-        for check in checks:
-            check.cancel()
+        for each in beside:
+            each.cancel()
         fleet.close()
 
 
@@ -91,6 +94,7 @@ def run(fleet: Fleet, keys: Keys, on_ready: Callable[[Fleet, str], None]) -> Non
     # A request needs a connection to its client and one to its replica.
     fleet.options = replace(fleet.options, max_connections=max(1, raise_file_limit(2 * options.max_connections) // 2))
     give_back_large_blocks()
+    sys.setswitchinterval(SWITCH_SECONDS)
     address = address_of(listener, "https" if options.ssl_certfile else "http")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
         runner.run(serve(fleet, keys, listener, lambda: on_ready(fleet, address)))

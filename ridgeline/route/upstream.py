@@ -25,6 +25,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 CONNECT_SECONDS = 5.0
 MOST_IDLE = 64                       # connections kept for the next request
 HIGH_WATER = 256 * 1024              # bytes that wait here for a slow client before the replica is made to wait
+PIECE = 256 * 1024                   # bytes of a body that are written at once: all of 16 MB would hold up the event loop
 
 
 class ReplicaFailure(Exception):
@@ -43,19 +44,29 @@ class Answer(asyncio.Protocol):
         self._waiting = 0                                # bytes in _pieces
         self._error = ""
         self._news = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._parser: Any = None
         self._transport: asyncio.Transport | None = None
 
     # -- for the client ------------------------------------------------------------------------------------------------
 
-    def start(self, request: bytes) -> None:
+    async def send(self, head: bytes, body: bytes) -> None:
+        """The request, as fast as the replica reads it. One that answers before it has read all gets no more of it."""
         assert self._transport is not None
         self.status, self.headers, self.complete = 0, [], False
         self._pieces.clear()
         self._waiting = 0
         self._news.clear()
         self._parser = httptools.HttpResponseParser(self)
-        self._transport.write(request)
+        whole = memoryview(body)
+        self._transport.write(head + whole[:PIECE])
+        for place in range(PIECE, len(whole), PIECE):
+            await self._writable.wait()
+            if self._parsed_head or self._error:
+                self.reusable = False                    # it would take the next request for the rest of this one
+                return
+            self._transport.write(whole[place : place + PIECE])
 
     def close(self) -> None:
         self.reusable = False
@@ -106,6 +117,12 @@ class Answer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)     # uvloop's is no subclass of it
 
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self.complete:        # bytes that no request asked for
             self.close()
@@ -127,6 +144,7 @@ class Answer(asyncio.Protocol):
         if not self.complete and not self._error:
             self._error = f"its connection ended{f': {error}' if error else ''}"
         self._news.set()
+        self._writable.set()
 
     # -- for httptools -------------------------------------------------------------------------------------------------
 
@@ -135,6 +153,8 @@ class Answer(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
+        if self._parsed_head:
+            self._writable.set()                         # who waits to write sees the answer instead
 
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)
@@ -172,8 +192,7 @@ class Upstream:
     @asynccontextmanager
     async def ask(self, method: str, path: str, headers: Headers = (), body: bytes = b"") -> AsyncIterator[Answer]:
         """The answer, with its head. Raises ReplicaFailure."""
-        request = self._request(method, path, headers, body)
-        connection = await self._answered(request)
+        connection = await self._answered(self._head_of(method, path, headers, body), body)
         try:
             yield connection
         finally:
@@ -186,21 +205,21 @@ class Upstream:
         while self._idle:
             self._idle.pop().close()
 
-    def _request(self, method: str, path: str, headers: Headers, body: bytes) -> bytes:
+    def _head_of(self, method: str, path: str, headers: Headers, body: bytes) -> bytes:
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
         if self.key:
             lines.append(b"authorization: Bearer " + self.key + b"\r\n")
         if method != "GET":
             lines.append(b"content-length: %d\r\n" % len(body))
         start = f"{method} {self._base}{path} HTTP/1.1\r\n".encode("latin-1")
-        return b"".join([start, self._head, *lines, b"\r\n", body])
+        return b"".join([start, self._head, *lines, b"\r\n"])
 
-    async def _answered(self, request: bytes) -> Answer:
+    async def _answered(self, head: bytes, body: bytes) -> Answer:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
                 try:
-                    return await self._exchange(connection, request)
+                    return await self._exchange(connection, head, body)
                 except ReplicaFailure:
                     if connection.status:
                         raise
@@ -215,11 +234,11 @@ class Upstream:
             raise ReplicaFailure(f"no connection within {CONNECT_SECONDS:g} s") from None
         except OSError as error:
             raise ReplicaFailure(f"no connection: {error.strerror or error}") from None
-        return await self._exchange(fresh, request)
+        return await self._exchange(fresh, head, body)
 
-    async def _exchange(self, connection: Answer, request: bytes) -> Answer:
+    async def _exchange(self, connection: Answer, head: bytes, body: bytes) -> Answer:
         try:
-            connection.start(request)
+            await connection.send(head, body)
             await connection.head()
         except BaseException:
             connection.close()

@@ -37,6 +37,7 @@ logger = get_logger("graphs")
 USES = 1                             # before a shape is captured …
 MIXED_USES = 8                       # … and one of decodes beside prompts
 MOST_PADDING = 1.5                   # of decodes whose own shape is not captured yet
+DRAFT_PADDING, FEW_TOKENS = 2.0, 64  # of decodes with drafts; up to so many tokens a step is bound by the weights it reads
 MOST_GRAPHS = 256                    # the one unused for longest makes room; the driver keeps 1 MiB for each (8B)
 
 
@@ -75,7 +76,7 @@ class GraphForward:
         """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph. `stand_ins`:
         may a step use a larger graph than its own? Not where other ranks, with other graphs, must have the same shape."""
         self._stand_ins = stand_ins
-        self._eager = eager
+        self.eager = eager
         self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified)
         self._shape: Shape | None = None                 # of the step that is about to run
         self._waiting: OrderedDict[_Key, _Seen] = OrderedDict()      # used, not captured yet; the last use last
@@ -99,14 +100,13 @@ class GraphForward:
         finally:
             self._uses = USES
 
-    def shape(self, plan: StepPlan) -> Shape | None:
+    def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
         self._shape = None
         if not (plan.want & EVERY_HIDDEN).any():
             decodes = leading_decodes(plan)
             if plan.width is not None:
-                queries = 1 + int(plan.width.max())
-                alone = decodes == len(plan.rows)        # drafts beside a prompt are launched kernel by kernel
-                self._shape = self._shapes.fit_drafts(decodes, plan.total_tokens, queries) if alone else None
+                if decodes == len(plan.rows):            # drafts beside a prompt are launched kernel by kernel
+                    self._shape = self._drafted(decodes, plan.total_tokens, 1 + int(plan.width.max()), greedy)
                 return self._shape
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
             shape = self._shape
@@ -128,9 +128,27 @@ class GraphForward:
                 return larger
         return shape
 
+    def _drafted(self, decodes: int, tokens: int, queries: int, greedy: bool) -> Shape | None:
+        """Mixtures of widths have many shapes: a larger one that is captured stands in for the first uses of another."""
+        shape = self._shapes.fit_drafts(decodes, tokens, queries)
+        if shape is None or not self._stand_ins or not self._uses or self._forms[shape, greedy]:
+            return shape
+        if self._stood_in[shape] >= MIXED_USES:
+            return shape
+        most = max(FEW_TOKENS, int(DRAFT_PADDING * shape.draft_tokens))
+        larger = [
+            each for (each, form), count in self._forms.items()
+            if count and form == greedy and shape.draft_tokens <= each.draft_tokens <= most
+            and each.decodes >= shape.decodes and each.queries >= shape.queries
+        ]
+        if not larger:
+            return shape
+        self._stood_in[shape] += 1
+        return min(larger, key=lambda each: (each.draft_tokens, each.queries, each.decodes))
+
     def run(self, batch: Batch, greedy: bool) -> Computed:
         if self._shape is None:
-            return self._eager.run(batch, greedy)
+            return self.eager.run(batch, greedy)
         key = (self._shape, greedy, tuple(group.prefix is not None for group in batch.groups))
         captured = self._captured.get(key)
         if captured is None:
@@ -138,10 +156,10 @@ class GraphForward:
             if seen.uses < (MIXED_USES if self._shape.decodes and self._shape.prompts else self._uses):
                 seen.uses += 1
                 self._waiting.move_to_end(key)
-                return self._eager.run(batch, greedy)
+                return self.eager.run(batch, greedy)
             captured = self._capture_shape(key, batch)
             if captured is None:
-                return self._eager.run(batch, greedy)
+                return self.eager.run(batch, greedy)
         self._captured.move_to_end(key)
         captured.graph.replay()
         self.replays += 1
@@ -155,6 +173,13 @@ class GraphForward:
         with torch.inference_mode():
             self._capture_shape(key, seen.batch)
         return True
+
+    def release(self) -> None:
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
+        self._waiting.clear()
+        self._forms.clear()
 
     def is_new(self, shape: Shape, greedy: bool) -> bool:
         """Is it worth capturing before its first use? Room must be left for shapes that will be used."""
@@ -193,7 +218,7 @@ class GraphForward:
         try:
             if not self._captured:                       # a pool begins with its first graph
                 memory_pools.take(self._device, self._num_bytes)
-            computed = self._eager.run(batch, greedy)
+            computed = self.eager.run(batch, greedy)
             if computed.logits is not None:              # its memory is the pool's: the next capture reuses it
                 computed.logits = self._logits[: len(batch.logits_index)].copy_(computed.logits)
             computed.hidden = None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.layers.batch import Batch, GroupBatch
+from ridgeline.layers.batch import Batch, GroupBatch, Runs
 from ridgeline.messages import StepPlan, Want
 from ridgeline.ops.attention.split_kv import DeviceShares
 from ridgeline.ops.sampling.noise import to_device
@@ -103,8 +103,8 @@ class DeviceRows:
         most = max(max_step_tokens, max_rows)
         self._arange = np.arange(most + 1, dtype=np.int64)
         # Per token: id, position and a slot in each group; with drafts, whether it is a newest one, and logits and their row.
-        # Per row: ten numbers at most. Changes of the tables: place and value. And the ends of arrays.
-        num_bytes = 8 * (most * (2 + 3 * drafts + len(groups)) + 10 * (max_rows + 1))
+        # Per row: eleven numbers at most. Changes of the tables: place and value. And the ends of arrays.
+        num_bytes = 8 * (most * (2 + 3 * drafts + len(groups)) + 11 * (max_rows + 1))
         num_bytes += self.schedule.num_bytes(max_rows, max_step_tokens)
         # Behind drafts in flight: per token its row, a place and a guess's place, and of each row what may be guessed.
         num_bytes += drafts * 8 * (3 * most + max_rows * (2 * most_queries(1) + 1))
@@ -234,6 +234,7 @@ class DeviceRows:
         tokens, borders, logits = staging.put(numbers.tokens), staging.put(numbers.query_start), staging.put(numbers.logits)
         sample_rows, table_rows = staging.put(numbers.sampled), staging.put(rows.astype(np.int32))
         newest = None if numbers.newest is None else staging.put(numbers.newest)
+        runs = None if newest is None else self._runs(layout, borders, table_rows)
         last_rows = staging.put(rows[:num_decodes]) if num_decodes and newest is None else None
         query_tiles = schedule.put_tiles(staging, rows, numbers.query_start, kv_len, num_decodes, shape)
         own = [(lengths, table_rows)]
@@ -244,8 +245,7 @@ class DeviceRows:
         picks = staging.put(layout.picks)                # from here on sizes vary: nothing a graph reads
         alone = numbers.alone
         single = staging.put(rows[alone]), staging.put(numbers.tokens[numbers.query_start[alone]])
-        end = staging.used
-        late = self.late.put(staging, numbers.token_rows, numbers.where, guesses)
+        end, late = staging.used, self.late.put(staging, numbers.token_rows, numbers.where, guesses)
         written = tables.put_changes(staging, changes)
         staging.send()
 
@@ -270,6 +270,7 @@ class DeviceRows:
             device_picks=picks,
             last_rows=last_rows,
             newest=newest,
+            runs=runs,
             table_rows=table_rows,
             query_tiles=query_tiles,
             work=schedule.work(num_decodes, layout.longest, layout.queries, older),
@@ -278,6 +279,16 @@ class DeviceRows:
         if goes_on is not None:
             batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_table_rows, last_shares)
         return batch, end
+
+    def _runs(self, layout: _Layout, borders: Tensor, rows: Tensor) -> Runs:
+        """In a graph all tokens have logits, so that they are the rows' own."""
+        assert layout.width is not None
+        if isinstance(layout.sampled, slice):
+            return Runs(borders, rows, layout.queries)
+        start = np.zeros(len(layout.sampled) + 1, np.int32)
+        start[1:] = np.cumsum(1 + layout.width[layout.sampled])
+        put = self._staging.put
+        return Runs(put(start), put(layout.rows[layout.sampled].astype(np.int32)), layout.queries)
 
     def _pack_prompt(self, plan: StepPlan, shape: Shape) -> Batch:
         """pack() for a single prompt that fits into a shape which the device has seen: the same numbers, at the same places, in

@@ -5,6 +5,7 @@ This is the eager way, kernel by kernel. `cuda_graphs.py` is the other one: step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +16,12 @@ from ridgeline.layers.batch import Batch
 from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import StepPlan
 from ridgeline.models.decoder import Decoder
+from ridgeline.ops.sampling.accept import accept
 from ridgeline.ops.sampling.greedy import greedy as choose_greedy
+from ridgeline.runner.to_host import after_tokens, greedy_bytes
 from ridgeline.sizes.graph_shapes import Shape
 
-_ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others
+Choose = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 @dataclass(slots=True)
@@ -27,15 +30,21 @@ class Computed:
 
     hidden: Tensor | None            # [T, hidden], where all of it was computed and no graph did it
     logits: Tensor | None            # [S, vocabulary]; None if the greedy tokens suffice, or no row samples
-    # uint8: first int64 [S], the best token of every row, in `last_token` already; last bool [S], no finite logits.
+    # uint8: first int64 [S], the best token of every row, in `last_token` already; last bool [S], no finite logits. Of a step
+    # with drafts: of every position; and between the two int64 [N], how many drafts of each row are accepted.
     greedy: Tensor | None = None
 
 
 class Forward(Protocol):
     replays: int                     # steps that were a CUDA graph
 
-    def shape(self, plan: StepPlan) -> Shape | None:
-        """What this plan's batch is to be filled up to; None: as it is."""
+    @property
+    def eager(self) -> Forward:
+        """The same steps, kernel by kernel: as the model is now, not as it was when a step was recorded."""
+
+    def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
+        """What this plan's batch is to be filled up to; None: as it is. `greedy`: see run(); of a plan without drafts it may
+        be another when the same rows come again."""
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         """`greedy`: every row that samples takes its best token and wants nothing else."""
@@ -43,19 +52,32 @@ class Forward(Protocol):
     def prepare(self) -> bool:
         """Use a moment without work to make later steps faster. False: nothing is left to do."""
 
+    def release(self) -> None:
+        """No step comes any more: let go of CUDA graphs. NCCL's communicators do not end before the graphs that hold their
+        collectives."""
+
 
 class EagerForward:
     replays = 0
 
-    def __init__(self, model: Decoder, kv: list[LayerKV], last_token: Tensor) -> None:
-        self._model, self._kv, self._last_token = model, kv, last_token
-        self._greedy = torch.empty(9 * len(last_token) + _ALIGN, dtype=torch.uint8, device=last_token.device)
+    def __init__(self, model: Decoder, kv: list[LayerKV], last_token: Tensor, surplus: Tensor) -> None:
+        """By row: its newest token, and tokens by which it is shorter than the host assumes."""
+        self._model, self._kv, self._last_token, self._surplus = model, kv, last_token, surplus
+        # Zeros: while launches are only collected (ops/compile_ahead.py), they are read as what was accepted.
+        self._greedy = torch.zeros(greedy_bytes(len(last_token)), dtype=torch.uint8, device=last_token.device)
 
-    def shape(self, plan: StepPlan) -> Shape | None:
+    @property
+    def eager(self) -> EagerForward:
+        return self
+
+    def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
         return None
 
     def prepare(self) -> bool:
         return False
+
+    def release(self) -> None:
+        """It holds none."""
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         if batch.last_rows is not None:                  # the last sampled token never left the device
@@ -72,11 +94,63 @@ class EagerForward:
         rows = hidden
         if batch.sampled is None and num_sampled < len(hidden):
             rows = hidden.index_select(0, batch.logits_index)
-        logits = self._model.logits(rows)
         if not greedy:
-            return Computed(hidden, logits)
-        second = -(-8 * num_sampled // _ALIGN) * _ALIGN
-        found = self._greedy[: second + num_sampled]
-        tokens, failed = found[: 8 * num_sampled].view(torch.int64), found[second:].view(torch.bool)
-        choose_greedy(logits, tokens, failed, batch.sample_rows, self._last_token)
-        return Computed(hidden, None, found)
+            return Computed(hidden, self._model.logits(rows))
+
+        def choose(tokens: Tensor, failed: Tensor, sample_rows: Tensor | None) -> None:
+            self._choose(rows, tokens, failed, sample_rows)
+
+        return Computed(hidden, None, best_tokens(choose, batch, self._greedy, self._last_token, self._surplus))
+
+    def _choose(self, rows: Tensor, tokens: Tensor, failed: Tensor, sample_rows: Tensor | None) -> None:
+        """The best token of each row; with `sample_rows`, also into `last_token`. Of several ranks, each finds the best of its
+        own ids, and two numbers travel."""
+        head = self._model.head
+        assert head is not None
+        if head.comm.size == 1:
+            last_token = None if sample_rows is None else self._last_token
+            choose_greedy(self._model.logits(rows), tokens, failed, sample_rows, last_token)
+            return
+        best = best_here(self._model.logits_here(rows), head.shard.start, failed)
+        elect(head.comm.all_gather(best).unflatten(-1, (head.comm.size, 2)), tokens, failed)
+        if sample_rows is not None:
+            self._last_token.index_copy_(0, sample_rows, tokens)
+
+
+def best_tokens(choose: Choose, batch: Batch, room: Tensor, last_token: Tensor, surplus: Tensor) -> Tensor:
+    """`Computed.greedy`, in this room, which has greedy_bytes(). `choose(tokens, failed, rows)`: the best ones into `tokens`,
+    and into `last_token` of the rows, if given."""
+    runs, count = batch.runs, len(batch.logits_index)
+    second = third = after_tokens(count)
+    if runs is not None:
+        third += after_tokens(len(runs.rows))
+    found = room[: third + count]
+    tokens, failed = found[: 8 * count].view(torch.int64), found[third:].view(torch.bool)
+    choose(tokens, failed, batch.sample_rows if runs is None else None)
+    if runs is not None:
+        accepted = found[second : second + 8 * len(runs.rows)].view(torch.int64)
+        accept(
+            surplus, last_token, batch.tokens, tokens, failed, batch.logits_index, runs.start, runs.rows, accepted, runs.longest
+        )
+    return found
+
+
+def best_here(logits: Tensor, first: int, failed: Tensor) -> Tensor:
+    """[S, 2]: the largest of these logits and its id, which is `first` plus its column; NaN where a row has no finite one.
+    `failed` is scratch."""
+    wide = torch.promote_types(logits.dtype, torch.float32)              # holds every id exactly: below 2**24
+    if not logits.shape[1]:                                              # more ranks than ids
+        return torch.tensor([-torch.inf, 0.0], dtype=wide, device=logits.device).repeat(len(logits), 1)
+    # Zeros: while launches are only collected (ops/compile_ahead.py), they are read as columns.
+    column = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    choose_greedy(logits, column, failed)
+    value = logits.gather(1, column[:, None])[:, 0].to(wide).masked_fill_(failed, torch.nan)
+    return torch.stack((value, (column + first).to(wide)), dim=-1)
+
+
+def elect(best: Tensor, tokens: Tensor, failed: Tensor) -> None:
+    """Of every rank's best [S, ranks, 2], the largest into `tokens`; the first of equals, as among one rank's ids."""
+    rank = best[..., 0].argmax(dim=-1)                                   # a NaN counts as the largest
+    value, token = best.gather(1, rank[:, None, None].expand(-1, 1, 2))[:, 0].unbind(-1)
+    torch.logical_not(value.isfinite(), out=failed)
+    tokens.copy_(token.nan_to_num_(0.0)).masked_fill_(failed, 0)

@@ -10,6 +10,7 @@ so that old data of other processes is never visible.
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,7 +67,7 @@ class KVBuffers:
                 start += area.bytes
             else:
                 stored = bank.memory[area.name][place]
-            shape = (group.block_size, group.num_kv_heads) + (() if area.name.endswith("_scale") else (group.head_dim,))
+            shape = (group.tokens_here, group.num_kv_heads) + (() if area.name.endswith("_scale") else (group.head_dim,))
             found[area.name] = stored.view(getattr(torch, area.dtype)).unflatten(-1, shape)
         if self._format.scales and layer not in self._format.wide_layers:
             for name, scale in zip("kv", self._calibrated[layer], strict=True):
@@ -97,8 +98,11 @@ def _widest_first(areas: tuple[Area, ...]) -> list[Area]:
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Bytes of zero. On the CPU through numpy, which takes fresh pages from the system as they are first touched; torch would
-    write gigabytes of zeros at start-up."""
-    if device.type != "cpu":
+    """Bytes of zero. On the CPU fresh pages of the system, which are resident once they are written to; torch would write
+    gigabytes of zeros at start-up. Small pages: the first token writes to every layer, and would take 2 MB of each as numpy's
+    huge ones."""
+    size = math.prod(shape)
+    if device.type != "cpu" or not size:
         return torch.zeros(shape, dtype=torch.uint8, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape), np.uint8)).view(shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(shape)

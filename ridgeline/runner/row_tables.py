@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.messages import StepPlan
+from ridgeline.ops.attention.late_positions import late_positions
 from ridgeline.runner.staging import Staging
 
 
@@ -131,18 +132,18 @@ class LateLengths:
         self._tables = tables
         self.behind = False                              # the step that is packed next follows one whose drafts are in flight
         # By row, with one for padding: tokens that it is shorter than `tables.length` says.
-        self._surplus = torch.zeros(len(tables.length), dtype=torch.int64, device=device)
+        self.surplus = torch.zeros(len(tables.length), dtype=torch.int64, device=device)
         self.guesses: Tensor | None = None               # [G] of the step packed last, as they truly are; None: as the host says
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
 
     def follow(self, rows: Tensor, rejected: Tensor) -> None:
         """The newest step has rejected so many drafts of these rows; of the others, none."""
-        self._surplus.zero_()
-        self._surplus.index_copy_(0, rows, rejected)
+        self.surplus.zero_()
+        self.surplus.index_copy_(0, rows, rejected)
 
     def joined(self, rows: Tensor) -> None:
         """These rows have other sequences than in the step in flight."""
-        self._surplus.index_copy_(0, rows, self._zero.expand(len(rows)))
+        self.surplus.index_copy_(0, rows, self._zero.expand(len(rows)))
 
     def put(self, staging: Staging, token_rows: np.ndarray, where: np.ndarray | None, guesses: Guesses | None) -> list[Tensor]:
         """`token_rows` [T]: of each token; `where` [G]: the tokens that are guesses. Nothing, if the host knows all lengths."""
@@ -161,18 +162,16 @@ class LateLengths:
         if not sent:
             return
         token_rows, *drafts = sent
-        shorter = self._surplus.index_select(0, token_rows)
-        positions.sub_(shorter)
-        size = self._tables.block_size
-        index, offset = positions // size, positions % size
-        for table, own in zip(self._tables.groups, slots, strict=True):
-            own.copy_(table[token_rows, index] * size + offset)
-        for kv_len, rows in lengths:
-            kv_len.sub_(self._surplus.index_select(0, rows).to(kv_len.dtype))
-        if drafts:
-            where, path, at = drafts
-            self.guesses = path.index_select(0, at - shorter.index_select(0, where))
-            tokens.index_copy_(0, where, self.guesses.clamp(min=0))
+        where, path, at = drafts or (None, None, None)
+        if where is not None:
+            self.guesses = torch.empty_like(where)
+        (kv_len, rows), *others = lengths
+        late_positions(
+            self.surplus, token_rows, positions, slots, self._tables.groups, self._tables.block_size, kv_len, rows, tokens,
+            where, path, at, self.guesses,
+        )
+        for kv_len, rows in others:
+            kv_len.sub_(self.surplus.index_select(0, rows).to(kv_len.dtype))
 
 
 _NO_PLACES = np.zeros(0, np.int64)

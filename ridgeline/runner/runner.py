@@ -17,6 +17,7 @@ from torch import Tensor
 from ridgeline.distributed.comm import Communicator
 from ridgeline.layers.batch import Batch
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
+from ridgeline.metrics import HAPPENED
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.sampling.logprobs import logprobs as token_logprobs
 from ridgeline.ops.sampling.noise import to_device
@@ -66,6 +67,7 @@ class _Step:
     landing: Landing
     shared: int                      # KV positions that are read once for several rows
     replayed: bool
+    captured_none: bool              # no CUDA graph was captured meanwhile
     waited: float                    # seconds for other ranks: at its begin so far, later its own
     prepared: Prepared | None = None # how its rows choose, where that is done before their masks are there
     prompt_logprobs: dict[int, Fetched] = field(default_factory=dict)
@@ -112,7 +114,7 @@ class Runner:
     def submit(self, plan: StepPlan) -> None:
         if len(self._steps) > self.rows.depth:
             raise AssertionError(f"step {plan.step} is submitted while {len(self._steps)} are in flight")
-        waited, replays = self._comm.waited, self.forward.replays
+        waited, replays, captured = self._comm.waited, self.forward.replays, HAPPENED["graph_recording"]
         landing = self._landings.pop() if self._landings else Landing(self.rows.max_rows, self.rows.device)
         landing.start()
         self.rows.late.behind = self._has_unknown_lengths()
@@ -125,11 +127,12 @@ class Runner:
             work = self._work = self._work_of(plan, key)
         starts = self.rows.length[plan.rows] if work.of_prompts else None
         batch = (self.rows.advance() if again else None) or self.rows.pack(plan, work.shape, work.guesses)
-        work.greedy = work.greedy or self._is_greedy(plan, work)
+        work.greedy = work.greedy or self._is_greedy(plan, work.rows)
         computed = self.forward.run(batch, work.greedy)
         lengths = self.rows.length[plan.rows].astype(np.int32)
         step = _Step(
-            plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays, waited
+            plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays,
+            HAPPENED["graph_recording"] == captured, waited,
         )
         if self.model.expert_reads is not None:
             step.experts = Fetched(self.model.expert_reads)
@@ -140,15 +143,17 @@ class Runner:
             step.hidden = self._pooled(plan, starts, computed.hidden)
         self._steps.append(step)
 
-    def _has_unknown_lengths(self) -> bool:
-        """Does the host not know yet what a step in flight has accepted? It is one step: `depth` is 0 or 1."""
-        return any(step.work.positions is not None and not step.settled for step in self._steps)
+    def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
+        """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1."""
+        return any(step.work.positions is not None and not step.settled for step in self._steps if step is not newest)
 
     def _work_of(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> _Work:
         samples = plan.want & TOKEN
         places = np.nonzero(samples)[0]
         of_prompts = bool((plan.want & EVERY_HIDDEN).any())
-        work = _Work(key, self.forward.shape(plan), places, plan.rows[places], samples.astype(np.int32), of_prompts, False)
+        rows = plan.rows[places]
+        greedy = self._is_greedy(plan, rows)
+        work = _Work(key, self.forward.shape(plan, greedy), places, rows, samples.astype(np.int32), of_prompts, greedy)
         if plan.width is not None:
             work.guesses = Guesses.of(plan, self.rows.length[plan.rows])
             work.positions = Positions.of(plan, places, work.guesses)
@@ -193,12 +198,10 @@ class Runner:
         self.rows.apply(plan)
         self._buffers.run(plan.block_ops)
 
-    def _is_greedy(self, plan: StepPlan, work: _Work) -> bool:
+    def _is_greedy(self, plan: StepPlan, rows: np.ndarray) -> bool:
         """Do all rows want the best token, and nothing else? Then the forward pass chooses it, every rank for itself: all have
         the same logits, to the last bit."""
-        if plan.width is not None or (plan.want & _LOGPROBS).any():
-            return False
-        return self._sampler.all_greedy(work.rows)
+        return not (plan.want & _LOGPROBS).any() and self._sampler.all_greedy(rows)
 
     def _prompt_logprobs(self, plan: StepPlan, starts: np.ndarray, hidden: Tensor) -> dict[int, Fetched]:
         """Position p says how likely prompt token p + 1 was; the last prompt position belongs to the answer."""
@@ -243,18 +246,24 @@ class Runner:
         step = self._steps[-1]
         computed, batch, rows = step.computed, step.batch, step.work.rows
         if computed.greedy is not None:
-            self._sampler.said_greedily(rows)
             step.landing.fetch(computed.greedy)
+            if step.work.positions is None:
+                self._sampler.said_greedily(rows)
+            else:
+                self._sent(step, step.work.positions, np.ones(len(rows), bool))
         elif len(rows) and computed.logits is not None:
             logits, sample_rows = computed.logits, batch.sample_rows
             if len(logits) > len(batch.picks):           # the others are padding, or not wanted
                 logits = logits.index_select(0, batch.device_picks)
                 sample_rows = sample_rows.index_select(0, batch.device_picks)
             allowed = None if masks is None else send_beside(masks, logits.device)
+            # Where the step before was taken in between submit and now, the sampler's numbers are the true ones already.
+            behind = self.rows.late.behind and (step.prepared is not None or self._has_unknown_lengths(step))
+            late = self.rows.late.surplus.index_select(0, sample_rows) if behind else None
             if step.work.positions is not None:
-                self._verify(step, step.work.positions, logits, allowed)
+                self._verify(step, step.work.positions, logits, allowed, late)
             else:
-                sampled = self._sampler.sample(logits, rows, allowed, step.prepared)
+                sampled = self._sampler.sample(logits, rows, allowed, step.prepared, late)
                 tokens = self._comm.tensor.broadcast(sampled.tokens)
                 self.rows.last_token.index_copy_(0, sample_rows, tokens)
                 step.sampled = Fetched(*(each for each in (tokens, sampled.failed, sampled.none_left) if each is not None))
@@ -263,25 +272,31 @@ class Runner:
         step.waited = self._comm.waited - step.waited
         step.computed = _NOTHING                         # it may hold much memory
 
-    def _verify(self, step: _Step, positions: Positions, logits: Tensor, masks: Tensor | None) -> None:
+    def _verify(
+        self, step: _Step, positions: Positions, logits: Tensor, masks: Tensor | None, late: Tensor | None
+    ) -> None:
         """Sample every position of a step with drafts, and go on behind those that are accepted."""
         positions.late = self.rows.late.guesses
-        found = verify(self._sampler, logits, positions, masks, self._comm.tensor.broadcast)
+        found = verify(self._sampler, logits, positions, masks, self._comm.tensor.broadcast, late)
         self.rows.last_token.index_copy_(0, to_device(positions.rows, logits.device), found.newest)
         step.sampled = Fetched(found.tokens, found.failed, found.none_left, found.accepted)
-        step.at_once = found.at_once
         self._fetch_logprobs(step, np.repeat(positions.rows, 1 + positions.width), logits, found.tokens)
-        step.stays = self.rows.stays(positions.rows)
-        if self._knows_at_once:                          # the next step is packed for rows of their true length
-            self._settle(step, positions)
-        else:
+        if not self._knows_at_once:
             rows, width = to_device(positions.rows, logits.device), to_device(positions.width, logits.device)
             self.rows.late.follow(rows, width - found.accepted)
+        self._sent(step, positions, found.at_once)
+
+    def _sent(self, step: _Step, positions: Positions, at_once: np.ndarray) -> None:
+        """A step with drafts is on its way. Where it has run already, the next is packed for rows of their true length."""
+        step.at_once, step.stays = at_once, self.rows.stays(positions.rows)
+        self._sampler.said_ahead(positions.rows[at_once], 1 + positions.width[at_once])
+        if self._knows_at_once:
+            self._settle(step, positions)
 
     def _settle(self, step: _Step, positions: Positions) -> np.ndarray:
         """Rows are as long as was accepted. Returns the accepted drafts, by row that sampled."""
-        assert step.sampled is not None and step.at_once is not None and step.stays is not None
-        accepted = step.sampled.arrays()[3]
+        assert step.at_once is not None and step.stays is not None
+        accepted = self._found(step)[3]
         if not step.settled:
             step.settled = True
             rejected = positions.width - accepted
@@ -289,13 +304,21 @@ class Runner:
             there = step.stays == self.rows.stays(positions.rows)        # not those that another sequence has got meanwhile
             rows, told = positions.rows[there], there & step.at_once
             self.rows.settle(rows, rejected[there])
-            self._sampler.said_ahead(positions.rows[told], 1 + accepted[told])
+            self._sampler.said_ahead(positions.rows[told], -rejected[told])
             too_many = np.zeros(self.rows.max_rows, np.int32)
             too_many[rows] = rejected[there]
             for later in self._steps:                    # planned for rows of the largest length
                 if later.plan.step > step.plan.step:
                     later.lengths -= too_many[later.plan.rows]
         return accepted
+
+    def _found(self, step: _Step) -> list[np.ndarray]:
+        """Of a step with drafts: tokens, failures and reasons by position, and accepted drafts by row that sampled."""
+        if step.sampled is not None:
+            return step.sampled.arrays()
+        num_sampled = len(step.batch.logits_index)
+        tokens, broken = step.landing.greedy(num_sampled)
+        return [tokens, broken, np.zeros_like(broken), step.landing.accepted(num_sampled, len(step.work.rows))]
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
         """For the rows that asked, all at once, with the largest number of alternatives that any of them wants."""
@@ -351,6 +374,7 @@ class Runner:
             padded=len(step.batch.tokens) - computed_tokens,
             rejected=new.rejected,
             device_seconds=device_seconds,
+            typical=step.captured_none and (step.replayed or step.work.shape is None),
             shared=step.shared,
             experts=0 if step.experts is None else int(step.experts.arrays()[0].sum()),
             replayed=step.replayed,
@@ -372,9 +396,8 @@ class Runner:
 
     def _verified(self, step: _Step, positions: Positions) -> _New:
         """The accepted drafts of each row, and the token after them."""
-        assert step.sampled is not None
         accepted = self._settle(step, positions)
-        tokens, broken, none_left, _ = step.sampled.arrays()
+        tokens, broken, none_left, _ = self._found(step)
         width = int(positions.width.max())
         new = _New(np.full((len(step.plan.rows), 1 + width), -1, np.int32), step.work.num_new.copy())
         new.rejected = int((positions.width - accepted).sum())

@@ -108,7 +108,9 @@ class Sampler:
         eos_token_ids: set[int],
         device: torch.device | str,
         logits_dtype: torch.dtype,
+        most_verified: int = 0,
     ) -> None:
+        """`most_verified`: positions that a step with drafts samples at."""
         self._vocab_size = vocab_size
         self._eos_token_ids = [token for token in eos_token_ids if 0 <= token < vocab_size]
         self._device = torch.device(device)
@@ -125,7 +127,7 @@ class Sampler:
         wide = torch.promote_types(logits_dtype, torch.float32)
         num_edited = edited_rows(rows=max_rows, vocab=vocab_size, element_bytes=wide.itemsize)
         self._edited_logits = torch.empty((num_edited, vocab_size), dtype=wide, device=self._device)
-        reserve(self._device, logits_dtype, max_rows, vocab_size)
+        reserve(self._device, logits_dtype, max(max_rows, most_verified), vocab_size)
 
     # ── rows come and go ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,27 +218,29 @@ class Sampler:
         return Prepared(rows, how, edit, too_early, edited, only_masked, choices)
 
     def sample(
-        self, logits: Tensor, rows: np.ndarray, masks: Tensor | None = None, prepared: Prepared | None = None
+        self, logits: Tensor, rows: np.ndarray, masks: Tensor | None = None, prepared: Prepared | None = None,
+        late: Tensor | None = None,
     ) -> Sampled:
         """One token for each of the (distinct) rows, from logits [S, V], which are left as they are.
 
         `masks` are the ids a grammar allows, bool [S, V] or packed int32 [S, ceil(V / 32)] with the lowest id in the
         lowest bit. They count for rows with structured_outputs. `prepared`: what `prepare` has made of these rows.
+        `late` [S]: tokens that rows have said less than is counted here; of rows that edit their logits, none.
         """
         ready = prepared or self._prepare(rows)
         rows, how, edit, too_early, edited = ready.rows, ready.how, ready.edit, ready.too_early, ready.edited
         none_left: Tensor | None = None
         if not edited.any():
-            tokens, failed = sample(logits, how)
+            tokens, failed = sample(logits, how, late=late)
         elif masks is not None and ready.only_masked and takes_masks(logits, how, masks):
             # Rows without a grammar have masks that allow everything.
-            tokens, failed = sample(logits, how, masks, ready.choices)
+            tokens, failed = sample(logits, how, masks, ready.choices, late)
         else:
             who = np.flatnonzero(edited)
             if len(who) < len(rows):
                 others = how.copy()
                 others["temperature"][who] = 0
-                tokens, failed = sample(logits, others)
+                tokens, failed = sample(logits, others, late=late)
             else:
                 tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
                 failed = torch.empty(len(rows), dtype=torch.bool, device=self._device)
@@ -261,16 +265,17 @@ class Sampler:
             self._say(rows, edit, tokens)
         return Sampled(tokens, failed, none_left)
 
-    def sample_ahead(self, logits: Tensor, rows: np.ndarray, offsets: np.ndarray) -> Sampled:
+    def sample_ahead(self, logits: Tensor, rows: np.ndarray, offsets: np.ndarray, late: Tensor | None = None) -> Sampled:
         """A token for each of the logits [S, V], of rows that edit none: `offsets` [S] tokens after the row's next one. The rows
-        stay as they are until `said_ahead`."""
+        stay as they are until `said_ahead`. `late`: see `sample`."""
         how = self._choice[rows]
         how["index"] += offsets
-        tokens, failed = sample(logits, how)
+        tokens, failed = sample(logits, how, late=late)
         return Sampled(tokens, failed)
 
     def said_ahead(self, rows: np.ndarray, counts: np.ndarray) -> None:
-        """So many of the tokens that `sample_ahead` chose were accepted."""
+        """These rows have said so many more tokens than is counted. With drafts in flight that is the most they can have said;
+        those that were rejected are taken back."""
         self._choice["index"][rows] += counts
 
     def edits(self, rows: np.ndarray) -> np.ndarray:

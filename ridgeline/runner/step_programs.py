@@ -40,7 +40,7 @@ class _Recorded:
 class ProgramForward:
     def __init__(self, eager: EagerForward, tables: list[Tensor], last_token: Tensor) -> None:
         """`tables`: of each KV group, the block tables of all rows. They and `last_token` stay where they are."""
-        self._eager = eager
+        self.eager = eager
         self._inputs = _Inputs(tables, last_token)
         self._arena = Arena()
         self._recorded: OrderedDict[_Key, _Recorded] = OrderedDict()
@@ -48,7 +48,7 @@ class ProgramForward:
         self._told = False
         self.replays = 0
 
-    def shape(self, plan: StepPlan) -> Shape | None:
+    def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
         alike = plan.width is None and bool((plan.num_tokens == 1).all())
         self._decodes = alike and not (plan.want & EVERY_HIDDEN).any()
         return None
@@ -56,20 +56,23 @@ class ProgramForward:
     def prepare(self) -> bool:
         return False
 
+    def release(self) -> None:
+        """It holds no CUDA graphs."""
+
     def run(self, batch: Batch, greedy: bool) -> Computed:
         rows = len(batch.tokens)
         if not self._decodes or len(batch.logits_index) != rows or is_marked():
-            return self._eager.run(batch, greedy)
+            return self.eager.run(batch, greedy)
         key = (rows, greedy)
         found = self._recorded.get(key)
         if found is None:
             if len(self._recorded) == MOST_PROGRAMS:
                 self._recorded.popitem(last=False)
             self._recorded[key] = _Recorded()
-            return self._eager.run(batch, greedy)
+            return self.eager.run(batch, greedy)
         self._recorded.move_to_end(key)
         if found.refused:
-            return self._eager.run(batch, greedy)
+            return self.eager.run(batch, greedy)
         if found.program is None or found.computed is None:
             return self._record(found, batch, greedy)
         self._inputs.fill(batch)
@@ -81,7 +84,7 @@ class ProgramForward:
         self._inputs.fill(batch)
         inputs, recording = self._inputs.batch(len(batch.tokens)), Recording(self._arena)
         with recording.of_calls():
-            computed = self._eager.run(inputs, greedy)
+            computed = self.eager.run(inputs, greedy)
         computed.hidden = None
         if recording.missing:
             found.refused = True

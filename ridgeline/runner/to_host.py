@@ -11,7 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED
 from ridgeline.sizes.sampling_costs import mask_bytes
+
+_ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others
+
+def after_tokens(count: int) -> int:
+    """Bytes of so many tokens in `Computed.greedy`."""
+    return -(-8 * count // _ALIGN) * _ALIGN
+
+
+def greedy_bytes(max_rows: int) -> int:
+    """Most of `Computed.greedy`."""
+    return 9 * max(max_rows, MOST_VERIFIED) + 8 * max_rows + 2 * _ALIGN
 
 
 class Fetched:
@@ -38,7 +50,7 @@ class Landing:
         on_gpu = device.type == "cuda"
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
         self._times = [0.0, 0.0]
-        self._memory = torch.empty(9 * max_rows + 16, dtype=torch.uint8, pin_memory=on_gpu)
+        self._memory = torch.empty(greedy_bytes(max_rows + 1), dtype=torch.uint8, pin_memory=on_gpu)
         self._bytes = self._memory.numpy()
         self._parts: dict[int, Tensor] = {}              # of the memory, by size
         self._size = 0
@@ -72,6 +84,12 @@ class Landing:
     def greedy(self, num_sampled: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and which of them failed, until the next fetch()."""
         return self._bytes[: 8 * num_sampled].view(np.int64), self._bytes[self._size - num_sampled : self._size].view(np.bool_)
+
+
+    def accepted(self, num_sampled: int, count: int) -> np.ndarray:
+        """Drafts of the first rows, of a step that has some."""
+        first = after_tokens(num_sampled)
+        return self._bytes[first : first + 8 * count].view(np.int64)
 
 
 def pinned_array(shape: tuple[int, int], on_gpu: bool) -> np.ndarray:

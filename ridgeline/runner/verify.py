@@ -61,15 +61,18 @@ class Verified:
 
 
 def verify(
-    sampler: Sampler, logits: Tensor, positions: Positions, masks: Tensor | None, broadcast: Broadcast
+    sampler: Sampler, logits: Tensor, positions: Positions, masks: Tensor | None, broadcast: Broadcast,
+    late: Tensor | None = None,
 ) -> Verified:
-    """`logits` [S, V]; `masks` [S, words]: what grammars allow at each position."""
+    """`logits` [S, V]; `masks` [S, words]: what grammars allow at each position; `late`: see Sampler.sample."""
     device = logits.device
     tokens = torch.zeros(positions.count, dtype=torch.int64, device=device)      # behind a rejected draft any valid id
     failed, none_left = torch.zeros((2, positions.count), dtype=torch.bool, device=device)
     found = Verified(tokens, failed, none_left, tokens, tokens, ~sampler.edits(positions.rows))
-    _at_once(sampler, logits, positions, found, broadcast)
+    _at_once(sampler, logits, positions, found, broadcast, late)
     if not found.at_once.all():
+        if positions.late is not None:                   # the host's are those of rows as long as was assumed
+            np.put(positions.guesses, positions.entries, positions.late.cpu().numpy())
         _one_by_one(sampler, logits, positions, found, masks, broadcast)
     # As a table: a row's positions from its first on. Columns beyond them repeat its last, whose guess is none.
     columns = np.minimum(np.arange(positions.guesses.shape[1]), positions.width[:, None])
@@ -83,7 +86,9 @@ def verify(
     return found
 
 
-def _at_once(sampler: Sampler, logits: Tensor, positions: Positions, found: Verified, broadcast: Broadcast) -> None:
+def _at_once(
+    sampler: Sampler, logits: Tensor, positions: Positions, found: Verified, broadcast: Broadcast, late: Tensor | None
+) -> None:
     places = np.flatnonzero(found.at_once)
     if not len(places):
         return
@@ -92,12 +97,13 @@ def _at_once(sampler: Sampler, logits: Tensor, positions: Positions, found: Veri
     where = np.repeat(positions.first[places], own) + offsets
     rows = np.repeat(positions.rows[places], own)
     if len(where) == positions.count:
-        sampled = sampler.sample_ahead(logits, rows, offsets)
+        sampled = sampler.sample_ahead(logits, rows, offsets, late)
         found.tokens.copy_(broadcast(sampled.tokens))
         found.failed.copy_(sampled.failed)
         return
     index = to_device(where, logits.device)
-    sampled = sampler.sample_ahead(logits.index_select(0, index), rows, offsets)
+    late = None if late is None else late.index_select(0, index)
+    sampled = sampler.sample_ahead(logits.index_select(0, index), rows, offsets, late)
     found.tokens.index_copy_(0, index, broadcast(sampled.tokens))
     found.failed.index_copy_(0, index, sampled.failed)
 

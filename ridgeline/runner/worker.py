@@ -18,6 +18,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Progress, load_weights
 from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.cpu import native
+from ridgeline.ops.hopper import device_facts as kernel_facts
 from ridgeline.ops.registry import Site, kernels_are_used, log_compilations, set_kernels, set_nvtx
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
@@ -64,7 +65,10 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
     name = torch.cuda.get_device_name()
     far = config.parallel.distributed_executor_backend == "ray"                  # which gives every rank a GPU of its own
     sharing = 1 if far else -(-config.parallel.num_ranks // torch.cuda.device_count())       # slow, to try things out
-    return DeviceFacts("cuda", total // sharing, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free // sharing, name)
+    return DeviceFacts(
+        "cuda", total // sharing, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free // sharing, name,
+        kernels=kernel_facts(torch.device("cuda", torch.cuda.current_device())),
+    )
 
 
 def make_runner(
@@ -78,10 +82,13 @@ def make_runner(
     with phase("device"):
         device = _device(config, comm)
     meter = MemoryMeter(device)
+    memory_pools.take_library(device)                    # as long as no free block is there that it could be put into
     drafts = draft_options(options.execution.speculative_config).on
     dtype = getattr(torch, config.dtype)
     with phase("weights"), meter.part(ledger.WEIGHTS):
-        plain = plain_scheme(device, dtype, options.execution.deterministic, options.model.cpu_activations)
+        plain = plain_scheme(
+            device, dtype, options.execution.deterministic, options.model.cpu_activations, model_config.dtype
+        )
         formats = LinearFormats(model_config, options.model.quantization, device.type, comm.tensor.size, config.dtype)
         model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
     with phase("rows"), meter.part(ledger.ROWS):
@@ -90,10 +97,10 @@ def make_runner(
             model.layers[0].attention.num_heads, config.shared_prefixes, options.execution.deterministic,
             drafts,
         )
-        sampler = Sampler(
-            config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype
-        )
         verified = MOST_VERIFIED if drafts else 0        # positions that may have a mask each
+        sampler = Sampler(
+            config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype, verified
+        )
         reserve_masks(max(config.max_num_seqs, verified), model_config.vocab_size, device)
     with CompileAhead(device) as ahead:
         with meter.part(ledger.WEIGHTS):
@@ -104,7 +111,7 @@ def make_runner(
         with phase("kernels"):
             ahead.finish()
     with phase("rows"), meter.part(ledger.ROWS):
-        forward: Forward = (eager := EagerForward(model, buffers.layers(), rows.last_token))
+        forward: Forward = (eager := EagerForward(model, buffers.layers(), rows.last_token, rows.late.surplus))
         if config.graphs:
             capped = model_config.final_softcap is not None
             forward = GraphForward(
@@ -118,7 +125,8 @@ def make_runner(
         with phase("first steps"):
             _first_steps(config, runner, comm)
         runner.memory = meter.measured()
-        logger.info("%s", ledger.table(config.memory, runner.memory))
+        if comm.rank == 0:                               # the others were told their sizes, and predicted nothing
+            logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
 
 
@@ -168,10 +176,11 @@ def _kernels_and_weights(
             loading.result()
             if progress is not None:
                 progress(*told)
-            with torch.inference_mode():
+            torch.cuda.empty_cache()                     # of what loading took: what `finish` makes would be put into it, and
+            with torch.inference_mode():                 # hold a segment of which the rest is of no use
                 model.finish()                           # not in the thread: it changes what the collection uses
             torch.cuda.synchronize()                     # kernels may prefetch weights before they wait for anything (PDL)
-            torch.cuda.empty_cache()                     # of what loading took: later tensors would be put into it
+            torch.cuda.empty_cache()                     # of what `finish` took, for the same reason
 
 
 def _first_steps(config: ResolvedConfig, runner: Runner, comm: Communicator) -> None:

@@ -36,14 +36,15 @@ class Answers:
     def settle(self, flight: InFlight, drafts: DraftPlan, result: StepResult, later: Iterable[InFlight]) -> None:
         """Drafts were rejected: rows, and steps that were planned meanwhile, are that many tokens shorter than was assumed."""
         table, surplus = self._running.rows, flight.surplus(result)
-        for place in np.flatnonzero(surplus).tolist():
-            row, too_many = int(flight.rows[place]), int(surplus[place])
-            for other in later:                                  # of the same stay: none begins before these have come back
-                other.shorten(row, flight.sequences[place], too_many)
-            if _still_there(flight.sequences[place], flight):
-                table.known[row] -= too_many
-                table.computed[row] -= too_many
-                table.num_used -= too_many
+        if surplus.any():
+            stays, too_many = np.full(len(table.stay), -1), np.zeros(len(table.stay), np.int64)
+            stays[flight.rows], too_many[flight.rows] = flight.stays, surplus
+            for other in later:
+                other.shorten(stays, too_many)
+            too_many *= stays == table.stay                      # not of rows that their sequences have left
+            table.known -= too_many
+            table.computed -= too_many
+            table.num_used -= int(too_many.sum())
         drafted = np.flatnonzero(drafts.width)
         accepted = np.maximum(result.num_new[drafted] - 1, 0)
         told = [flight.sequences[place] for place in drafted.tolist()]

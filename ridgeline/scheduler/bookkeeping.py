@@ -52,7 +52,7 @@ class DraftPlan:
     tokens: np.ndarray | None        # int32 [R, P]
     start: np.ndarray                # int32 [R]: the position that the first of them is a guess for
     num_positions: int = 0           # that the step samples at
-    plain: bool = False              # all rows that sample take the model's best token, however much they have said
+    plain: bool = False              # all rows that sample do so from the model's own logits
 
     def constrained(self, flight: InFlight) -> list[tuple[int, Matcher]]:
         """For each answer with a grammar that goes on: (position among all that are sampled, matcher there). A draft that the
@@ -76,6 +76,7 @@ class InFlight:
 
     step: int
     rows: np.ndarray
+    stays: np.ndarray                # numbers that change when a row gets another sequence, or none
     ends: np.ndarray                 # computed tokens of each row once the step is done; with drafts the most they can be
     sampled: np.ndarray              # bool: the row samples
     sequences: list[Sequence]
@@ -99,11 +100,9 @@ class InFlight:
         advanced[failed] += self.drafts.width[failed] > 0
         return self.sampled * (1 + self.drafts.width) - advanced
 
-    def shorten(self, row: int, sequence: Sequence, too_many: int) -> None:
-        """An earlier step with drafts brought fewer tokens than this one was planned behind."""
-        for place in np.flatnonzero(self.rows == row).tolist():
-            if self.sequences[place] is sequence:
-                self.ends[place] -= too_many
+    def shorten(self, stays: np.ndarray, too_many: np.ndarray) -> None:
+        """An earlier step with drafts brought fewer tokens than this one was planned behind: by row, of these stays."""
+        self.ends -= too_many[self.rows] * (stays[self.rows] == self.stays)
 
     def check(self, result: StepResult) -> None:
         """The device does what the plan says; with drafts, no more than it says, and at least one token."""

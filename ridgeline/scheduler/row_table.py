@@ -24,16 +24,16 @@ class Rows:
         self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
-        self.plain = np.zeros(max_rows, bool)            # it takes the model's best token, whatever it has said
+        self.plain = np.zeros(max_rows, bool)            # it samples from the model's own logits
+        self.stay = np.zeros(max_rows, np.int64)         # grows when a sequence gets the row, and when it leaves it
         self.num_held = 0                                # blocks in the tables of all rows …
         self.num_used = 0                                # … and the computed tokens in them
         self.sequences: list[Sequence | None] = [None] * max_rows
-        self._running: dict[int, Sequence] = {}          # the same, by row, without the empty ones
         self._free = list(range(max_rows))               # a heap: low rows first keeps batches dense
         self._ranked: np.ndarray | None = None           # None: rows have come or gone
 
     def __len__(self) -> int:
-        return len(self._running)
+        return len(self.sequences) - len(self._free)
 
     @property
     def full(self) -> bool:
@@ -44,13 +44,14 @@ class Rows:
         self.known[row], self.computed[row], self.num_blocks[row] = known, computed, 0
         self.num_used += computed
         sequence.row = row
-        self.sequences[row] = self._running[row] = sequence
+        self.sequences[row] = sequence
         self.num_prompt[row] = sequence.num_prompt
         self.limit[row] = sequence.limit
         # What was lost with drafts in flight was counted as if all of them had been accepted.
         self.lost[row] = min(sequence.prefill.lost_tokens, len(sequence.tokens) - 1)
         self.want[row] = want
         self.plain[row] = sequence.is_plain
+        self.stay[row] += 1
         self._ranked = None
         return row
 
@@ -64,8 +65,8 @@ class Rows:
         self.num_used -= int(self.computed[row])
         heapq.heappush(self._free, row)
         self.sequences[row] = None
-        del self._running[row]
         sequence.row = -1
+        self.stay[row] += 1
         self._ranked = None
         return row
 
@@ -76,7 +77,8 @@ class Rows:
     def ranked(self) -> np.ndarray:
         """The occupied rows, the most important first."""
         if self._ranked is None:
-            self._ranked = np.array([sequence.row for sequence in sorted(self._running.values(), key=rank)], np.int64)
+            running = [sequence for sequence in self.sequences if sequence is not None]
+            self._ranked = np.array([sequence.row for sequence in sorted(running, key=rank)], np.int64)
         return self._ranked
 
     def running(self) -> list[Sequence]:

@@ -191,8 +191,8 @@ class Scheduler:
 
     @property
     def waits_for_drafts(self) -> bool:
-        """Rows in flight may be shorter than the next plan assumes, and how they choose depends on that: their noise, penalties
-        or grammar. A device that knows lengths before the host does can go on with the others."""
+        """Rows in flight may be shorter than the next plan assumes, and how they choose depends on what they say: penalties, a
+        grammar. A device that knows lengths before the host does can go on with the others."""
         return any(flight.drafts is not None and not flight.drafts.plain for flight in self._flights)
 
     @property
@@ -425,8 +425,8 @@ class Scheduler:
         decode_tokens = num_decodes if drafts is None else int(tokens[decodes].sum())
         num_pairs = int(((starts + ends) * tokens)[~decodes].sum()) // 2 if total > decode_tokens else 0
         self._flights.append(InFlight(
-            self._step, rows, ends, sampled, steady.sequences, num_decodes, total - decode_tokens, num_pairs,
-            steady.constrained, drafts,
+            self._step, rows, self._running.rows.stay[rows], ends, sampled, steady.sequences, num_decodes,
+            total - decode_tokens, num_pairs, steady.constrained, drafts,
         ))
         self.manager.pool.submitted(self._step)
         table, counters = self._running.rows, self.counters
@@ -464,7 +464,7 @@ class Scheduler:
         counters.prompt_tokens += flight.num_prompt_tokens
         self._joining.time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, result.device_seconds)
         self.manager.pool.retired(flight.step)
-        if self.drafter.active and not flight.num_prompt_tokens:
+        if self.drafter.active and not flight.num_prompt_tokens and result.typical:
             self.drafter.timed(flight.num_tokens, int(flight.ends.sum()), result.device_seconds)
         if flight.drafts is not None:
             self._answers.settle(flight, flight.drafts, result, self._flights)

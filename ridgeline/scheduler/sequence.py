@@ -92,11 +92,13 @@ class Sequence:
 
     @property
     def is_plain(self) -> bool:
-        """Does it take the model's best token, whatever it has said so far, and however much?"""
+        """Does it choose from the model's own logits, whatever it has said so far? How much that is, which its noise depends on,
+        the device knows; but typical_p is sampled by the host's numbers."""
         params = self.request.params
         edited = params.structured_outputs or params.allowed_token_ids is not None or params.logit_bias or params.min_tokens
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        return not (params.temperature or edited or self.request.bad_words_token_ids or penalties != (1.0, 0.0, 0.0))
+        by_host = params.temperature and params.typical_p < 1
+        return not (edited or self.request.bad_words_token_ids or penalties != (1.0, 0.0, 0.0) or by_host)
 
     @property
     def ready(self) -> bool:

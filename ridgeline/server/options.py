@@ -28,7 +28,7 @@ class ServerOptions:
     request_timeout: int = option(600, "seconds that a request may take, including its wait; 0: no limit", low=0)
     tool_call_parser: str = option(
         "auto", "format in which the model writes tool calls; auto: as in its chat template",
-        ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "harmony"),
+        ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "harmony", "deepseek_v3"),
     )
     reasoning_parser: str = option(
         "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template contains it",

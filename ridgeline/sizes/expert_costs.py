@@ -3,10 +3,9 @@ token has chosen, once each."""
 
 from __future__ import annotations
 
-from ridgeline.sizes.op_costs import INDEX_BYTES, SCALE_BYTES, Case, Cost, gated_activation_cost
+from ridgeline.sizes.op_costs import INDEX_BYTES, SCALE_BYTES, Case, Cost, gated_activation_cost, rms_norm_cost
 
 KERNELS = 5                          # of a mixture: choose, sort, up, down, sum
-MXFP4_BYTES = 0.5 + 1 / 32           # of a weight: its code, and its share of a scale
 
 
 def chosen_experts(tokens: int, experts: int, used: int, spread: int) -> list[list[int]]:
@@ -62,10 +61,33 @@ ROUTER_CASES = tuple(
 )
 
 
+def normed_router_cost(*, residual: bool, tokens: int, hidden: int, element_bytes: int, **sizes: object) -> Cost:
+    norm = rms_norm_cost(tokens=tokens, width=hidden, residual=residual, element_bytes=element_bytes)
+    routed = router_cost(tokens=tokens, hidden=hidden, element_bytes=element_bytes, **sizes)  # type: ignore[arg-type]
+    return Cost(norm.flops + routed.flops, norm.bytes + routed.bytes - tokens * hidden * element_bytes)
+
+
+NORMED_ROUTER_CASES = tuple(
+    Case(name, {"tokens": tokens, "hidden": hidden, "experts": experts, "used": used, "offset": False, "bias": False,
+                "residual": residual, "normalise": True}, dtypes=("float64", "float32"), timed=timed)
+    for name, tokens, hidden, experts, used, residual, timed in (
+        ("one", 1, 40, 8, 2, True, False), ("odd", 3, 37, 13, 3, False, False), ("long", 2, 2112, 16, 4, True, False),
+        ("many", 20, 48, 16, 4, True, False), ("qwen3-30b", 1, 2048, 128, 8, True, True),
+    )
+)
+
+
+def _code_bytes(codes: str, group: int, inputs: int) -> float:
+    """Of a weight in a case: its code, and its share of the scale (and zero) of its group."""
+    if codes == "e4m3":
+        return 1 + 4 / (group**2 or inputs)
+    return 0.5 + (1 if codes == "e2m1" else 4 if codes.endswith("zeros") else 2) / group
+
+
 def experts_cost(
     *, tokens: int, hidden: int, width: int, experts: int, used: int, spread: int, element_bytes: int, bias: bool = False,
     kind: str = "silu", limit: float | None = None, visited: float | None = None, weight_bytes: float | None = None,
-    codes: bool = False,
+    codes: str = "", group: int = 32, shared: int = 0,
 ) -> Cost:
     """`visited`: experts that are read, where the case does not say it by its routing."""
     if visited is None:
@@ -73,12 +95,17 @@ def experts_cost(
     pairs = tokens * used
     activation = gated_activation_cost(tokens=pairs, intermediate=width, kind=kind, element_bytes=element_bytes).flops
     flops = pairs * (6 * hidden * width + 2 * hidden) + activation
-    each = MXFP4_BYTES if codes else element_bytes if weight_bytes is None else weight_bytes
+    if codes:
+        weight_bytes = _code_bytes(codes, group, hidden)
+    each = element_bytes if weight_bytes is None else weight_bytes
     weights = 3 * hidden * width * each
     if bias:
         flops += pairs * (2 * width + hidden)
         weights += (2 * width + hidden) * element_bytes
-    moved = 2 * tokens * hidden * element_bytes + pairs * (INDEX_BYTES + SCALE_BYTES)
+    if shared:
+        flops += tokens * (6 * hidden * shared + hidden)
+        flops += gated_activation_cost(tokens=tokens, intermediate=shared, kind=kind, element_bytes=element_bytes).flops
+    moved = 2 * tokens * hidden * element_bytes + pairs * (INDEX_BYTES + SCALE_BYTES) + 3 * hidden * shared * element_bytes
     return Cost(flops, round(visited * weights) + moved)
 
 
@@ -101,14 +128,35 @@ EXPERTS_CASES = tuple(
         ("decode-8", 8, 512, 192, 32, 4, 4, False, "silu", None, True),
     )
 ) + tuple(
-    Case(f"codes-{name}", {
+    Case(f"{'codes' if number < 9 else 'packed'}-{name}", {
         "tokens": tokens, "hidden": hidden, "width": width, "experts": experts, "used": used, "spread": spread, "bias": bias,
-        "kind": "silu", "limit": 1.0 if bias else None, "codes": True,
-    }, dtypes=("float64", "bfloat16"), timed=timed)
-    for name, tokens, hidden, width, experts, used, spread, bias, timed in (
-        ("one", 1, 64, 32, 8, 2, 0, False, False),
-        ("two", 2, 96, 160, 32, 3, 2, True, False),
-        ("few", 5, 160, 96, 8, 2, 3, True, False),
-        ("many", 70, 64, 64, 4, 2, 1, False, False),
+        "kind": "silu", "limit": 1.0 if bias else None, "codes": codes, "group": group,
+    }, dtypes=("float64", "bfloat16"))
+    for number, (name, tokens, hidden, width, experts, used, spread, bias, codes, group) in enumerate((
+        ("one", 1, 64, 32, 8, 2, 0, False, "e2m1", 32),
+        ("two", 2, 96, 160, 32, 3, 2, True, "e2m1", 32),
+        ("few", 5, 160, 96, 8, 2, 3, True, "e2m1", 32),
+        ("many", 70, 64, 64, 4, 2, 1, False, "e2m1", 32),
+        ("int4", 5, 160, 96, 8, 2, 3, False, "uint4 zeros", 32),
+        ("int4-many", 70, 128, 256, 4, 2, 1, True, "uint4", 128),
+        ("fp8-one", 1, 256, 128, 8, 2, 0, False, "e4m3", 128),
+        ("fp8-many", 70, 128, 256, 4, 2, 1, True, "e4m3", 128),
+        ("fp8-rows", 2, 48, 40, 32, 3, 2, True, "e4m3", 0),
+        ("one", 1, 64, 32, 8, 2, 0, False, "packed e2m1", 32),
+        ("two", 2, 608, 160, 32, 3, 2, True, "packed e2m1", 32),
+        ("two-int4", 2, 640, 1152, 32, 2, 2, False, "packed uint4", 128),
+        ("few", 5, 160, 96, 8, 2, 3, True, "packed e2m1", 32),
+        ("some", 70, 576, 96, 4, 2, 1, False, "packed uint4", 32),
+        ("many", 130, 160, 608, 4, 2, 1, True, "packed e2m1", 32),
+        ("most", 300, 160, 640, 3, 2, 1, True, "packed e2m1", 32),
+    ))
+) + tuple(
+    Case(f"shared-{name}", {
+        "tokens": tokens, "hidden": hidden, "width": width, "experts": experts, "used": used, "spread": spread, "bias": False,
+        "kind": "silu", "limit": None, "shared": shared,
+    })
+    for name, tokens, hidden, width, experts, used, spread, shared in (
+        ("one", 1, 32, 16, 8, 2, 0, 32), ("two", 2, 48, 40, 32, 3, 2, 40), ("odd", 2, 48, 40, 32, 3, 2, 60),
+        ("many", 20, 48, 40, 8, 2, 1, 80),
     )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from dataclasses import dataclass
 
 PROMPT_ROWS = [1, 2, 4, 8]
@@ -25,6 +26,12 @@ class Shape:
     queries: int = 1                 # … and at most this many each
 
 
+# Tokens of captured steps with drafts: fewer sizes than of plain decodes, for there are some for each number of rows. A step that
+# a size leaves room in costs little more than its own would, and the controller fills the room with drafts.
+_DRAFTED = [4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 208, 256, 320, 384, 432, 512]
+_DRAFTED_ROWS = [1, 4, 8, 16, 32, 64, 128, 256, 512]
+_DRAFT_QUERIES = [4, 16]             # of a row: up to 4 share a tile of attention with the heads of one, for most models
+
 # A tile of attention holds the queries of a row and their heads. More rows leave less to gain from each draft, and their partial
 # results take room: so many rows may have fewer drafts each.
 _QUERIES = {32: 16, 64: 8}
@@ -43,7 +50,9 @@ class GraphShapes:
         self.decodes = decode_sizes(max_rows)
         # Beside prompts fewer: there are prompts of all sizes for each of them.
         self._mixed = [size for size in self.decodes if size & (size - 1) == 0 or size == self.decodes[-1]]
-        self._drafted = decode_sizes(min(most_verified, max_step_tokens)) if most_verified else []
+        most = min(most_verified, max_step_tokens)
+        self._drafted = [size for size in _DRAFTED if size < most] + [most] * bool(most)
+        self._drafted_rows = [size for size in _DRAFTED_ROWS if size < max_rows] + [max_rows]
         self.prompt_tokens = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 
@@ -59,10 +68,20 @@ class GraphShapes:
 
     def fit_drafts(self, decodes: int, draft_tokens: int, queries: int) -> Shape | None:
         """The same for rows with drafts: `draft_tokens` together, at most `queries` each."""
-        rows, tokens = _enough(self._mixed, decodes), _enough(self._drafted, draft_tokens)
+        rows, tokens = _enough(self._drafted_rows, decodes), _enough(self._drafted, draft_tokens)
         if not rows or not tokens or queries > most_queries(rows):
             return None
-        return Shape(rows, draft_tokens=tokens, queries=1 << (queries - 1).bit_length())
+        return Shape(rows, draft_tokens=tokens, queries=min(_enough(_DRAFT_QUERIES, queries), most_queries(rows)))
+
+    def drafted(self) -> list[Shape]:
+        """All shapes with drafts, those of few rows first."""
+        found: dict[Shape, None] = {}
+        for rows, (fewer, queries) in itertools.product(self._drafted_rows, itertools.pairwise([1, *_DRAFT_QUERIES])):
+            queries = min(queries, most_queries(rows))
+            for tokens in self._drafted:
+                if queries > fewer and rows + fewer <= tokens <= max(self._drafted[0], rows * queries):
+                    found[Shape(rows, draft_tokens=tokens, queries=queries)] = None
+        return list(found)
 
 
 # Beyond 128 rows the time of cuBLAS GEMMs jumps up and down with their number: 448 rows of an 8B model take 48 %

@@ -34,6 +34,12 @@ class KVGroupSpec:
     num_kv_heads: int                # on this rank
     head_dim: int                    # elements of a key
     latent_value: int = 0            # > 0: this many first elements of a key are its value, and no other values are stored
+    ranks: int = 1                   # that divide a block's tokens among them; each has all KV heads of its own
+
+    @property
+    def tokens_here(self) -> int:
+        """Of a block, on one rank."""
+        return self.block_size // self.ranks
 
     @property
     def kind(self) -> str:
@@ -58,7 +64,7 @@ class KVGroupSpec:
     def areas(self, format: KVFormat, layer: int) -> tuple[Area, ...]:
         """What one block of one layer holds: scales of keys and values, keys, values; a latent is both."""
         k, v = format.of_layer(layer)
-        parts, heads = (("k", k), ("v", v))[: self.vectors], self.block_size * self.num_kv_heads
+        parts, heads = (("k", k), ("v", v))[: self.vectors], self.tokens_here * self.num_kv_heads
         scaled = [name for name, dtype in parts if format.scale_bytes(dtype)]
         scales = tuple(Area(f"{name}_scale", "float32", heads * SCALE_BYTES) for name in scaled)
         return scales + tuple(Area(name, dtype, heads * self.head_dim * element_bytes(dtype)) for name, dtype in parts)

@@ -16,9 +16,8 @@ STEPS = "steps"                      # activations and logits of the largest ste
 RUNTIME = "runtime"                  # the driver's context, libraries, loaded kernels
 PARTS = (WEIGHTS, KV, ROWS, STEPS, RUNTIME)
 
-# Beside large tensors, both pools of steps, of those that are launched and of graphs, hold in reserve
-# (runner/start/memory_pools.py): small
-# tensors, of which ten or so are there at once, and what cuBLAS works in on a GPU like the H200.
+# Beside large tensors, both pools of steps, of those that are launched and of graphs, hold (runner/start/memory_pools.py): small
+# tensors, of which ten or so are there at once, and cuBLAS's workspace on a GPU like the H200.
 SMALL_BLOCK, SMALL_BLOCKS = 2**20, 16
 LIBRARY_BYTES = 32 * 2**20
 

@@ -40,15 +40,16 @@ def edited_rows(*, rows: int, vocab: int, element_bytes: int) -> int:
     return min(rows, max(1, EDITED_BYTES // (vocab * element_bytes)))
 
 
-def sampling_bytes(*, rows: int, vocab: int, element_bytes: int, on_gpu: bool) -> int:
-    """Memory of the sampler: edited logits, the ids of each row's text and, on a GPU, what its kernels hand to each other."""
-    wide = max(element_bytes, 4)
-    per_row = KNOWN_IDS * (8 + 4)
+def sampling_bytes(*, rows: int, vocab: int, element_bytes: int, on_gpu: bool, verified: int = 0) -> int:
+    """Memory of the sampler: edited logits, the ids of each row's text and, on a GPU, what its kernels hand to each other, for as
+    many rows or `verified` positions as a step samples at."""
+    wide, per_position = max(element_bytes, 4), 0
     if on_gpu:
         tiles, race_tiles = -(-vocab // SAMPLE_TILE), 1 << (-(-vocab // SAMPLE_RACE_TILE) - 1).bit_length()
         groups = tiles * (SAMPLE_TILE // SAMPLE_GROUP)
-        per_row += 4 * groups + 8 * tiles + 12 * SAMPLE_CANDIDATES + 12 * race_tiles + 28
-    return rows * per_row + edited_rows(rows=rows, vocab=vocab, element_bytes=wide) * vocab * wide
+        per_position = 4 * groups + 8 * tiles + 12 * SAMPLE_CANDIDATES + 12 * race_tiles + 28
+    kept = rows * KNOWN_IDS * (8 + 4) + max(rows, verified) * per_position
+    return kept + edited_rows(rows=rows, vocab=vocab, element_bytes=wide) * vocab * wide
 
 
 def mask_bytes(*, rows: int, vocab: int) -> int:
@@ -64,6 +65,33 @@ GREEDY_CASES = (
     Case("one", {"rows": 1, "vocab": 64}, dtypes=("float64", "float32", "bfloat16", "float16")),
     Case("odd", {"rows": 5, "vocab": 77}, dtypes=("float64", "float32", "bfloat16", "float16")),
     Case("decode-32", {"rows": 32, "vocab": 49152}, timed=True),
+)
+
+
+def accept_cost(*, widths: tuple[int, ...], padding: int, element_bytes: int) -> Cost:
+    """Per position: a token, a draft and a flag; per row: four numbers are written or read."""
+    positions = sum(1 + width for width in widths)
+    return Cost(0, positions * (2 * INDEX_BYTES + 1) + len(widths) * 5 * INDEX_BYTES)
+
+
+ACCEPT_CASES = (
+    Case("one", {"widths": (3,), "padding": 0}),
+    Case("odd", {"widths": (0, 15, 1, -1, 7, 2), "padding": 5}),
+    Case("batch-64", {"widths": (3,) * 64, "padding": 0}, timed=True),
+)
+
+
+def late_cost(*, widths: tuple[int, ...], groups: int, block_size: int, element_bytes: int) -> Cost:
+    """Per token: its row, its position, and a block and a slot in each group; per draft four numbers; per row three."""
+    tokens, drafts = sum(1 + max(0, width) for width in widths), sum(max(0, width) for width in widths)
+    numbers = tokens * (4 + groups) + 5 * drafts + 3 * len(widths)
+    return Cost(0, numbers * INDEX_BYTES + tokens * groups * 4)
+
+
+LATE_CASES = (
+    Case("one", {"widths": (3,), "groups": 1, "block_size": 16}),
+    Case("odd", {"widths": (0, 15, 1, -1, 7, 2, -1), "groups": 3, "block_size": 5}),
+    Case("batch-64", {"widths": (3,) * 64, "groups": 1, "block_size": 16}, timed=True),
 )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from served_model import write_model
 
 from ridgeline.__main__ import main
 from ridgeline.bench import idle, offline, ops, startup, studies
+from ridgeline.bench.gguf_shapes import ALIGNMENT, MIXES, TYPES
 from ridgeline.bench.lab import device_log, nvidia_smi
 from ridgeline.bench.workload import floors, presets, quality, shapes, workloads
 from ridgeline.bench.workload.bench_engine import Engine, parse_options
@@ -25,6 +27,9 @@ from ridgeline.bench.workload.workloads import GPU_PRESETS, Lengths, Preset
 from ridgeline.cli.config_options import OptionParser
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.gguf import DEFAULT_ALIGNMENT
+from ridgeline.models.gguf_types import TENSOR_TYPES
 from ridgeline.models.model_config import load_model_config
 from ridgeline.ops.attention.attention_arguments import prefix_tile_rows
 from ridgeline.ops.kernel_table import GATED_ROWS
@@ -76,7 +81,7 @@ MIXTURES = {"qwen3-30b-a3b": 30.532, "mixtral-8x7b": 46.703, "gpt-oss-20b": 20.9
 
 
 def test_shapes_are_the_public_models() -> None:
-    billions = {name: load_model_config(write_shape(name)).num_parameters / 1e9 for name in SHAPES}
+    billions = {name: load_model_config(write_shape(name)).num_parameters / 1e9 for name in set(SHAPES) - set(shapes.GGUF_SHAPES)}
     assert billions == pytest.approx(
         {"llama-3.1-8b": 8.030, "llama-3.2-1b": 1.236, "qwen3-8b": 8.191, "llama-3.1-70b": 70.554} | {
             name + routing: size for routing in ("", "-zipf") for name, size in MIXTURES.items()
@@ -436,3 +441,28 @@ def test_without_a_gpu_there_is_no_log() -> None:
         pytest.skip("there is a GPU")
     with device_log.DeviceLog() as log:
         assert log.between(0, 1e12) == {} and device_log.gpu_facts() == {}
+
+
+# ---- GGUF files of a shape: without weights, but with packed linears ---------------------------------------------------
+
+GGUF_FORMATS = {
+    "q8_0": {"int8-32": 129},
+    # Half of the layers have v and down in Q6_K; the head has, too. q and k share their linear with v.
+    "q4_k_m": {"uint4-32": 32 + 32 + 16 + 16, "q6-16": 16 + 16 + 1},
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_file_of_a_shape_takes_no_room_and_has_the_types_of_its_name(mix: str) -> None:
+    path = write_shape(f"llama-3.1-8b-{mix}")
+    assert path.stat().st_size > 4e9 and path.stat().st_blocks * 512 < 1e6
+    config, wide = load_model_config(path), load_model_config(write_shape("llama-3.1-8b"))
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "tied")
+    assert all(getattr(config, name) == getattr(wide, name) for name in same)
+    assert Counter(format.name for _, format in LinearFormats(config, "none", "cuda").shapes()) == GGUF_FORMATS[mix]
+
+
+def test_types_of_a_files_shape_are_those_of_files() -> None:
+    assert {name: (number, TENSOR_TYPES[number].block_size, TENSOR_TYPES[number].block_bytes)
+            for name, (number, _, _) in TYPES.items()} == TYPES
+    assert all(TENSOR_TYPES[number].name == name for name, (number, _, _) in TYPES.items()) and ALIGNMENT == DEFAULT_ALIGNMENT

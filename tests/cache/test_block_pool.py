@@ -124,7 +124,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = pytest.mark.reliability("P-01")(PoolMachine.TestCase)
-TestPool.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+TestPool.settings = settings(max_examples=40, stateful_step_count=50, deadline=None, derandomize=True)
 
 
 class SlabMachine(RuleBasedStateMachine):

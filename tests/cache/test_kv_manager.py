@@ -222,7 +222,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManager = pytest.mark.reliability("P-01")(ManagerMachine.TestCase)
-TestManager.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestManager.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 # -- exact numbers -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import warm_start
 from served_model import CONTEXT, one_thread, wait_until, write_model
 
 from ridgeline import LLM, SamplingParams
@@ -43,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ridgeline(*argv: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ridgeline", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **{"env": one_thread()} | settings)
+    return warm_start.run(command, 60, **{"env": one_thread()} | settings)
 
 
 # -- the command itself ------------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ def test_help_is_fast() -> None:
 COMMAND_NAMES = [
     "serve", "route", "chat", "generate", "admin", "eval", "quantize", "plan", "diagnose", "pull", "list", "rm", "build",
     "completion", "bench serve", "bench offline", "bench host", "bench grammar", "bench ops", "bench frontend", "bench idle",
-    "bench startup",
+    "bench comm", "bench startup",
     "bench soak", "bench loop", "bench kernel", "bench compare", "bench studies",
 ]
 
@@ -150,7 +151,7 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
         (["serv"], "unknown command 'serv'; did you mean 'serve'?"),
         (["xyzzy"], "unknown command 'xyzzy'; the commands are serve"),
         (["bench"], "bench needs one of: serve, offline, host, grammar, ops, "
-                    "frontend, idle, startup, soak, loop, kernel, compare, studies"),
+                    "frontend, idle, comm, startup, soak, loop, kernel, compare, studies"),
         (["build", "all"], "unexpected argument 'all'"),
         (["serve", "--max-modl-len", "5"], "unknown option --max-modl-len; did you mean --max-model-len?"),
         (["serve", "--max_modl_len=5"], "unknown option --max-modl-len; did you mean --max-model-len?"),
@@ -440,8 +441,8 @@ def test_chat_on_a_terminal_survives_ctrl_c(model: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "ridgeline", "chat", str(model), *OPTIONS, "--max-tokens", str(CONTEXT)]
     # A session of its own, with the terminal as its controlling one: so Ctrl-C arrives as from a keyboard.
-    process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *command], stdin=theirs, stdout=theirs, stderr=theirs, env=one_thread()
+    process = warm_start.WarmPopen(
+        [*warm_start.ON_TERMINAL, *command], stdin=theirs, stdout=theirs, stderr=theirs, env=one_thread()
     )
     os.close(theirs)
     seen = b""

@@ -109,7 +109,7 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
         ({"kv_cache_dtype": "k=int8,q=fp8"}, "kv_cache_dtype .k=int8,q=fp8. is not understood"),
         ({"revision": "main"}, "revision='main' .*ridgeline pull NAME --revision"),
         ({"download_dir": "/tmp"}, "download_dir='/tmp' .* local directory"),
-        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2 .* pipeline_parallel_size"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2 .* decode_context_parallel_size"),
         ({"enable_lora": True}, "enable_lora=True"),
         ({"cpu_offload_gb": 4}, "cpu_offload_gb=4"),
         ({"distributed_executor_backend": "external"}, "distributed_executor_backend must be one of mp, ray"),

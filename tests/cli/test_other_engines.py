@@ -102,7 +102,7 @@ def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.
         ("--enable-lora", "--enable-lora is not supported: LoRA adapters are not applied at run time; merge the adapter"),
         ("--trust-remote-code", "Ridgeline never runs code from model directories"),
         ("--speculative-model x", "drafts are switched by --speculative-config"),
-        ("-dcp 2", "-dcp 2 is not supported: layers and experts are divided, contexts are not"),
+        ("-pcp 2", "-pcp 2 is not supported: prompts are divided as contexts are: use --decode-context-parallel-size"),
         ("-dp 4 -dpl 2", "`ridgeline route` is for several machines"),
         ("-dpb ray", "`ridgeline route` is for several machines"),
         ("--nnodes 2", "--distributed-executor-backend ray"),

@@ -231,6 +231,24 @@ def test_requirements_and_exclusions() -> None:
     assert all({*each.requires, *each.excludes} <= names for each in TECHNIQUES)
 
 
+@pytest.mark.parametrize(("options", "says"), [
+    ({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "must be 1 or tensor_parallel_size, which is 4"),
+    ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "kv_cache_dtype": "int8"}, "set kv_cache_dtype auto"),
+])
+def test_contexts_that_cannot_be_divided_are_refused(options: dict[str, Any], says: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        resolved(model, **options)
+
+
+def test_divided_contexts_store_every_kv_head_once(model: Path) -> None:
+    """Blocks have as many tokens on every rank, and the same bytes in all as one rank's."""
+    whole, divided = resolved(model), resolved(model, tensor_parallel_size=4, decode_context_parallel_size=4)
+    (one,), (part,) = ({group.block_size for group in each.groups} for each in (whole, divided))
+    assert part == 4 * one and divided.groups[0].tokens_here == one
+    assert divided.groups[0].num_kv_heads == whole.groups[0].num_kv_heads
+    assert not divided.shared_prefixes and not divided.graphs
+
+
 # ── the KV cache's format ────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -86,7 +86,7 @@ FRAMES = [CODECS[codec].encode(message) for codec, message in messages()]
 
 @pytest.mark.reliability("S-02")
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     base=st.sampled_from(FRAMES),
     edits=st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=6), st.integers(0, 8)), max_size=6),

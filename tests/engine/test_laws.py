@@ -34,13 +34,14 @@ MODELS = ("llama", "mistral", "gemma2", "qwen3")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = TECHNIQUES
 # Those that can be active here and promise equal tokens. Quantised KV promises a bound, quantised weights those of the expanded
-# weights (tests/models/test_fp8.py): they have laws of their own. So have divided experts (tests/models/test_mesh.py).
-OWN_LAWS = ("quantised KV", "quantised weights", "expert parallelism")
+# weights (tests/models/test_fp8.py): they have laws of their own. So have divided experts and contexts
+# (tests/models/test_mesh.py).
+OWN_LAWS = ("quantised KV", "quantised weights", "expert parallelism", "context parallelism")
 TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in OWN_LAWS)
 if DEVICE == "cuda" and torch.cuda.device_count() < 2:   # two ranks on one GPU: tests/runner/test_gpu_ranks.py
     TECHNIQUES = tuple(each for each in TECHNIQUES if each.name not in ("tensor parallelism", "pipeline parallelism"))
 # Others cannot work with these (speculation with pipeline stages): they have their laws alone and in the pairs that can be.
-APART = {name for technique in TECHNIQUES for name in technique.excludes}
+APART = {name for technique in TECHNIQUES for name in technique.excludes if name not in OWN_LAWS}
 TOGETHER = tuple(technique for technique in TECHNIQUES if technique.name not in APART)
 OFF: dict[str, Any] = {name: value for technique in ALL for name, value in technique.off.items()}
 PLAIN = OFF | {
@@ -145,6 +146,7 @@ ACTIVE: dict[str, Callable[[EngineCore], bool]] = {
     "tensor parallelism": lambda core: isinstance(core.executor, RankedExecutor),
     "pipeline parallelism": lambda core: isinstance(core.executor, PipelineExecutor) and core.executor.most_in_flight == 2,
     "expert parallelism": lambda core: core.executor.runner.model.experts_here is not None,
+    "context parallelism": lambda core: core.config.groups[0].ranks > 1,
 }
 # What a technique needs to have something to do.
 OCCASION: dict[str, dict[str, Any]] = {

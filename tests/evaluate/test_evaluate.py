@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from served_model import write_model
-from tiny_models import teacher_forced_logits
+from tiny_models import save_checkpoint, teacher_forced_logits
 
 from ridgeline.__main__ import main
 from ridgeline.bench.workload.bench_engine import quality_of
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.errors import ConfigError
-from ridgeline.evaluate import choices, divergence, needle, perplexity
+from ridgeline.evaluate import choices, divergence, needle, perplexity, rounded_inputs
 from ridgeline.evaluate.eval_report import _slices
 from ridgeline.evaluate.evaluation import evaluate, slice_texts
 from ridgeline.evaluate.quality_gate import judge, parse_gate
@@ -29,6 +29,7 @@ from ridgeline.evaluate.slices import SLICES
 from ridgeline.evaluate.task import Task
 from ridgeline.evaluate.texts import Passage, default_text, passages
 from ridgeline.ops import registry
+from ridgeline.quant.format import Activation
 from ridgeline.text.tokenizer import Tokenizer
 
 
@@ -99,6 +100,24 @@ def test_sequences_that_do_not_fit_are_refused(model: Path) -> None:
         Scorer(options(model, max_model_len=32), 40, show=False)
     with pytest.raises(ConfigError, match="tensor_parallel_size 1"):
         Scorer(options(model, tensor_parallel_size=2), 40, show=False)
+
+
+def test_recorded_steps_do_not_replay_inputs_that_were_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_checkpoint("mistral", tmp_path, tie_word_embeddings=False)
+    given = {"model": str(path), "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    scorer = Scorer(given, 40, show=False)
+    executor = scorer.core.executor
+    assert isinstance(executor, LocalExecutor)
+    runner = executor.runner
+    scorer.generate([[5, 6, 7]], 9, ignore_eos=True)
+    recorded = runner.forward.replays
+    assert recorded > 3
+    rounds: list[int] = []
+    monkeypatch.setattr(rounded_inputs, "rounded", lambda x, activation: rounds.append(len(x)) or x)
+    assert scorer.round_inputs({"layers.0.mlp.down": Activation("int8")}) == 1
+    scorer.generate([[5, 6, 7]], 9, ignore_eos=True)
+    assert rounds == [3] + [1] * 8                       # the prompt, and every token of the answer but the last
+    scorer.close()
 
 
 # ── perplexity ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import copy
 import importlib.util
 import itertools
 import json
@@ -337,6 +338,22 @@ def test_a_busy_machine_keeps_tokens_with_the_threads(
         takes = waits, works
         masks.advance([(at, seven) for at in made], list(enumerate(made)), 8)
         assert masks._look_for_slow == (works > 0.1) and all(at.accept(seven) for at in made)
+
+
+@pytest.mark.parametrize("drafts", [0, 15])
+def test_masks_behind_drafts_are_those_of_later_steps(clock: Clock, drafts: int) -> None:
+    """Four answers take less than a step may, with one mask each. With drafts a step stands for many; without, it is too much."""
+    masks = Masks(PADDED, 1)
+    answers = [taking(clock, 0.02, "usual") for _ in range(4 if drafts else 64)]
+    wanted = []
+    for answer in answers:
+        copies = [copy.copy(answer) for _ in range(drafts)]
+        for each in copies:
+            each.drafted = True
+        wanted += [answer, *copies]
+    for _ in range(4):
+        masks.fill(list(enumerate(wanted)), len(wanted))
+    assert any(each.error for each in wanted) == (drafts == 0)
 
 
 @pytest.mark.reliability("S-09c")

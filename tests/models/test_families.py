@@ -143,8 +143,8 @@ def test_every_family_is_covered() -> None:
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_both_spellings_are_the_same_model(cases: dict[str, Case], name: str, tmp_path: Path) -> None:
-    new = load_model_config(save_checkpoint(name, tmp_path, spelling=5, dtype=torch.float64))
-    assert new == load_model_config(cases[name].path)
+    old = load_model_config(cases[name].path)            # first: it skips what this version of transformers cannot build
+    assert old == load_model_config(save_checkpoint(name, tmp_path, spelling=5, dtype=torch.float64))
 
 
 # ---- every flag matters ----------------------------------------------------------------------------------------------

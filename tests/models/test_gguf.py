@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from gguf_writer import TYPE_NUMBERS, Field, Packed, Typed, gguf_bytes, gguf_fields, quantise, write_gguf
 
+import ridgeline.models.gguf as gguf_module
 from ridgeline.errors import ModelError
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.gguf_types import TENSOR_TYPE_BY_NAME, WEIGHTS_PER_CHUNK
@@ -128,6 +129,23 @@ def test_read_refuses_an_array_it_cannot_fill(tmp_path: Path) -> None:
         for out in (np.empty((32, 2), "f4"), np.empty((2, 32), "f8"), np.empty((2, 64), "f4")[:, ::2]):
             with pytest.raises(ValueError, match=r"w: out must be a contiguous float32 array of shape \(2, 32\)"):
                 file.read("w", out=out)
+
+
+def test_a_header_is_read_once_where_the_metadata_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the file changes."""
+    path = write_gguf(tmp_path / "m.gguf", METADATA, {"w": random_packed("Q4_1", (4, 64))})
+    with GGUFFile(path, metadata=False) as file:
+        assert file.metadata["large"] == 1 << 40         # not read before
+        tensors = file.tensors
+    headers: list[object] = []
+    real = gguf_module._Header
+    monkeypatch.setattr(gguf_module, "_Header", lambda *given: headers.append(given) or real(*given))
+    with GGUFFile(path, metadata=False) as again:
+        assert again.tensors == tensors and not headers
+        assert again.read("w").shape == (4, 64)
+    write_gguf(path, METADATA, {"other": random_packed("Q4_1", (8, 64))})
+    with GGUFFile(path, metadata=False) as changed:
+        assert list(changed.tensors) == ["other"] and len(headers) == 1
 
 
 def test_an_infinite_scale_warns_nobody(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -14,13 +14,17 @@ from test_laws import PLAIN, requests, run
 from tiny_models import save_checkpoint
 from torch import Tensor
 
+from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.kernel_table import H200
+from ridgeline.ops.kernel_table import DeviceFacts as KernelFacts
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.format import MADE, WeightFormat, made_format, quantization_rules
@@ -143,8 +147,9 @@ def resolved(model: Path, kind: str = "cuda", **options: Any) -> Any:
 def test_reasons_and_refusals(tmp_path: Path) -> None:
     awq, _ = save_quantised("awq", tmp_path / "awq")
     fp8, _ = save_quantised("ct-fp8-channel", tmp_path / "fp8")
-    assert "awq checkpoint: a CPU expands the weights to float32" in resolved(awq, "cpu").reasons["quantization"]
+    assert "awq checkpoint: kept as uint4-32, and multiplied as stored" in resolved(awq, "cpu").reasons["quantization"]
     nf4, _ = save_quantised("bnb-nf4", tmp_path / "nf4")
+    assert "bitsandbytes checkpoint: a CPU expands the weights to float32" in resolved(nf4, "cpu").reasons["quantization"]
     assert "bitsandbytes checkpoint: kept packed as nf4-64, which saves memory; the" in resolved(nf4).reasons["quantization"]
     assert resolved(awq, quantization="awq").memory == resolved(awq).memory
     assert resolved(fp8).dtype == "bfloat16"
@@ -152,8 +157,27 @@ def test_reasons_and_refusals(tmp_path: Path) -> None:
         resolved(awq, quantization="gptq")
     with pytest.raises(ConfigError, match="deterministic has no kernels for awq weights; use a checkpoint that is not quantised"):
         resolved(awq, deterministic=True)
+    with pytest.raises(ConfigError, match="deterministic has no kernels for mxfp4 weights"):     # only its experts are quantised
+        check_quantization(load_model_config(write_shape("gpt-oss-20b")), "none", "cuda", "bfloat16", 1, True, {})
     with pytest.raises(ConfigError, match="fp8 has no kernels for float16; use dtype bfloat16"):
         resolved(fp8, dtype="float16")
+
+
+AMPERE = H200._replace(hopper=False, fp8=False)
+
+
+@pytest.mark.parametrize(("quantization", "facts", "expanded"), [
+    ("fp8", H200, 0), ("fp8-block", H200, 0), ("int8", H200, 0),
+    ("fp8", AMPERE, 28672 * 4096), ("fp8-block", AMPERE, 28672 * 4096), ("int8", AMPERE, 28672 * 4096),
+    ("fp8-block", H200._replace(block_scales=False), 28672 * 4096), ("int4", H200, 28672 * 4096),
+])
+def test_memory_of_expanded_weights_is_that_of_the_kernels_here(
+    quantization: str, facts: KernelFacts, expanded: int
+) -> None:
+    """An H200 multiplies by 8-bit codes whatever the rows are; an A100 has no tensor cores for e4m3, and every product of fp8
+    weights expands one."""
+    model = load_model_config(write_shape("llama-3.1-8b"))
+    assert quantised_memory(model, quantization, "cuda", 1, facts).scratch == expanded
 
 
 def test_memory_counts_packed_weights_and_the_largest_expanded_one(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from folders import import_path
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
+from ridgeline.distributed import meet as meet_module
 from ridgeline.distributed.comm import Axis, Communicator
 from ridgeline.distributed.meet import ProcessMesh, meet
 from ridgeline.distributed.sharding import Shard, even_shard, head_shards
@@ -45,6 +47,10 @@ PIPELINE = ("llama", "gemma3", "mixtral", "qwen2_moe", "gpt_oss", "cohere2", "de
 # 5, 6 and 8 experts for two ranks; biases, shared experts, a limit.
 EXPERTS = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v2-lite", "olmoe")
 
+# One KV head for both ranks, heads that are padded, norms over all heads, windows and softcaps, sinks, latents.
+CONTEXT = ("llama-bias", "smollm2", "gemma3", "olmo2", "gpt_oss", "cohere2", "deepseek_v2-lite")
+CONTEXT_OF_FOUR = ("llama", "olmo2", "gpt_oss")          # two KV heads or one for four ranks
+
 
 Logits = dict[tuple[str, torch.dtype], torch.Tensor]
 
@@ -56,7 +62,7 @@ def all_logits(
     for name in cases:
         for dtype in dtypes:
             model = load(directory / name, dtype, comm=mesh)
-            found[name, dtype] = teacher_forced_logits(model, TOKENS, PREFILL, tp_size=mesh.tensor.size)
+            found[name, dtype] = teacher_forced_logits(model, TOKENS, PREFILL, mesh.tensor.size, mesh.context.size)
     return found
 
 
@@ -64,8 +70,8 @@ def rank_main(rank: int, size: int, directory: Path) -> None:
     """One process: run every case of every mesh, and keep what this rank has."""
     torch.set_num_threads(1)
 
-    def mesh(name: str, tensor: int, pipeline: int, experts: bool = False) -> ProcessMesh:
-        return meet(MeshShape(tensor, pipeline), rank, directory / f"store-{name}", timeout_seconds=120, divide_experts=experts)
+    def mesh(name: str, tensor: int, pipeline: int, experts: bool = False, context: bool = False) -> ProcessMesh:
+        return meet(MeshShape(tensor, pipeline), rank, directory / f"store-{name}", "gloo", 120, experts, context)
 
     def leave(mesh: ProcessMesh) -> None:
         dist.barrier()                   # no rank leaves while another still computes
@@ -88,10 +94,16 @@ def rank_main(rank: int, size: int, directory: Path) -> None:
         leave(stages)
         found["experts"] = all_logits(experts := mesh("experts", 2, 1, True), EXPERTS, directory)
         leave(experts)
+        found["context"] = all_logits(context := mesh("context", 2, 1, context=True), CONTEXT, directory)
+        leave(context)
     else:
         found["tensor x pipeline"] = all_logits(four := mesh("four", 2, 2), PIPELINE, directory)
         leave(four)
         found["experts x pipeline"] = all_logits(four := mesh("expert stages", 2, 2, True), EXPERTS, directory)
+        leave(four)
+        found["context"] = all_logits(four := mesh("context", 4, 1, context=True), CONTEXT_OF_FOUR, directory)
+        leave(four)
+        found["context x pipeline"] = all_logits(four := mesh("context stages", 2, 2, context=True), CONTEXT, directory)
         leave(four)
         found["long pipeline"] = all_logits(four := mesh("long", 1, 4), ("gemma3", "cohere2"), directory)
         leave(four)
@@ -166,10 +178,19 @@ def test_ranks_that_divide_the_experts_give_the_logits_of_one(run: Path, name: s
     assert torch.equal(first[name, torch.float64], second[name, torch.float64])
 
 
+@pytest.mark.parametrize("name", CONTEXT)
+def test_ranks_that_divide_the_context_give_the_logits_of_one(run: Path, name: str) -> None:
+    """Prefill and decode: each rank has half of the positions, and of the first token's context one has none."""
+    first, second = ranks_logits(run, "context")
+    check(run, name, first)
+    assert torch.equal(first[name, torch.float64], second[name, torch.float64])
+
+
 @pytest.mark.slow
 def test_four_ranks_give_the_logits_of_one(checkpoints: Path) -> None:
     run_ranks(4, checkpoints)
-    for kind in ("tensor x pipeline", "experts x pipeline", "long pipeline"):
+    kinds = ("tensor x pipeline", "experts x pipeline", "long pipeline", "context", "context x pipeline")
+    for kind in kinds:
         first = ranks_logits(checkpoints, kind, 4)[0]
         for name, _ in first:
             check(checkpoints, name, first)
@@ -243,20 +264,55 @@ def test_scaled_shard() -> None:
     assert Shard(9, 6, 9, 6).scaled(4) == Shard(36, 24, 36, 24)
 
 
-@pytest.mark.parametrize(("store", "listens_at"), [("/tmp/store", "lo"), ("tcp://10.0.0.1:5000", None)])
-def test_ranks_of_one_machine_listen_nowhere_else(store: str, listens_at: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Met(Exception):
-        pass
+class Met(Exception):
+    pass
 
+
+@pytest.fixture
+def never_met(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Ranks that come no further than their environment."""
     def init(*_: object, **__: object) -> None:
         raise Met
 
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(os, "environ", {})
+    return os.environ                                    # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("store", "listens_at"), [("/tmp/store", "lo"), ("tcp://10.0.0.1:5000", None)])
+def test_ranks_of_one_machine_listen_nowhere_else(store: str, listens_at: str | None, never_met: dict[str, str]) -> None:
     with pytest.raises(Met):
         meet(MeshShape(2, 1), 0, store, "nccl")
-    assert os.environ.get("NCCL_SOCKET_IFNAME") == listens_at and "NCCL_HOSTID" not in os.environ
+    assert never_met.get("NCCL_SOCKET_IFNAME") == listens_at and "NCCL_HOSTID" not in never_met
+
+
+def test_a_rank_that_shares_a_gpu_does_not_keep_the_host_name_of_rank_0(never_met: dict[str, str]) -> None:
+    """It inherits it when rank 0 had ranks before; NCCL refuses two ranks of one name on one GPU."""
+    never_met["NCCL_HOSTID"] = "ridgeline-rank-0"
+    with pytest.raises(Met):
+        meet(MeshShape(4, 1), 3, "/tmp/store", "nccl")
+    assert never_met["NCCL_HOSTID"] == "ridgeline-rank-3"
+
+
+def test_leaving_nccl_does_not_wait_for_a_graph_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An abort waits for CUDA graphs that hold collectives, and one may be left."""
+    left, calls = threading.Event(), []
+
+    def abort() -> None:
+        calls.append("abort")
+        left.wait()
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(meet_module.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(meet_module, "_ABORT_SECONDS", 0.01)
+    mesh = ProcessMesh()
+    mesh.give_up()
+    mesh.close()
+    assert calls == ["abort"]
+    left.set()
 
 
 if __name__ == "__main__":

@@ -12,14 +12,16 @@ from quantised_models import SIZES
 from tiny_models import save_checkpoint
 
 from ridgeline.distributed.comm import Communicator
+from ridgeline.models.checkpoints.gguf_formats import FORMATS
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.quantised.expand import expand
 from ridgeline.ops.rms_norm import rms_norm_reference
-from ridgeline.quant.four_bits import FourBits
+from ridgeline.quant.four_bits import FourBits, four_bits
 from ridgeline.quant.packed import Packed, _holds
-from ridgeline.quant.quantised import Quantised
+from ridgeline.quant.quantised import Quantised, quantised_weight
 from ridgeline.quant.scheme import Scheme, Unquantised
 
 
@@ -75,3 +77,17 @@ def test_what_the_layout_would_round_is_left_alone() -> None:
     assert not _holds(FourBits("uint4", codes, scale + 2**-20, None, None, None), False)
     assert not _holds(FourBits("uint4", codes, scale, scale * 7.5, None, None), False)
     assert not _holds(FourBits("uint4", codes, torch.ones(32, 3), None, None, None), False)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q4_K"])
+def test_dummy_weights_with_offsets_are_kept_as_those_of_files_are(name: str) -> None:
+    """Offsets of zero would be packed, and a benchmark would time other kernels than a file's."""
+    scheme = Packed(FORMATS[name], Unquantised())
+    tensors = {
+        spec.name: scheme.dummy(spec, 512, torch.device("cpu"))(torch.Generator(), spec.shape(32, 512))
+        for spec in FORMATS[name].tensors()
+    }
+    weight = quantised_weight(FORMATS[name], 512, tensors)
+    four = four_bits(weight)
+    assert four is not None and not _holds(four, False)
+    assert expand(weight, torch.float32).mean().abs() < 0.2 * expand(weight, torch.float32).std()

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 from gguf_writer import Packed, write_gguf
+from quantised_models import save_quantised
+from tiny_models import save_checkpoint
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.errors import ModelError
+from ridgeline.layers.linear import Linear
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import load_model_config, weight_bytes
@@ -19,7 +23,12 @@ from ridgeline.models.weights import load_weights
 from ridgeline.ops.cpu import native
 from ridgeline.ops.cpu.matrix import BLOCKS, KINDS, NUMBERS, Matrix, Part
 from ridgeline.ops.linear.gguf_blocks import block_linear_native, block_linear_reference, random_blocks, random_part
-from ridgeline.quant.layout import STORED_KINDS, matrix_bytes
+from ridgeline.ops.quantised.expand import QuantisedWeight, expand
+from ridgeline.ops.quantised.quantised_linear import quantised_linear
+from ridgeline.ops.registry import set_kernels
+from ridgeline.quant.choose import schemes
+from ridgeline.quant.cpu_packed import CpuPacked, plain_scheme
+from ridgeline.quant.layout import STORED_KINDS, matrix_bytes, tile_kind
 from ridgeline.runner.runner import Runner
 
 WIDTHS = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": 64, "ffn_gate": 96, "ffn_up": 96, "ffn_down": 64}
@@ -125,22 +134,116 @@ def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     ("Q8_0", {}),
     ("Q4_1", {}),
     ("Q4_0", {}),
-    ("F16", {}),                                                         # nothing is packed
+    ("F16", {}),
+    ("F32", {}),                                                         # numbers in a second layout, where that pays
     ("Q4_1", {"blk.1.attn_k": "Q8_0"}),                                  # parts of one linear, packed in two ways
     ("Q4_1", {"blk.1.attn_k": "F16"}),
     ("Q4_1", {"blk.0.attn_output": "Q8_0", "blk.1.ffn_down": "F16", "token_embd": "F32"}),
 ])
 def test_predicted_bytes_are_the_bytes(kind: str, others: dict[str, str], tied: bool, tmp_path: Path) -> None:
-    assert native.library() is not None and BLOCKS == STORED_KINDS
+    assert native.library() is not None and BLOCKS == STORED_KINDS       # the rules without torch know what the kernels do
     path = small_gguf(tmp_path / "m.gguf", kind, others, tied)
     config = load_model_config(path)
     model = Decoder(config, Communicator(), torch.float32, "cpu", 32)
     load_weights(model, path, config)
     assert model.weight_bytes == weight_bytes(config, "float32", "cpu")
-    assert bool(config.packed) == (kind in STORED_KINDS)
-    if kind in STORED_KINDS and not others:
+    if kind != "F32" and not others:
         weights = {name for name, _ in model.named_parameters() if "norm" not in name}
         assert not weights, "numbers are kept beside the packed weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama-bias", "gemma3", "phi3", "qwen2_moe"])
+def test_16_bit_numbers_of_a_checkpoint_stay_16_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """No float32 copy: the bytes are those of the checkpoint, and as predicted; the numbers are the same."""
+    path = save_checkpoint(name, tmp_path, dtype=dtype)
+    config = load_model_config(path)
+    model = Decoder(config, Communicator(), torch.float32, "cpu", 32)
+    load_weights(model, path, config)
+    assert model.weight_bytes == weight_bytes(config, "float32", "cpu")
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    kinds = {part.kind for linear in linears.values() for part in linear.matrix.parts}
+    assert kinds == {NUMBERS[dtype]} and all(linear.weight is None for linear in linears.values())
+    set_kernels("reference")
+    try:
+        plain = Decoder(config, Communicator(), torch.float32, "cpu", 32)
+        load_weights(plain, path, config)
+    finally:
+        set_kernels("auto")
+    expected = plain.numbers()
+    for found, numbers in model.numbers().items():
+        assert torch.equal(numbers, expected[found]), found
+
+
+def _codes(grid: str, group: int, zero: str | None, outer: bool, reordered: bool) -> QuantisedWeight:
+    (_, weight, _), _ = quantised_linear.inputs(
+        torch.Generator().manual_seed(3), torch.float32, "cpu", tokens=1, inputs=256, outputs=37, bias=False, grid=grid,
+        block=(1, group), zero=zero, outer=outer, reordered=reordered,
+    )
+    return weight
+
+
+@pytest.mark.parametrize(("grid", "group", "zero", "outer", "reordered"), [
+    ("int8", 0, None, False, False), ("int8", 32, None, False, False), ("int8", 128, None, True, False),
+    ("uint4", 128, None, False, False), ("uint4", 64, "code", False, False), ("uint4", 32, "offset", True, False),
+    ("uint4", 128, "code", False, True), ("ternary", 64, None, False, False), ("uint4", 0, None, False, False),
+])
+def test_codes_with_scales_go_into_tiles(grid: str, group: int, zero: str | None, outer: bool, reordered: bool) -> None:
+    """The product is that of the numbers that the codes stand for, the memory that of the codes."""
+    weight = _codes(grid, group, zero, outer, reordered)
+    linear = torch.nn.Module()
+    linear.bias, linear.shares = None, False
+    if weight.order is not None:
+        linear.order = weight.order
+    scheme = CpuPacked(1, integers=False)
+    assert scheme.take_codes(linear, weight) and linear.weight is None
+    numbers = expand(weight, torch.float32)
+    torch.testing.assert_close(scheme.numbers(linear), numbers, rtol=1e-5, atol=1e-6)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(scheme.apply(linear, x, None), x @ numbers.T, rtol=1e-4, atol=1e-4)
+    kind, span = tile_kind(grid, (1, group), 256) or ("", 0)
+    assert scheme.extra_bytes(linear) == matrix_bytes(kind, 37, 256, span) <= (8 if grid == "int8" else 6) / 8 * 48 * 256 * 1.13
+
+
+@pytest.mark.parametrize(("grid", "group", "zero"), [
+    ("int8", 128, "offset"), ("uint4", 16, None), ("e2m1", 32, None), ("q6", 32, None),
+])
+def test_other_codes_are_left_to_be_expanded(grid: str, group: int, zero: str | None) -> None:
+    linear = torch.nn.Module()
+    assert not CpuPacked(1, integers=True).take_codes(linear, _codes(grid, group, zero, False, False))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_codes_made_while_loading_stay_codes(quantization: str, tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path, dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
+    config = load_model_config(path)
+    plain = plain_scheme(torch.device("cpu"), torch.float32, stored=config.dtype)
+    formats = LinearFormats(config, quantization, "cpu", dtype="float32")
+    model = Decoder(config, Communicator(), torch.float32, "cpu", 32, schemes(formats, plain))
+    load_weights(model, path, config)
+    assert model.weight_bytes == weight_bytes(config, "float32", "cpu", 1, quantization)
+    found = model.layers[1].mlp.gate_up.matrix
+    kind = {"int8": "INT8", "int4": "INT4"}.get(quantization)
+    assert (found.parts[0].kind if found is not None else None) == kind
+
+
+@pytest.mark.parametrize(("dialect", "kind"), [("ct-w8a8", "INT8"), ("awq", "INT4"), ("gptq-desc-act", "INT4")])
+def test_the_codes_of_a_checkpoint_stay_codes(dialect: str, kind: str, tmp_path: Path) -> None:
+    """With the numbers of the plain checkpoint, and the bytes that were predicted."""
+    path, plain_path = save_quantised(dialect, tmp_path)
+    config = load_model_config(path)
+    plain = plain_scheme(torch.device("cpu"), torch.float32, stored=config.dtype)
+    formats = LinearFormats(config, "none", "cpu", dtype="float32")
+    model = Decoder(config, Communicator(), torch.float32, "cpu", 32, schemes(formats, plain))
+    load_weights(model, path, config)
+    down = model.layers[1].mlp.down
+    assert {part.kind for part in down.matrix.parts} == {kind}
+    orders = sum(linear.order.nbytes for linear in model.modules() if getattr(linear, "order", None) is not None)
+    assert model.weight_bytes - orders == weight_bytes(config, "float32", "cpu")
+    expected = Decoder(load_model_config(plain_path), Communicator(), torch.float64, "cpu", 32)
+    load_weights(expected, plain_path, expected.config)
+    found = down.scheme.numbers(down)
+    torch.testing.assert_close(found.double(), expected.layers[1].mlp.down.weight.data, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.real_model

@@ -19,9 +19,13 @@ from ridgeline.ops.attention import fused_decode
 from ridgeline.ops.attention.attention_arguments import AttentionWork
 from ridgeline.ops.attention.attention_launch import paged_attention_triton
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
+from ridgeline.ops.attention.late_positions import late_positions, late_positions_on_gpu, late_positions_reference
 from ridgeline.ops.attention.paged_attention import paged_attention
 from ridgeline.ops.registry import TRITON_INTERPRETED
+from ridgeline.ops.sampling.accept import accept, accept_on_gpu, accept_reference
 from ridgeline.sizes.graph_shapes import most_queries
+from ridgeline.sizes.op_costs import Case
+from ridgeline.sizes.sampling_costs import ACCEPT_CASES, LATE_CASES
 
 LLAMA = {"dtype": torch.bfloat16, "heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 16}
 SIZES: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 16, "block_size": 4, "window": None, "softcap": None}
@@ -30,12 +34,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.skipif(TRITON_INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_drafts_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, "-k", "kernel_"]
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_drafts_in_the_interpreter(marked: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, "-k", "kernel_", "-m", marked]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    assert run.stdout.count("PASSED ") == len(CASES) + 2
+    others = 2 + len(ACCEPT_CASES) + len(LATE_CASES)
+    assert run.stdout.count("PASSED ") == (len(REPEATED) if marked == "slow" else len(CASES) - len(REPEATED) + others)
 
 
 def test_a_workspace_holds_the_partial_results_of_drafts() -> None:
@@ -73,6 +79,11 @@ CASES: dict[str, tuple[list[tuple[int, int]], int, dict[str, Any]]] = {      # r
     "a border of shares": ([(16, 40), (5, 34)], 2, {"heads": 4}),
     "eight bits, window": ([(4, 60), (2, 300)], 2, {"kv_dtype": "float8_e4m3fn", "window": 50}),
 }
+# What the others hold, too, apart or smaller: on a GPU always, in the interpreter with the slow tests.
+REPEATED = {
+    "one row", "all new", "window, several shares", "narrow window", "window and soft cap", "one head each", "sixteen bits",
+    "sixteen bits, one row", "eight bits, window",
+}
 
 
 def inputs(rows: list[tuple[int, int]], dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, dict[str, Any]]:
@@ -88,7 +99,9 @@ def work_of(rows: list[tuple[int, int]], decodes: int) -> AttentionWork:
 
 
 @kernels_run
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] if DEVICE == "cpu" and name in REPEATED else []) for name in CASES
+])
 def test_kernel_drafts(name: str) -> None:
     rows, decodes, changes = CASES[name]
     rows = [(0, 0) if length == 0 else (count, length) for count, length in rows]        # padding has no token
@@ -124,3 +137,52 @@ def test_kernel_workspace_serves_widths_in_turn() -> None:
         found = paged_attention_triton(*args, **options, work=work_of(rows, 3), workspace=workspace)
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
         assert not workspace.arrived.any()
+
+
+# -- which are accepted -----------------------------------------------------------------------------------------------
+
+def accept_inputs(case: Case) -> list[Any]:
+    arguments, _ = accept.inputs(torch.Generator().manual_seed(3), torch.float32, DEVICE, **case.sizes)
+    return list(arguments)
+
+
+@pytest.mark.parametrize("case", ACCEPT_CASES, ids=lambda case: case.name)
+def test_accepted_are_those_before_the_first_that_is_wrong(case: Case) -> None:
+    given = [each.cpu() if isinstance(each, torch.Tensor) else each for each in accept_inputs(case)]
+    before = given[1].tolist()
+    accept_reference(*given)
+    surplus, last_token, tokens, sampled, failed, _, start, rows, accepted, _ = (
+        each.tolist() if isinstance(each, torch.Tensor) else each for each in given
+    )
+    newest, shorter = dict(enumerate(before)), dict.fromkeys(range(len(before)), 0)
+    for place, row in enumerate(rows):
+        first, end = start[place], start[place + 1]
+        right = 0
+        while first + right + 1 < end and not failed[first + right] and sampled[first + right] == tokens[first + right + 1]:
+            right += 1
+        assert accepted[place] == right
+        if end > first:
+            newest[row], shorter[row] = sampled[first + right], end - first - 1 - right
+    assert last_token == list(newest.values()) and surplus == list(shorter.values())
+
+
+@kernels_run
+@pytest.mark.parametrize("case", ACCEPT_CASES, ids=lambda case: case.name)
+def test_kernel_accepts_what_the_definition_does(case: Case) -> None:
+    found, expected = accept_inputs(case), accept_inputs(case)
+    accept_on_gpu(*found)
+    accept_reference(*expected)
+    assert all(torch.equal(one, other) for one, other in zip(found[:-1], expected[:-1], strict=True))
+
+
+# -- rows that are shorter than was assumed -----------------------------------------------------------------------------
+
+@kernels_run
+@pytest.mark.parametrize("case", LATE_CASES, ids=lambda case: case.name)
+def test_kernel_takes_back_what_the_definition_does(case: Case) -> None:
+    made = [late_positions.inputs(torch.Generator().manual_seed(5), torch.float32, DEVICE, **case.sizes)[0] for _ in range(2)]
+    late_positions_on_gpu(*made[0])
+    late_positions_reference(*made[1])
+    for found, expected in zip(*made, strict=True):
+        pairs = zip(found, expected, strict=True) if isinstance(found, list) else [(found, expected)]
+        assert all(torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in pairs)

@@ -40,8 +40,9 @@ OPS: list[Op[Any, Any]] = [
     paged_attention.paged_attention, logprobs.logprobs, linear_op.linear, linear_op.normed_linear, gguf_blocks.block_linear,
     qkv_write.rotary_write, sample.apply_mask, fused_decode.decode_attention, quantised_linear.quantised_linear,
     packed_linear.packed_linear, packed_linear.normed_packed_linear, vocabulary_ends.embedding, vocabulary_ends.soft_cap,
+    quantised_linear.normed_quantised_linear,
     latent_write.latent_write, latent_attention.latent_attention, fused_latent.latent_decode, route.route, router.route_rows,
-    experts_op.experts,
+    router.normed_route_rows, experts_op.experts,
 ]
 CUDA = torch.cuda.is_available()
 
@@ -143,7 +144,7 @@ def devices(value: Any) -> set[str]:
     return {device for each in fields for device in devices(each)}
 
 
-@pytest.mark.parametrize("name", ["packed_linear", "normed_packed_linear", "quantised_linear"])
+@pytest.mark.parametrize("name", ["packed_linear", "normed_packed_linear", "quantised_linear", "normed_quantised_linear"])
 def test_the_float64_definition_gets_every_tensor_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are records of tensors: one that stayed on the GPU would meet an x on the CPU. `meta` stands for the GPU."""
     args, _ = make_inputs(REGISTRY[name], REGISTRY[name].cases[0], torch.bfloat16, "cpu")
@@ -638,7 +639,8 @@ def test_support_table_names_what_runs(toy_op: Op[Any, Any]) -> None:
 
 def test_on_the_cpu_every_op_runs_its_reference_even_beside_an_interpreter() -> None:
     for op in OPS:
-        assert op.choose(Site("cpu", torch.float32, 64)).name in ("reference", "native", "visited")
+        # apart: the ops of its parts, each of which is asked here, too
+        assert op.choose(Site("cpu", torch.float32, 64)).name in ("reference", "native", "visited", "apart")
 
 
 def test_every_op_declares_an_odd_shape_a_cost_and_tolerances() -> None:

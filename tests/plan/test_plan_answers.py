@@ -141,18 +141,21 @@ def test_a_cpus_memory_is_the_engines_own(tmp_path: Path) -> None:
     for part in (ledger.WEIGHTS, ledger.ROWS, ledger.STEPS):
         assert mine[part] == resolved.memory[part], part
     packed = Capacity.of(replace(made, weights="int4"), 256)
-    assert packed.memory.weights == mine[ledger.WEIGHTS], "what is read from blocks is kept in the dtype, too"
+    codes = resolve(EngineConfig.of(
+        model=str(path), max_model_len=256, max_num_seqs=batch, load_format="dummy", quantization="int4",
+    ), DeviceFacts("cpu", CPU.usable, ("float32",)))
+    assert packed.memory.weights == codes.memory[ledger.WEIGHTS] < mine[ledger.WEIGHTS]
 
 
-def test_a_model_that_the_engine_refuses_does_not_fit_a_cpu() -> None:
-    """7.6 G parameters are 28 GiB in float32, and not the 4 of a file's blocks."""
+def test_weights_on_a_cpu_are_as_wide_as_they_are_kept() -> None:
+    """7.6 G parameters: 14 GiB in the 16 bits in which they are stored, and less as codes."""
     model = find_model("qwen2.5-7b")
-    small, large = (
-        Capacity.of(Setup(model=model, device=replace(CPU, memory=memory), dtype="float32", weights="int4"), 1280)
-        for memory in (20e9, 200e9)
+    plain, codes = (
+        Capacity.of(Setup(model=model, device=replace(CPU, memory=12e9), dtype="float32", weights=weights), 1280)
+        for weights in ("float32", "int4")
     )
-    assert small.memory.weights == large.memory.weights >= 4 * model.parameters
-    assert large.fits and not small.fits
+    assert plain.memory.weights >= 2 * model.parameters > 2 * codes.memory.weights
+    assert codes.fits and not plain.fits
 
 
 @pytest.mark.parametrize(("stored", "planned"), [("Q4_1", "int4"), ("Q8_0", "int8"), ("Q4_0", "int4")])

@@ -136,3 +136,19 @@ def test_a_forked_process_of_the_tests_is_like_one_that_was_started(warm: Any) -
         pytest.skip("the imports started threads: all processes start cold")
     assert warm.num_forked == before + 1 and parent == os.getpid()
     assert child.returncode == 1 and said.splitlines()[-1] == b"KeyError: 'parent'"
+
+
+def test_a_forked_command_says_and_returns_what_a_started_one_does(warm: Any) -> None:
+    before, command = warm.num_forked, [sys.executable, "-m", "ridgeline", "serve", "--no-such-option"]
+    forked = warm_start.run(command, 200, env=one_thread())
+    if not warm.usable:
+        pytest.skip("the imports started threads: all processes start cold")
+    started = subprocess.run(command, capture_output=True, text=True, env=one_thread(), timeout=200)
+    assert warm.num_forked == before + 1 and started.returncode == 2 and "--no-such-option" in started.stderr
+    assert (forked.returncode, forked.stdout, forked.stderr) == (started.returncode, started.stdout, started.stderr)
+
+
+def test_a_command_with_variables_that_libraries_read_is_started_cold(warm: Any) -> None:
+    before = warm.num_forked
+    done = warm_start.run([sys.executable, "-m", "ridgeline", "--version"], 200, env=one_thread() | {"OMP_NUM_THREADS": "3"})
+    assert done.returncode == 0 and warm.num_forked == before

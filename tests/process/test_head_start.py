@@ -40,6 +40,57 @@ print(gc.isenabled(), gc.get_freeze_count() > 10_000)
     assert child(code) == ["True", "True"]
 
 
+def test_a_cpu_engine_leaves_out_what_torch_has_for_compilers() -> None:
+    """And what its steps use is there: products, dispatch modes, inference mode. A compiler finds it when it is imported. Where
+    torch is imported already, nothing changes."""
+    code = """
+import sys
+from ridgeline.process import head_start
+head_start.begin(gpu=False)
+import torch
+head_start.imported()
+from torch.utils._python_dispatch import TorchDispatchMode
+class Count(TorchDispatchMode):
+    calls = 0
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        Count.calls += 1
+        return function(*args, **(kwargs or {}))
+with torch.inference_mode(), Count():
+    x = torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
+    x = torch.nn.functional.scaled_dot_product_attention(*[x[None, None]] * 3).softmax(-1).multinomial
+print("torch._decomp.decompositions" in sys.modules, Count.calls > 3)
+import torch._dynamo
+print(torch.ones(2, 3, device="meta").cumsum(0).shape, "torch._decomp.decompositions" in sys.modules)
+"""
+    assert child(code) == ["False", "True", "torch.Size([2,", "3])", "True"]
+    code = """
+import torch
+from ridgeline.process import head_start
+head_start.begin(gpu=False)
+import torch._meta_registrations
+print(hasattr(torch._meta_registrations, "register_meta"))
+"""
+    assert child(code) == ["True"]
+
+
+def test_dummy_weights_are_made_without_a_compiler() -> None:
+    code = """
+from types import SimpleNamespace
+from ridgeline.process import head_start
+head_start.begin(gpu=False)
+import torch
+head_start.imported()
+from ridgeline.models.weights import _fill_dummy
+piece = SimpleNamespace(target=torch.zeros(64), dummy=(0.0, 1.0), shape=(64,), store=None, kept=slice(None))
+_fill_dummy({"a": piece}, 0, None)
+print(piece.target.std().item() > 0.5)
+"""
+    assert child(code) == ["True"]
+
+
 def test_torch_is_whole_and_its_profiler_works() -> None:
     code = """
 from ridgeline.process import head_start

@@ -16,14 +16,19 @@ from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_log
 
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.task import Task
+from ridgeline.quant.quality_card import CARD, hashes, output_files
 from ridgeline.quantize import auto_search, quantize_model
 from ridgeline.quantize.allocation import allocate
-from ridgeline.quantize.auto_search import chosen_recipe, excess, measured_units, search
+from ridgeline.quantize.auto_search import chosen_recipe, excess, measured_units, parse_fastest, search
+from ridgeline.quantize.blocks import write_blocks
 from ridgeline.quantize.calibration import Calibration
-from ridgeline.quantize.card import CARD, hashes, output_files
+from ridgeline.quantize.ct_writer import quantization_config
+from ridgeline.quantize.hf_files import write_small_files
+from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
-from ridgeline.quantize.recipes import read_recipe
+from ridgeline.quantize.recipes import exact_recipe, read_recipe
 from ridgeline.quantize.sensitivity import Unit
+from ridgeline.quantize.workspace import Workspace
 
 SEQUENCES = [random_tokens(20 + number, seed=number) for number in range(9)]
 AUTO = read_recipe("auto")
@@ -148,6 +153,58 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(tmp_path / "out") is not None
     with pytest.raises(ConfigError, match="exists already"):
         quantize(job)
+
+
+def test_the_least_time_is_not_the_fewest_bytes() -> None:
+    """With many rows products limit, and only fp8 makes them faster; with one row bytes do."""
+    costs = (0.01, 0.006, 0.002, 0.0)
+    units = [Unit((f"model.layers.{number}.mlp.down_proj",), (1e6, 1.2e6, 2e6, 4e6), costs) for number in range(4)]
+
+    def formats(rows: int | None) -> set[str]:
+        recipe = chosen_recipe(units, 1.0, AUTO, None if rows is None else parse_fastest(f"h200:{rows}"))
+        assert recipe is not None
+        return {"none" if rule.format is None else rule.format.grid for rule in recipe.rules}
+
+    assert formats(None) == formats(1) == {"uint4"} and formats(4096) == {"e4m3"}
+    for words in ("H200:0", "H200:x", "toaster"):
+        with pytest.raises(ConfigError, match="--fastest"):
+            parse_fastest(words)
+
+
+@pytest.mark.slow
+def test_the_search_is_within_five_percent_of_every_combination(tmp_path: Path) -> None:
+    """A model of one layer: all 256 combinations of formats are made and measured, as the search's tries are."""
+    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES | {"num_hidden_layers": 1})
+    units = measured_units(plain, AUTO, SEQUENCES, tmp_path / "costs.json", show=False)
+    before = [teacher_forced_logits(load(plain), tokens, len(tokens)).log_softmax(-1) for tokens in SEQUENCES]
+
+    def make(recipe: Any) -> dict[str, Any]:
+        model = PlainModel(plain)
+        linears = model.linears(recipe)
+        out = tmp_path / "made"
+        space = Workspace(out, {}, len(model.blocks))
+        write_blocks(model, linears, space, Calibration(model, SEQUENCES), False)
+        space.write_index()
+        write_small_files(plain, model.config, quantization_config(linears, model.others, "1"), space.folder)
+        model.close()
+        after = load(space.folder)
+        kls = [(old.exp() * (old - teacher_forced_logits(after, tokens, len(tokens)).log_softmax(-1))).sum(-1)
+               for old, tokens in zip(before, SEQUENCES, strict=True)]
+        size = sum(file.stat().st_size for file in space.folder.glob("*.safetensors"))
+        shutil.rmtree(space.folder)
+        return card_of(size, float(torch.cat(kls).mean()))
+
+    every = {}
+    for options in itertools.product(range(4), repeat=len(units)):
+        if options != (3, 3, 3, 3):
+            rules = {module: None if option == 3 else auto_search.option_recipe(auto_search.OPTIONS[option], AUTO).rules[0]
+                     for unit, option in zip(units, options, strict=True) for module in unit.modules}
+            every[options] = make(exact_recipe("auto", rules, AUTO))
+    kls = sorted(card["quality"]["slices"]["prose"]["kl"] for card in every.values())
+    for limit in (kls[len(kls) // 4], kls[len(kls) // 2], kls[3 * len(kls) // 4]):
+        found = search(units, {"kl": limit}, AUTO, make)
+        least = min(card["size"]["output_bytes"] for card in every.values() if excess(card, {"kl": limit}) <= 1)
+        assert excess(found, {"kl": limit}) <= 1 and found["size"]["output_bytes"] <= 1.05 * least
 
 
 def test_auto_needs_a_limit(tmp_path: Path) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quantised_models import save_quantised
 
+from ridgeline.bench.workload.bench_engine import quality_of
 from ridgeline.cli import cmd_serve
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
+from ridgeline.plan import plan_page
 from ridgeline.process import platform
-from ridgeline.quantize.card import CARD, PAGE, PLOTS, find_card, hashes, output_files, parse_limits, write_card
+from ridgeline.quant.quality_card import CARD, find_card, hashes, output_files, with_card
+from ridgeline.quantize.card import PAGE, PLOTS, parse_limits, planned_card, write_card
 from ridgeline.quantize.card_page import page
 
 ROW = {"tokens": 510, "kl": 0.0123, "kl_p99": 0.2, "top1": 0.97, "reference_perplexity": 14.0, "perplexity": 14.5}
@@ -142,3 +146,33 @@ def test_the_page_of_plots(model: Path) -> None:
     made["quality"] |= {"by_position": [], "worst_decile": {}}
     del made["errors"], made["quality"]["needle"]
     assert "<svg height" not in page(made)
+
+
+def test_records_and_plans_take_the_card(model: Path) -> None:
+    speed = {"after": {"prefill_tok_s": 90.0, "decode_tok_s": 42.0}}
+    made = card(model) | {"speed": speed, "machine": {"cpu": "a CPU", "gpu": ""}}
+    write_card(made, model)
+    said = quality_of(EngineConfig.of(model=str(model)))
+    assert said.startswith("exact; weights: int4-rtn: KL 0.0123") and with_card("fp8 KV", "") == "fp8 KV"
+    found = planned_card(model / CARD)
+    assert (found.format, found.kl, found.decode_tok_s, found.machine) == ("int4", 0.0123, 42.0, "a CPU")
+    point = {"weights": "int4", "batch": 1, "ranks": 1, "tok_s": 700.0}
+    told = {"cards": [asdict(found)], "device": "H200", "points": [point, point | {"batch": 8, "tok_s": 9e3}]}
+    shown = "".join(plan_page._cards(told))
+    assert "700" in shown and "42.0 on a CPU" in shown and "9,000" not in shown and not plan_page._cards({"points": []})
+    (model / CARD).write_text("{}")
+    with pytest.raises(ConfigError, match="is no card of ridgeline quantize"):
+        planned_card(model / CARD)
+
+
+def test_the_page_says_speed_needles_and_time(model: Path) -> None:
+    made = card(model)
+    made["quality"] |= {"needle": {"found": 0.5, "picked": 1.0, "trials": 10}}
+    before, after = {"prefill_tok_s": 900.0, "decode_tok_s": 40.0}, {"prefill_tok_s": 950.0, "decode_tok_s": 81.0}
+    made["speed"] = {"before": before, "after": after}
+    spent = {"wall_s": 61.0, "cpu_s": 100.0}
+    made["time"] = {"quantise": spent, "card": spent, "cores": 2, "load": 0.5, "predicted": {"quantise": spent, "card": spent}}
+    write_card(made, model)
+    said = (model / PAGE).read_text()
+    assert "| one request here, answer, tokens/s | 40 | 81 |" in said and "50% of 10 numbers hidden" in said
+    assert "Quantising took 61 s, the card 61 s (predicted: 61 s and 61 s), on 2 threads at a load of 0.5." in said

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ConfigError, ModelError
+from ridgeline.evaluate import needle
 from ridgeline.evaluate.task import Task
 from ridgeline.models.model_config import load_model_config
 from ridgeline.quantize import quantize_model, workspace
@@ -200,6 +201,45 @@ def test_what_the_card_needs_is_missed_before_the_work(plain: Path, tmp_path: Pa
     with pytest.raises(ModelError, match=r"no tokenizer.json"):
         quantize(replace(job(plain, tmp_path / "out"), card=Task()))
     assert not list(tmp_path.iterdir())
+
+
+class Letters:
+    """A tokenizer: each letter is a token."""
+
+    bos_token_id = None
+
+    @staticmethod
+    def encode(text: str, **options: Any) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+@pytest.mark.parametrize(("length", "says"), [
+    (7, "cannot be hidden in 7 tokens"), (9000, "give a longer --card-text, or --card-needle 0"),
+])
+def test_needles_that_fit_into_no_text_are_refused_before_the_work(
+    length: int, says: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize_model.Tokenizer, "load", lambda path: Letters)
+    monkeypatch.setattr(needle, "start_tokens", lambda tokenizer: [])
+    text, out = tmp_path / "short.txt", tmp_path / "empty/out"
+    text.write_text("too short for a haystack")
+    out.parent.mkdir()
+    with pytest.raises(ConfigError, match=says):
+        quantize(replace(job(plain, out), card=Task(text=str(text), needle=(length,))))
+    assert not list(out.parent.iterdir())
+
+
+@pytest.mark.parametrize("words", ["too short for a haystack", "long enough for one. " * 20])
+def test_needles_that_were_not_asked_for_are_left_out_of_a_short_text(
+    words: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needle, "start_tokens", lambda tokenizer: [])
+    text = tmp_path / "short.txt"
+    text.write_text(words)
+    asked = replace(job(plain, tmp_path / "out"), needles_if_they_fit=True)
+    task = Task(text=str(text), slices=(), needle=(256,))
+    found = quantize_model._checked_card(asked, task, Letters)  # type: ignore[arg-type]
+    assert found == (task if len(words) > 256 else replace(task, needle=()))
 
 
 def test_the_predicted_bytes_are_the_bytes(plain: Path, tmp_path: Path) -> None:

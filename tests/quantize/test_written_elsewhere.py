@@ -10,7 +10,7 @@ import torch
 from quantised_models import SIZES
 from safetensors.torch import load_file
 from test_weights import save_gguf
-from tiny_models import load, save_checkpoint
+from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ModelError
 from ridgeline.evaluate.task import Task
@@ -19,7 +19,8 @@ from ridgeline.models.model_config import load_model_config
 from ridgeline.ops.quantised.codes import unpacked_codes
 from ridgeline.process import embedded
 from ridgeline.quant.format import SCALE, WEIGHT, ZERO
-from ridgeline.quantize.card import find_card
+from ridgeline.quant.quality_card import find_card
+from ridgeline.quantize import quantize_model
 from ridgeline.quantize.ct_writer import Linear, quantization_config
 from ridgeline.quantize.hf_files import gguf_config, write_tokenizer
 from ridgeline.quantize.methods.rounding import rounded
@@ -48,7 +49,7 @@ def test_a_gguf_tokenizer_as_hugging_face_files(name: str, tmp_path: Path) -> No
     assert after.token_pieces() == before.token_pieces()
 
 
-@pytest.mark.parametrize("recipe", [name for name, (_, method, _) in RECIPES.items() if method == "rtn"])
+@pytest.mark.parametrize("recipe", [name for name, (_, method, _) in RECIPES.items() if method == "rtn" and name != "llm-int8"])
 def test_transformers_and_compressed_tensors_expand_the_same_weights(recipe: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
@@ -59,10 +60,38 @@ def test_transformers_and_compressed_tensors_expand_the_same_weights(recipe: str
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=config)
     ours = load(out)
     for number, layer in enumerate(theirs.model.layers):
-        assert torch.equal(ours.layers[number].mlp.down.weight, layer.mlp.down_proj.weight)
+        down = layer.mlp.down_proj.weight                # of NVFP4 it is bfloat16 there, whatever dtype is asked for
+        assert torch.equal(ours.layers[number].mlp.down.weight.to(down.dtype), down)
         attention = layer.self_attn
         fused = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-        assert torch.equal(ours.layers[number].attention.qkv.weight, fused)
+        assert torch.equal(ours.layers[number].attention.qkv.weight.to(fused.dtype), fused)
+
+
+@pytest.mark.parametrize("recipe", ["int4-rtn", "w8a8-static", "fp8"])
+def test_a_tied_model_means_the_same_in_transformers(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it loads by default: it must not look for codes of the head, which has no tensor. Logits are compared where
+    transformers does not round activations; the weights' numbers, as it computes with them, in every case."""
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    tokens = random_tokens(24)
+    monkeypatch.setattr(quantize_model, "_passages", lambda job, count: [tokens])
+    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES | {"tie_word_embeddings": True})
+    quantize(Job(model=plain, recipe=read_recipe(recipe, kv="fp8" if recipe == "fp8" else ""), out=tmp_path / "out", show=False))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours = load(tmp_path / "out")
+    logits = theirs(torch.tensor([tokens])).logits[0]    # the first use expands its weights
+    assert logits.isfinite().all()
+    for layer, mine in zip(theirs.model.layers, ours.layers, strict=True):
+        attention, mlp = layer.self_attn, layer.mlp
+        for weight, parts in (
+            (mine.attention.qkv.weight, (attention.q_proj, attention.k_proj, attention.v_proj)),
+            (mine.attention.output.weight, (attention.o_proj,)),
+            (mine.mlp.gate_up.weight, (mlp.gate_proj, mlp.up_proj)), (mine.mlp.down.weight, (mlp.down_proj,)),
+        ):
+            assert torch.equal(weight, torch.cat([part.weight for part in parts]))
+    assert all(name not in dict(theirs.named_parameters()) for name in ("lm_head.weight_scale", "lm_head.weight_packed"))
+    if recipe == "int4-rtn":
+        assert torch.allclose(teacher_forced_logits(ours, tokens, len(tokens)), logits, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -345,7 +345,12 @@ def test_pages_and_paths() -> None:
         assert f"ridgeline:route_answers_total{label} 1" in metrics and f"ridgeline:route_replica_up{label} 1" in metrics
         assert 'ridgeline:route_first_token_seconds_count{policy="round-robin"} 1' in metrics
         assert json.loads((await router.ask(None, "/replicas")).body)["replicas"][0]["answers"] == 1
-        assert (await router.ask(CHAT, "/v1/responses")).status == 404
+        for path, says in (("/v1/responses", b"docs/router.md"), ("/chat/completions", b"did you mean /v1/chat/completions?")):
+            missing = await router.ask(CHAT, path)
+            assert missing.status == 404 and says in missing.body
+        page, told = await router.ask(None, "/", accept="text/html,*/*"), await router.ask(None, "/v1")
+        assert page.status == 307 and page.headers["location"] == "/dashboard"
+        assert json.loads(told.body)["openai_base_url"] == "/v1"
         assert (await router.ask(None, "/v1/chat/completions")).status == 405
         assert (await router.ask(None, "/roofline")).status == 404
         assert (await router.ask(CHAT, content_type="text/plain")).status == 415

@@ -44,38 +44,63 @@ def plan(*counts: int, want: Want = Want.TOKEN) -> Any:
 
 def test_its_own_shape_where_that_is_captured(forward: GraphForward) -> None:
     captured(forward, 40, 48)
-    assert forward.shape(plan(*[1] * 37)) == Shape(40)
+    assert forward.shape(plan(*[1] * 37), False) == Shape(40)
 
 
 def test_the_next_larger_one_until_it_has_come_often(forward: GraphForward) -> None:
     captured(forward, 48, 64)
-    assert [forward.shape(plan(*[1] * 37)) for _ in range(MIXED_USES + 2)] == [Shape(48)] * MIXED_USES + [Shape(40)] * 2
-    assert forward.shape(plan(*[1] * 50)) == Shape(64)
+    assert [forward.shape(plan(*[1] * 37), False) for _ in range(MIXED_USES + 2)] == [Shape(48)] * MIXED_USES + [Shape(40)] * 2
+    assert forward.shape(plan(*[1] * 50), False) == Shape(64)
 
 
 def test_not_one_that_is_much_larger_nor_half_captured(forward: GraphForward) -> None:
     captured(forward, 64)
-    assert forward.shape(plan(*[1] * 37)) == Shape(40)   # 64 would be 60 % more
+    assert forward.shape(plan(*[1] * 37), False) == Shape(40)   # 64 would be 60 % more
     captured(forward, 48, forms=(True,))
-    assert forward.shape(plan(*[1] * 37)) == Shape(40)
+    assert forward.shape(plan(*[1] * 37), False) == Shape(40)
 
 
 def test_not_while_graphs_are_captured_ahead_nor_for_prompts(forward: GraphForward) -> None:
     captured(forward, 48)
     with forward.at_first_use():
-        assert forward.shape(plan(*[1] * 37)) == Shape(40)
-    assert forward.shape(plan(100)) == Shape(0, 1, 128)
-    assert forward.shape(plan(1, 1, 60)) == Shape(2, 1, 64)
+        assert forward.shape(plan(*[1] * 37), False) == Shape(40)
+    assert forward.shape(plan(100), False) == Shape(0, 1, 128)
+    assert forward.shape(plan(1, 1, 60), False) == Shape(2, 1, 64)
 
 
 def test_not_among_several_ranks(forward: GraphForward) -> None:
     """Another rank may not have captured it, and would compute other shapes."""
     captured(forward, 48)
     forward._stand_ins = False
-    assert forward.shape(plan(*[1] * 37)) == Shape(40)
+    assert forward.shape(plan(*[1] * 37), False) == Shape(40)
 
 
 # -- drafts -----------------------------------------------------------------------------------------------------------
+
+def drafted(*width: int) -> Any:
+    made = plan(*(1 + each for each in width))
+    made.width = np.array(width, np.int32)
+    return made
+
+
+def test_a_larger_shape_with_drafts_stands_in(forward: GraphForward) -> None:
+    """One of its own kind, with as many rows, tokens and queries, until its own has come often."""
+    forward._shapes = GraphShapes(256, 2048, 512)
+    own = Shape(8, draft_tokens=48, queries=16)
+    assert forward.shape(drafted(*[5] * 7), True) == own
+    forward._forms.update({
+        (Shape(64), True): 1, (Shape(4, draft_tokens=64, queries=16), True): 1, (Shape(8, draft_tokens=64, queries=4), True): 1,
+        (Shape(8, draft_tokens=48, queries=16), False): 1, (Shape(16, draft_tokens=112, queries=16), True): 1,
+    })
+    assert forward.shape(drafted(*[5] * 7), True) == own
+    forward._forms.update({(Shape(32, draft_tokens=64, queries=16), True): 1, (Shape(16, draft_tokens=80, queries=16), True): 1})
+    found = [forward.shape(drafted(*[5] * 7), True) for _ in range(MIXED_USES + 1)]
+    assert found == [Shape(32, draft_tokens=64, queries=16)] * MIXED_USES + [own]
+    assert forward.shape(drafted(*[5] * 7), False) == own        # of rows that sample it is captured
+    with forward.at_first_use():
+        assert forward.shape(drafted(*[15] * 2), True) == Shape(4, draft_tokens=32, queries=16)
+
+
 
 def packed(past: list[int], width: list[int], shape: Shape, given: tuple[int, ...] = (), prompts: tuple[int, ...] = ()) -> Any:
     """Rows with `past` tokens in the cache; row r has blocks 10 r + 1 … The newest token of `given` comes from the host, and

@@ -21,12 +21,14 @@ from torch import Tensor
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import BlockOp, Request, StepPlan, StepResult
 from ridgeline.ops.attention import kernel_prefill_hopper
+from ridgeline.ops.sampling.greedy import greedy as choose_greedy
 from ridgeline.runner import device_rows, shared_prefix
 from ridgeline.runner.device_rows import EVERY_HIDDEN, DeviceRows, leading_decodes
-from ridgeline.runner.forward import Computed
+from ridgeline.runner.forward import Computed, best_tokens
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
 from ridgeline.runner.staging import Staging
+from ridgeline.runner.to_host import greedy_bytes
 from ridgeline.sizes.graph_shapes import GraphShapes, Shape
 
 CERTAIN = 1e4                        # the logit of the token that must come, where all others are 0
@@ -94,7 +96,7 @@ class StampForward:
         self.replays = self.prefixes = self.drafted = self.padded_drafts = 0
         self.shared: deque[int] = deque()                # of each step: KV positions that are not read again
 
-    def shape(self, plan: StepPlan) -> Shape | None:
+    def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
         if self._shapes is None or (plan.want & EVERY_HIDDEN).any():
             return None
         decodes = leading_decodes(plan)
@@ -137,11 +139,12 @@ class StampForward:
             return Computed(chosen, None)
         if not greedy:
             return Computed(chosen, logits)
-        tokens = logits.argmax(1)
-        last_token[batch.sample_rows] = tokens
-        return Computed(chosen, None, torch.cat([
-            tokens.view(torch.uint8), torch.zeros(-8 * len(tokens) % 16 + len(tokens), dtype=torch.uint8)
-        ]))
+        room = torch.empty(greedy_bytes(len(last_token)), dtype=torch.uint8)
+
+        def choose(tokens: torch.Tensor, failed: torch.Tensor, rows: torch.Tensor | None) -> None:
+            choose_greedy(logits, tokens, failed, rows, None if rows is None else last_token)
+
+        return Computed(chosen, None, best_tokens(choose, batch, room, last_token, self._rows.late.surplus))
 
     def copy(self, block_ops: list[BlockOp]) -> None:
         """All sources are read before any target is written."""

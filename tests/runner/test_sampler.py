@@ -759,3 +759,26 @@ def test_triton_kernels_in_the_interpreter(marked: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0 and " passed" in finished.stdout, finished.stdout[-5000:] + finished.stderr[-2000:]
+
+
+def test_the_workspace_is_reserved_for_every_position_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = list[int]()
+    monkeypatch.setattr(sampler_module, "reserve", lambda device, dtype, rows, vocab: reserved.append(rows))
+    Sampler(4, 77, EOS, "cpu", torch.float32)
+    Sampler(4, 77, EOS, "cpu", torch.float32, 9)
+    assert reserved == [4, 9]
+    few, more = (sampling_bytes(rows=4, vocab=77, element_bytes=2, on_gpu=True, verified=count) for count in (0, 9))
+    kept = sampling_bytes(rows=4, vocab=77, element_bytes=2, on_gpu=False)
+    assert 4 * (more - kept) == 9 * (few - kept)
+
+
+def test_a_workspace_does_not_grow_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory would be of the graphs' pool, where graphs that were captured before write."""
+    monkeypatch.setattr(sample_kernels, "_workspaces", {})
+    here = torch.device("cpu")
+    space = sample_kernels.workspace(here, 4, 77)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert sample_kernels.workspace(here, 3, 77) is space
+    with pytest.raises(AssertionError, match="reserve it before"):
+        sample_kernels.workspace(here, 5, 77)

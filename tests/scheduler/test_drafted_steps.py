@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ridgeline.draft_options import MOST_DRAFTS
+from ridgeline.messages import StepResult, TokenDelta
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.sequence import Sequence
 
@@ -74,6 +75,22 @@ def test_rejected_drafts_are_counted() -> None:
     counters = simulation.scheduler.counters
     assert dial(simulation).accepted == 0 and counters.rejected_tokens == dial(simulation).proposed == 3 + 3 + 2 + 1
     assert counters.useful_tokens == 3 + 5
+
+
+def test_only_typical_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that captures a graph, or that has none yet, says nothing of later ones."""
+    simulation, timed = with_drafts(ROOMY, 2), list[int]()
+    update = simulation.scheduler.update
+
+    def every_other(result: StepResult) -> list[TokenDelta]:
+        result.typical = result.step % 2 == 0
+        return update(result)
+
+    monkeypatch.setattr(simulation.scheduler, "update", every_other)
+    monkeypatch.setattr(dial(simulation), "timed", lambda tokens, *rest: timed.append(tokens))
+    simulation.ask("a", [1, 2, 3], 20, ignore_eos=True)
+    simulation.drain()
+    assert len(timed) == simulation.steps // 2 and set(timed) <= {1, 2, 3}
 
 
 def test_a_stop_inside_an_accepted_run() -> None:

@@ -24,7 +24,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["make_options_page", "make_models_page", "make_precision_tables"])
+@pytest.mark.parametrize("name", ["make_options_page", "make_models_page", "make_precision_tables", "make_quantize_tables"])
 def test_a_page_is_what_its_script_writes(name: str) -> None:
     written = script(name)
     assert written.PAGE.read_text(encoding="utf-8") == written.page(), f"python scripts/{name}.py --write"

@@ -82,7 +82,7 @@ def chunked(ids: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
 
 
 @pytest.mark.reliability("P-12")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(tokens, st.lists(st.integers(0, 5), max_size=4), st.booleans(), st.booleans())
 def test_any_chunks_give_the_whole_text(ids: list[int], sizes: list[int], skip: bool, at_start: bool) -> None:
     stream = TextStream(Pieces(has_prefix_space=True), skip_special_tokens=skip, at_start=at_start)
@@ -92,7 +92,7 @@ def test_any_chunks_give_the_whole_text(ids: list[int], sizes: list[int], skip: 
     assert stream.num_tokens == len(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(tokens)
 def test_never_half_a_character_and_nothing_late(ids: list[int]) -> None:
     """After every token exactly the complete characters have been shown."""
@@ -104,7 +104,7 @@ def test_never_half_a_character_and_nothing_late(ids: list[int]) -> None:
 
 
 @pytest.mark.reliability("C-09", "P-12")
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(answers, st.lists(st.integers(0, 5), max_size=4), st.booleans(), st.integers(0, 4))
 @example(([0, 1], ["abab", "b"]), [1], False, 0)          # over before the earlier one could complete
 @example(([0, 1, 0, 1], ["b", "abab"]), [1], True, 0)
@@ -129,7 +129,7 @@ def test_stops_cut_where_the_whole_text_would_be_cut(
         assert stream.stopped_by == stops[index]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(answers.filter(lambda answer: bool(answer[1])))
 def test_holds_back_only_what_could_begin_a_stop(answer: tuple[list[int], list[str]]) -> None:
     ids, stops = answer
@@ -143,7 +143,7 @@ def test_holds_back_only_what_could_begin_a_stop(answer: tuple[list[int], list[s
         assert stream.text == text[: len(text) - max(openings)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(answers, st.lists(st.integers(0, 5), max_size=4))
 def test_token_count_at_a_stop_does_not_depend_on_chunks(answer: tuple[list[int], list[str]], sizes: list[int]) -> None:
     ids, stops = answer
@@ -156,7 +156,7 @@ def test_token_count_at_a_stop_does_not_depend_on_chunks(answer: tuple[list[int]
     assert one_by_one.text_offsets == in_chunks.text_offsets
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tokens)
 def test_text_offsets_cut_the_text_into_the_tokens(ids: list[int]) -> None:
     stream = TextStream(Pieces())

@@ -1,12 +1,15 @@
 """Attacks on the front end of a running server: what each costs in memory, and how long /health and another stream wait.
 
     python benchmarks/studies/front_end_attacks/run.py --out result.json
-    python benchmarks/studies/front_end_attacks/run.py --only pipelined stored --megabytes 100
+    python benchmarks/studies/front_end_attacks/run.py --only pipelined stored --megabytes 1000
+    python benchmarks/studies/front_end_attacks/run.py --before route        # or replicas
 
 The server is `ridgeline serve` with a tiny random Llama (2 layers, hidden size 64) and the embedded model's tokenizer, so that
-the front end is the bottleneck. Clients and probes run on the same machine. For each attack the table has the front end's
-resident memory before, at most, and 5 s after the last byte, and the slowest answers of `/health` meanwhile. The last rows are
-chats beside long requests, and the seconds from SIGTERM to the end of the process.
+the front end is the bottleneck. `--before route` attacks a `ridgeline route` in front of it, `--before replicas` a server with
+`--data-parallel-size 2`. Clients and probes run on the same machine. For each attack the table has the front end's resident
+memory before, at most, and 5 s after the last byte (0.3 s where the attack is on the event loop, not on memory), and the slowest
+answers of `/health` meanwhile. The last rows are chats beside long requests, the memory 5 s after all of it, and the seconds from
+SIGTERM to the end of the process. Four minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 KEY = "attack-key"
 LIMIT = 16 * 2**20 - 1024            # bytes of a body: just below the server's limit
 AFTER_SECONDS = 5.0
+IN_LINE = 160                        # connections with pipelined requests at once
 PROBE_SECONDS = 0.05                 # between two probes
 JSON_TYPE = b"Content-Type: application/json\r\n"
 
@@ -57,14 +61,13 @@ def write_model(path: Path) -> list[str]:
 
 
 class Server:
-    def __init__(self, model: Path, log: Path, *options: str) -> None:
+    def __init__(self, log: Path, *command: str, **variables: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
-        environment = os.environ | {"RIDGELINE_API_KEY": KEY, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "ridgeline", "serve", str(model), "--load-format", "dummy", "--port", str(self.port)]
-        command += ["--served-model-name", "tiny", *options]
+        environment = os.environ | {"RIDGELINE_API_KEY": KEY, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
+        whole = [sys.executable, "-m", "ridgeline", *command, "--port", str(self.port), "--drain-timeout", "2"]
         with log.open("ab") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+            self.process = subprocess.Popen(whole, stdout=file, stderr=file, env=environment)
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline and self.process.poll() is None:
             if self.health(5.0) is not None:
@@ -100,6 +103,16 @@ class Server:
         return time.monotonic() - begin
 
 
+def started(before: str, folder: Path) -> list[Server]:
+    """What is attacked first, then what it needs."""
+    log, options = folder / "log", ["--load-format", "dummy", "--served-model-name", "tiny"]
+    replicas = ["--data-parallel-size", "2", "--kv-cache-memory-bytes", str(2**29)] if before == "replicas" else []
+    server = Server(log, "serve", str(folder), *options, *write_model(folder), *replicas)
+    if before != "route":
+        return [server]
+    return [Server(log, "route", f"http://127.0.0.1:{server.port}", RIDGELINE_ROUTE_KEY=KEY), server]
+
+
 def probe(port: int, seconds: float) -> float | None:
     begin = time.monotonic()
     try:
@@ -125,10 +138,11 @@ class Probes:
     def __init__(self, port: int) -> None:
         command = [sys.executable, __file__, "--probe", str(port)]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        time.sleep(0.5)                                  # until it has started
+        assert self._child.stdout is not None
+        self._first = self._child.stdout.readline()      # it has started
 
     def end(self) -> list[float]:
-        lines = self._child.communicate()[0].split()
+        lines = [self._first.strip(), *self._child.communicate()[0].split()]
         return sorted(60.0 if line == "null" else float(line) for line in lines)
 
 
@@ -201,7 +215,7 @@ LARGE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "100,000 to detokenize": lambda: ("/detokenize", filled('{"tokens":[', "1000", "]}", 500_000)),
     "tokenize": lambda: ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a b " * 150_000 + b'"}'),
     "prompt logprobs": lambda: ("completions", filled(
-        '{"model":"tiny","max_tokens":1,"prompt_logprobs":20,"prompt":[', "1000", "]}", 4_000 * 5)),
+        '{"model":"tiny","max_tokens":1,"prompt_logprobs":20,"prompt":[', "1000", "]}", 1_500 * 5)),
     "spelt special tokens": lambda: (
         "chat/completions", f'{{{CHAT},"messages":[{{"role":"user","content":"{"<|im_end|>" * 90_000}"}}]}}'.encode()),
     "few special tokens": lambda: (
@@ -253,7 +267,7 @@ def pipelined(server: Server, size: int) -> str:
     line = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n" * 9000
     sent = 0
     while sent < size:
-        connections = [server.connect() for _ in range(40)]
+        connections = [server.connect() for _ in range(IN_LINE)]
         for connection in connections:
             connection.setblocking(False)
         deadline, left = time.monotonic() + 1.0, dict.fromkeys(connections, 0)
@@ -267,7 +281,7 @@ def pipelined(server: Server, size: int) -> str:
                     left[connection] = len(line)
             time.sleep(0.001)
         time.sleep(max(0.0, deadline - time.monotonic()))
-        sent += 40 * len(line)                           # what the server does not read counts: it was offered
+        sent += IN_LINE * len(line)                           # what the server does not read counts: it was offered
         for connection in connections:
             connection.close()
     return f"{sent >> 20} MB offered"
@@ -337,7 +351,7 @@ MEMORY: dict[str, Callable[[Server, int], str]] = {
 
 def nothing(server: Server, size: int) -> str:
     """To compare with: what the machine's other work costs."""
-    time.sleep(10)
+    time.sleep(5)
     return "nothing sent"
 
 
@@ -384,23 +398,22 @@ def stream_until_told(port: int) -> None:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def measured(server: Server, name: str, attack: Callable[[], str], with_stream: bool = False) -> dict[str, Any]:
-    time.sleep(1)
+def measured(server: Server, name: str, attack: Callable[[], str], after: float, with_stream: bool = False) -> dict[str, Any]:
     before = server.memory
     stream = OtherStream(server.port) if with_stream else None
     probes, memory = Probes(server.port), Memory(server)
     begin = time.monotonic()
     said = attack()
     seconds = time.monotonic() - begin
-    time.sleep(AFTER_SECONDS)
-    after = server.memory
+    time.sleep(after)
+    left = server.memory
     memory.end()
     row: dict[str, Any] = {"attack": name, "said": said, "seconds": round(seconds, 1)}
     if stream is not None:
         row["stream_gap_ms"] = round(1000 * stream.end())
     times = probes.end()
     row |= {
-        "rss_before_mb": round(before), "rss_most_mb": round(memory.most), "rss_after_mb": round(after),
+        "rss_before_mb": round(before), "rss_most_mb": round(memory.most), "rss_after_mb": round(left),
         "health_probes": len(times), "health_p99_ms": round(1000 * times[int(0.99 * (len(times) - 1))]),
         "health_max_ms": round(1000 * times[-1]),
     }
@@ -455,7 +468,9 @@ def stopped(server: Server) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--megabytes", type=int, default=1000, help="sent by each attack on memory")
+    parser.add_argument("--before", choices=("serve", "replicas", "route"), default="serve", help="what is attacked")
+    parser.add_argument("--megabytes", type=int, default=200, help="sent by each attack on memory")
+    parser.add_argument("--seconds", type=float, default=210.0, help="after which no attack begins; the last rows take 25 s")
     parser.add_argument("--at-once", type=int, default=3, help="clients that send the same large body at once")
     parser.add_argument("--only", nargs="*", help="names of attacks, or memory, loop, pool")
     parser.add_argument("--note", default="", help="what else ran on the machine")
@@ -470,7 +485,7 @@ def main() -> None:
 
     facts = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
              "commit": commit(), "note": options.note, "load_average_before": os.getloadavg(), "megabytes": options.megabytes,
-             "at_once": options.at_once}
+             "at_once": options.at_once, "before": options.before}
     rows = run_all(options)
     if options.out:
         facts["load_average_after"] = os.getloadavg()
@@ -479,30 +494,47 @@ def main() -> None:
 
 
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+    until = time.monotonic() + options.seconds
+
     def wanted(group: str, name: str = "") -> bool:
-        return not options.only or group in options.only or name in options.only
+        if options.only and group not in options.only and name not in options.only:
+            return False
+        if group == "pool" or time.monotonic() < until:
+            return True
+        rows.append({"attack": name or group, "said": "left out: no time"})
+        return False
 
     rows: list[dict[str, Any]] = []
     print_row({name: name for name in COLUMNS})
     print("|" + "---|" * len(COLUMNS))
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), Path(folder, "log"), "--drain-timeout", "2", *write_model(Path(folder)))
+        server, *needed = started(options.before, Path(folder))
         try:
-            ask(server, posted("chat/completions", ONE.encode() + b"}"))
+            for name in ("first chat", "first long body"):   # these start the renderer and the reader
+                body = ONE.encode() + b',"stop":"%b"}' % (b"x" * (2**19 if name == "first long body" else 1))
+                ask(server, posted("chat/completions", body))
+            first = server.memory
             for name, attack in MEMORY.items():
                 if wanted("memory", name):
-                    rows.append(measured(server, name, partial(attack, server, options.megabytes * 10**6)))
+                    rows.append(measured(server, name, partial(attack, server, options.megabytes * 10**6), AFTER_SECONDS))
             for name in LARGE:
                 if wanted("loop", name):
                     request = posted(*LARGE[name]())
-                    rows.append(measured(server, name, partial(together, server, request, options.at_once), True))
+                    rows.append(measured(server, name, partial(together, server, request, options.at_once), 0.3, True))
             if wanted("loop"):
-                rows.append(measured(server, "nothing, with a stream", partial(nothing, server, 0), True))
+                rows.append(measured(server, "nothing, with a stream", partial(nothing, server, 0), 0.3, True))
             if wanted("pool"):
-                rows += [*beside_long_work(server), stopped(server)]
+                rows += beside_long_work(server)
+            time.sleep(AFTER_SECONDS)
+            last = {"attack": "all of it, since the start", "rss_before_mb": round(first), "rss_after_mb": round(server.memory)}
+            rows.append(last)
+            print_row(rows[-1])
+            if wanted("pool"):
+                rows.append(stopped(server))
         finally:
-            if server.process.poll() is None:
-                server.stop()
+            for each in (server, *needed):
+                if each.process.poll() is None:
+                    each.stop()
             print(Path(folder, "log").read_text()[-2000:], file=sys.stderr)
     return rows
 

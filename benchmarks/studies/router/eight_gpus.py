@@ -14,6 +14,7 @@ import heapq
 import itertools
 import json
 import random
+import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 
@@ -58,6 +59,7 @@ class Turn:
     ids: list[int]
     left: int                        # turns after it
     arrived: float
+    rng: random.Random               # of its conversation: pauses and words are the same under every policy
     ticket: Ticket | None = None
     engine: int = 0
     first: float = 0.0
@@ -81,17 +83,15 @@ class Fleet:
         self._case, self._rng = case, random.Random(seed)
         self._events: list[tuple[float, int, Turn | int]] = []
         self._count = itertools.count()
-        self._shared = [self._tokens(int(case["system"])) for _ in range(int(case.get("documents", 1)))]
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._rng.randrange(100_000) for _ in range(count)]
+        self._shared = [_tokens(self._rng, int(case["system"])) for _ in range(int(case.get("documents", 1)))]
 
     def run(self) -> list[Turn]:
         now = 0.0
         for _ in range(int(self._case["count"])):
             now += self._rng.expovariate(self._case["rate"])
-            ids = [*self._rng.choice(self._shared), *self._tokens(int(self._case["question"]))]
-            self._at(now, Turn(ids, int(self._case["turns"]) - 1, now))
+            own = random.Random(self._rng.random())
+            ids = [*self._rng.choice(self._shared), *_tokens(own, int(self._case["question"]))]
+            self._at(now, Turn(ids, int(self._case["turns"]) - 1, now, own))
         while self._events:
             now, _, what = heapq.heappop(self._events)
             if isinstance(what, Turn):
@@ -144,8 +144,12 @@ class Fleet:
         turn.ended = now
         self.done.append(turn)
         if turn.left:
-            later = now + self._rng.expovariate(1 / self._case["pause"])
-            self._at(later, Turn([*whole, *self._tokens(int(self._case["question"]))], turn.left - 1, later))
+            later = now + turn.rng.expovariate(1 / self._case["pause"])
+            self._at(later, Turn([*whole, *_tokens(turn.rng, int(self._case["question"]))], turn.left - 1, later, turn.rng))
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(100_000) for _ in range(count)]
 
 
 def summary(done: list[Turn]) -> dict[str, float]:
@@ -176,8 +180,10 @@ def main() -> None:
             for core in fleet.cores:
                 core.close()
             print(name, policy, cases[name][policy], file=sys.stderr, flush=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     json.dump({
         "what": "simulation of eight engines: our scheduler, prefix cache and choice; step times fitted to one H200's record",
+        "commit": commit,
         "step_seconds": {"fixed": FIXED, "row": ROW, "context_token": CONTEXT, "prompt_token": PROMPT},
         "engines": ENGINES, "kv_blocks": config.num_blocks, "traffic": CASES, "cases": cases,
     }, sys.stdout, indent=1)

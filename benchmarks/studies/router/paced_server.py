@@ -25,6 +25,8 @@ from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.options import ServerOptions
 
 PACE = "RIDGELINE_STUDY_PACE"        # fixed, row, token
+STEPS = "RIDGELINE_STUDY_STEPS"      # a file that gets the seconds that steps should take and took
+IDLE = 0.05                          # seconds between two steps from which the engine had nothing to do
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -55,7 +57,7 @@ def write_model(path: Path) -> Path:
 
 
 def front(settings: dict[str, Any]) -> None:
-    os.environ[PACE] = json.dumps(settings["pace"])
+    os.environ[PACE], os.environ[STEPS] = json.dumps(settings["pace"]), settings["steps"]
     llm = PacedLLM(
         settings["model"], load_format="dummy", device="cpu", dtype="float32", num_gpu_blocks_override=settings["blocks"],
         max_model_len=16_384, max_num_seqs=settings["rows"], max_num_batched_tokens=settings["budget"], step_time_ms=0.0,
@@ -64,16 +66,25 @@ def front(settings: dict[str, Any]) -> None:
     run_server(llm, options, lambda done, total: None, lambda service, address: None)
 
 
-def pace_steps(fixed: float, row: float, token: float) -> None:
+def pace_steps(fixed: float, row: float, token: float, file: Path) -> None:
     whole = Runner.submit
+    given, spent, ended, written = 0.0, 0.0, 0.0, 0.0
 
     def submit(self: Runner, plan: StepPlan) -> None:
-        until = time.monotonic()
+        nonlocal given, spent, ended, written
+        began, seconds = time.monotonic(), 0.0
         if len(plan.rows):
             prompts = plan.num_tokens[plan.num_tokens > 1]
-            until += fixed + row * (len(plan.rows) - len(prompts)) + token * int(prompts.sum())
+            seconds = fixed + row * (len(plan.rows) - len(prompts)) + token * int(prompts.sum())
         whole(self, plan)
-        time.sleep(max(0.0, until - time.monotonic()))
+        time.sleep(max(0.0, began + seconds - time.monotonic()))
+        now = time.monotonic()
+        if seconds:                                      # what the engine does between two steps is late as well
+            given, spent = given + seconds, spent + now - (ended if began - ended < IDLE else began)
+        ended = now
+        if now - written > 0.2:
+            file.write_text(json.dumps([given, spent]))
+            written = now
 
     Runner.submit = submit                               # type: ignore[method-assign]
 
@@ -82,5 +93,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "front":
         front(json.loads(sys.argv[2]))
     else:
-        pace_steps(*json.loads(os.environ[PACE]))
+        pace_steps(*json.loads(os.environ[PACE]), Path(os.environ[STEPS]))
         sys.exit(main(sys.argv[1]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -58,8 +59,10 @@ def measured(machines: list[Machine], policy: str, requests: list[SimulatedReque
 
 
 def main() -> None:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     result: dict[str, object] = {
         "what": "simulation of ridgeline/route on simulated replicas; no figure is of a real machine",
+        "commit": commit,
         "seeds": list(SEEDS), "machines": {"CPU-like": asdict(CPU), "GPU-like": asdict(GPU)},
     }
     cases: dict[str, dict[str, object]] = {}

@@ -4,7 +4,8 @@
     python benchmarks/studies/speculation/real_text.py --model DIRECTORY --requests 1 32
 
 Blocks with and without drafts alternate in one process; a case's figure is the median of the ratios of neighbours. `equal`: the
-share of tokens that are the same on and off, 1.0 where rounding does not depend on the number of rows. Run it on a quiet machine.
+share of tokens that are the same on and off, 1.0 where rounding does not depend on the number of rows. Run it on a quiet machine,
+or on a busy one with `--cpu-time`: the processor time of this process, which is what a CPU engine's steps take.
 
 The proposer `suffix` is left out: every block asks for the same answers, which it would know from the block before.
 """
@@ -14,13 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from ridgeline import LLM, SamplingParams
+from ridgeline.bench.lab.device_log import gpu_facts
+from ridgeline.bench.lab.record import record, write
 from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.scheduler.drafts.controller import Controller
 
+CLOCK = time.perf_counter
 CODE = '''class Account:
     def __init__(self, owner, balance=0):
         self.owner = owner
@@ -64,9 +70,9 @@ def cases(tokens: int) -> dict[str, tuple[str, SamplingParams]]:
 
 def seconds(llm: LLM, prompt: str, params: SamplingParams, requests: int, on: bool) -> tuple[float, list[list[int]]]:
     llm.core.scheduler.drafter.active = on
-    began = time.perf_counter()
+    began = CLOCK()
     outputs = llm.generate([prompt] * requests, params, use_tqdm=False)
-    return time.perf_counter() - began, [output.outputs[0].token_ids for output in outputs]
+    return CLOCK() - began, [output.outputs[0].token_ids for output in outputs]
 
 
 def measure(llm: LLM, prompt: str, params: SamplingParams, requests: int, pairs: int) -> dict[str, Any]:
@@ -97,13 +103,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--speculative-config", default='{"method": ["grammar", "prediction", "ngram"]}')
+    parser.add_argument("--cpu-time", action="store_true", help="processor time in the place of the clock")
+    parser.add_argument("--cases", nargs="+", help="names of cases; default: all")
+    parser.add_argument("--out", help="the record")
     args = parser.parse_args()
+    if args.cpu_time:
+        global CLOCK
+        CLOCK = time.process_time
     llm = LLM(args.model, speculative_config=args.speculative_config, max_model_len=2048, use_tqdm_on_load=False)
     rows = [
         {"case": name} | measure(llm, prompt, params, requests, args.pairs)
         for name, (prompt, params) in cases(args.tokens).items() for requests in args.requests
+        if not args.cases or name in args.cases
     ]
     print(json.dumps({"model": str(args.model or "embedded"), "options": vars(args), "cases": rows}, indent=2))
+    if args.out:
+        command = " ".join(word for word in sys.argv if word not in ("--out", args.out))
+        workload = {"command": command, "model": str(args.model or "embedded")}
+        write(record("speculation-real-text", workload, {"cases": rows}, gpu=gpu_facts() or None), Path(args.out))
     llm.close()
 
 

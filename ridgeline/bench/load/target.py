@@ -25,6 +25,7 @@ from ridgeline.bench.load.http_client import EventStream, HttpClient, HttpFailur
 from ridgeline.bench.load.latency import Outcome
 from ridgeline.bench.load.prompts import Turn, Words, common_words, known_words, match_tokens
 from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.quant.quality_card import with_card
 from ridgeline.techniques import TECHNIQUES
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -135,6 +136,7 @@ class Target:
     timeout: float = 600.0
     max_model_len: int = 0
     owner: str = ""                  # who the server says it is
+    card: str = ""                   # what its quantised weights cost
     words: Words = field(default_factory=lambda: Words(common_words()))
     counted_by: str = "events"
     quality: str = UNKNOWN_QUALITY
@@ -173,7 +175,7 @@ class Target:
         card = next((card for card in cards if card.get("id") == self.model), cards[0])
         self.model = self.model or str(card.get("id", ""))
         self.max_model_len = int(card.get("max_model_len") or 0)
-        self.owner = str(card.get("owned_by") or "")
+        self.owner, self.card = str(card.get("owned_by") or ""), str(card.get("quality") or "")
 
     async def _learn_words(self) -> None:
         """How many tokens words have, by the tokenizer that can be asked; else a word is taken for one token."""
@@ -231,7 +233,7 @@ class Target:
         reply = await self._ask(COMPLETIONS, asked)
         names = (reply.json().get("timings") or {}).get("techniques") if reply is not None else None
         if names is not None:
-            self.quality = quality_of_techniques(names)
+            self.quality = with_card(quality_of_techniques(names), self.card)
 
     async def _ask(self, path: str, body: dict[str, Any]) -> Reply | None:
         """A request to an endpoint that a server may not have: None then."""

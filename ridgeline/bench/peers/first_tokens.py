@@ -16,6 +16,7 @@ from typing import Any
 
 from ridgeline.bench.lab.sweep import figure
 from ridgeline.errors import EngineDead
+from ridgeline.process import head_start
 from ridgeline.process.children import child_environment, start_child
 
 ENGINES = ("ridgeline", "llama.cpp")
@@ -59,7 +60,10 @@ def main(name: str, path: str) -> None:
     threads = int(os.environ["OMP_NUM_THREADS"])
     # Each process imports one of the two: importing is part of a start.
     if name == "ridgeline":
-        importlib.import_module("ridgeline.bench.workload.bench_engine").Engine(path).run([PROMPT], 1)
+        head_start.begin(gpu=False)                      # as the engine's own process begins
+        bench_engine = importlib.import_module("ridgeline.bench.workload.bench_engine")
+        head_start.imported()
+        bench_engine.Engine(path).run([PROMPT], 1)
     else:
         importlib.import_module("ridgeline.bench.peers.peer_llama_cpp").LlamaCppPeer(Path(path), threads).run([PROMPT], 1)
     print(_SAID, flush=True)

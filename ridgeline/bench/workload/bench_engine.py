@@ -18,7 +18,8 @@ from ridgeline.engine.core.gc_policy import look_at_the_old, spare_the_old
 from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
 from ridgeline.models.decoder import Decoder
-from ridgeline.resolve import ResolvedConfig, resolve
+from ridgeline.quant.quality_card import find_card, with_card
+from ridgeline.resolve import ResolvedConfig, model_path, resolve
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.worker import device_facts
 from ridgeline.sampling_params import SamplingParams
@@ -132,11 +133,14 @@ def _free_memory() -> None:
 
 
 def quality_of(config: ResolvedConfig | EngineConfig) -> str:
-    """"exact", or the techniques that are on and may change answers."""
+    """"exact", or the techniques that are on and may change answers; with the card's line of quantised weights."""
     groups = dataclasses.asdict(config if isinstance(config, EngineConfig) else config.options)
     options = {name: value for group in groups.values() for name, value in group.items()}
     lossy = [technique.name for technique in TECHNIQUES if not technique.exact and technique.is_on(options)]
-    return ", ".join(_kv_quality(options) if name == "quantised KV" else name for name in lossy) or EXACT
+    said = ", ".join(_kv_quality(options) if name == "quantised KV" else name for name in lossy) or EXACT
+    given = config if isinstance(config, EngineConfig) else config.options
+    found = find_card(model_path(given)) if given.model.model else None
+    return with_card(said, found.line if found is not None and found.matches else "")
 
 
 def _kv_quality(options: dict[str, Any]) -> str:

@@ -305,11 +305,14 @@ def poison_where_written(reference: Callable[..., Any], call: Call, place: int) 
 def _writes_only(reference: Callable[..., Any], call: Call, places: set[int]) -> bool:
     """Whether the definition never reads what it writes there: its result is the same with NaN in its place."""
     plain, poisoned = _copy(call), _copy(call)
-    for place in places:
-        poison_where_written(reference, poisoned, place)
-    with torch.inference_mode():
-        reference(*plain[0], **plain[1])
-        reference(*poisoned[0], **poisoned[1])
+    try:
+        for place in places:
+            poison_where_written(reference, poisoned, place)
+        with torch.inference_mode():
+            reference(*plain[0], **plain[1])
+            reference(*poisoned[0], **poisoned[1])
+    except IndexError:                                   # it reads indices there
+        return False
     return not _changed(plain, poisoned) & places
 
 

@@ -61,8 +61,14 @@ SUITE: dict[str, Group] = {
     "llama-3.1-8b-fp8-all": Group(
         "llama-3.1-8b", ("latency_b1", "batch128", "throughput", "decode_16x8k"), {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     ),
-    "llama-3.1-8b-int4": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"quantization": "int4"}),
+    **{
+        f"llama-3.1-8b-{name}": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"quantization": name})
+        for name in ("fp8-block", "int8", "int4", "mxfp4")
+    },
+    "llama-3.1-8b-q8_0": Group("llama-3.1-8b-q8_0", ("latency_b1", "batch128")),
+    "llama-3.1-8b-q4_k_m": Group("llama-3.1-8b-q4_k_m", ("latency_b1", "batch128")),
     "llama-3.1-70b-fp8": Group("llama-3.1-70b", ("latency_b1", "prefill_8k"), {"quantization": "fp8"}),
+    "llama-3.1-70b-int4": Group("llama-3.1-70b", ("latency_b1",), {"quantization": "int4"}),
     "llama-3.1-8b-deterministic": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"deterministic": True}),
     "llama-3.2-1b": Group("llama-3.2-1b", ("latency_b1", "batch128", "throughput", "prefix")),
     "qwen3-8b": Group("qwen3-8b", ("latency_b1", "batch128", "prefix")),

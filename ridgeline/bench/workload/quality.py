@@ -31,6 +31,7 @@ from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.bench.workload.workloads import Asked
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.registry import set_kernels
+from ridgeline.quant.cpu_packed import CpuPacked
 from ridgeline.resolve import GPU_STEP_TOKENS
 
 LAYERS = 2
@@ -210,13 +211,18 @@ def spread_head(model: Decoder, back: bool = False) -> None:
     """Give the head's rows lengths that differ by much, the same ones for the same model; or undo it."""
     with torch.inference_mode():
         head = model.head
-        assert head is not None and head.weight is not None      # the engine that is compared has one stage, and no packed head
-        weight = head.weight
+        assert head is not None                    # the engine that is compared has one stage
+        weight = head.scheme.numbers(head) if head.weight is None else head.weight
         generator = torch.Generator().manual_seed(1)
         powers = (torch.randn(weight.shape[0], generator=generator) * _SPREAD).round_()
         # Powers of two: exact in every dtype, in both directions.
         weight.mul_(torch.exp2(-powers if back else powers).to(weight.device, weight.dtype).unsqueeze(1))
-        head.finish()                              # a second layout of the weight follows it
+        if head.weight is not None:
+            head.finish()                          # a second layout of the weight follows it
+            return
+        assert head.matrix is not None and isinstance(head.scheme, CpuPacked)
+        (part,) = head.matrix.parts                # a CPU keeps 16-bit numbers; recorded steps know where they are
+        part.put_numbers(weight.to(head.scheme.stored))
 
 
 def best_tokens(engine: Engine, sequences: list[list[int]]) -> list[list[int]]:

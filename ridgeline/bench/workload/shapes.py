@@ -1,7 +1,7 @@
 """Shapes of public models by name: the sizes in their config.json, used with dummy weights. Fewer layers are possible.
 
 Random routers choose experts evenly, the worst case of a mixture. Names that end with -zipf give every layer's router a bias, so
-that few experts get most of the tokens.
+that few experts get most of the tokens. Names that end with a mix of GGUF types are files of these types (gguf_shapes.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ridgeline.bench.gguf_shapes import MIXES, write_gguf_shape
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "head_dim": 128,
@@ -83,17 +85,21 @@ MIXTURES: dict[str, dict[str, Any]] = {
                          "original_max_position_embeddings": 4096},
     },
 }
-SHAPES = DENSE | MIXTURES | {f"{name}-zipf": config | {"dummy_routing": "zipf"} for name, config in MIXTURES.items()}
+GGUF_SHAPES = {f"llama-3.1-8b-{mix}": DENSE["llama-3.1-8b"] for mix in MIXES}
+ZIPF_SHAPES = {f"{name}-zipf": config | {"dummy_routing": "zipf"} for name, config in MIXTURES.items()}
+SHAPES = DENSE | MIXTURES | ZIPF_SHAPES | GGUF_SHAPES
 
 
 def write_shape(name: str, layers: int | None = None, **changes: Any) -> Path:
-    """A directory with the shape's config.json, gone when this process ends."""
+    """A directory with the shape's config.json, or a GGUF file, gone when this process ends."""
     config = SHAPES[name] | changes
     if layers is not None:
         config["num_hidden_layers"] = layers
     directory = Path(tempfile.mkdtemp(prefix="ridgeline-shape-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     path = directory / (name if layers is None else f"{name}-{layers}-layers")
+    if name in GGUF_SHAPES:
+        return write_gguf_shape(path.with_name(f"{path.name}.gguf"), config, next(mix for mix in MIXES if name.endswith(mix)))
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -32,6 +32,14 @@ PRESETS = {
     "batch": [Workload("batch8", 8, 128, 128), Workload("batch32", 32, 128, 128)],
     "prefill": [Workload("prefill", 1, 512, 1)],
 }
+# What llama.cpp answers within minutes on two cores, with a model of 100 million weights and with one of 1.5 billion.
+BESIDE_LLAMA_CPP = {
+    "beside-small": [
+        Workload("1x128+64", 1, 128, 64), Workload("8x64+64", 8, 64, 64), Workload("32x32+32", 32, 32, 32),
+        Workload("1x512+1", 1, 512, 1),
+    ],
+    "beside-large": [Workload("1x32+32", 1, 32, 32), Workload("8x16+24", 8, 16, 24), Workload("1x512+1", 1, 512, 1)],
+}
 
 
 @dataclass(frozen=True, slots=True)

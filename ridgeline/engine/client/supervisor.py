@@ -49,6 +49,7 @@ class Supervisor:
         self._config = config
         self.sizes: Mapping[str, int] = NO_SIZES         # of the first engine that was ready, for those after it
         self.environment: Mapping[str, str] = NO_VARIABLES       # more variables for its process
+        self.name = "the engine"                         # in the log
         self._listener = listener
         self._supervising: asyncio.Task[None] | None = None
         self._died: asyncio.Future[RidgelineError] | None = None
@@ -172,7 +173,8 @@ class Supervisor:
                     often = f", after {restarts.recent} restarts" if restarts.recent else ""
                     self.die(type(lost)(f"{lost}{often}"))
                     return
-                logger.error("engine lost (%s): restarting; %d open requests will resume", lost, self._listener.num_waiting())
+                waiting = self._listener.num_waiting()
+                logger.error("%s is lost (%s): restarting; %d open requests will resume", self.name, lost, waiting)
                 await process.stop(at_once=True)
                 await asyncio.sleep(delay)
                 try:
@@ -183,7 +185,7 @@ class Supervisor:
                     lost = await self._loaded(process, limit)
             self.num_restarts += 1
             self._open(process)
-            logger.info("the engine runs again; %d open requests resume", self._listener.num_waiting())
+            logger.info("%s runs again; %d open requests resume", self.name, self._listener.num_waiting())
             self._listener.replay(restarts.recent >= self.rules.max_restarts)
 
     def _supervision_ended(self, task: asyncio.Task[None]) -> None:
@@ -205,7 +207,7 @@ class Supervisor:
                 self.pulse.beat()                        # this process was held up itself: messages may wait to be read
             elif self.pulse.stopped:
                 self._lost()
-                logger.error("no message from the engine for %.1f s; its stacks follow", self.pulse.silent_for)
+                logger.error("no message from %s for %.1f s; its stacks follow", self.name, self.pulse.silent_for)
                 await process.show_stacks()
                 return EngineDead(f"the engine hung for {self.pulse.silent_for:.0f} s")
 

@@ -6,6 +6,7 @@ It handles token ids only. Text and HTTP belong to engine/client and server/, te
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import math
 from array import array
@@ -16,7 +17,6 @@ import numpy as np
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.config import EngineConfig
-from ridgeline.engine.client.grammar_check import vocabulary_of
 from ridgeline.engine.core.drafters import make_drafter
 from ridgeline.engine.core.executor import Executor, make_executor
 from ridgeline.engine.core.grammars import Grammars
@@ -43,7 +43,6 @@ from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.kv_spec import common_block_size
 from ridgeline.sizes.mesh_shape import stage_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
-from ridgeline.text.tokenizer import Tokenizer
 
 logger = get_logger("engine")
 
@@ -306,10 +305,15 @@ def make_grammars(config: ResolvedConfig, vocabulary: GrammarVocabulary | None =
 
 
 def grammar_vocabulary(config: ResolvedConfig) -> GrammarVocabulary:
-    """Loads the tokenizer, which takes a moment: asked for in a thread, when the first grammar arrives."""
+    """Loads the tokenizer, which takes a moment: asked for in a thread, when the first grammar arrives. Only then is its code
+    imported, which a start need not wait for."""
+    grammar_check = importlib.import_module("ridgeline.engine.client.grammar_check")
     given = config.options.model.tokenizer
-    tokenizer = Tokenizer.load(Path(given) if given else config.model_path)
-    return vocabulary_of(tokenizer, config.model.vocab_size, frozenset(config.model.eos_token_ids))
+    tokenizer = grammar_check.Tokenizer.load(Path(given) if given else config.model_path)
+    found: GrammarVocabulary = grammar_check.vocabulary_of(
+        tokenizer, config.model.vocab_size, frozenset(config.model.eos_token_ids)
+    )
+    return found
 
 
 def check_token_ids(request: Request, vocab_size: int) -> None:

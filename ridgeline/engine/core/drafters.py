@@ -43,9 +43,14 @@ def make_drafter(config: ResolvedConfig) -> Drafter:
     if config.options.execution.deterministic and config.device != "cpu":
         logger.warning("deterministic: no drafts on a GPU, whose attention cuts the keys of a row with drafts in another way")
         return NoDrafter()
+    proposers = [MAKE[name](asked) for name in asked.methods]
+    return Controller(proposers, step_times(config), asked.num_speculative_tokens, asked.adaptive)
+
+
+def step_times(config: ResolvedConfig) -> ShapeTimes:
+    """Nothing is measured yet."""
     sizes = decode_sizes(config.max_num_batched_tokens) if config.graphs else []
-    times = ShapeTimes(step_model(config), sizes, config.max_num_batched_tokens)
-    return Controller([MAKE[name](asked) for name in asked.methods], times, asked.num_speculative_tokens, asked.adaptive)
+    return ShapeTimes(step_model(config), sizes, config.max_num_batched_tokens)
 
 
 def step_model(config: ResolvedConfig) -> Callable[[int, int], float]:

@@ -19,11 +19,12 @@ import numpy as np
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.meet import ProcessMesh, meet
-from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, Said
+from ridgeline.engine.ipc import PLAN, PREPARE, RUN, SAID, SAID_TOKENS, Said
 from ridgeline.engine.ranks.rank_processes import Ranks
 from ridgeline.engine.ranks.rank_wire import interface_of
 from ridgeline.messages import StepPlan, StepResult
 from ridgeline.resolve import ResolvedConfig
+from ridgeline.runner.forward import Forward
 from ridgeline.runner.worker import make_runner
 
 Progress = Callable[[int, int], None]
@@ -65,6 +66,8 @@ class RankedExecutor:
     def __init__(self, config: ResolvedConfig, progress: Progress | None = None) -> None:
         self._ranks = ranks = Ranks(config)
         self._comm: ProcessMesh | None = None
+        self._forward: Forward | None = None
+        self._graphs, self._prepared = config.graphs, False      # is nothing left to prepare since the last step?
         self._end = weakref.finalize(self, ranks.end)    # also without close(): at exit at the latest
 
         def watched(done: int, total: int) -> None:
@@ -77,6 +80,7 @@ class RankedExecutor:
             with ranks.named():
                 self._comm = join(config, 0, ranks.joining)
                 self.runner = make_runner(config, self._comm, watched)
+                self._forward = self.runner.forward
             ranks.wait("loaded")
             ranks.watch(self._comm)
         except BaseException:
@@ -84,6 +88,7 @@ class RankedExecutor:
             raise
 
     def submit(self, plan: StepPlan) -> None:
+        self._prepared = False
         self._ranks.check()
         self._ranks.send(RUN, PLAN.encode(plan))
         with self._ranks.named():
@@ -100,12 +105,23 @@ class RankedExecutor:
         return result
 
     def prepare(self) -> bool:
-        return False                                     # every rank would have to, in step
+        """Ranks have had the same plans, so each has the same left to do. Captures alone would not have to be in step; the steps
+        that are rehearsed have collectives."""
+        if not self._graphs or self._prepared:
+            return False
+        self._ranks.check()
+        self._ranks.send(PREPARE)
+        with self._ranks.named():
+            more = self.runner.prepare()
+        self._prepared = not more
+        return more
 
     def start_over(self) -> bool:
         return False                                     # the others wait for this one, in the middle of a layer
 
     def close(self) -> None:
+        if self._forward is not None:
+            self._forward.release()                      # before anything that waits for a communicator's end
         self._end()
         if self._comm is not None:
             self._comm.close()
@@ -159,7 +175,10 @@ def join(config: ResolvedConfig, rank: int, given: Mapping[str, Any]) -> Process
     backend = "gloo" if config.device == "cpu" else "nccl"
     if given.get("own_address"):                         # several machines: gloo would look up the host's name instead
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(given["own_address"]))
-    mesh = meet(parallel.mesh, rank, given["store"], backend, divide_experts=parallel.enable_expert_parallel)
+    mesh = meet(
+        parallel.mesh, rank, given["store"], backend, divide_experts=parallel.enable_expert_parallel,
+        divide_context=parallel.decode_context_parallel_size > 1,
+    )
     mesh.device_index = given.get("device_index")
     return mesh
 

@@ -19,7 +19,7 @@ import zmq
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.core.executor import join
-from ridgeline.engine.ipc import PLAN, RUN, SAID, SAID_TOKENS, STOP
+from ridgeline.engine.ipc import PLAN, PREPARE, RUN, SAID, SAID_TOKENS, STOP
 from ridgeline.engine.ranks.rank_watch import BEAT_SECONDS
 from ridgeline.engine.ranks.rank_wire import connect
 from ridgeline.engine.ranks.ray_ranks import KEYS
@@ -27,6 +27,7 @@ from ridgeline.errors import one_line
 from ridgeline.process.children import erase_variable
 from ridgeline.process.orphans import end_with_parent
 from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.runner.runner import Runner
 from ridgeline.runner.worker import make_runner
 
 _POLL_MS = 1000
@@ -83,15 +84,31 @@ def obey(given: dict[str, Any], link: Link) -> None:
     config = resolve(options, DeviceFacts(options.model.device, _UNLIMITED, (options.model.dtype,)))
     link.report("started")
     comm = join(config, given["rank"], given)
-    runner = make_runner(config, comm, link.check)
-    link.live(comm)
-    link.report("loaded")
+    try:
+        runner = make_runner(config, comm, link.check)
+        link.live(comm)
+        link.report("loaded")
+        try:
+            run_plans(runner, link)
+        finally:
+            runner.forward.release()
+    finally:
+        comm.close()
+
+
+def run_plans(runner: Runner, link: Link) -> None:
     depth, in_flight = runner.rows.depth, 0
     while (message := link.receive())[0] != STOP:
         what, frame = message
         if what == SAID:
             said = SAID_TOKENS.decode(frame)
             runner.said(said.rows, said.tokens)
+            continue
+        if what == PREPARE:
+            for _ in range(in_flight):                   # rank 0 has collected these
+                runner.collect()
+            in_flight = 0
+            runner.prepare()
             continue
         assert what == RUN
         runner.submit(PLAN.decode(frame))
@@ -101,7 +118,6 @@ def obey(given: dict[str, Any], link: Link) -> None:
         if in_flight > depth:                            # as late as on rank 0: the device is not waited for before
             runner.collect()
             in_flight -= 1
-    comm.close()
 
 
 def main(settings: str) -> int:

@@ -36,6 +36,9 @@ class Launcher(Protocol):
 
     def start(self, rank: int, settings: dict[str, Any]) -> Process: ...
 
+    def break_off(self) -> None:
+        """End what this process waits for from machines of ranks that have ended."""
+
     def close(self) -> None: ...
 
 
@@ -52,6 +55,9 @@ class LocalLauncher:
     def start(self, rank: int, settings: dict[str, Any]) -> Process:
         given = json.dumps(settings | {"parent": os.getpid()})
         return start_child("ridgeline.engine.ranks.rank", given, environment=self._environment)
+
+    def break_off(self) -> None:
+        """Its end has broken every connection to it."""
 
     def close(self) -> None:
         self.wire.close()
@@ -99,7 +105,11 @@ class Ranks:
 
     def watch(self, mesh: Communicator) -> None:
         """All ranks are there: from now on none may be silent for long."""
-        self._watch = RankWatch(self._beats, self._children, lambda: mesh.waited, mesh.give_up)
+        def give_up() -> None:
+            self._launcher.break_off()
+            mesh.give_up()
+
+        self._watch = RankWatch(self._beats, self._children, lambda: mesh.waited, give_up)
 
     def require(self) -> None:
         """EngineDead if a rank is known to have ended; costs nothing."""

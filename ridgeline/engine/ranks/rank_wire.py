@@ -7,8 +7,10 @@ have another, made for this engine and given to them when they start. A connecti
 from __future__ import annotations
 
 import fcntl
+import os
 import socket as sockets
 import struct
+from contextlib import suppress
 from typing import Any, Protocol
 
 import zmq
@@ -82,6 +84,16 @@ def connect(socket: zmq.Socket[bytes], address: str, keys: Keys) -> None:
         socket.curve_serverkey = keys["server"].encode()
         socket.curve_publickey, socket.curve_secretkey = keys["public"].encode(), keys["secret"].encode()
     socket.connect(address)
+
+
+def break_connections(address: str) -> None:
+    """End this process's TCP connections to that address, whichever library has them. A machine that cannot be reached any more
+    does not end them itself, and gloo would wait for it until its own limit."""
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError), sockets.socket(fileno=os.dup(int(number))) as found:
+            if found.family in (sockets.AF_INET, sockets.AF_INET6):
+                if found.getpeername()[0].removeprefix("::ffff:") == address:
+                    found.shutdown(sockets.SHUT_RDWR)
 
 
 def interface_of(address: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq
 
-from ridgeline.engine.ranks.rank_wire import FarWire, Keys, Wire
+from ridgeline.engine.ranks.rank_wire import FarWire, Keys, Wire, break_connections
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import child_environment, start_child
 from ridgeline.process.log import get_logger
@@ -95,6 +95,8 @@ class RayLauncher:
         places = self._ray.get([keeper.place.remote() for keeper in self._keepers], timeout=_ANSWER_SECONDS)
         for rank, (address, gpus) in enumerate(places):
             logger.info("rank %d is on %s%s", rank, address, f", GPU {gpus[0]}" if gpus else "")
+        self._addresses = [address for address, _ in places]
+        self._started: dict[int, RayRank] = {}
         gpus = places[0][1]
         self.device_index: int | None = gpus[0] if gpus else None            # of rank 0, which sees all GPUs of its machine
         self.own_address = own
@@ -124,7 +126,13 @@ class RayLauncher:
         keeper = self._keepers[rank]
         # Ray counts the GPUs of an actor from 0, and shows it no others.
         self._ray.get(keeper.start.remote(settings | {"device_index": 0}, self.wire.keys), timeout=_ANSWER_SECONDS)
-        return RayRank(self._ray, keeper)
+        self._started[rank] = RayRank(self._ray, keeper)
+        return self._started[rank]
+
+    def break_off(self) -> None:
+        for address in {self._addresses[rank] for rank, process in self._started.items() if process.poll() is not None}:
+            if address != self.own_address:
+                break_connections(address)
 
     def close(self) -> None:
         self.wire.close()

@@ -33,7 +33,8 @@ class Choice:
         if self.policy == "least-pending":
             return min(by_turn, key=lambda number: self.loads[number].pending)
         otherwise = mean_pace(load.times for load in self.loads)
-        predicted = {number: self.loads[number].predict(prompt, now, otherwise) for number in by_turn}
+        coming = sum(len(self.loads[number].waiting) for number in by_turn) / len(by_turn)
+        predicted = {number: self.loads[number].predict(prompt, now, otherwise, coming) for number in by_turn}
         best = min(each.total for each in predicted.values())
         close = [number for number in by_turn if predicted[number].total <= CLOSE * best]
         return max(close, key=lambda number: predicted[number].cached)

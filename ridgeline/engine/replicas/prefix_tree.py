@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 CHUNK = 128                          # bytes, about two KV blocks of 16 tokens
 MOST_CHAIN = 8192                    # chunks of one prompt that are hashed: 1 MB; what follows counts as not cached
+MOST_BYTES = MOST_CHAIN * CHUNK
 MOST_NODES = 200_000                 # per replica: 25 MB of prompts, in about 30 MB of memory
 FEWEST_NODES = 256                   # a correction never shrinks the limit below this
 GROWTH = 8                           # each confirmed hit raises a shrunken limit by this part of its nodes

@@ -133,6 +133,7 @@ class ReplicaLLM(AsyncLLM):
         self.requests = WatchedRequests(self.load, self.metrics, self._engine.send, routed)
         self._open = self.requests
         self._engine.environment = placement.environment
+        self._engine.name = f"engine {number}"
         self._front = front
 
     async def load_tokenizer(self) -> None:

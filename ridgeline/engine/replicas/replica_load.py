@@ -5,6 +5,7 @@ Pure: the caller says what happens and when, so tests and simulations use their 
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 from ridgeline.engine.replicas.learned_times import LearnedTimes, Pace
@@ -35,7 +36,7 @@ class Habits:
 
     def observe(self, prompt: RoutedPrompt, usage: Usage) -> None:
         if usage.prompt and prompt.text:
-            self.bytes_per_token += NEWEST * (len(prompt.text) / usage.prompt - self.bytes_per_token)
+            self.bytes_per_token += NEWEST * (prompt.num_bytes / usage.prompt - self.bytes_per_token)
         if usage.completion:
             self.output_tokens += NEWEST * (usage.completion - self.output_tokens)
 
@@ -85,6 +86,8 @@ class ReplicaLoad:
     times: LearnedTimes = field(default_factory=LearnedTimes)
     waiting: dict[int, Ticket] = field(default_factory=dict)     # without a first token; the oldest first
     running: dict[int, Ticket] = field(default_factory=dict)
+    silent: list[tuple[float, int, Ticket]] = field(default_factory=list)    # a heap: when answers in one piece should begin
+    waiting_tokens: float = 0.0      # uncached, of those that wait
     last_first: float = 0.0          # when a first token came last
     prefills: float = 0.0            # seconds of all prefills so far
     corrections: int = 0
@@ -93,25 +96,34 @@ class ReplicaLoad:
     def pending(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def predict(self, prompt: RoutedPrompt, now: float, otherwise: Pace) -> Prediction:
+    def predict(self, prompt: RoutedPrompt, now: float, otherwise: Pace, coming: float = 0.0) -> Prediction:
+        """`coming`: requests that will come and wait behind this one. The guess: as many as wait on a replica now, on average."""
         self._assume(now)
         pace, habits = self.times.pace(otherwise), self.habits
-        tokens = len(prompt.text) / habits.bytes_per_token
+        tokens = prompt.num_bytes / habits.bytes_per_token
         cached = min(tokens, self.tree.match(prompt.chain) * CHUNK / habits.bytes_per_token)
         prefill = pace.prefill(tokens - cached)
         output, others = habits.output(prompt), self.pending
         decode = output * pace.step(others + 1)
-        # Running answers stand still while this prompt is computed, and as many requests as wait now will wait behind it: without
-        # them, a busy fleet computes prefixes twice because that is sooner for the one request. Then each step has one row more.
-        effect = others * (prefill + output * pace.step_row)
+        # Running answers stand still while this prompt is computed, and those that wait or come wait for it. Without those that
+        # come, a busy fleet computes a prefix again on a replica that is free for a moment, and later requests pay for that.
+        # Then each step has one row more.
+        effect = (others + coming) * prefill + others * output * pace.step_row
         return Prediction(self._wait(now, pace), prefill, decode, effect, tokens - cached, cached)
 
     def _assume(self, now: float) -> None:
         """An answer that comes in one piece does not say when it began: it runs from when it was predicted to."""
-        silent = [each for each in self.waiting.values() if not each.prompt.streams]
-        for each in silent:
-            if now >= each.sent + each.predicted.first_token:
-                self.running[id(each)] = self.waiting.pop(id(each))
+        while self.silent and now >= self.silent[0][0]:
+            ticket = heapq.heappop(self.silent)[2]
+            if self._begin(ticket):
+                self.running[id(ticket)] = ticket
+
+    def _begin(self, ticket: Ticket) -> bool:
+        """It waits no longer. False: it did not wait."""
+        if self.waiting.pop(id(ticket), None) is None:
+            return False
+        self.waiting_tokens = self.waiting_tokens - ticket.predicted.uncached if self.waiting else 0.0
+        return True
 
     def _wait(self, now: float, pace: Pace) -> float:
         if not self.waiting:
@@ -119,22 +131,26 @@ class ReplicaLoad:
         oldest = next(iter(self.waiting.values()))
         first = pace.prefill(oldest.predicted.uncached)
         spent = min(now - max(oldest.sent, self.last_first), first)      # of the one that is being computed
-        return sum(pace.prefill(each.predicted.uncached) for each in self.waiting.values()) - max(0.0, spent)
+        # A sum over all that wait, of a straight line: a thousand texts may be sent at once, and each looks at all before it.
+        return len(self.waiting) * pace.prefill_fixed + pace.prefill_token * self.waiting_tokens - max(0.0, spent)
 
     # -- a request's life ----------------------------------------------------------------------------------------------
 
     def send(self, prompt: RoutedPrompt, now: float, otherwise: Pace) -> Ticket:
         predicted = self.predict(prompt, now, otherwise)
         # What an unanswered request sent before is being computed: that it is not cached yet says nothing about evictions.
-        settled = min((each.number for each in self.waiting.values()), default=None)
+        settled = next(iter(self.waiting.values())).number if self.waiting else None     # the oldest has the least number
         hit = self.tree.add(prompt.chain, settled)
         ticket = Ticket(prompt, predicted, hit, self.tree.now, now)
         self.waiting[id(ticket)] = ticket
+        self.waiting_tokens += predicted.uncached
+        if not prompt.streams:
+            heapq.heappush(self.silent, (now + predicted.first_token, ticket.number, ticket))
         return ticket
 
     def first_token(self, ticket: Ticket, now: float) -> bool:
         """Whether it is the first one."""
-        if self.waiting.pop(id(ticket), None) is None:
+        if not self._begin(ticket):
             return False
         ticket.first, ticket.service = now, now - max(ticket.sent, self.last_first)
         self.last_first = now
@@ -168,14 +184,14 @@ class ReplicaLoad:
 
     def leave(self, ticket: Ticket) -> None:
         """It failed, or its client has gone: nothing is learned."""
-        self.waiting.pop(id(ticket), None)
+        self._begin(ticket)
         self.running.pop(id(ticket), None)
 
     def _compare(self, ticket: Ticket, usage: Usage) -> None:
         if usage.cached is None or not usage.prompt:
             return
         chain, known = ticket.prompt.chain, ticket.hit.nodes
-        per_node = usage.prompt / max(1.0, len(ticket.prompt.text) / CHUNK)
+        per_node = usage.prompt / max(1.0, ticket.prompt.num_bytes / CHUNK)
         missing = known * per_node - usage.cached
         close = missing <= max(TOLERANCE_TOKENS, TOLERANCE_SHARE * known * per_node)
         cached = known if close else min(len(chain), known, int(usage.cached / per_node))

@@ -24,6 +24,11 @@ class RoutedPrompt:
     most_output: int | None = None   # tokens, if the request limits them
     is_chat: bool = False
     streams: bool = True             # when its answer begins can be seen
+    num_unkept: int = 0              # bytes behind `text`: too far on for a prefix tree
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.text) + self.num_unkept
 
 
 def token_bytes(ids: Sequence[int]) -> bytes:

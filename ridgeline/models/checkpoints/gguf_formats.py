@@ -9,7 +9,7 @@ from ridgeline.models.checkpoints.recipe import Quantisation, Recipe
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.quant.format import Scales, WeightFormat
-from ridgeline.quant.layout import STORED_KINDS, matrix_bytes
+from ridgeline.quant.layout import matrix_bytes, plain_bytes, stored_kind
 
 _SUPER = Scales((1, 256), "float16")                     # scales of K types: small integers times one number for 256 weights
 
@@ -42,20 +42,14 @@ def gguf_quantisation(file: GGUFFile) -> Quantisation | None:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix that a CPU keeps packed."""
+    """A matrix as a CPU keeps it."""
 
-    outputs: int
-    inputs: int
-    is_linear: bool                  # and not only an embedding
+    weights: int
     nbytes: int
-
-    @property
-    def weights(self) -> int:
-        return self.outputs * self.inputs
 
 
 def packed_matrices(file: GGUFFile, family: Family) -> tuple[PackedMatrix, ...]:
-    """Of linears with a packed part, and of the embedding. A tied head is the embedding."""
+    """Of the linears and the embedding. A tied head is the embedding."""
     found: dict[str, list[GGUFTensor]] = {}
     tied = "output.weight" not in file.tensors
     for name, tensor in file.tensors.items():
@@ -64,10 +58,12 @@ def packed_matrices(file: GGUFFile, family: Family) -> tuple[PackedMatrix, ...]:
         if target and parameter == "weight" and len(tensor.shape) == 2:
             layer = re.search(r"\.\d+\.", module)
             found.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
-    return tuple(
-        PackedMatrix(
-            sum(part.shape[0] for part in parts), parts[0].shape[1], target != "embed" or tied,
-            sum(matrix_bytes(part.type if part.type in STORED_KINDS else "F32", *part.shape) for part in parts),
-        )
-        for target, parts in found.items() if any(part.type in STORED_KINDS for part in parts)
-    )
+    return tuple(_kept(parts, target != "embed" or tied) for target, parts in found.items())
+
+
+def _kept(parts: list[GGUFTensor], is_linear: bool) -> PackedMatrix:
+    kinds = [stored_kind(part.type) for part in parts]
+    outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    if set(kinds) == {"F32"}:
+        return PackedMatrix(outputs * inputs, plain_bytes(outputs, inputs, is_linear))
+    return PackedMatrix(outputs * inputs, sum(matrix_bytes(kind, *part.shape) for kind, part in zip(kinds, parts, strict=True)))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.errors import ConfigError
 from ridgeline.quant.format import MXFP4, WeightFormat, common, made_format, quantization_rules
+from ridgeline.quant.layout import NUMBER_KINDS, format_kind, matrix_bytes, plain_bytes
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -103,17 +104,41 @@ def expert_bytes(
     return sum(nbytes for nbytes, _ in found) / sum(size for _, size in found) if found else None
 
 
+def _multiplies(format: WeightFormat, shape: LinearShape) -> bool:
+    """Whether the kernels of ops/experts have a format: MXFP4, groups of 4-bit integers, fp8 with scales of blocks or rows.
+    Blocks end where a part of the matrix ends."""
+    scales = format.scales
+    if scales is None or format.reordered or format.sparse or scales.outer is not None or scales.zero == "offset":
+        return False
+    rows, group = scales.block
+    whole = all(part % rows == 0 for part in shape.parts.values()) and (not group or shape.share % group == 0)
+    if format.grid == "e4m3":
+        return whole and scales.dtype == "float32" and scales.zero is None and group in (0, 128)
+    integers = format.grid == "uint4" and rows == 1 and group in (32, 64, 128) and scales.dtype in ("float16", "bfloat16")
+    return whole and (integers or (format.grid, scales) == (MXFP4.grid, MXFP4.scales))
+
+
+def held_bytes(format: WeightFormat, outputs: int, inputs: int) -> int:
+    """Of an expert's matrix as kernels hold it: 4-bit codes have inputs in multiples of 512, outputs in multiples of 16, and
+    scales of 16 bits (ops/packed/packed_weight.py)."""
+    if format.grid not in ("e2m1", "uint4") or format.scales is None:
+        return format.nbytes(outputs, inputs)
+    weights = -(-outputs // 16) * 16 * (-(-inputs // 512) * 512)
+    return weights // 2 + weights // format.scales.block[1] * (2 if format.scales.zero is None else 4)
+
+
 class LinearFormats:
-    """By a linear's path. On a CPU a checkpoint's codes are expanded while they load: its kernels multiply numbers. So are
-    those of experts unless x is bfloat16, which their kernels need."""
+    """By a linear's path. On a CPU codes that its tiles do not hold are expanded while they load. So are those of experts unless
+    x is bfloat16, which their kernels need."""
 
     def __init__(
         self, config: ModelConfig, quantization: str, device: str, ranks: int = 1, dtype: str = "bfloat16"
     ) -> None:
         self.config = config
         self.rules = quantization_rules(quantization, config.quantisation.method if config.quantisation else "")
-        self.keeps = device == "cuda"
-        self.keeps_experts = self.keeps and dtype == "bfloat16"
+        self.device = device
+        self.computes_wide = dtype == "float32"
+        self.keeps_experts = device == "cuda" and dtype == "bfloat16"
         self.ranks = ranks
         self._shapes = {linear.path: linear for linear in linears(config, ranks)}
         self._experts = {matrix.path: matrix for matrix in expert_matrices(config, ranks)}
@@ -140,12 +165,16 @@ class LinearFormats:
                 yield shape, format
 
     def _expert_format(self, path: str) -> Chosen:
-        """A layer's experts are kept as codes where the kernels of ops/experts know both formats: they have MXFP4."""
+        """A layer's experts are kept as codes where the kernels of ops/experts know their format, one for all matrices."""
         layer = path.partition(EXPERTS)[0]
-        both = [self._format(shape) for name, shape in self._experts.items() if name.startswith(layer + EXPERTS)]
-        whole = all(shape.share % 32 == 0 for shape in self._experts.values())
-        known = all(chosen.format is not None and replace(chosen.format, activation=None) == MXFP4 for chosen in both)
-        return Chosen(MXFP4, made=both[0].made) if self.keeps_experts and whole and known else Chosen(None)
+        shapes = [shape for name, shape in self._experts.items() if name.startswith(layer + EXPERTS)]
+        both = [self._format(shape) for shape in shapes]
+        formats = [None if chosen.format is None else replace(chosen.format, activation=None) for chosen in both]
+        format = formats[0]
+        known = format is not None and all(other == format for other in formats)
+        if format is None or not (self.keeps_experts and known and all(_multiplies(format, shape) for shape in shapes)):
+            return Chosen(None)
+        return Chosen(format, made=both[0].made)
 
     def _choose(self, path: str) -> Chosen:
         if path in self._experts:
@@ -163,23 +192,36 @@ class LinearFormats:
             return Chosen(None)                          # the head only where a pattern names it
         return Chosen(made_format(name, shape.inputs, shape.share), made=True)
 
-    def _stored(self, shape: LinearShape) -> Chosen:
+    def of_parts(self, shape: LinearShape) -> list[WeightFormat | None]:
+        """What the checkpoint stores: of each part, or of the one tensor that holds all."""
         quantisation = self.config.quantisation
-        assert quantisation is not None
-        found = []
-        for module in self._modules_of(shape):
-            recipe = quantisation.recipe(*_spellings(self.config, module))
-            found.append(None if recipe is None or recipe.format.scales is None else recipe.format)
-        if not self.keeps or all(format is None for format in found):
+        if quantisation is None:
+            return [None]
+        recipes = [quantisation.recipe(*_spellings(self.config, module)) for module in self._modules_of(shape)]
+        return [None if recipe is None or recipe.format.scales is None else recipe.format for recipe in recipes]
+
+    def _stored(self, shape: LinearShape) -> Chosen:
+        found = self.of_parts(shape)
+        if all(format is None for format in found):
             return Chosen(None)
-        if any(format is not None and format.reordered for format in found) and self.ranks > 1:
+        reordered = any(format is not None and format.reordered for format in found) and self.ranks > 1
+        format = common(found)
+        if self.device != "cuda" and (reordered or not self._tiles_hold(shape, format)):
+            return Chosen(None)
+        if reordered:
             raise ConfigError(
                 "tensor_parallel_size above 1 does not work with this checkpoint: its inputs are sorted by activation "
                 "(desc_act), and every rank would need the inputs of the others; use tensor_parallel_size 1"
             )
-        format = common(found)
         names = tuple("none" if each is None else each.name for each in found)
         return Chosen(format, differs=names if len(set(names)) > 1 else ())
+
+    def _tiles_hold(self, shape: LinearShape, format: WeightFormat | None) -> bool:
+        """On a CPU. The blocks of a GGUF file stay as they are, and are no format of a linear."""
+        assert self.config.quantisation is not None
+        if format is None or self.config.quantisation.method == "gguf" or self.device != "cpu" or not self.computes_wide:
+            return False
+        return format_kind(format.fitted(shape.parts.values(), shape.inputs, shape.share), shape.share) is not None
 
     def _modules_of(self, shape: LinearShape) -> list[str]:
         """Of experts, the first one's: all are stored alike."""
@@ -216,3 +258,67 @@ def _spellings(config: ModelConfig, module: str) -> list[str]:
         prefix + module.removeprefix(stands_for) for prefix, stands_for in config.family.prefixes.items()
         if module.startswith(stands_for)
     ]
+
+
+# ── bytes on a CPU ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+_WIDE = 4                            # bytes of a number that is in no matrix
+
+
+def cpu_weight_bytes(config: ModelConfig, ranks: int, quantization: str) -> int:
+    """Of the weights on one rank, without the padding of uneven shards. Matrices are as wide as the checkpoint stores them, and
+    taken to lie in tiles also where the native kernels cannot be built."""
+    formats = LinearFormats(config, quantization, "cpu", ranks, "float32")
+    given = {shape.path: format for shape, format in formats.shapes()}
+    if ranks == 1 and config.packed and not given:       # a GGUF file
+        weights, tiles = sum(matrix.weights for matrix in config.packed), sum(matrix.nbytes for matrix in config.packed)
+        return _WIDE * (config.num_parameters - weights) + tiles
+    weights = tiles = 0
+    for shape in linears(config, ranks):
+        weights += shape.outputs * shape.share
+        tiles += _linear_bytes(config, formats, shape, given.get(shape.path), ranks)
+    if ranks == 1:
+        for number, parts in enumerate(_others(config)):
+            weights += sum(outputs * inputs for outputs, inputs in parts)
+            tiles += _numbers_bytes([NUMBER_KINDS.get(config.dtype, "F32")] * len(parts), parts, number > 0 or config.tied)
+    elif config.tied:                                    # the head's second layout of its shard of the embedding
+        share = config.vocab_size // ranks
+        tiles += plain_bytes(share, config.hidden_size) - _WIDE * share * config.hidden_size
+    return _WIDE * max(0, config.num_parameters // ranks - weights) + tiles
+
+
+def _linear_bytes(
+    config: ModelConfig, formats: LinearFormats, shape: LinearShape, format: WeightFormat | None, ranks: int
+) -> int:
+    if format is not None:
+        found = format_kind(format, shape.share)         # what tiles do not hold is expanded
+        return plain_bytes(shape.outputs, shape.share) if found is None else matrix_bytes(
+            found[0], shape.outputs, shape.share, found[1])
+    if ranks > 1:                                        # shards are expanded
+        return plain_bytes(shape.outputs, shape.share)
+    plain = NUMBER_KINDS.get(config.dtype, "F32")
+    stored = [plain if format is None else "F32" for format in formats.of_parts(shape)]
+    parts = list(shape.parts.values())
+    kinds = stored if len(stored) == len(parts) else stored[:1] * len(parts)     # one tensor holds all parts
+    return _numbers_bytes(kinds, [(outputs, shape.inputs) for outputs in parts])
+
+
+def _numbers_bytes(kinds: list[str], parts: list[tuple[int, int]], is_linear: bool = True) -> int:
+    """Of one matrix, of parts with these (outputs, inputs)."""
+    if set(kinds) == {"F32"}:
+        return plain_bytes(sum(outputs for outputs, _ in parts), parts[0][1], is_linear)
+    return sum(matrix_bytes(kind, *sizes) for kind, sizes in zip(kinds, parts, strict=True))
+
+
+def _others(config: ModelConfig) -> Iterator[list[tuple[int, int]]]:
+    """(outputs, inputs) of the parts of matrices that have no format of their own: the embedding, and what is beside experts."""
+    yield [(config.vocab_size, config.hidden_size)]
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None:
+        return
+    for _ in range(config.num_layers - config.num_plain):
+        yield [(experts.count, hidden)]
+        if experts.shared_gate:
+            yield [(1, hidden)]
+        if experts.shared:
+            yield from ([(experts.shared, hidden)] * 2, [(hidden, experts.shared)])

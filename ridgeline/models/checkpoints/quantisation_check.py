@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
-from ridgeline.ops.kernel_table import MOST_CODE_ROWS
+from ridgeline.ops.kernel_table import H200, MOST_CODE_ROWS, DeviceFacts, bands
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
 from ridgeline.quant.format import WeightFormat, has_kernels, is_fp8_rows, quantises_rows
+from ridgeline.quant.layout import format_kind
 
 MOST_INT8_ROWS = 128                 # beyond them a kernel runs that has not been timed; cuBLAS was slower than in 16 bits
 
@@ -23,34 +24,59 @@ class QuantisedMemory:
     scratch: int = 0                 # elements of the largest weight that a product expands; int8: integer sums in its place
 
 
-def quantised_memory(model: ModelConfig, quantization: str, device: str, ranks: int) -> QuantisedMemory:
+def quantised_memory(
+    model: ModelConfig, quantization: str, device: str, ranks: int, facts: DeviceFacts = H200
+) -> QuantisedMemory:
+    """`facts`: of the GPU's kernels."""
     if device != "cuda":
         return QuantisedMemory()
     found = list(LinearFormats(model, quantization, device, ranks).shapes())
-    expanded = [shape.outputs * shape.share for shape, format in found if not is_fp8_rows(format)]
+    expanded = [shape.outputs * shape.share for shape, format in found if _expands(shape.outputs, shape.share, format, facts)]
     return QuantisedMemory(any(quantises_rows(format) for _, format in found), max(expanded, default=0))
+
+
+def _expands(outputs: int, inputs: int, format: WeightFormat, facts: DeviceFacts) -> bool:
+    """Whether some number of rows is multiplied by the expanded weight, or by way of sums as large (quant/fp8.py)."""
+    integers = format.grid == "int8"
+    if not quantises_rows(format) or not (facts.fp8 or integers) or outputs % 16 or inputs % 16:
+        return True
+    scales = format.scales
+    assert scales is not None
+    cut = "fp8-block" if scales.block[0] > 1 else "fp8-block-cut"
+    name = "int8-row" if integers else "fp8-row" if not scales.block[1] else cut
+    return any(kernel in ("expand", "int_mm") for _, _, kernel in bands(name, outputs, inputs, False, facts))
 
 
 def check_quantization(
     model: ModelConfig, quantization: str, device: str, dtype: str, ranks: int, deterministic: bool, reasons: dict[str, str]
 ) -> None:
     """ConfigError for what cannot work; a reason for what is slower than it looks."""
-    formats = LinearFormats(model, quantization, device, ranks)
+    formats = LinearFormats(model, quantization, device, ranks, dtype)
     stored = model.quantisation
     if not formats.rules and (stored is None or (stored.method == "gguf" and device == "cpu")):
         return
     name = f"{quantization} as asked" if formats.rules else f"{stored.method if stored else ''} checkpoint"
     if device == "cpu":
-        again = "again, nothing is saved" if formats.rules else f"to {dtype}: memory is that of a {dtype} model"
-        reasons["quantization"] = f"{name}: a CPU expands the weights {again}"
+        reasons["quantization"] = f"{name}: {_on_a_cpu(formats, dtype)}"
         return
     kept = [format for _, format in formats.shapes()]
+    if deterministic and any(True for _ in formats.experts()):
+        _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
     if not kept:
         return
     _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
     said = _speed(kept, model.hidden_size, dtype)
     if said:
         reasons["quantization"] = f"{name}: {said}"
+
+
+def _on_a_cpu(formats: LinearFormats, dtype: str) -> str:
+    found = list(formats.shapes())
+    in_tiles = {format.name for shape, format in found if dtype == "float32" and format_kind(format, shape.share) is not None}
+    if in_tiles:
+        return f"kept as {', '.join(sorted(in_tiles))}, and multiplied as stored"
+    again = "again, nothing is saved" if formats.rules else f"to {dtype}: memory is that of a {dtype} model"
+    return f"a CPU expands the weights {again}"
 
 
 def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:

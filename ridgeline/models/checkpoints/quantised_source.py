@@ -213,11 +213,21 @@ def widened(tensors: Canonical, format: WeightFormat, wider: WeightFormat, shape
         assert format.scales is not None
         values = tensors[inner]
         values = e8m0_numbers(values, torch.float32) if format.scales.dtype == "e8m0" else values.float()
-        found = fine(values, format.scales.block)
+        values = fine(values, format.scales.block)
         if outer in tensors and format.scales.outer is not None:
-            found = found * fine(tensors[outer].float(), format.scales.outer.block)
-        return found
+            values = values * fine(tensors[outer].float(), format.scales.outer.block)
+        return values
 
+    if wider.grid == "int8" and format.grid != "int8":
+        codes = codes.to(torch.int8)                     # at most 63
+    weight, high = packed_codes(wider.grid, codes)
+    found = {WEIGHT: weight} | ({} if high is None else {HIGH: high})
+    if wider.scales.outer is not None:                   # two levels, as before
+        outer, small = tensors[OUTER], getattr(torch, wider.scales.dtype)
+        scale = fine(tensors[SCALE], format.scales.block).to(small)
+        offset = fine(tensors[OFFSET], format.scales.block).to(small) if OFFSET in tensors else scale
+        less = tensors.get(OFFSET_OUTER, -MIDDLE.get(format.grid, 0.0) * outer)
+        return found | {SCALE: scale, OFFSET: offset, OUTER: outer, OFFSET_OUTER: less}
     scale = product(SCALE, OUTER)
     if OFFSET in tensors:
         offset = product(OFFSET, OFFSET_OUTER)
@@ -225,10 +235,7 @@ def widened(tensors: Canonical, format: WeightFormat, wider: WeightFormat, shape
         offset = -fine(tensors[ZERO].float(), format.scales.block) * scale
     else:
         offset = -MIDDLE.get(format.grid, 0.0) * scale
-    if wider.grid == "int8" and format.grid != "int8":
-        codes = codes.to(torch.int8)                     # at most 63
-    weight, high = packed_codes(wider.grid, codes)
-    return {WEIGHT: weight, SCALE: scale, OFFSET: offset} | ({} if high is None else {HIGH: high})
+    return found | {SCALE: scale, OFFSET: offset}
 
 
 class _naming:

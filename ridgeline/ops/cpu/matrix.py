@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,9 @@ class Part:
         self.kind, self.rows, self.inputs = kind, rows, inputs
         self.c = _Segment(0, KINDS.index(kind), rows, inputs, _SPANS.get(kind, span))
         size = native.library().matrix_bytes(ctypes.byref(self.c))
-        # Zeros: outputs and inputs that only fill a tile. A multiple of 64 bytes is where registers are loaded from at once.
-        self._kept = torch.zeros(size + 63, dtype=torch.uint8)
+        # Zeros: outputs and inputs that only fill a tile. numpy takes fresh pages, which need no zeros written; large ones, which
+        # are faulted in at once. A multiple of 64 bytes is where registers are loaded from at once.
+        self._kept = torch.from_numpy(np.zeros(size + 63, np.uint8))
         start = -self._kept.data_ptr() % 64
         self.data = self._kept[start : start + size]
         self.c.data = self.data.data_ptr()

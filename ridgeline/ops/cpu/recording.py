@@ -86,6 +86,12 @@ class Recording(TorchDispatchMode):
         self._arena = arena
         self._calls: list[_Call] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler when the first op is dispatched, to keep it away from this mode: a second, and 100 MB,
+        in the middle of the first answer. Nothing here is compiled."""
+        return False
+
     @contextmanager
     def of_calls(self) -> Iterator[None]:
         library = native.library()

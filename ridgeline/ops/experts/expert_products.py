@@ -14,15 +14,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops.experts import few_codes
+from ridgeline.ops.activation import gated_activation
+from ridgeline.ops.experts.expert_codes import expanded_codes, integer_codes
 from ridgeline.ops.experts.expert_gate import gated_sums
-from ridgeline.ops.experts.expert_tiles import sorted_pairs
-from ridgeline.ops.experts.few_tokens import experts_few, serves
-from ridgeline.ops.experts.mxfp4 import GROUP, expanded_codes
+from ridgeline.ops.experts.expert_tiles import sorted_pairs, tile_at
+from ridgeline.ops.experts.few_tokens import FEW_GRIDS, experts_few, serves, shared_parts
+from ridgeline.ops.experts.matrices import Codes, Matrices, as_codes, numbers
+from ridgeline.ops.experts.packed_few import experts_few_packed, serves_packed
+from ridgeline.ops.experts.packed_matrices import multiplies_packed
+from ridgeline.ops.experts.packed_products import packed_pairs
 from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two, shared_memory
 from ridgeline.ops.linear.gemv import GATES
+from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton_kernel
 
 
@@ -36,55 +42,61 @@ class Tile(NamedTuple):
 
 
 @triton_kernel()
-def _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(expert, first place, place behind the last, block of outputs) of a work item. NEIGHBOURS tiles go through the blocks
-    together."""
-    band = item // (NEIGHBOURS * blocks)
-    height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
-    place = item % (NEIGHBOURS * blocks)
-    tile = tiles_ptr + 3 * (band * NEIGHBOURS + place % height)
-    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), place // height
-
-
-@triton_kernel()
 def _scales_at(  # type: ignore[no-untyped-def]
-    scale_ptr, row, start, kept, INPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+    scale_ptr, row, start, kept, INPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):
-    """Of a block of codes [BLOCK, STEP / 2] the scales [BLOCK, STEP / GROUP]."""
-    group = start // GROUP + tl.arange(0, STEP // GROUP)
-    return tl.load(
-        scale_ptr + row[:, None] * (INPUTS // GROUP) + group[None, :], mask=kept[:, None] & (group < INPUTS // GROUP)[None, :],
-        other=0,
-    )
+    """The scales (or zeros) of a block of weights: [BLOCK, groups of a step]."""
+    SPAN: tl.constexpr = STEP if GROUP > STEP else GROUP
+    groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    group = (start + tl.arange(0, STEP // SPAN) * SPAN) // GROUP
+    place = scale_ptr + (row // SCALE_ROWS)[:, None] * groups + group[None, :]
+    return tl.load(place, mask=kept[:, None] & (group < groups)[None, :], other=0)
 
 
 @triton_kernel()
 def _weights_at(  # type: ignore[no-untyped-def]
-    weight_ptr, row, start, kept, scale, INPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+    weight_ptr, row, start, kept, scale, zero, INPUTS: tl.constexpr, STEP: tl.constexpr, GRID: tl.constexpr,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """A block of weights [BLOCK, STEP] as numbers. GROUP: they are e2m1 codes, with a scale for each GROUP inputs; 0: numbers."""
-    if GROUP == 0:
+    """A block of weights [BLOCK, STEP] as numbers. Those of the grid e4m3 lack their scale, which multiplies the sums."""
+    if GRID == "" or GRID == "e4m3":
         column = start + tl.arange(0, STEP)
         weights = tl.load(
             weight_ptr + row[:, None] * INPUTS + column[None, :], mask=kept[:, None] & (column < INPUTS)[None, :], other=0.0
         )
         if UPCAST:
             weights = weights.to(tl.float32)
+        elif GRID == "e4m3":
+            weights = weights.to(tl.bfloat16)
     else:
-        group = start // GROUP + tl.arange(0, STEP // GROUP)
-        place = (group * (GROUP // 2))[None, :, None] + tl.arange(0, GROUP // 2)[None, None, :]
-        inside = kept[:, None, None] & (group < INPUTS // GROUP)[None, :, None]
+        SPAN: tl.constexpr = STEP if GROUP > STEP else GROUP
+        group = start // SPAN + tl.arange(0, STEP // SPAN)
+        place = (group * (SPAN // 2))[None, :, None] + tl.arange(0, SPAN // 2)[None, None, :]
+        inside = kept[:, None, None] & (group * SPAN < INPUTS)[None, :, None]
         codes = tl.load(weight_ptr + row[:, None, None] * (INPUTS // 2) + place, mask=inside, other=0)
-        weights = expanded_codes(codes, scale, UPCAST)
+        if GRID == "e2m1":
+            weights = expanded_codes(codes, scale, UPCAST)
+        else:
+            weights = integer_codes(codes, scale, zero, ZEROS, UPCAST)
     return weights
+
+
+@triton_kernel()
+def _product(sums, left, right, scale, GRID: tl.constexpr):  # type: ignore[no-untyped-def]
+    """sums + left right; with e4m3 codes their products are multiplied by the scale of a step, [BLOCK, 1]."""
+    if GRID == "e4m3":
+        sums += tl.dot(left, right, input_precision="ieee") * scale
+    else:
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums
 
 
 @triton_kernel(do_not_specialize=["num_tiles"])
 def _experts_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, stride, limit, alpha,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, stride, limit, alpha,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
+    CLAMPED: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [pairs by expert, OUTPUTS]"""
@@ -93,7 +105,7 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
-        expert, first, stop, block = _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
+        expert, first, stop, block = tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
         if expert >= 0:
             at = first + tl.arange(0, ROWS)
             token = tl.load(order_ptr + at, mask=at < stop, other=0) // USED
@@ -104,24 +116,30 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
             rows = x_ptr + token.to(tl.int64)[:, None] * stride + column[None, :]
             gate = tl.zeros((BLOCK, ROWS), tl.float32)
             up = tl.zeros((BLOCK, ROWS), tl.float32)
-            gate_scale = 0
-            up_scale = 0
-            if GROUP:                                    # requested one step ahead: copies to shared memory have 4 bytes at least
-                gate_scale = _scales_at(scale_ptr, row, 0, kept, INPUTS, STEP, GROUP)
-                up_scale = _scales_at(scale_ptr, row + OUTPUTS, 0, kept, INPUTS, STEP, GROUP)
+            gate_scale, up_scale, gate_zero, up_zero = 0, 0, 0, 0
+            if GRID != "":                               # requested one step ahead: copies to shared memory have 4 bytes at least
+                gate_scale = _scales_at(scale_ptr, row, 0, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
+                up_scale = _scales_at(scale_ptr, row + OUTPUTS, 0, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
             for start in range(0, INPUTS, STEP):
                 next_gate, next_up = gate_scale, up_scale
-                if GROUP:
-                    next_gate = _scales_at(scale_ptr, row, start + STEP, kept, INPUTS, STEP, GROUP)
-                    next_up = _scales_at(scale_ptr, row + OUTPUTS, start + STEP, kept, INPUTS, STEP, GROUP)
+                if GRID != "":
+                    next_gate = _scales_at(scale_ptr, row, start + STEP, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
+                    next_up = _scales_at(scale_ptr, row + OUTPUTS, start + STEP, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
+                if ZEROS:
+                    gate_zero = _scales_at(zero_ptr, row, start, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
+                    up_zero = _scales_at(zero_ptr, row + OUTPUTS, start, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
                 there = (at < stop)[:, None] & (start + column < INPUTS)[None, :]
                 right = tl.trans(tl.load(rows + start, mask=there, other=0.0))
                 if UPCAST:
                     right = right.to(tl.float32)
-                left = _weights_at(weight_ptr, row, start, kept, gate_scale, INPUTS, STEP, GROUP, UPCAST)
-                gate = tl.dot(left, right, gate, input_precision="ieee")
-                left = _weights_at(weight_ptr, row + OUTPUTS, start, kept, up_scale, INPUTS, STEP, GROUP, UPCAST)
-                up = tl.dot(left, right, up, input_precision="ieee")
+                left = _weights_at(
+                    weight_ptr, row, start, kept, gate_scale, gate_zero, INPUTS, STEP, GRID, GROUP, ZEROS, UPCAST
+                )
+                gate = _product(gate, left, right, gate_scale, GRID)
+                left = _weights_at(
+                    weight_ptr, row + OUTPUTS, start, kept, up_scale, up_zero, INPUTS, STEP, GRID, GROUP, ZEROS, UPCAST
+                )
+                up = _product(up, left, right, up_scale, GRID)
                 gate_scale, up_scale = next_gate, next_up
             if BIAS:
                 biases = bias_ptr + row
@@ -134,9 +152,10 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
 
 @triton_kernel(do_not_specialize=["num_tiles"])
 def _experts_down_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BIAS: tl.constexpr, GRID: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """x [pairs by expert, INPUTS], weight [experts, OUTPUTS, INPUTS] -> out [pairs, OUTPUTS]"""
@@ -145,7 +164,7 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for item in range(tl.program_id(0), num_tiles * blocks, tl.num_programs(0)):
-        expert, first, stop, block = _tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
+        expert, first, stop, block = tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS)
         if expert >= 0:
             at = first + tl.arange(0, ROWS)
             output = block * BLOCK + tl.arange(0, BLOCK)
@@ -154,19 +173,21 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
             column = tl.arange(0, STEP)
             rows = x_ptr + at.to(tl.int64)[:, None] * INPUTS + column[None, :]
             sums = tl.zeros((BLOCK, ROWS), tl.float32)
-            scale = 0
-            if GROUP:
-                scale = _scales_at(scale_ptr, row, 0, kept, INPUTS, STEP, GROUP)
+            scale, zero = 0, 0
+            if GRID != "":
+                scale = _scales_at(scale_ptr, row, 0, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
             for start in range(0, INPUTS, STEP):
                 following = scale
-                if GROUP:
-                    following = _scales_at(scale_ptr, row, start + STEP, kept, INPUTS, STEP, GROUP)
+                if GRID != "":
+                    following = _scales_at(scale_ptr, row, start + STEP, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
+                if ZEROS:
+                    zero = _scales_at(zero_ptr, row, start, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
                 there = (at < stop)[:, None] & (start + column < INPUTS)[None, :]
                 right = tl.trans(tl.load(rows + start, mask=there, other=0.0))
                 if UPCAST:
                     right = right.to(tl.float32)
-                left = _weights_at(weight_ptr, row, start, kept, scale, INPUTS, STEP, GROUP, UPCAST)
-                sums = tl.dot(left, right, sums, input_precision="ieee")
+                left = _weights_at(weight_ptr, row, start, kept, scale, zero, INPUTS, STEP, GRID, GROUP, ZEROS, UPCAST)
+                sums = _product(sums, left, right, scale, GRID)
                 scale = following
             if BIAS:
                 sums += tl.load(bias_ptr + row, mask=kept, other=0.0).to(tl.float32)[:, None]
@@ -198,6 +219,9 @@ def _sum_experts_kernel(  # type: ignore[no-untyped-def]
 # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+INVARIANT_PAIRS = 16                 # of an expert: whose tiles deterministic mode takes for any number of tokens
+
+
 def tile_for(pairs: int, experts: int, gated: bool, itemsize: int = 2, shared: int = 232_448) -> Tile:
     """The measured tile, with as many stages as fit the shared memory of a CTA."""
     tile = _measured_tile(pairs, experts, gated)
@@ -226,52 +250,91 @@ def code_tile_for(pairs: int, experts: int, gated: bool) -> Tile:
 
 
 def experts_triton(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
+    x: Tensor, gate_up: Matrices, down: Matrices, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None, elsewhere: bool = False,
+    reads: Tensor | None = None, elsewhere: bool = False, shared: tuple[Tensor, Tensor] | None = None, invariant: bool = False,
 ) -> Tensor:
-    """With `scales`, gate_up and down are MXFP4 codes."""
-    count, hidden = down.shape[:2]
-    width = gate_up.shape[1] // 2
+    if shared is not None:
+        biased = gate_up_bias is not None or down_bias is not None
+        return _with_shared(x, gate_up, down, chosen, weights, kind, biased, limit, alpha, reads, elsewhere, shared)
     tokens, used = chosen.shape
-    out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not tokens:
         return out
     x = x if x.stride(-1) == 1 else x.contiguous()
-    if serves(tokens, used, count) and not elsewhere and (scales is None or few_codes.runs(x, hidden)):
-        few = (chosen, weights, out, kind, (gate_up_bias, down_bias), limit, alpha, reads)
-        if scales is None:
-            return experts_few(x, gate_up, down, *few)
-        return few_codes.experts_few_codes(x, gate_up, down, scales, *few)
-    pairs = tokens * used
+    biases = gate_up_bias, down_bias
+    if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
+        assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
+        if not multiplies_packed(x.dtype, x.device):
+            gate_up, down = numbers(gate_up, x.dtype), numbers(down, x.dtype)
+        elif serves(tokens, used, len(down.codes)) and not elsewhere and serves_packed(down, used):
+            return experts_few_packed(x, gate_up, down, chosen, weights, out, kind, biases, limit, alpha, reads)
+        else:
+            results = packed_pairs(x, gate_up, down, chosen, kind, biases, limit, alpha, reads, elsewhere)
+            return _summed(results, weights, out)
+    up, back = as_codes(gate_up), as_codes(down)
+    if serves(tokens, used, len(back.weight)) and not elsewhere and back.grid in FEW_GRIDS and not invariant:
+        return experts_few(x, up, back, chosen, weights, out, kind, biases, limit, alpha, reads)
+    results = _tile_products(x, up, back, chosen, kind, biases, limit, alpha, reads, elsewhere, invariant)
+    return _summed(results, weights, out)
+
+
+def _with_shared(
+    x: Tensor, gate_up: Matrices, down: Matrices, chosen: Tensor, weights: Tensor, kind: str, biased: bool, limit: float | None,
+    alpha: float, reads: Tensor | None, elsewhere: bool, shared: tuple[Tensor, Tensor],
+) -> Tensor:
+    """In the kernels of few tokens where they take it, else one after the other."""
+    assert not biased and limit is None
+    if not isinstance(gate_up, PackedWeight) and not isinstance(down, PackedWeight) and len(x) and not elsewhere:
+        up, back = as_codes(gate_up), as_codes(down)
+        if serves(chosen.shape[0], chosen.shape[1], len(back.weight)) and shared_parts(up, back, shared, biased):
+            rows = x if x.stride(-1) == 1 else x.contiguous()
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            return experts_few(rows, up, back, chosen, weights, out, kind, (None, None), limit, alpha, reads, shared)
+    out = experts_triton(x, gate_up, down, chosen, weights, kind, None, None, limit, alpha, reads, elsewhere)
+    return out.add_(F.linear(gated_activation(F.linear(x, shared[0]), kind), shared[1]))
+
+
+def _tile_products(
+    x: Tensor, gate_up: Codes, down: Codes, chosen: Tensor, kind: str, biases: tuple[Tensor | None, Tensor | None],
+    limit: float | None, alpha: float, reads: Tensor | None, elsewhere: bool, invariant: bool,
+) -> Tensor:
+    """[pairs, hidden]: each pair's result; zeros for those whose expert is elsewhere."""
+    count, hidden = down.weight.shape[:2]
+    width, used, pairs = gate_up.weight.shape[1] // 2, chosen.shape[1], chosen.numel()
+    four, size, shown = down.bits == 4, x.element_size(), INVARIANT_PAIRS * count if invariant else pairs
     up, back = (
-        code_tile_for(pairs, count, gated) if scales is not None
-        else tile_for(pairs, count, gated, x.element_size(), shared_memory(x.device)) for gated in (True, False)
+        code_tile_for(shown, count, gated) if four else tile_for(shown, count, gated, size, shared_memory(x.device))
+        for gated in (True, False)
     )
     order, tiles = sorted_pairs(chosen, count, up.rows, reads, elsewhere)
-    number = len(tiles)
+    number = len(tiles) - 1
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     # Of experts that are elsewhere no tile writes the result.
     results = (torch.zeros if elsewhere else torch.empty)((pairs, hidden), dtype=x.dtype, device=x.device)
-    dependent = dependent_launch(x.device)
-    given = {"GROUP": 0 if scales is None else GROUP, "UPCAST": TRITON_INTERPRETED, **dependent}
-    bits, (up_scale, down_scale) = (16, (chosen, chosen)) if scales is None else (4, scales)
-    programs = _programs(x.device, number * cdiv(width, up.outputs), up, True, bits)
+    given = {"UPCAST": TRITON_INTERPRETED, **dependent_launch(x.device)}
+    programs = _programs(x.device, number * cdiv(width, up.outputs), up, True, down.bits)
     _experts_up_kernel[programs,](
-        x, gate_up, up_scale, x if gate_up_bias is None else gate_up_bias, inner, order, tiles, number, x.stride(0),
+        x, *gate_up.tensors(chosen), x if biases[0] is None else biases[0], inner, order, tiles, number, x.stride(0),
         float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind],
-        BIAS=gate_up_bias is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs, STEP=_step(up, hidden),
-        NEIGHBOURS=up.neighbours, num_warps=up.warps, num_stages=up.stages, **given,
+        BIAS=biases[0] is not None, CLAMPED=limit is not None, ROWS=up.rows, BLOCK=up.outputs, STEP=_step(up, hidden),
+        NEIGHBOURS=up.neighbours, num_warps=up.warps, num_stages=up.stages, **gate_up.constants(), **given,
     )
-    programs = _programs(x.device, number * cdiv(hidden, back.outputs), back, False, bits)
+    programs = _programs(x.device, number * cdiv(hidden, back.outputs), back, False, down.bits)
     _experts_down_kernel[programs,](
-        inner, down, down_scale, x if down_bias is None else down_bias, results, order, tiles, number, INPUTS=width,
-        OUTPUTS=hidden, BIAS=down_bias is not None, ROWS=back.rows, BLOCK=back.outputs, STEP=_step(back, width),
-        NEIGHBOURS=back.neighbours, num_warps=back.warps, num_stages=back.stages, **given,
+        inner, *down.tensors(chosen), x if biases[1] is None else biases[1], results, order, tiles, number, INPUTS=width,
+        OUTPUTS=hidden, BIAS=biases[1] is not None, ROWS=back.rows, BLOCK=back.outputs, STEP=_step(back, width),
+        NEIGHBOURS=back.neighbours, num_warps=back.warps, num_stages=back.stages, **down.constants(), **given,
     )
+    return results
+
+
+def _summed(results: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+    """The pairs' results, added by token."""
+    (tokens, hidden), used = out.shape, weights.shape[1]
     block = min(1024, power_of_two(hidden))
     _sum_experts_kernel[tokens * cdiv(hidden, block),](
-        results, weights, out, WIDTH=hidden, USED=used, BLOCK=block, num_warps=4, **dependent,
+        results, weights, out, WIDTH=hidden, USED=used, BLOCK=block, num_warps=4, **dependent_launch(out.device),
     )
     return out
 

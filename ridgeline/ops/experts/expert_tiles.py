@@ -5,7 +5,8 @@ is marked. So nothing waits for the device, and a CUDA graph can hold it. Pairs 
 
     pair     token * used + place
     order    int32 [pairs]: pairs, sorted by expert
-    tiles    int32 [most tiles, 3]: expert (−1: no tile), first place in `order`, place behind the last
+    tiles    int32 [most tiles + 1, 3]: expert (−1: no tile), first place in `order`, place behind the last. In the last row: how
+             many tiles there are
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def sorted_pairs(
     if pairs > MOST_PAIRS or elsewhere:
         return _sorted_by_torch(chosen.flatten(), experts, rows, reads)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty((most_tiles(pairs, experts, rows), 3), dtype=torch.int32, device=device)
+    most = most_tiles(pairs, experts, rows)
+    tiles = torch.empty((most + 1, 3), dtype=torch.int32, device=device)
     if pairs:
         _sort_experts_kernel[1 + cdiv(pairs, _PAIRS),](
-            chosen, order, tiles, order if reads is None else reads, pairs, len(tiles), READS=reads is not None,
+            chosen, order, tiles, order if reads is None else reads, pairs, most, READS=reads is not None,
             BLOCK=power_of_two(experts), PAIRS=_PAIRS, CHUNK=_CHUNK, ROWS=rows,
             TILES=power_of_two(most_tiles(MOST_PAIRS, experts, rows)), num_warps=8,          # one variant for any number of pairs
             **dependent_launch(device),
@@ -63,7 +65,18 @@ def _sorted_by_torch(flat: Tensor, experts: int, rows: int, reads: Tensor | None
     first = starts[known] + (places - (last - counts)[known]) * rows
     stop = torch.minimum(first + rows, ends[known])
     tiles = torch.stack((torch.where(expert < experts, expert, -1), first, stop), dim=1)
-    return order.int(), tiles.int()
+    return order.int(), torch.cat((tiles, last[-1:].expand(1, 3))).int()
+
+
+@triton_kernel()
+def tile_at(tiles_ptr, item, num_tiles, blocks, NEIGHBOURS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(expert, first place, place behind the last, block of outputs) of a work item. NEIGHBOURS tiles go through the blocks
+    together."""
+    band = item // (NEIGHBOURS * blocks)
+    height = tl.minimum(num_tiles - band * NEIGHBOURS, NEIGHBOURS)
+    place = item % (NEIGHBOURS * blocks)
+    tile = tiles_ptr + 3 * (band * NEIGHBOURS + place % height)
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), place // height
 
 
 @triton_kernel(do_not_specialize=["pairs", "num_tiles"])
@@ -110,6 +123,7 @@ def _write_tiles(  # type: ignore[no-untyped-def]
     tl.debug_barrier()                                   # the marks of the end come first
     needed = (counts + ROWS - 1) // ROWS
     at = tl.cumsum(needed, 0) - needed
+    tl.store(tiles_ptr + 3 * num_tiles, tl.sum(needed))
     for number in range(tl.max(needed)):
         has = number < needed
         first = starts + number * ROWS

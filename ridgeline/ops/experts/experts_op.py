@@ -15,7 +15,10 @@ from torch import Tensor
 
 from ridgeline.ops.activation import gated_activation_reference
 from ridgeline.ops.experts.expert_products import experts_triton
-from ridgeline.ops.experts.mxfp4 import GROUP, expanded
+from ridgeline.ops.experts.matrices import Matrices, numbers
+from ridgeline.ops.experts.packed_matrices import pack_experts
+from ridgeline.ops.packed.packed_weight import PackedWeight, quantised
+from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.sizes.expert_costs import EXPERTS_CASES, chosen_experts, experts_cost
 
@@ -39,22 +42,26 @@ def _through(
     return F.linear(gated(inner, kind, limit, alpha), down[expert], None if down_bias is None else down_bias[expert])
 
 
-def _numbers(
-    gate_up: Tensor, down: Tensor, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return (gate_up, down) if scales is None else (expanded(gate_up, scales[0], dtype), expanded(down, scales[1], dtype))
+def _with_shared(
+    total: Tensor, x: Tensor, shared: tuple[Tensor, Tensor] | None, kind: str, limit: float | None, alpha: float
+) -> Tensor:
+    if shared is not None:
+        total = total + F.linear(gated(F.linear(x, shared[0]), kind, limit, alpha), shared[1]).to(total.dtype)
+    return total.to(x.dtype)
 
 
 def experts_reference(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
+    x: Tensor, gate_up: Matrices, down: Matrices, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None, elsewhere: bool = False,
+    reads: Tensor | None = None, elsewhere: bool = False, shared: tuple[Tensor, Tensor] | None = None, invariant: bool = False,
 ) -> Tensor:
     """x [T, hidden], gate_up [experts, 2 width, hidden], down [experts, hidden, width], chosen and weights [T, used]
     -> [T, hidden]: the sum over the chosen experts, in their order, in float32 at least. `reads` int32 [1] gets the number of
-    experts that some token has chosen. With `scales` of gate_up and down these are MXFP4 codes (mxfp4.py).
-    `elsewhere`: numbers behind the last expert may be among the chosen, which add nothing."""
-    gate_up, down = _numbers(gate_up, down, scales, x.dtype)
+    experts that some token has chosen. The matrices may be codes (matrices.py).
+    `elsewhere`: numbers behind the last expert may be among the chosen, which add nothing. `shared`: gate and up [2 wide, hidden]
+    and down [hidden, wide] of an expert that every token visits, with weight 1. `invariant`: on a GPU a token's result does not
+    depend on the others."""
+    gate_up, down = numbers(gate_up, x.dtype), numbers(down, x.dtype)
     if reads is not None:
         reads.fill_(int((chosen.unique() < len(gate_up)).sum()))
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -63,37 +70,38 @@ def experts_reference(
         token, place = (chosen == expert).nonzero(as_tuple=True)
         out = _through(x[token], expert, gate_up, down, kind, gate_up_bias, down_bias, limit, alpha)
         results[token, place] = out.to(wide) * weights[token, place, None].to(wide)
-    return results.sum(1).to(x.dtype)
+    return _with_shared(results.sum(1), x, shared, kind, limit, alpha)
 
 
 # ── CPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def experts_visited(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, kind: str = "silu",
+    x: Tensor, gate_up: Matrices, down: Matrices, chosen: Tensor, weights: Tensor, kind: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None, alpha: float = 1.702,
-    reads: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None, elsewhere: bool = False,
+    reads: Tensor | None = None, elsewhere: bool = False, shared: tuple[Tensor, Tensor] | None = None, invariant: bool = False,
 ) -> Tensor:
     """The same, sorted by expert on the host: only the chosen ones are touched, each once, and its rows lie together."""
-    gate_up, down = _numbers(gate_up, down, scales, x.dtype)
+    gate_up, down = numbers(gate_up, x.dtype), numbers(down, x.dtype)
     tokens, used = chosen.shape
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
     if elsewhere:
         order = order[: int((flat < len(gate_up)).sum())]        # those that are not here come last
-    numbers, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    visited, counts = torch.unique_consecutive(flat[order], return_counts=True)
     if reads is not None:
-        reads.fill_(len(numbers))
+        reads.fill_(len(visited))
     rows = x.index_select(0, order // used)
     parts = [
         _through(part, expert, gate_up, down, kind, gate_up_bias, down_bias, limit, alpha)
-        for expert, part in zip(numbers.tolist(), rows.split(counts.tolist()), strict=True)
+        for expert, part in zip(visited.tolist(), rows.split(counts.tolist()), strict=True)
     ]
     wide = torch.promote_types(x.dtype, torch.float32)
     results = (torch.zeros if elsewhere else torch.empty)((tokens * used, x.shape[1]), dtype=wide)
     if parts:
         results[order] = torch.cat(parts).to(wide)
-    return (results.view(tokens, used, -1) * weights.unsqueeze(-1).to(wide)).sum(1).to(x.dtype)
+    total = (results.view(tokens, used, -1) * weights.unsqueeze(-1).to(wide)).sum(1)
+    return _with_shared(total, x, shared, kind, limit, alpha)
 
 
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -101,7 +109,7 @@ def experts_visited(
 
 def _inputs(
     generator: torch.Generator, dtype: torch.dtype, device: str, *, tokens: int, hidden: int, width: int, experts: int, used: int,
-    spread: int, bias: bool, kind: str, limit: float | None, codes: bool = False,
+    spread: int, bias: bool, kind: str, limit: float | None, codes: str = "", group: int = 32, shared: int = 0,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=generator).mul_(scale).to(device, dtype)
@@ -109,22 +117,45 @@ def _inputs(
     chosen = torch.tensor(chosen_experts(tokens, experts, used, spread), device=device)
     weights = torch.rand((tokens, used), generator=generator).to(device)
     biases = {"gate_up_bias": draw(experts, 2 * width), "down_bias": draw(experts, hidden)} if bias else {}
-    matrices = draw(experts, 2 * width, hidden, scale=hidden**-0.5), draw(experts, hidden, width, scale=width**-0.5)
+    matrices: tuple[Any, ...] = (
+        draw(experts, 2 * width, hidden, scale=hidden**-0.5), draw(experts, hidden, width, scale=width**-0.5)
+    )
     weights = weights.double() if dtype == torch.float64 else weights
     if codes:
-        drawn = [_codes(generator, device, each) for each in matrices]
-        matrices = drawn[0][0], drawn[1][0]
-        biases["scales"] = drawn[0][1], drawn[1][1]
-    return (draw(tokens, hidden), *matrices, chosen, weights, kind), {"limit": limit, **biases}
+        made = _packed if codes.startswith("packed ") else _codes
+        matrices = tuple(made(generator, each, codes.removeprefix("packed "), group, not at) for at, each in enumerate(matrices))
+    given: dict[str, Any] = {"limit": limit, **biases}
+    if shared:
+        given["shared"] = draw(2 * shared, hidden, scale=hidden**-0.5), draw(hidden, shared, scale=shared**-0.5)
+    return (draw(tokens, hidden), *matrices, chosen, weights, kind), given
 
 
-def _codes(generator: torch.Generator, device: str, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Random MXFP4 codes and scales about the size of a matrix's numbers."""
-    *others, inputs = like.shape
-    codes = torch.randint(0, 256, (*others, inputs // 2), generator=generator, dtype=torch.uint8)
-    size = 127 + round(math.log2(inputs**-0.5 / 2.9))
-    scale = torch.randint(size - 1, size + 2, (*others, inputs // GROUP), generator=generator).to(torch.uint8)
-    return codes.to(device), scale.to(device)
+def _codes(generator: torch.Generator, like: Tensor, grid: str, group: int, gated: bool) -> QuantisedWeight:
+    """Random codes, with scales that make numbers of the size of a matrix's. `grid`: uint4 with zeros is "uint4 zeros"."""
+    count, outputs, inputs = like.shape
+    grid, _, zeros = grid.partition(" ")
+    size, device = inputs**-0.5 / {"e2m1": 2.9, "uint4": 4.6, "e4m3": 100.0}[grid], like.device
+    rows, columns = (group, group) if grid == "e4m3" and group else (1, group)
+    shape = (count, outputs // rows, -(-inputs // columns) if columns else 1)[: 3 if columns else 2]
+    if grid == "e2m1":
+        scale = (127 + round(math.log2(size)) + torch.randint(-1, 2, shape, generator=generator)).to(torch.uint8)
+    else:
+        factors = 0.4 + 0.6 * torch.rand(shape, generator=generator)
+        scale = factors.mul_(size).to(torch.float32 if grid == "e4m3" else torch.float16)
+    if grid == "e4m3":
+        weight = torch.randn(like.shape, generator=generator).mul_(100).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    else:
+        weight = torch.randint(0, 256, (count, outputs, inputs // 2), generator=generator, dtype=torch.uint8)
+    zero = torch.randint(6, 11, shape, generator=generator).to(device, scale.dtype) if zeros else None
+    return QuantisedWeight(
+        grid, inputs, weight.to(device), scale.to(device), (rows, columns), zero=zero, e8m0=grid == "e2m1"
+    )
+
+
+def _packed(generator: torch.Generator, like: Tensor, kind: str, group: int, gated: bool) -> PackedWeight:
+    rounded = [quantised(each, group, kind) for each in like]
+    codes, scale = (torch.stack(parts) for parts in zip(*rounded, strict=True))
+    return pack_experts(codes, scale, kind=kind, gated=gated)
 
 
 def _triton_supports(site: Site) -> bool:

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.experts.expert_gate import gated_sums
+from ridgeline.ops.experts.matrices import Codes
 from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.registry import tl, triton_kernel
 
+FEW_GRIDS = ("", "e4m3")             # numbers, and codes that are read as numbers; 4-bit ones have packed_few.py
 MOST_TOKENS = 8
 REREAD = 1.15                        # reads of weights, for each expert that is visited
 
@@ -33,24 +35,47 @@ class Few(NamedTuple):
 
 @triton_kernel()
 def _weights_of(  # type: ignore[no-untyped-def]
-    weight_ptr, first, start, column, output, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EVEN: tl.constexpr,
+    weight_ptr, first, apart, start, column, output, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EVEN: tl.constexpr,
 ):
-    """A block of a matrix whose first output is row `first` of the tensor; zeros beyond its ends."""
-    place = weight_ptr + (first + output)[:, None] * INPUTS + (start + column)[None, :]
+    """A block of a matrix whose first output is row `first` of the tensor, with rows `apart` times INPUTS from each other; zeros
+    beyond its ends."""
+    place = weight_ptr + ((first + output) * apart)[:, None] * INPUTS + (start + column)[None, :]
     if EVEN:
         return tl.load(place, eviction_policy="evict_first")
     inside = (output < OUTPUTS)[:, None] & (start + column < INPUTS)[None, :]
     return tl.load(place, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
+@triton_kernel()
+def _row_sums(  # type: ignore[no-untyped-def]
+    weights, x, scale_ptr, first, start, output, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GRID: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
+):
+    """[BLOCK]: the products of a block of weights [BLOCK, STEP] with x [STEP], times the scales of its groups."""
+    products = weights.to(tl.float32) * x[None, :]
+    if GRID == "":
+        sums = tl.sum(products, 1)
+    else:
+        BLOCK: tl.constexpr = weights.shape[0]
+        STEP: tl.constexpr = weights.shape[1]
+        SPAN: tl.constexpr = STEP if GROUP > STEP else GROUP
+        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+        group = (start + tl.arange(0, STEP // SPAN) * SPAN) // GROUP
+        place = scale_ptr + ((first + output) // SCALE_ROWS)[:, None] * groups + group[None, :]
+        scale = tl.load(place, mask=(output < OUTPUTS)[:, None] & (group < groups)[None, :], other=0.0)
+        sums = tl.sum(tl.sum(products.reshape((BLOCK, STEP // SPAN, SPAN)), 2) * scale, 1)
+    return sums
+
+
 @triton_kernel(do_not_specialize=["pairs"])
 def _experts_few_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, out_ptr, chosen_ptr, reads_ptr, pairs, stride, limit, alpha,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
-    CLAMPED: tl.constexpr, READS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, shared_ptr, bias_ptr, out_ptr, chosen_ptr, reads_ptr, pairs, stride, limit, alpha,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, SHARED: tl.constexpr, GATE: tl.constexpr,
+    BIAS: tl.constexpr, CLAMPED: tl.constexpr, READS: tl.constexpr, PAIRS: tl.constexpr, GRID: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [pairs, OUTPUTS]"""
+    """x [T, INPUTS], weight [experts, 2 OUTPUTS, INPUTS] -> out [T, USED + SHARED, OUTPUTS]. The shared expert is SHARED times as
+    wide as others: [2 SHARED OUTPUTS, INPUTS]."""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
     EVEN: tl.constexpr = INPUTS % STEP == 0 and OUTPUTS % BLOCK == 0
     pair = tl.program_id(0) // blocks
@@ -59,27 +84,33 @@ def _experts_few_up_kernel(  # type: ignore[no-untyped-def]
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()            # behind the wait: down may read what the routing wrote
-    expert = tl.load(chosen_ptr + pair)
-    first = expert * 2 * OUTPUTS
-    row = x_ptr + (pair // USED).to(tl.int64) * stride + column
-    gates = _weights_of(weight_ptr, first, 0, column, output, INPUTS, OUTPUTS, EVEN)
-    ups = _weights_of(weight_ptr, first + OUTPUTS, 0, column, output, INPUTS, OUTPUTS, EVEN)
+    token, place = pair // (USED + SHARED), pair % (USED + SHARED)
+    first = tl.load(chosen_ptr + token * USED + tl.minimum(place, USED - 1)) * 2 * OUTPUTS
+    base, partner = weight_ptr, OUTPUTS                  # rows from a gate to its partner
+    if SHARED > 0:
+        partner = tl.where(place < USED, OUTPUTS, SHARED * OUTPUTS)
+        if place >= USED:
+            base = shared_ptr
+            first = (place - USED).to(tl.int64) * OUTPUTS
+    row = x_ptr + token.to(tl.int64) * stride + column
+    gates = _weights_of(base, first, 1, 0, column, output, INPUTS, OUTPUTS, EVEN)
+    ups = _weights_of(base, first + partner, 1, 0, column, output, INPUTS, OUTPUTS, EVEN)
     if READS:
         if tl.program_id(0) == 0:
             visited_experts(chosen_ptr, reads_ptr, pairs, PAIRS)
     gate = tl.zeros((BLOCK,), tl.float32)
     up = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, INPUTS - STEP, STEP):
-        next_gates = _weights_of(weight_ptr, first, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
-        next_ups = _weights_of(weight_ptr, first + OUTPUTS, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
-        x = tl.load(row + start).to(tl.float32)[None, :]
-        gate += tl.sum(gates.to(tl.float32) * x, 1)
-        up += tl.sum(ups.to(tl.float32) * x, 1)
+        next_gates = _weights_of(base, first, 1, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
+        next_ups = _weights_of(base, first + partner, 1, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
+        x = tl.load(row + start).to(tl.float32)
+        gate += _row_sums(gates, x, scale_ptr, first, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
+        up += _row_sums(ups, x, scale_ptr, first + OUTPUTS, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
         gates, ups = next_gates, next_ups
     last: tl.constexpr = (INPUTS - 1) // STEP * STEP
-    x = tl.load(row + last, mask=column < INPUTS - last, other=0.0).to(tl.float32)[None, :]
-    gate += tl.sum(gates.to(tl.float32) * x, 1)
-    up += tl.sum(ups.to(tl.float32) * x, 1)
+    x = tl.load(row + last, mask=column < INPUTS - last, other=0.0).to(tl.float32)
+    gate += _row_sums(gates, x, scale_ptr, first, last, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
+    up += _row_sums(ups, x, scale_ptr, first + OUTPUTS, last, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
     if BIAS:
         biases = bias_ptr + first + output
         gate += tl.load(biases, mask=output < OUTPUTS, other=0.0).to(tl.float32)
@@ -101,44 +132,64 @@ def visited_experts(chosen_ptr, reads_ptr, pairs, PAIRS: tl.constexpr):  # type:
 
 @triton_kernel()
 def _down_block(  # type: ignore[no-untyped-def]
-    weight_ptr, chosen_ptr, token, step, column, output, USED: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    STEP: tl.constexpr, EVEN: tl.constexpr,
+    weight_ptr, shared_ptr, chosen_ptr, token, step, column, output, USED: tl.constexpr, SHARED: tl.constexpr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
 ):
     """The block of weights of a token's step; of the last step again where there are no more."""
     chunks: tl.constexpr = (INPUTS + STEP - 1) // STEP
-    known = tl.minimum(step, USED * chunks - 1)
-    expert = tl.load(chosen_ptr + token * USED + known // chunks, cache_modifier=".cg")
-    return _weights_of(weight_ptr, expert * OUTPUTS, known % chunks * STEP, column, output, INPUTS, OUTPUTS, EVEN)
+    known = tl.minimum(step, (USED + SHARED) * chunks - 1)
+    place = known // chunks
+    first = tl.load(chosen_ptr + token * USED + tl.minimum(place, USED - 1), cache_modifier=".cg") * OUTPUTS
+    base, apart = weight_ptr, 1
+    if SHARED > 0:
+        apart = tl.where(place < USED, 1, SHARED)
+        first = tl.where(place < USED, first, 0)
+        if place >= USED:
+            base = shared_ptr + (place - USED) * INPUTS
+    return _weights_of(base, first, apart, known % chunks * STEP, column, output, INPUTS, OUTPUTS, EVEN)
 
 
 @triton_kernel()
 def _experts_few_down_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, share_ptr, out_ptr, chosen_ptr,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, shared_ptr, bias_ptr, share_ptr, out_ptr, chosen_ptr,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, USED: tl.constexpr, SHARED: tl.constexpr, BIAS: tl.constexpr,
+    GRID: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """x [pairs, INPUTS], weight [experts, OUTPUTS, INPUTS], shares [pairs] -> out [T, OUTPUTS]. The blocks of the next two steps
-    are on their way while one is multiplied."""
+    """x [T, USED + SHARED, INPUTS], weight [experts, OUTPUTS, INPUTS], shares [T, USED] -> out [T, OUTPUTS]. The shared expert is
+    [OUTPUTS, SHARED INPUTS]. The blocks of the next two steps are on their way while one is multiplied."""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
     chunks: tl.constexpr = (INPUTS + STEP - 1) // STEP
     EVEN: tl.constexpr = INPUTS % STEP == 0 and OUTPUTS % BLOCK == 0
     token = (tl.program_id(0) // blocks).to(tl.int64)
     output = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, STEP)
-    weights = _down_block(weight_ptr, chosen_ptr, token, 0, column, output, USED, INPUTS, OUTPUTS, STEP, EVEN)
-    following = _down_block(weight_ptr, chosen_ptr, token, 1, column, output, USED, INPUTS, OUTPUTS, STEP, EVEN)
+    weights = _down_block(
+        weight_ptr, shared_ptr, chosen_ptr, token, 0, column, output, USED, SHARED, INPUTS, OUTPUTS, STEP, EVEN
+    )
+    following = _down_block(
+        weight_ptr, shared_ptr, chosen_ptr, token, 1, column, output, USED, SHARED, INPUTS, OUTPUTS, STEP, EVEN
+    )
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     sums = tl.zeros((BLOCK, STEP), tl.float32)
     biases = tl.zeros((BLOCK,), tl.float32)
-    for step in range(USED * chunks):
-        later = _down_block(weight_ptr, chosen_ptr, token, step + 2, column, output, USED, INPUTS, OUTPUTS, STEP, EVEN)
-        pair = token * USED + step // chunks
-        share = tl.load(share_ptr + pair).to(tl.float32)
+    for step in range((USED + SHARED) * chunks):
+        later = _down_block(
+            weight_ptr, shared_ptr, chosen_ptr, token, step + 2, column, output, USED, SHARED, INPUTS, OUTPUTS, STEP, EVEN
+        )
+        place = step // chunks
+        pair = token * USED + tl.minimum(place, USED - 1)
+        share = tl.where(place < USED, tl.load(share_ptr + pair).to(tl.float32), 1.0)
         start = step % chunks * STEP
-        x = tl.load(x_ptr + pair * INPUTS + start + column, mask=start + column < INPUTS, other=0.0).to(tl.float32)
-        sums += weights.to(tl.float32) * (share * x)[None, :]
+        row = x_ptr + (token * (USED + SHARED) + place) * INPUTS
+        x = tl.load(row + start + column, mask=start + column < INPUTS, other=0.0).to(tl.float32)
+        if GRID == "":
+            sums += weights.to(tl.float32) * (share * x)[None, :]
+        else:
+            first = tl.load(chosen_ptr + pair) * OUTPUTS
+            biases += _row_sums(weights, share * x, scale_ptr, first, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
         if BIAS:
             expert = tl.load(chosen_ptr + pair)
             bias = tl.load(bias_ptr + expert * OUTPUTS + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
@@ -172,25 +223,38 @@ def _step(inputs: int) -> int:
     return next((size for size in (2048, 1024, 512) if cdiv(inputs, size) * size <= 1.1 * inputs), 512)
 
 
+def shared_parts(gate_up: Codes, down: Codes, shared: tuple[Tensor, Tensor], biased: bool) -> int:
+    """How many experts wide the shared one is, if the kernels take it as so many more; else 0. Experts have numbers and no
+    biases then."""
+    width, wide = down.weight.shape[2], shared[1].shape[1]
+    plain = gate_up.grid == "" and shared[0].dtype == gate_up.weight.dtype and not biased
+    return wide // width if plain and wide % width == 0 and shared[0].is_contiguous() and shared[1].is_contiguous() else 0
+
+
 def experts_few(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, out: Tensor, kind: str,
+    x: Tensor, gate_up: Codes, down: Codes, chosen: Tensor, weights: Tensor, out: Tensor, kind: str,
     biases: tuple[Tensor | None, Tensor | None], limit: float | None, alpha: float, reads: Tensor | None,
+    shared: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """As experts_triton, into `out`."""
-    hidden, width = down.shape[1:]
+    """As experts_triton, into `out`. `shared`: as `shared_parts` allows it."""
+    hidden, width = down.weight.shape[1:]
     tokens, used = chosen.shape
-    pairs = tokens * used
-    inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    dependent = dependent_launch(x.device)
+    parts = 0 if shared is None else shared[1].shape[1] // width
+    inner = torch.empty((tokens * (used + parts), width), dtype=x.dtype, device=x.device)
+    wide, back_wide = (chosen, chosen) if shared is None else shared
     up, back = few_up(width, hidden), few_down(width, hidden)
-    _experts_few_up_kernel[pairs * cdiv(width, up.outputs),](
-        x, gate_up, x if biases[0] is None else biases[0], inner, chosen, chosen if reads is None else reads, pairs, x.stride(0),
-        float(limit or 0.0), float(alpha), INPUTS=hidden, OUTPUTS=width, USED=used, GATE=GATES[kind], BIAS=biases[0] is not None,
-        CLAMPED=limit is not None, READS=reads is not None, PAIRS=power_of_two(MOST_TOKENS * used), BLOCK=up.outputs,
-        STEP=up.inputs, num_warps=up.warps, **dependent,
+    given = {
+        "USED": used, "SHARED": parts, "GRID": down.grid, "GROUP": down.group, "SCALE_ROWS": down.scale_rows,
+        **dependent_launch(x.device),
+    }
+    _experts_few_up_kernel[len(inner) * cdiv(width, up.outputs),](
+        x, *gate_up.tensors(chosen)[:2], wide, x if biases[0] is None else biases[0], inner, chosen,
+        chosen if reads is None else reads, tokens * used, x.stride(0), float(limit or 0.0), float(alpha), INPUTS=hidden,
+        OUTPUTS=width, GATE=GATES[kind], BIAS=biases[0] is not None, CLAMPED=limit is not None, READS=reads is not None,
+        PAIRS=power_of_two(MOST_TOKENS * used), BLOCK=up.outputs, STEP=up.inputs, num_warps=up.warps, **given,
     )
     _experts_few_down_kernel[tokens * cdiv(hidden, back.outputs),](
-        inner, down, x if biases[1] is None else biases[1], weights, out, chosen, INPUTS=width, OUTPUTS=hidden, USED=used,
-        BIAS=biases[1] is not None, BLOCK=back.outputs, STEP=back.inputs, num_warps=back.warps, **dependent,
+        inner, *down.tensors(chosen)[:2], back_wide, x if biases[1] is None else biases[1], weights, out, chosen, INPUTS=width,
+        OUTPUTS=hidden, BIAS=biases[1] is not None, BLOCK=back.outputs, STEP=back.inputs, num_warps=back.warps, **given,
     )
     return out

@@ -65,10 +65,46 @@ def _scored(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
+def _allowed_groups(  # type: ignore[no-untyped-def]
+    logits_ptr, offset_ptr, bias_ptr, top, total, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr, LINES: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """A bit for each of the best groups. LINES and SIZE: powers of two with room for the groups, and for the members of one."""
+    MEMBERS: tl.constexpr = EXPERTS // GROUPS
+    group, member = tl.arange(0, LINES), tl.arange(0, SIZE)
+    inside = (group < GROUPS)[:, None] & (member < MEMBERS)[None, :]
+    expert = tl.where(inside, group[:, None] * MEMBERS + member[None, :], EXPERTS)
+    logits = _logits_at(logits_ptr, offset_ptr, expert, EXPERTS, OFFSET)
+    scores, choice = _scored(logits, bias_ptr, expert, top, total, EXPERTS, SIGMOID, BIAS)
+    if not BIAS:
+        choice = tl.where(inside, scores, float("-inf"))
+    score = tl.max(choice, 1)
+    if BEST_TWO:
+        first = tl.argmax(choice, 1)
+        score += tl.max(tl.where(member[None, :] == first[:, None], float("-inf"), choice), 1)
+    score = tl.where(group < GROUPS, score, float("-inf"))
+    rival = tl.trans(tl.broadcast_to(score[:, None], (LINES, LINES)))
+    equal = (rival == score[:, None]) & (group[None, :] < group[:, None])
+    place = tl.sum(((rival > score[:, None]) | equal).to(tl.int32), 1)
+    return tl.sum(tl.where((place < TOP_GROUPS) & (group < GROUPS), 1 << group, 0))
+
+
+@triton_kernel()
+def _in_groups(choice, expert, allowed, EXPERTS: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the choice is made by, without the experts of other groups."""
+    if GROUPS > 1:
+        known = (allowed >> tl.minimum(expert // (EXPERTS // GROUPS), GROUPS - 1)) & 1
+        choice = tl.where(known == 1, choice, float("-inf"))
+    return choice
+
+
+@triton_kernel()
 def choose_experts(  # type: ignore[no-untyped-def]
     logits_ptr, offset_ptr, bias_ptr, chosen_ptr, weight_ptr, scale,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, USED: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
-    OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+    LINES: tl.constexpr, SIZE: tl.constexpr,
 ):
     """One CTA: one token, from its logits. An expert's place is the number of better ones; of equal ones the first is better.
     All experts are compared with all: taking the best USED times would be USED reductions, one after the other."""
@@ -79,12 +115,20 @@ def choose_experts(  # type: ignore[no-untyped-def]
     if not SIGMOID:
         top = tl.max(logits)
         total = tl.sum(tl.exp(logits - top))
+    allowed = 0
+    if GROUPS > 1:
+        allowed = _allowed_groups(
+            logits_ptr, offset_ptr, bias_ptr, top, total, EXPERTS, SIGMOID, OFFSET, BIAS, GROUPS, TOP_GROUPS, BEST_TWO, LINES,
+            SIZE,
+        )
     scores, choice = _scored(logits, bias_ptr, expert, top, total, EXPERTS, SIGMOID, BIAS)
+    choice = _in_groups(choice, expert, allowed, EXPERTS, GROUPS)
     better = tl.zeros((BLOCK, CHUNK), tl.int32)
     for start in tl.static_range(0, BLOCK, CHUNK):
         other = start + tl.arange(0, CHUNK)
         theirs = _logits_at(logits_ptr, offset_ptr, other, EXPERTS, OFFSET)
         _, rival = _scored(theirs, bias_ptr, other, top, total, EXPERTS, SIGMOID, BIAS)
+        rival = _in_groups(rival, other, allowed, EXPERTS, GROUPS)
         equal = (rival[None, :] == choice[:, None]) & (other[None, :] < expert[:, None])
         better += ((rival[None, :] > choice[:, None]) | equal).to(tl.int32)
     place = tl.sum(better, 1)
@@ -100,7 +144,8 @@ def choose_experts(  # type: ignore[no-untyped-def]
 def _route_experts_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, offset_ptr, bias_ptr, chosen_ptr, weight_ptr, stride, scale,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, USED: tl.constexpr, SIGMOID: tl.constexpr, NORMALISE: tl.constexpr,
-    OFFSET: tl.constexpr, BIAS: tl.constexpr, DEPENDENT: tl.constexpr,
+    OFFSET: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST_TWO: tl.constexpr,
+    LINES: tl.constexpr, SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     if DEPENDENT:
@@ -108,15 +153,22 @@ def _route_experts_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     choose_experts(
         logits_ptr + token * stride, offset_ptr, bias_ptr, chosen_ptr + token * USED, weight_ptr + token * USED, scale,
-        EXPERTS, BLOCK, USED, SIGMOID, NORMALISE, OFFSET, BIAS,
+        EXPERTS, BLOCK, USED, SIGMOID, NORMALISE, OFFSET, BIAS, GROUPS, TOP_GROUPS, BEST_TWO, LINES, SIZE,
     )
 
 
-def routing_constants(experts: int, used: int, score: str, normalise: bool, offset: Tensor | None, bias: Tensor | None) -> Any:
+MOST_GROUPS = 31                     # which have a bit of an int32 each
+
+
+def routing_constants(
+    experts: int, used: int, score: str, normalise: bool, offset: Tensor | None, bias: Tensor | None, groups: int,
+    top_groups: int, group_score: str,
+) -> dict[str, Any]:
     """Of the kernels that call `choose_experts`."""
     return {
         "EXPERTS": experts, "BLOCK": power_of_two(experts), "USED": used, "SIGMOID": score == "sigmoid", "NORMALISE": normalise,
-        "OFFSET": offset is not None, "BIAS": bias is not None,
+        "OFFSET": offset is not None, "BIAS": bias is not None, "GROUPS": groups, "TOP_GROUPS": top_groups,
+        "BEST_TWO": group_score == "best two", "LINES": power_of_two(groups), "SIZE": power_of_two(experts // groups),
     }
 
 
@@ -125,7 +177,7 @@ def route_triton(
     top_groups: int = 1, group_score: str = "best", scale: float = 1.0, offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`offset` [experts] is added to the logits."""
-    if groups > 1 or logits.stride(-1) != 1:
+    if groups > MOST_GROUPS or logits.stride(-1) != 1:
         logits = logits if offset is None else logits + offset
         return route_reference(logits, used, score, normalise, bias, groups, top_groups, group_score, scale)
     tokens, experts = logits.shape
@@ -134,8 +186,8 @@ def route_triton(
     if tokens:
         _route_experts_kernel[tokens,](
             logits, logits if offset is None else offset, logits if bias is None else bias, chosen, weights, logits.stride(0),
-            float(scale), **routing_constants(experts, used, score, normalise, offset, bias), num_warps=4,
-            **dependent_launch(logits.device),
+            float(scale), **routing_constants(experts, used, score, normalise, offset, bias, groups, top_groups, group_score),
+            num_warps=4, **dependent_launch(logits.device),
         )
     return chosen, weights
 

@@ -12,7 +12,8 @@ from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemm_gated import described
 from ridgeline.ops.registry import TRITON_INTERPRETED, tl, triton_kernel
 
-BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, STAGES = 128, 256, 128, 3
+BLOCK_ROWS, BLOCK_OUTPUTS, BLOCK_INPUTS, STAGES = 128, (256, 128), 128, 3
+HALF_GAIN = 0.75                     # of the time with wide tiles: with more, narrow ones lose by reading x twice as often
 NEIGHBOURS = 8                       # blocks of rows that go through the outputs together
 FEWEST_ROWS = 17                     # that torch._int_mm takes
 
@@ -21,12 +22,12 @@ FEWEST_ROWS = 17                     # that torch._int_mm takes
 def _integer_gemm_kernel(  # type: ignore[no-untyped-def]
     x, weight, out, x_scale_ptr, scale_ptr, bias_ptr, rows, outputs, inputs,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr, BLOCK_INPUTS: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    PROGRAMS: tl.constexpr, BIAS: tl.constexpr, UPCAST: tl.constexpr,
+    BIAS: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """x [rows, inputs], weight [outputs, inputs] and out [rows, outputs] are TMA descriptors; tiles as in gemm_gated.py."""
     row_blocks = tl.cdiv(rows, BLOCK_ROWS)
     output_blocks = tl.cdiv(outputs, BLOCK_OUTPUTS)
-    for tile in tl.range(tl.program_id(0), row_blocks * output_blocks, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), row_blocks * output_blocks, tl.num_programs(0), flatten=True):
         band = tile // (NEIGHBOURS * output_blocks)
         height = tl.minimum(row_blocks - band * NEIGHBOURS, NEIGHBOURS)
         place = tile % (NEIGHBOURS * output_blocks)
@@ -49,17 +50,26 @@ def _integer_gemm_kernel(  # type: ignore[no-untyped-def]
         out.store([row, output], result.to(out.dtype))
 
 
+def block_outputs(rows: int, outputs: int, sms: int) -> int:
+    """Outputs of a tile. Where wide tiles leave many SMs without one, as down has for 512 rows (64 tiles), narrow ones."""
+    wide, narrow = BLOCK_OUTPUTS
+    rounds = [cdiv(cdiv(rows, BLOCK_ROWS) * cdiv(outputs, size), sms) * size for size in BLOCK_OUTPUTS]
+    return narrow if rounds[1] < HALF_GAIN * rounds[0] else wide
+
+
 def integer_gemm(
     codes: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """codes [T, inputs] and weight [outputs, inputs], int8, with a scale for each row -> [T, outputs]"""
     (rows, inputs), outputs = codes.shape, len(weight)
     out = torch.empty((rows, outputs), dtype=dtype, device=codes.device)
-    programs = min(cdiv(rows, BLOCK_ROWS) * cdiv(outputs, BLOCK_OUTPUTS), multiprocessors(codes.device))
+    sms = multiprocessors(codes.device)
+    block = block_outputs(rows, outputs, sms)
+    programs = min(cdiv(rows, BLOCK_ROWS) * cdiv(outputs, block), sms)
     _integer_gemm_kernel[programs,](
-        described(codes, BLOCK_ROWS, BLOCK_INPUTS), described(weight, BLOCK_OUTPUTS, BLOCK_INPUTS),
-        described(out, BLOCK_ROWS, BLOCK_OUTPUTS), x_scale, scale, out if bias is None else bias, rows, outputs, inputs,
-        BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUTPUTS=BLOCK_OUTPUTS, BLOCK_INPUTS=BLOCK_INPUTS, NEIGHBOURS=NEIGHBOURS, PROGRAMS=programs,
+        described(codes, BLOCK_ROWS, BLOCK_INPUTS), described(weight, block, BLOCK_INPUTS),
+        described(out, BLOCK_ROWS, block), x_scale, scale, out if bias is None else bias, rows, outputs, inputs,
+        BLOCK_ROWS=BLOCK_ROWS, BLOCK_OUTPUTS=block, BLOCK_INPUTS=BLOCK_INPUTS, NEIGHBOURS=NEIGHBOURS,
         BIAS=bias is not None, UPCAST=TRITON_INTERPRETED,                # the interpreter's narrow dot products are wrong
         num_warps=8, num_stages=STAGES,
     )

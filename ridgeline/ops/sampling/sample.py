@@ -84,13 +84,17 @@ def apply_penalties(
 # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def sample_reference(
-    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None
+    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None, late: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 [S], and which rows failed: those with a NaN, an infinity, or nothing left to choose from.
 
     A failed row's token is 0. Nothing about it reaches another row. `mask`: see apply_mask. `choices` is what `send_choices`
-    made of `how`, and changes nothing.
+    made of `how`, and changes nothing. `late` [S]: a row's output index is that much smaller than `how` says; the host does not
+    know it yet. Rows with typical_p have none.
     """
+    if late is not None:
+        how = how.copy()
+        how["index"] -= late.cpu().numpy()
     if mask is not None:
         kept = torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
         broken = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
@@ -349,7 +353,7 @@ def send_choices(how: np.ndarray, device: torch.device, dtype: torch.dtype, voca
 
 
 def sample_on_gpu(
-    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None
+    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None, late: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """As defined, without waiting for the device; only typical_p, which needs a sort, runs the reference. A mask is allowed
     only for rows without filters (`takes_masks`)."""
@@ -362,6 +366,8 @@ def sample_on_gpu(
         others["temperature"][typical] = 0
     if choices is None and (how["temperature"] > 0).any():               # the best ones need nothing from the host
         choices = Choices.of(others if some_typical else how, logits.device)
+    if choices is not None and late is not None:
+        choices.integers[1, : len(how)].sub_(late)
     sample_kernels.draw(logits, choices, tokens, failed, mask=mask)
     if some_typical:
         place = to_device(np.flatnonzero(typical), logits.device)

@@ -566,6 +566,9 @@ def workspace(device: torch.device, rows: int, vocab: int) -> Workspace:
     found = _workspaces.get((device, vocab))
     if found is None or found.keys.shape[0] < rows:
         if found is not None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                # Its memory would be of the graphs' pool, where graphs that were captured before write.
+                raise AssertionError(f"a workspace for {rows} rows while a CUDA graph is captured: reserve it before")
             _outgrown.append(found)
         tiles = cdiv(vocab, BEST_TILE)
         groups = tiles * (BEST_TILE // GROUP)

@@ -18,6 +18,7 @@ from ridgeline.quantize.methods.rounding import LEAST, Rounded, grid_of, with_gr
 
 DAMPING = 0.01                       # of the mean moment, added to all: an input that was hardly seen changes nothing much
 BLOCK = 128                          # inputs whose errors are gathered before they reach the inputs behind them
+SOLVED = 512                         # a triangular matrix of this size is inverted at once
 _MORE_DAMPING = (1, 10, 100)         # times DAMPING, until the Hessian can be inverted
 
 
@@ -29,7 +30,8 @@ class InverseFactor:
         moments = hessian.diagonal().clone()
         self.unseen = moments == 0
         moments[self.unseen] = 1.0
-        self.order = torch.argsort(moments, descending=True, stable=True) if ordered else torch.arange(len(moments))
+        self.order = (torch.argsort(moments, descending=True, stable=True) if ordered
+                      else torch.arange(len(moments), device=moments.device))
         arranged = hessian.clone()
         arranged.diagonal().copy_(moments)
         arranged = arranged[self.order][:, self.order]
@@ -37,13 +39,26 @@ class InverseFactor:
         for times in _MORE_DAMPING:
             damped = arranged.clone()
             damped.diagonal().add_(times * DAMPING * mean)
-            lower, failed = torch.linalg.cholesky_ex(damped)
+            # H = R Rᵀ with R upper: the Cholesky factor of H in reverse order, reversed. Then H⁻¹ = (R⁻¹)ᵀ R⁻¹, and R⁻¹ is the
+            # factor: half the work of inverting H and factoring the inverse.
+            lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
             if not int(failed):
-                upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not int(failed):
-                self.upper = upper
+                self.upper = _inverse_upper(lower.flip(0, 1))
                 return
         raise ModelError("the calibration's inputs have no invertible Hessian: are activations finite?")
+
+
+def _inverse_upper(matrix: Tensor) -> Tensor:
+    """Of an upper triangular matrix, by halves: ((A, B), (0, C)) becomes ((A⁻¹, −A⁻¹ B C⁻¹), (0, C⁻¹))."""
+    size = len(matrix)
+    if size <= SOLVED:
+        return torch.linalg.solve_triangular(matrix, torch.eye(size, device=matrix.device, dtype=matrix.dtype), upper=True)
+    half = size // 2
+    first, last = _inverse_upper(matrix[:half, :half]), _inverse_upper(matrix[half:, half:])
+    found = torch.zeros_like(matrix)
+    found[:half, :half], found[half:, half:] = first, last
+    found[:half, half:] = -(first @ matrix[:half, half:] @ last)
+    return found
 
 
 def gptq_rounded(values: Tensor, factor: InverseFactor, format: WeightFormat) -> Rounded:

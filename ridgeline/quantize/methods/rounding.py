@@ -17,6 +17,7 @@ from ridgeline.ops.quantised.expand import expand, spread
 from ridgeline.quant.format import OUTER, SCALE, WEIGHT, ZERO, WeightFormat
 from ridgeline.quant.quantise import LARGEST_CODE, block_maxima, e2m1_codes, quantised
 from ridgeline.quant.quantised import quantised_weight
+from ridgeline.quantize.recipes import keeps_outliers, per_tensor
 
 HALF_RANGE = {"int8": 127.5, "uint4": 7.5, "e4m3": LARGEST}
 LEAST = {"int8": -128, "uint4": -8}
@@ -40,9 +41,10 @@ def _nvfp4(values: Tensor, format: WeightFormat, largest: float | None) -> Round
     assert format.scales is not None
     block, shape = format.scales.block, (values.shape[0], values.shape[1])
     top = float(values.abs().amax()) if largest is None else largest
-    outer = _inverse(torch.tensor(LARGEST * LARGEST_CODE["e2m1"] / top if top else 1.0))
+    outer = _inverse(torch.tensor(LARGEST * LARGEST_CODE["e2m1"] / top if top else 1.0)).to(values.device)
     scale = (block_maxima(values.abs(), block) / LARGEST_CODE["e2m1"] / outer).clamp(max=LARGEST).to(CODES)
-    scale = torch.where(scale.float() == 0, torch.tensor(0.125, dtype=CODES), scale)     # a block of zeros: any scale gives them
+    any_scale = torch.tensor(0.125, dtype=CODES, device=scale.device)
+    scale = torch.where(scale.float() == 0, any_scale, scale)            # a block of zeros: any scale gives them
     weight, _ = packed_codes("e2m1", e2m1_codes(values / spread(scale.float() * outer, block, shape)))
     return {WEIGHT: weight, SCALE: scale, OUTER: outer.expand(shape[0]).contiguous()}
 
@@ -59,7 +61,10 @@ def grid_of(values: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None
     assert format.scales is not None
     stored = getattr(torch, format.scales.dtype)
     if format.scales.zero is None:
-        zero, wide = None, block_maxima(values.abs(), format.scales.block) / HALF_RANGE[format.grid]
+        zero, maxima = None, block_maxima(values.abs(), format.scales.block)
+        wide = maxima * (1.0 / 127.0) if keeps_outliers(format) else maxima / HALF_RANGE[format.grid]
+        if per_tensor(format):
+            wide = wide.amax().expand_as(wide).contiguous()
     else:
         least = -block_maxima((-values).clamp_min(0), format.scales.block)
         wide = (block_maxima(values.clamp_min(0), format.scales.block) - least) / (2 * HALF_RANGE[format.grid])

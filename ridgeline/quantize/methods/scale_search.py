@@ -90,7 +90,7 @@ def clipped(values: Tensor, format: WeightFormat, sample: Tensor) -> Tensor:
     if format.scales.zero is None:
         high = torch.maximum(high, -low)
         low = -high
-    best, least = parts, torch.full((outputs, parts.shape[1]), torch.inf)
+    best, least = parts, torch.full((outputs, parts.shape[1]), torch.inf, device=parts.device)
     for shrink in (1.0, *SHRINKS):
         cut = parts.clamp(low * shrink, high * shrink)
         error = (expanded(rounded(cut.view(outputs, inputs), format), format, inputs).view_as(parts) - parts).transpose(0, 1)

@@ -33,7 +33,7 @@ def sparsegpt_sparse(values: Tensor, factor: InverseFactor) -> Tensor:
     inputs = left.shape[1]
     for first in range(0, inputs, BLOCK):
         end = min(first + BLOCK, inputs)
-        here, errors = left[:, first:end], torch.empty(len(left), end - first)
+        here, errors = left[:, first:end], torch.empty(len(left), end - first, device=left.device)
         upper = factor.upper[first:end, first:end]
         costs = upper.diagonal()
         for place in range(end - first):

@@ -3,7 +3,7 @@
 Launched kernel by kernel, a decode step of an 8B model on an H200 takes the host longer than the device, and a capture takes as
 long again: after a deploy, every user would meet the shapes of the first busy minute like that.
 
-Decodes of every size and single prompts, greedy and sampled; few rows also with drafts. Likely ones come first, the smallest
+Decodes of every size and single prompts, greedy and sampled, then decodes with drafts. Likely ones come first, the smallest
 before larger ones: a request that comes meanwhile is probably alone. Shapes that have been used are left out. An idle scheduler
 has no rows, so the runner's rows are free. They write to block 0, which no sequence owns: the blocks of the sequences that had
 these rows before may be in the prefix cache.
@@ -22,13 +22,12 @@ from ridgeline.process.log import get_logger
 from ridgeline.runner.cuda_graphs import MOST_PADDING, GraphForward
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.runner import Runner
-from ridgeline.runner.start.kernel_steps import DRAFT_QUERIES, KernelStep, run_step
+from ridgeline.runner.start.kernel_steps import KernelStep, run_step
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.sizes.graph_shapes import GraphShapes
+from ridgeline.sizes.graph_shapes import GraphShapes, Shape
 
 logger = get_logger("graphs")
 
-DRAFTED_ROWS = (1, 2, 4, 8)          # rows whose drafts are captured ahead: few rows gain the most from them
 COMMON = {1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512} # tokens of the steps that are captured first, and those of `covering`
 
 
@@ -95,9 +94,18 @@ class Rehearsal:
                     yield KernelStep(tokens, params=SamplingParams(temperature=0.0 if greedy else 1.0), used=True)
 
     def _drafted(self, max_rows: int, max_model_len: int) -> Iterator[KernelStep]:
-        """All rows with as many drafts as fill a shape."""
-        for rows, queries in itertools.product(DRAFTED_ROWS, DRAFT_QUERIES):
-            shape = self._shapes.fit_drafts(rows, rows * queries, queries)
-            fits = shape is not None and rows <= max_rows and queries < max_model_len
-            if shape is not None and fits and self._forward.is_new(shape, False):
-                yield KernelStep([1] * rows, used=True, width=queries - 1)
+        """Of every shape with drafts a step that fills it. Greedy ones first: they stand in for no others, and most are."""
+        for greedy, shape in itertools.product((True, False), self._shapes.drafted()):
+            if shape.decodes <= max_rows and shape.queries < max_model_len and self._forward.is_new(shape, greedy):
+                params = SamplingParams(temperature=0.0 if greedy else 1.0)
+                yield KernelStep([1] * shape.decodes, params=params, used=True, widths=_filling(shape))
+
+
+def _filling(shape: Shape) -> tuple[int, ...]:
+    """Drafts of each row, which are all of the shape's tokens: the first has the most that one may have."""
+    widths, left = [], shape.draft_tokens - shape.decodes
+    for row in range(shape.decodes):
+        own = min(left, shape.queries - 1) if row == 0 else min(-(-left // (shape.decodes - row)), shape.queries - 1)
+        widths.append(own)
+        left -= own
+    return tuple(widths)

@@ -4,7 +4,7 @@ Kernels have variants, and a few numbers of a step decide which one it launches.
 
     linears, norms               by tokens: sizes of captured decodes, prompts, the largest steps
     decode attention             by rows: decodes alone, beside a prompt, after a shared prefix
-    drafts                       by the most queries of a row
+    drafts                       by the most queries of a row; a step behind others whose result is not known
     prefill attention            by the tokens of the longest prompt, where no one kernel serves all; with and without older keys
     greedy tokens                with every step
     sampling                     sampled, filtered, or greedy; one row or many; of the model's logits or of edited ones
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ from ridgeline.sizes.kv_spec import groups_here
 _NONE = np.zeros(0, np.int32)
 FINE_SIZES = 256                     # up to here every captured number of decodes; beyond it cuBLAS computes the linears
 COARSE_SIZES = {*(2**power for power in range(8)), *(2**power for power in range(9, 20, 2))}     # one in each class of attention
-DRAFT_QUERIES = [2**power for power in range(1, most_queries(1).bit_length())]      # of a row; others are rounded up to these
+DRAFT_QUERIES = [2**power for power in range(1, most_queries(1).bit_length())]      # of a row; attention rounds up to these
 SAMPLING_ROWS = (1, 16)              # few enough for the one-row sampling kernel, and more
 # How tokens are sampled, and from what: the model's logits, edited ones, those that a grammar allows.
 CHOSEN: tuple[dict[str, Any], ...] = (
@@ -66,7 +66,8 @@ class KernelStep:
     masked: bool = False
     added: bool = True               # False: its rows, decodes, go on from a step before
     used: bool = False               # others may have had its rows: their tables are pointed at block 0, which no sequence owns
-    width: int = 0                   # drafts of each row, all of which decode
+    widths: tuple[int, ...] = ()     # drafts of each row, all of which decode; of none where it is empty
+    again: bool = False              # with drafts: the same step follows before its result is known
 
 
 def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int, drafts: bool = False) -> Iterator[KernelStep]:
@@ -84,7 +85,9 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int, drafts
         if tokens <= longest_chunk and (tokens <= FINE_SIZES or tokens in COARSE_SIZES):
             yield KernelStep([tokens])
     if drafts:
-        yield from (KernelStep([1], width=size - 1) for size in DRAFT_QUERIES if size <= longest_chunk)
+        for size in DRAFT_QUERIES:
+            if size <= longest_chunk:
+                yield KernelStep([1], widths=(size - 1,), again=size == DRAFT_QUERIES[0] and longest > 4)
     if longest_chunk > 1 and longest > 2:
         yield KernelStep([2], past=1)                    # a later chunk of a prompt
     yield from _sampling(num_rows)
@@ -129,7 +132,7 @@ def collect_kernels(
     few = model.with_layers(chosen)
     buffers = KVBuffers(groups_here(config.groups, model.numbers_here), 2, config.kv_format, rows.device)
     pages = buffers.layers()
-    forward = EagerForward(few, [pages[number] for number in chosen], rows.last_token)
+    forward = EagerForward(few, [pages[number] for number in chosen], rows.last_token, rows.late.surplus)
     runner = Runner(few, forward, rows, sampler, buffers, comm)
     drafts = draft_options(config.options.execution.speculative_config).on
     with ahead.collecting():
@@ -160,21 +163,26 @@ def run_step(runner: Runner, num_groups: int, step: KernelStep) -> None:
     rows = np.arange(len(step.counts), dtype=np.int32)
     added = []
     if step.added:
-        tokens = np.zeros(step.past + max(step.counts) + step.width, np.int32)
+        tokens = np.zeros(step.past + (1 + step.again) * (max(step.counts) + max(step.widths, default=0)), np.int32)
         size = runner.rows.block_size
         added = [
             RowAdded(
                 row, tokens[: step.past + count], step.past + count, step.past,
-                [tokens[: -(-(step.past + count + step.width) // size)] if step.used else _NONE] * num_groups, step.params, 0,
+                [tokens[: -(-len(tokens) // size)] if step.used else _NONE] * num_groups, step.params, 0,
             )
             for row, count in enumerate(step.counts)
         ]
     want = np.full(len(rows), step.want, np.int8)
-    plan = StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32) + step.width, want)
-    if step.width:
-        plan.width, plan.drafts = np.full(len(rows), step.width, np.int32), np.zeros((len(rows), step.width), np.int32)
+    width = np.array(step.widths or [0] * len(rows), np.int32)
+    plan = StepPlan(0, _NONE, added, _NONE.reshape(0, 4), rows, np.array(step.counts, np.int32) + width, want)
+    if step.widths:
+        plan.width, plan.drafts = width, np.zeros((len(rows), int(width.max())), np.int32)
         plan.drafts_from = np.full(len(rows), step.past + 1, np.int32)
     runner.submit(plan)
     words = -(-runner.model.config.vocab_size // 32)
     runner.sample(np.full((len(rows), words), -1, np.int32) if step.masked else None)
+    if step.again and runner.rows.depth:
+        runner.submit(replace(plan, step=1, added=[]))
+        runner.sample()
+        runner.collect()
     runner.collect()

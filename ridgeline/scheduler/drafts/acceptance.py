@@ -48,13 +48,12 @@ class RowRecord:
     waiting: list[tuple[Source, float]] = field(default_factory=list)
 
     def count(self, width: int, accepted: int, step: int) -> None:
-        self.fade(step)
+        if step != self.step:
+            self.fade(step)
         self.tried = self.tried * _ROW_KEEPS + min(width, accepted + 1)
         self.accepted = self.accepted * _ROW_KEEPS + accepted
 
     def fade(self, step: int) -> None:
-        if step == self.step:
-            return
         kept = _ROW_FADES ** (step - self.step)
         self.tried *= kept
         self.accepted *= kept

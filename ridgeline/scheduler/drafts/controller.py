@@ -58,6 +58,7 @@ class Controller:
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
         self._records: dict[Sequence, RowRecord] = {}    # until ended()
+        self._sources: dict[tuple[str, int, bool], Source] = {}      # to make one takes longer than to find it
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
         self._last_drafted = 0                           # steps
@@ -90,36 +91,43 @@ class Controller:
 
     def _offers(self, rows: DecodingRows) -> list[_Offered]:
         """Of every proposer, for each row that may have drafts."""
-        made, mine, step = [], self._most, self._step
-        for place, (sequence, most, pending) in enumerate(
-            zip(rows.sequences, rows.most.tolist(), rows.pending.tolist(), strict=True)
-        ):
-            most = min(most, mine)
+        made, step, records, sources, place = [], self._step, self._records, self._sources, -1
+        most_of_each = np.minimum(rows.most, self._most).tolist()
+        for sequence, most, pending in zip(rows.sequences, most_of_each, rows.pending.tolist(), strict=True):
+            place += 1
             if most <= 0:
                 continue
             for proposer in self._proposers:
                 offer = proposer.propose(sequence, most + pending)
-                if offer is not None and sequence.matcher is not None:
-                    del offer.tokens[sequence.matcher.allowed(offer.tokens) :]       # the rest could never be accepted
-                if offer is None or len(offer.tokens) <= pending:
+                if offer is None:
                     continue
-                record = self._records.get(sequence)
+                tokens = offer.tokens
+                if sequence.matcher is not None:
+                    del tokens[sequence.matcher.allowed(tokens) :]       # the rest could never be accepted
+                length = len(tokens) - pending
+                if length <= 0:
+                    continue
+                record = records.get(sequence)
                 if record is None:
-                    record = self._records[sequence] = RowRecord(step=step)
-                record.fade(step)
+                    record = records[sequence] = RowRecord(step=step)
+                if record.step != step:
+                    record.fade(step)
                 if not pending:                          # nothing is in flight: blocks were short, or memory ran out
                     record.waiting.clear()
-                length = min(most, len(offer.tokens) - pending)
-                made.append(_Offered(place, offer.tokens, length, Source(offer.source, offer.evidence, pending > 0), record))
+                key = (offer.source, offer.evidence, pending > 0)
+                source = sources.get(key) or sources.setdefault(key, Source(*key))
+                made.append(_Offered(place, tokens, length if length < most else most, source, record))
         return made
 
     def _chances(self, offers: list[_Offered]) -> np.ndarray:
         """float [offers, positions]"""
-        numbers: dict[Source, int] = {}
-        which = [numbers.setdefault(each.source, len(numbers)) for each in offers]
-        rates = np.stack([self.acceptance.rates(source) for source in numbers])
-        own = np.array([(each.record.tried, each.record.accepted, each.length) for each in offers])
-        return survival(rates[which], own[:, 0], own[:, 1], own[:, 2])
+        found = {id(each.source): each.source for each in offers}
+        numbers = {key: number for number, key in enumerate(found)}
+        which = [numbers[id(each.source)] for each in offers]
+        rates = np.stack([self.acceptance.rates(source) for source in found.values()])
+        tried = np.array([each.record.tried for each in offers])
+        accepted = np.array([each.record.accepted for each in offers])
+        return survival(rates[which], tried, accepted, np.array([each.length for each in offers]))
 
     def _widths(self, rows: DecodingRows, offers: list[_Offered], chances: np.ndarray, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""
@@ -185,12 +193,13 @@ class Controller:
     def _drafts(self, rows: DecodingRows, offers: list[_Offered], chances: np.ndarray, width: np.ndarray) -> Drafts:
         reach = int((width + rows.pending).max())
         none = [-1] * reach
-        paths, sums, widths = [none] * len(width), np.cumsum(chances, axis=1).tolist(), width.tolist()
-        for offered, expected in zip(offers, sums, strict=True):
-            own = widths[offered.place]
-            if own:
+        paths = [none] * len(width)
+        own = width[[offered.place for offered in offers]]
+        expected = np.cumsum(chances, axis=1)[np.arange(len(offers)), np.maximum(own, 1) - 1]
+        for offered, drafts, survive in zip(offers, own.tolist(), expected.tolist(), strict=True):
+            if drafts:
                 paths[offered.place] = offered.tokens[:reach] + none[len(offered.tokens) :]
-                offered.record.waiting.append((offered.source, expected[own - 1]))
+                offered.record.waiting.append((offered.source, survive))
         return Drafts(width.astype(np.int32), np.array(paths, np.int32))
 
     # -- results -------------------------------------------------------------------------------------------------------

@@ -125,9 +125,9 @@ class GramIndex:
         tokens = self.tokens[position : position + count].tolist()
         if SEPARATOR in tokens:
             return tokens[: tokens.index(SEPARATOR)]
-        period = len(self.tokens) - position
-        while len(tokens) < count:
-            tokens.append(tokens[len(tokens) - period])
+        if len(tokens) < count:
+            period = len(self.tokens) - position
+            tokens = (tokens * -(-count // period))[:count]
         return tokens
 
 

@@ -6,6 +6,7 @@ for each of its tokens, made when the first draft is asked for.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from ridgeline.scheduler.drafts.gram_index import GramIndex
@@ -33,10 +34,10 @@ class Ngram:
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
         state = self._states.get(sequence)
-        if state is None:
-            state = self._states[sequence] = _State(GramIndex(sequence.tokens, self._fewest))
         tokens = sequence.tokens
-        if not self._goes_on(state):
+        if state is None:
+            state = self._states[sequence] = _State(GramIndex(tokens, self._fewest))
+        if not self._goes_on(state, tokens):
             state.index.catch_up()
             state.position, state.matched = state.index.longest_match(tokens[-self._longest :], self._longest)
         state.known = len(tokens)
@@ -47,10 +48,9 @@ class Ngram:
     def ended(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)
 
-    def _goes_on(self, state: _State) -> bool:
+    def _goes_on(self, state: _State, tokens: array[int]) -> bool:
         """The answer went on as the text did at the last match: then that is still the longest, and no search is needed."""
-        tokens, position = state.index.tokens, state.position
-        new = len(tokens) - state.known
+        position, new = state.position, len(tokens) - state.known
         if not position or state.matched + new < self._longest or tokens[position : position + new] != tokens[state.known :]:
             return False
         state.position += new

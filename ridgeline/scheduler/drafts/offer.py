@@ -8,6 +8,7 @@ Trained heads and draft models propose on the device. They need no offer here, o
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,4 +39,4 @@ class Proposer(Protocol):
 
 def grade(matched: int) -> int:
     """Evidence by the number of matched tokens."""
-    return sum(matched >= each for each in _GRADES)
+    return bisect.bisect_right(_GRADES, matched)

@@ -26,7 +26,7 @@ def _row(number: int, engine: AsyncLLM) -> FleetRow:
         tokens_s=used.sampled_s if used.steps else None,
         busy=min(1.0, found.window.busy / found.seconds) if found.seconds else None,
         hit_rate=metrics.counter("prefix_hits") / asked if asked else None,
-        kv_used=1 - engine.free_blocks / blocks if blocks else None,
+        kv_used=1 - engine.free_blocks / blocks if blocks and engine.state == "ok" else None,
         mfu=used.mfu if used.steps else None, mbu=used.mbu if used.steps else None,
         restarts=engine.num_restarts, moved=engine.num_moved,
         device=engine.placement.device if isinstance(engine, ReplicaLLM) else ready.device if ready else "",

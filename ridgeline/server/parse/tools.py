@@ -20,6 +20,7 @@ from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, Structur
 from ridgeline.server.api.generation import structured_outputs
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
+from ridgeline.server.parse.deepseek_calls import CALLS_BEGIN, DEEPSEEK_MARKS, DeepSeekParser
 from ridgeline.server.parse.harmony import HARMONY_MARKS, HarmonyParser
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
 from ridgeline.server.parse.tool_calls import (
@@ -40,13 +41,13 @@ MAX_NAME = 128                       # Anthropic's limit; OpenAI's is 64, but a 
 TAIL_TOKENS = 8                      # at the end of a prompt that are searched for "<think>"
 
 # Formats that models write by themselves; the three others come only from a schema.
-FREE = ("hermes", "llama3_json", "mistral", "pythonic", "harmony")
+FREE = ("hermes", "llama3_json", "mistral", "pythonic", "harmony", "deepseek_v3")
 FORMATS: dict[str, type[CallParser]] = {
     "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser, "pythonic": PythonicParser,
-    "harmony": HarmonyParser, "list": ListParser, "required": RequiredParser, "named": NamedParser,
+    "harmony": HarmonyParser, "deepseek_v3": DeepSeekParser, "list": ListParser, "required": RequiredParser, "named": NamedParser,
 }
 MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]"),
-         "harmony": HARMONY_MARKS}
+         "harmony": HARMONY_MARKS, "deepseek_v3": DEEPSEEK_MARKS}
 THINK_MARKS = ("<think>", "</think>")
 
 _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_-.")
@@ -279,6 +280,8 @@ def tool_format(option: str, templates: str) -> str | None:
         return "mistral"
     if is_harmony(templates):
         return "harmony"
+    if CALLS_BEGIN in templates:
+        return "deepseek_v3"
     if "<tool_call>" in templates:
         return "hermes"
     if "func_name1(" in templates or "[func_name" in templates:

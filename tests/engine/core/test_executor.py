@@ -8,9 +8,12 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch.distributed as dist
@@ -20,10 +23,12 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.meet import meet
 from ridgeline.engine.core import executor as executor_module
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.ipc import PLAN, PREPARE, RUN, STOP
 from ridgeline.engine.ranks import rank_processes as ranks_module
 from ridgeline.engine.ranks import rank_watch
+from ridgeline.engine.ranks.rank import run_plans
 from ridgeline.errors import EngineDead
-from ridgeline.messages import Request
+from ridgeline.messages import Request, StepPlan
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.sampling_params import SamplingParams
 
@@ -36,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And no test waits for the network to give up: its limit is longer than a test may take."""
-    monkeypatch.setattr(meet, "__defaults__", ("gloo", 3600.0, False))
+    monkeypatch.setattr(meet, "__defaults__", ("gloo", 3600.0, False, False))
     folder = Path(tempfile.mkdtemp(prefix="rl-", dir="/tmp"))        # short: a socket's path has 107 characters
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = set(psutil.Process().children())
@@ -59,6 +64,58 @@ def ask(core: EngineCore, name: str) -> None:
 
 def ranks() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "ridgeline.engine.ranks.rank" in child.cmdline()]
+
+
+def test_graphs_go_before_the_ranks_and_their_communicator() -> None:
+    """NCCL's communicator would wait for them without end, on every rank."""
+    calls: list[str] = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.release = self.close = lambda: calls.append(name)
+
+    executor = executor_module.RankedExecutor.__new__(executor_module.RankedExecutor)
+    executor._forward, executor._comm = Part("graphs"), Part("communicator")         # type: ignore[assignment]
+    executor._end = lambda: calls.append("ranks")                                    # type: ignore[assignment]
+    executor.close()
+    assert calls == ["graphs", "ranks", "communicator"]
+
+
+class Steps:
+    """A runner that only notes what it is asked to do, and has two graphs to capture."""
+
+    def __init__(self, depth: int = 1) -> None:
+        self.calls: list[str] = []
+        self.left, self.rows = 2, SimpleNamespace(depth=depth)
+        self.submit = lambda plan: self.calls.append("submit")
+        self.sample = lambda masks=None: self.calls.append("sample")
+        self.collect = lambda: self.calls.append("collect")
+
+    def prepare(self) -> bool:
+        self.calls.append("prepare")
+        self.left -= 1
+        return self.left >= 0
+
+
+def test_a_rank_prepares_when_it_is_told_to() -> None:
+    """It collects as late as rank 0, so steps may be left that rank 0 has collected long ago."""
+    none = np.zeros(0, np.int32)
+    plan = PLAN.encode(StepPlan(0, none, [], none.reshape(0, 4), none, none, none.astype(np.int8)))
+    frames = iter([(RUN, plan), (PREPARE, b""), (RUN, plan), (STOP, b"")])
+    runner = Steps()
+    run_plans(runner, SimpleNamespace(receive=lambda: next(frames), steps=0))        # type: ignore[arg-type]
+    assert runner.calls == ["submit", "sample", "collect", "prepare", "submit", "sample"]
+
+
+def test_all_ranks_prepare_until_nothing_is_left() -> None:
+    sent: list[bytes] = []
+    executor = executor_module.RankedExecutor.__new__(executor_module.RankedExecutor)
+    executor.runner, executor._graphs, executor._prepared = Steps(), True, False     # type: ignore[assignment]
+    executor._ranks = SimpleNamespace(check=lambda: None, send=lambda *frames: sent.append(frames[0]), named=nullcontext)
+    assert [executor.prepare() for _ in range(5)] == [True, True, False, False, False]
+    assert sent == [PREPARE] * 3, "ranks are not woken for nothing"
+    executor._graphs = False
+    assert not executor.prepare() and len(sent) == 3
 
 
 def test_a_rank_that_is_killed_ends_the_engine(model: Path) -> None:

@@ -48,7 +48,7 @@ def corrected(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         core(self, *args)
         self._device_knows_first = True
 
-    def shape(self: EagerForward, plan: StepPlan) -> Shape | None:
+    def shape(self: EagerForward, plan: StepPlan, greedy: bool) -> Shape | None:
         decodes = leading_decodes(plan)
         if (plan.want & EVERY_HIDDEN).any() or decodes < len(plan.rows):
             return None
@@ -92,6 +92,23 @@ def test_rows_go_on_before_the_host_knows_their_length(
     assert on.told() == off.told()
     assert drafter.proposed > 100 and corrected.count(True) > 10 and corrected.count(False) > 2
     assert on.core.scheduler.counters.preemptions > 0
+
+
+def test_rows_with_a_temperature_go_on_as_well(model: Path, corrected: list[bool]) -> None:
+    """Their noise depends on how much they have said, which the device knows. Filters and greedy rows are among them."""
+    def asked() -> list[Request]:
+        made = plain_requests()
+        for number, request in enumerate(made):
+            chosen = {"temperature": 0.9 * (number % 4 > 0), "top_p": 0.8 if number % 4 == 2 else 1.0, "seed": number}
+            request.params = replace(request.params, **chosen)
+        return made
+
+    off = Run(model, PLAIN | CPU).finish(asked())
+    drafter = DialDrafter(knows(off.answers), VOCAB, 0.7, widest=5, seed=4)
+    options = USUAL | CPU | {"async_scheduling": True, "max_num_batched_tokens": 24, "max_num_seqs": ROWS}
+    on = Run(model, options, drafter).finish(asked())
+    assert on.told() == off.told()
+    assert drafter.accepted > 30 and corrected.count(True) > 10
 
 
 @pytest.mark.parametrize("drafted", [True, False])

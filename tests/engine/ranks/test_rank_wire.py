@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket as sockets
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
 
-from ridgeline.engine.ranks.rank_wire import FarWire, connect, interface_of
+from ridgeline.engine.ranks.rank_wire import FarWire, break_connections, connect, interface_of
 
 
 @pytest.fixture
@@ -70,3 +72,18 @@ def test_others_are_not(socket: Callable[[int], zmq.Socket], wire: FarWire, know
 
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.7") == ""
+
+
+def test_a_connection_to_a_lost_machine_is_broken_from_another_thread() -> None:
+    """And no other: what waits for it notices at once."""
+    with sockets.create_server(("127.0.0.77", 0)) as lost, sockets.create_server(("127.0.0.1", 0)) as fine:
+        waiting, talking = (sockets.create_connection(each.getsockname()) for each in (lost, fine))
+        ends = [each.accept()[0] for each in (lost, fine)]
+        threading.Timer(0.05, break_connections, ("127.0.0.77",)).start()
+        waiting.settimeout(60)
+        assert waiting.recv(1) == b""
+        ends[1].send(b"x")
+        talking.settimeout(60)
+        assert talking.recv(1) == b"x"
+        for each in (waiting, talking, *ends):
+            each.close()

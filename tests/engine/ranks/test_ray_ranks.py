@@ -128,6 +128,20 @@ def test_an_end_counts_when_ray_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
     context.destroy(linger=0)
 
 
+def test_only_connections_to_machines_of_ended_ranks_are_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: list[str] = []
+    monkeypatch.setattr(ray_ranks, "break_connections", broken.append)
+    made, context = launcher(monkeypatch, ray := PretendedRay())
+    rank = made.start(1, {"rank": 1})
+    made.break_off()
+    assert not broken
+    rank.kill()
+    made.break_off()
+    assert broken == ["10.0.0.2"] and len(ray.keepers) == 2
+    made.close()
+    context.destroy(linger=0)
+
+
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise ImportError(name)

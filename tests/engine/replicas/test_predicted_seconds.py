@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ridgeline.engine.replicas.learned_times import Line, Pace
 from ridgeline.engine.replicas.policies import Choice
-from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Usage
+from ridgeline.engine.replicas.replica_load import Habits, ReplicaLoad, Ticket, Usage
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 from ridgeline.route.prompt_text import prompt_of
 from ridgeline.route.simulation.simulated_fleet import Machine, SimulatedFleet
@@ -72,8 +74,57 @@ def test_the_equation() -> None:
     assert predicted.prefill == pytest.approx(0.5, rel=1e-3)
     assert predicted.decode == pytest.approx(100 * (0.01 + 0.002 * 4), rel=1e-3)
     assert predicted.effect == pytest.approx(3 * 0.5 + 3 * 100 * 0.002, rel=1e-3)      # the one that waits counts, too
+    busy = load.predict(prompt("d", 500), 0.25, PACE, coming=4.0)
+    assert busy.effect == pytest.approx(predicted.effect + 4 * 0.5, rel=1e-3)          # so do those that will come
     again = load.predict(prompt("a", 1000), 0.25, PACE)
     assert again.cached == pytest.approx(1000, abs=32) and again.prefill < 0.05
+
+
+def test_a_choice_does_not_look_at_every_request_that_waits() -> None:
+    """A thousand texts may be sent at once: the work for each must not grow with those before it."""
+
+    class Counted(dict[int, Ticket]):
+        looked = 0
+
+        def values(self) -> Any:
+            for each in super().values():
+                Counted.looked += 1
+                yield each
+
+    choice = fleet("predicted", 2)
+    for load in choice.loads:
+        load.waiting = Counted()
+    for number in range(200):
+        one = prompt(chr(ord("a") + number % 26), 100, streams=number % 2 == 0)
+        choice.send(choice.choose(one, 0.0, range(2)), one, 0.0)
+    assert sum(load.pending for load in choice.loads) == 200 and Counted.looked < 10 * 200
+
+
+def test_what_waits_is_counted_until_it_begins_or_leaves() -> None:
+    load = fleet("predicted", 1).loads[0]
+    taught(load, PACE)
+    tickets = [load.send(prompt(each, 1000, streams=each != "b"), 0.0, PACE) for each in "abc"]
+    assert load.predict(prompt("d", 10), 0.0, PACE).wait == pytest.approx(3.0, rel=1e-3)
+    load.first_token(tickets[0], 1.0)
+    assert load.predict(prompt("d", 10), 1.0, PACE).wait == pytest.approx(2.0, rel=1e-3)
+    load.leave(tickets[2])
+    assert load.predict(prompt("d", 10), 1.0, PACE).wait == pytest.approx(1.0, rel=1e-3)
+    assert load.predict(prompt("d", 10), 9.0, PACE).wait == 0.0 and len(load.running) == 2     # "b" was predicted to begin
+    load.leave(tickets[1])
+    assert (load.waiting_tokens, load.pending) == (0.0, 1)
+
+
+def test_a_busy_fleet_does_not_compute_a_prefix_again_because_a_replica_is_free_for_a_moment() -> None:
+    def chosen(others: int) -> int:
+        choice = fleet("predicted", 4)
+        for load in choice.loads:
+            taught(load, PACE)
+        choice.loads[0].send(prompt("a", 2000), 0.0, PACE)
+        for number in range(4 * others):                     # the last replica has nothing to do
+            choice.loads[number % 3].send(prompt(chr(ord("b") + number), 500), 0.0, PACE)
+        return choice.choose(prompt("a", 2000), 1.9, range(4))
+
+    assert chosen(0) == 0 and chosen(1) == 0 and chosen(4) == 0
 
 
 def test_the_cached_prefix_attracts_until_the_queue_costs_more() -> None:

@@ -28,6 +28,7 @@ from ridgeline.errors import BadRequest, ConfigError, EngineDead, RequestError
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.process import platform
 from ridgeline.server.app import make_app
+from ridgeline.server.observe.fleet_endpoint import fleet
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service
 
@@ -100,6 +101,7 @@ def scene(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             rules = options.pop("supervision", RULES)
             llm = ReplicatedLLM(model, supervision=rules, data_parallel_size=engines, device="cpu", **options)
             await llm.start()
+            Child.made[:] = [each._engine.process for each in llm.engines]   # type: ignore[misc]  # they may start in any order
             await test(llm, Child.made)
             assert llm.num_open == 0
             assert all(each.pending == 0 for each in llm.choice.loads)
@@ -208,11 +210,17 @@ def test_nothing_is_learned_from_a_request_that_was_moved(scene: Callable[..., N
     scene(test)
 
 
-def test_while_one_restarts_the_others_take_everything(scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_one_restarts_the_others_take_everything(
+    scene: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(llm: ReplicatedLLM, children: list[Child]) -> None:
         monkeypatch.setattr(Child, "starts", False)
+        monkeypatch.setattr(supervisor.logger.parent, "propagate", True)
+        llm.engines[0].free_blocks = 10
         children[0].die()
         await settle()
+        assert "engine 0 is lost (it was killed)" in caplog.text
+        assert [each.kv_used is None for each in fleet(llm).rows] == [True, False, False]     # its cache is gone
         assert [each.state for each in llm.engines] == ["restarting", "ok", "ok"] and llm.state == "ok" and llm.is_alive
         streams = [await ask(llm, number) for number in range(4)]
         assert [len(each.open) for each in children[:3]] == [0, 2, 2]

@@ -226,13 +226,15 @@ class PagedSequences:
     block_size: int = 4
     num_blocks: int = 64
     tp_size: int = 1
+    context_size: int = 1
 
     def __post_init__(self) -> None:
         dtype = self.model.norm.weight.dtype
-        self.specs = kv_groups(self.model.config, self.block_size, self.tp_size)
+        self.specs = kv_groups(self.model.config, self.block_size, self.tp_size, self.context_size)
+        self.block_size *= self.context_size
         found: dict[int, LayerKV] = {}
         for spec in self.specs:
-            shape = (self.num_blocks, self.block_size, spec.num_kv_heads, spec.head_dim)
+            shape = (self.num_blocks, spec.tokens_here, spec.num_kv_heads, spec.head_dim)
             for layer in spec.layers:
                 # NaN: a read of a slot that was never written shows.
                 pages = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(spec.vectors)]
@@ -290,9 +292,9 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def teacher_forced_logits(model: Decoder, tokens: list[int], prefill: int, tp_size: int = 1) -> Tensor:
+def teacher_forced_logits(model: Decoder, tokens: list[int], prefill: int, tp_size: int = 1, context_size: int = 1) -> Tensor:
     """Logits after every token: one prefill, then one step per token."""
-    sequences = PagedSequences(model, tp_size=tp_size)
+    sequences = PagedSequences(model, tp_size=tp_size, context_size=context_size)
     logits = [sequences.step({0: tokens[:prefill]})[0]]
     logits += [sequences.step({0: [token]})[0] for token in tokens[prefill:]]
     return torch.cat(logits)

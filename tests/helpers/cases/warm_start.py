@@ -1,7 +1,9 @@
-"""Engine processes that start with torch and the engine imported: the tests start dozens, and imports are three seconds of each.
+"""Processes that start with torch, the engine and the server imported: the tests start dozens, and imports are most of a start.
 
 One process per pytest worker imports everything and waits (`_serve`). What `start_child` would start is forked from it, with the
 arguments, environment and streams of the call, as a child of the pytest worker: `Popen` waits for it and signals it as any other.
+So are the commands of `ridgeline` that a test starts by `WarmPopen` or `run`. A command starts engines in turn: it is forked
+together with a copy of the waiting process, from which its own engines come.
 A call that a fork could not serve faithfully starts a cold process: another environment for libraries, another system, limits on
 memory or files. So do tests of the start itself, by the fixture `cold_start`.
 """
@@ -10,9 +12,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
+import logging
 import os
 import platform
 import resource
@@ -21,17 +25,28 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-IMPORTED = ("torch", "ridgeline.engine.core.loop", "ridgeline.engine.core.frontend_socket", "ridgeline.engine.core.executor")
-WARM = ("ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "threaded_engine", "slow_engine", "faulty_engine")
+IMPORTED = (
+    "torch", "ridgeline.engine.core.loop", "ridgeline.engine.core.frontend_socket", "ridgeline.engine.core.executor",
+    "ridgeline.cli.cmd_serve", "ridgeline.server.app", "uvicorn.protocols.http.httptools_impl",
+)
+COMMAND = ("ridgeline", "ridgeline.__main__")
+ON_TERMINAL = ["setsid", "--ctty", "--wait"]     # before a command: its standard input is the terminal of a session of its own
+WARM = (
+    *COMMAND, "ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "threaded_engine", "slow_engine",
+    "faulty_engine",
+)
 # Libraries have read these when they were imported.
 _READ_AT_IMPORT = tuple("OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ MALLOC_ CUDA_ TORCH_ PYTORCH_ TRITON_ LD_ PYTHON".split())
+_OF_MODULES = ("PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")     # where they lie, and their byte code
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
 _CLONE_PARENT = 0x00008000           # the new process is a child of this process's parent
 _MOST_BYTES = 100_000                # of a call
@@ -41,26 +56,31 @@ def _limits() -> list[tuple[int, int]]:
     return [resource.getrlimit(each) for each in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)]
 
 
-class _Zygote:
-    """The process that has imported everything, as the pytest worker holds it."""
+def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+
+class _Zygote:
+    """The process that has imported everything, as the one that starts others holds it."""
+
+    def __init__(self, environment: Mapping[str, str], link: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+        self.environment = _read_at_import(environment)
+        self.command_path = os.environ.get("PYTHONPATH", "")
         self.limits = _limits()
         self.pid = os.getpid()
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", __file__, str(theirs.fileno()), "-" * 2000]      # room for `_show`
-        options: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
-        self._process = subprocess.Popen(command, env=environment, **options)
-        theirs.close()
+        self._socket, self._process = link, process
         self.usable = True
         self.num_forked = 0
         self._is_ready = False
 
-    def serves(self, environment: dict[str, str]) -> bool:
-        wanted = {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
-        return self.usable and self.pid == os.getpid() and self.environment == wanted and self.limits == _limits()
+    def serves(self, module: str, environment: Mapping[str, str]) -> bool:
+        own, wanted = self.environment, _read_at_import(environment)
+        if module in COMMAND:            # with the variables of its user; what `start_child` would set for an engine is not there
+            if wanted.get("PYTHONPATH", "") not in (self.command_path, own["PYTHONPATH"]):
+                return False
+            own, wanted = ({name: text for name, text in each.items() if name not in _OF_MODULES} for each in (own, wanted))
+        return self.usable and self.pid == os.getpid() and own == wanted and self.limits == _limits()
 
     def fork(self, call: bytes, streams: list[int]) -> int:
         """The number of the new process; 0: there is none."""
@@ -88,10 +108,13 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,  # type: ignore
                        env: Any, startupinfo: Any, creationflags: Any, shell: Any, *rest: Any) -> None:
         pipes, (session, group) = rest[:6], rest[-2:]
-        is_ours = args[:3] == [sys.executable, "-P", "-m"] and args[3] in WARM
-        is_plain = session and group == -1 and not preexec_fn and not pass_fds
-        if is_ours and is_plain and _zygote is not None and _zygote.serves(env):
-            call = json.dumps({"words": args[3:], "cwd": cwd or os.getcwd(), "env": env}).encode()
+        words = _words_of(args)
+        is_ours = bool(words) and (words[0] in COMMAND or (words[0] in WARM and session))
+        is_plain = group == -1 and not preexec_fn and not pass_fds and not shell
+        variables = dict(os.environ) if env is None else env
+        if is_ours and is_plain and _zygote is not None and _zygote.serves(words[0], variables):
+            place, on_terminal = os.fspath(cwd or os.getcwd()), args[: len(ON_TERMINAL)] == ON_TERMINAL
+            call = json.dumps({"words": words, "cwd": place, "env": variables, "on_terminal": on_terminal}).encode()
             streams = [number if given == -1 else given for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
             if len(call) < _MOST_BYTES and (pid := _zygote.fork(call, streams)):
                 self.pid, self._child_created = pid, True
@@ -102,17 +125,55 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
         )
 
 
+def _words_of(command: Any) -> list[str]:
+    """The module and its arguments, of `python -m module …`."""
+    for start in ([sys.executable, "-P", "-m"], [sys.executable, "-m"], [*ON_TERMINAL, sys.executable, "-m"]):
+        if isinstance(command, list) and command[: len(start)] == start:
+            return command[len(start) :]
+    return []
+
+
+def run(command: list[str], timeout: float, input: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """subprocess.run with text captured, of a process that may be forked."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    with WarmPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            said, errors = process.communicate(input, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, said, errors)
+
+
+def _environment() -> dict[str, str]:
+    """As `start_child` makes it for an engine."""
+    from ridgeline.process import children
+
+    made = {**children.child_environment(), **children.byte_code_environment()}
+    return {**made, "PYTHONPATH": os.pathsep.join(children.module_path())}
+
+
+def _start_children_by(zygote: _Zygote) -> None:
+    global _zygote
+    from ridgeline.process import children
+
+    _zygote = zygote
+    children.subprocess = SimpleNamespace(Popen=WarmPopen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+
+
 def begin() -> None:
     """Start the process that imports. In the main thread, before any test: the kernel ends an engine with the thread that its
     process descends from, and tests look for processes that others have left."""
-    global _zygote
     if _CLONE is None or sys.version_info >= (3, 14):
         return
-    from ridgeline.process import children
-
-    environment = {**children.child_environment(), **children.byte_code_environment()}
-    _zygote = _Zygote({**environment, "PYTHONPATH": os.pathsep.join(children.module_path())})
-    children.subprocess = SimpleNamespace(Popen=WarmPopen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
+    environment = _environment()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-P", __file__, str(theirs.fileno()), "-" * 2000]      # room for `_show`
+    options: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
+    process = subprocess.Popen(command, env=environment, **options)
+    theirs.close()
+    _start_children_by(_Zygote(environment, ours, process))
 
 
 # -- in the process that waits -----------------------------------------------------------------------------------------
@@ -123,7 +184,11 @@ def _serve(link: socket.socket) -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    with suppress(BrokenPipeError, ConnectionResetError):        # the pytest worker has ended
+    _wait_for_calls(link)
+
+
+def _wait_for_calls(link: socket.socket) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):        # the process that starts others has ended
         # A fork copies one thread: locks that another one held would stay locked.
         link.send(b"ready" if len(os.listdir("/proc/self/task")) == 1 else b"unusable")
         while True:
@@ -158,11 +223,15 @@ def _become(call: dict[str, Any], streams: list[int]) -> None:
         os.setsid()
         for number, given in enumerate(streams):
             os.dup2(given, number)
+        if call["on_terminal"]:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         os.closerange(3, 256)
         os.chdir(call["cwd"])
         os.environ.clear()
         os.environ.update(call["env"])
         module, *arguments = call["words"]
+        if module in COMMAND:
+            _stay_ready()
         _show(["python", "-P", "-m", module, *arguments])
         sys.path[:0] = [each for each in call["env"].get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
         sys.argv = [module, *arguments]
@@ -170,6 +239,8 @@ def _become(call: dict[str, Any], streams: list[int]) -> None:
         sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         atexit._clear()
         try:
+            logging.getLogger("ridgeline").handlers.clear()
+            importlib.import_module("ridgeline.process.log").get_logger("start")     # with the level of this environment
             runpy.run_module(module, run_name="__main__", alter_sys=True)
             code = 0
         except SystemExit as error:
@@ -183,6 +254,22 @@ def _become(call: dict[str, Any], streams: list[int]) -> None:
                 stream.flush()
     finally:
         os._exit(code)
+
+
+def _stay_ready() -> None:
+    """Leave a copy of this process, its child, for the processes that it will start: they are forked while it has one thread."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        os.setsid()                      # a signal for the command's group is not for this process
+        empty = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(empty, number)       # who reads the command's output sees its end
+        with suppress(BaseException):
+            _wait_for_calls(theirs)
+        os._exit(0)
+    theirs.close()
+    _start_children_by(_Zygote(_environment(), ours, None))
 
 
 def _show(words: list[str]) -> None:

@@ -13,6 +13,8 @@ import sys
 
 import pretend_gpu
 
+LOADED_BYTES = 2**30                 # of a free segment that loading leaves
+
 
 def main(shape: str, layers: str, reserved: str, options: str, changes: str) -> None:
     pretend_gpu.install(compiles=False)                  # before the package looks for a GPU
@@ -34,7 +36,14 @@ def main(shape: str, layers: str, reserved: str, options: str, changes: str) -> 
         for weight in model.parameters():
             torch.empty_like(weight)
 
+    def collect_kernels(*args: object) -> None:
+        """Loading goes on meanwhile and leaves free segments, into which what stays may not be put."""
+        torch.empty(LOADED_BYTES, dtype=torch.uint8)
+        collect(*args)
+        torch.empty(LOADED_BYTES, dtype=torch.uint8)
+
     allocator = pretend_memory.install()
+    collect, worker.collect_kernels = worker.collect_kernels, collect_kernels
     worker.load_weights = load_weights
     if reserved == "without":
         memory_pools.take = lambda device, num_bytes: None

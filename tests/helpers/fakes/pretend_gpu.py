@@ -115,6 +115,7 @@ def install(compiles: bool = True) -> None:
         "get_device_capability": (9, 0), "get_device_properties": properties, "get_device_name": "pretended",
         "mem_get_info": (MEMORY_BYTES - 2**30, MEMORY_BYTES), "memory_allocated": 0, "memory_reserved": 0, "empty_cache": None,
         "max_memory_allocated": 0, "max_memory_reserved": 0, "graph_pool_handle": (0, 0), "current_stream": _Nothing(),
+        "current_blas_handle": 0,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)

@@ -7,7 +7,7 @@
 The rules are those of torch's caching allocator without options: sizes are multiples of 512 bytes; up to 1 MiB come from segments
 of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their own size; the smallest free block that is large enough is
 taken and what is left of it stays free; neighbours that are free become one. While a graph is recorded there is another pool.
-What libraries and kernels take by themselves is not seen.
+cuBLAS has a workspace in each pool from its first product on, and keeps it. What other libraries take by themselves is not seen.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
+WORKSPACE = 32 * MIB                 # of cuBLAS on an H200
+PRODUCTS = (F.linear, torch.mm, torch.bmm, torch.addmm, torch.matmul, torch.Tensor.addmm_, torch._scaled_mm, torch._int_mm)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +102,7 @@ class Allocator(TorchDispatchMode):
                        for graphs in (False, True) for small in (False, True)}
         self._live: dict[int, tuple[StorageWeakRef, Block]] = {}
         self._next = 0
+        self._workspaces: dict[bool, Block] = {}             # of cuBLAS, by whether a graph is recorded
         self.recording = False
         self.on_host = False
 
@@ -110,7 +113,8 @@ class Allocator(TorchDispatchMode):
     @property
     def allocated(self) -> int:
         self._collect()
-        return sum(block.size for _, block in self._live.values())
+        live = [block for _, block in self._live.values()]
+        return sum(block.size for block in (*live, *self._workspaces.values()))
 
     def pools(self) -> dict[str, int]:
         return {f"{pool.name}, {'small' if pool.small else 'large'}": sum(pool.segments) for pool in self._pools.values()}
@@ -128,6 +132,14 @@ class Allocator(TorchDispatchMode):
                 if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in known:
                     self._take(leaf.untyped_storage())
         return made
+
+    def library(self) -> int:
+        """torch.cuda.current_blas_handle: the handle has its workspace afterwards."""
+        self._collect()
+        if self.recording not in self._workspaces:
+            self._workspaces[self.recording] = self._pools[self.recording, False].take(WORKSPACE, self._next)
+            self._next += 2**40
+        return 0
 
     def _take(self, storage: torch.UntypedStorage) -> None:
         self._collect()
@@ -159,10 +171,13 @@ def install() -> Allocator:
     torch.cuda.memory_reserved = lambda: allocator.reserved
     torch.cuda.memory_allocated = lambda: allocator.allocated
     torch.cuda.empty_cache = allocator.empty_cache
+    torch.cuda.current_blas_handle = allocator.library
     torch.cuda.mem_get_info = lambda: (pretend_gpu.MEMORY_BYTES - 2**30 - allocator.reserved, pretend_gpu.MEMORY_BYTES)
     function = pretend_gpu.Tensors.__torch_function__
 
     def with_place(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            allocator.library()
         if allocator.recording:                              # what indices are there is of no meaning: nothing is computed now
             if func is F.embedding:
                 return args[1].new_empty(len(args[0]), args[1].shape[1])

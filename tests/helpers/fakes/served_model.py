@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import warm_start
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -52,9 +53,9 @@ def one_thread() -> dict[str, str]:
 class ServerProcess:
     """`ridgeline serve` on a free port. Leaving the context stops it with Ctrl-C and checks that it went in order."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, cold: bool = False) -> None:
         command = [sys.executable, "-m", "ridgeline", "serve", "--port", "0", *options]
-        self.process = subprocess.Popen(
+        self.process = (subprocess.Popen if cold else warm_start.WarmPopen)(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=one_thread()
         )
         self.url = ""

@@ -96,3 +96,8 @@ def test_calls_of_another_thread_are_not_recorded() -> None:
         thread.start()
         thread.join()
     assert len(recording.program()) == 1 and torch.equal(results[0], expected)
+
+
+def test_a_recording_needs_no_compiler() -> None:
+    """torch wraps the handlers of dispatch modes, and the wrapper imports its compiler in the first call."""
+    assert not hasattr(Recording.__torch_dispatch__, "__wrapped__")

@@ -20,7 +20,9 @@ def test_every_pair_is_in_one_tile_of_its_expert(tokens: int, used: int, experts
     chosen = torch.tensor(chosen_experts(tokens, experts, used, spread))
     reads = torch.zeros(1, dtype=torch.int32)
     order, tiles = expert_tiles._sorted_by_torch(chosen.flatten(), experts, rows, reads)
+    number, tiles = int(tiles[-1, 0]), tiles[:-1]
     assert len(tiles) == expert_tiles.most_tiles(tokens * used, experts, rows)
+    assert number == int((tiles[:, 0] >= 0).sum()) and not (tiles[:number, 0] < 0).any()
     flat, seen = chosen.flatten().tolist(), []
     for expert, first, stop in tiles.tolist():
         if expert >= 0:
@@ -36,7 +38,7 @@ def test_pairs_of_experts_that_are_elsewhere_have_no_tile() -> None:
     chosen = torch.tensor(chosen_experts(40, 8, 3, 0)).clamp(max=3)
     reads = torch.zeros(1, dtype=torch.int32)
     order, tiles = expert_tiles.sorted_pairs(chosen, 3, 16, reads, elsewhere=True)
-    seen = [pair for expert, first, stop in tiles.tolist() if expert >= 0 for pair in order[first:stop].tolist()]
+    seen = [pair for expert, first, stop in tiles[:-1].tolist() if expert >= 0 for pair in order[first:stop].tolist()]
     assert sorted(seen) == (chosen.flatten() < 3).nonzero().flatten().tolist() and int(reads) == 3
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from test_triton_compile import compiled_for_h100, stack_bytes
 
 from ridgeline.ops import registry
 from ridgeline.ops.experts import (
+    expert_codes,
     expert_gate,
     expert_products,
     expert_tiles,
-    few_codes,
     few_tokens,
-    mxfp4,
+    packed_few,
+    packed_products,
     route,
     router,
 )
@@ -36,18 +38,18 @@ pytestmark = [
 ]
 slow = pytest.mark.slow
 HIDDEN, WIDTH, EXPERTS, USED = 2048, 768, 128, 8         # Qwen3-30B-A3B
-MODULES = (expert_gate, expert_products, expert_tiles, few_tokens, gemv, mxfp4, route, router)
+MODULES = (expert_codes, expert_gate, expert_products, expert_tiles, few_tokens, gemv, route, router)
 CALLED = (
-    "activated", "gated_sums", "_tile_at", "_weights_of", "visited_experts", "_down_block", "_write_tiles", "_logits_at",
-    "_scored", "choose_experts", "placed_codes",
-    "_scales_at", "_weights_at", "expanded_codes",
+    "activated", "gated_sums", "tile_at", "_weights_of", "visited_experts", "_down_block", "_write_tiles", "_logits_at",
+    "_scored", "choose_experts", "placed_codes", "_allowed_groups", "_in_groups", "_stream_at",
+    "_scales_at", "_weights_at", "expanded_codes", "integer_codes", "_product", "_row_sums",
 )
 INTEGERS = ("arrived_ptr", "order_ptr", "tiles_ptr", "reads_ptr")
 WIDE = {
     "_sum_experts_kernel": ("weight_ptr",), "_experts_few_down_kernel": ("share_ptr",),
     "_router_experts_kernel": ("logits_ptr", "bias_ptr", "weight_ptr"),
 }
-FLOATS = ("limit", "alpha", "scale")
+FLOATS = ("limit", "alpha", "scale", "eps", "norm_offset")
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +92,11 @@ def compiled(
 
 
 def product_constants(
-    tile: Tile, up: bool, clamped: bool = False, group: int = 0, hidden: int = HIDDEN, width: int = WIDTH,
+    tile: Tile, up: bool, clamped: bool = False, grid: str = "", hidden: int = HIDDEN, width: int = WIDTH,
 ) -> dict[str, Any]:
     found = {
-        "INPUTS": hidden if up else width, "OUTPUTS": width if up else hidden, "GROUP": group,
+        "INPUTS": hidden if up else width, "OUTPUTS": width if up else hidden, "GRID": grid,
+        "GROUP": {"": 0, "e2m1": 32}.get(grid, 128), "SCALE_ROWS": 128 if grid == "e4m3" else 1, "ZEROS": grid == "uint4",
         "BIAS": clamped, "ROWS": tile.rows,
         "BLOCK": tile.outputs, "STEP": tile.inputs, "NEIGHBOURS": tile.neighbours, "UPCAST": False,
         "DEPENDENT": True,
@@ -128,11 +131,17 @@ def test_clamped_experts_with_biases_compile(tmp_path: Path) -> None:
 def test_routing_sorting_and_the_sum_compile(tmp_path: Path) -> None:
     rule = {
         "EXPERTS": 128, "BLOCK": 128, "USED": 8, "SIGMOID": False, "NORMALISE": True, "OFFSET": False, "BIAS": False,
-        "DEPENDENT": True,
+        "GROUPS": 1, "TOP_GROUPS": 1, "BEST_TWO": False, "LINES": 1, "SIZE": 128, "DEPENDENT": True,
     }
-    routed = compiled(route, "_route_experts_kernel", rule, num_warps=4)
-    assert stack_bytes(routed.asm["cubin"], tmp_path) == 0
-    routed = compiled(router, "_router_experts_kernel", rule | {"INPUTS": HIDDEN, "STEP": 2048, "OUTPUTS": 2}, num_warps=4)
+    grouped = {                                          # DeepSeek-V3
+        "EXPERTS": 256, "BLOCK": 256, "SIGMOID": True, "BIAS": True, "GROUPS": 8, "TOP_GROUPS": 4, "BEST_TWO": True, "LINES": 8,
+        "SIZE": 32,
+    }
+    for each in (rule, rule | grouped):
+        routed = compiled(route, "_route_experts_kernel", each, num_warps=4)
+        assert stack_bytes(routed.asm["cubin"], tmp_path) == 0
+    multiplied = {"INPUTS": HIDDEN, "STEP": 2048, "OUTPUTS": 2, "NORM": True, "RESIDUAL": True}
+    routed = compiled(router, "_router_experts_kernel", rule | multiplied, num_warps=4)
     assert stack_bytes(routed.asm["cubin"], tmp_path) == 0
     sort = {"READS": True, "BLOCK": 128, "PAIRS": 32, "CHUNK": 256, "ROWS": 16, "TILES": 512, "DEPENDENT": True}
     assert stack_bytes(compiled(expert_tiles, "_sort_experts_kernel", sort, num_warps=8).asm["cubin"], tmp_path) == 0
@@ -147,7 +156,9 @@ def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
     hidden: int, width: int, used: int, clamped: bool, tmp_path: Path
 ) -> None:
     up, down = few_tokens.few_up(width, hidden), few_tokens.few_down(width, hidden)
-    shared = {"USED": used, "BIAS": clamped, "DEPENDENT": True}
+    shared = {
+        "USED": used, "SHARED": 0 if clamped else 2, "BIAS": clamped, "GRID": "", "GROUP": 0, "SCALE_ROWS": 1, "DEPENDENT": True,
+    }
     for name, constants, warps in (
         ("_experts_few_up_kernel", {
             "INPUTS": hidden, "OUTPUTS": width, "GATE": 1, "CLAMPED": clamped, "READS": True, "PAIRS": 8 * used,
@@ -168,7 +179,7 @@ def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
 def test_products_with_mxfp4_codes_expand_them_in_registers(pairs: int, up: bool, tmp_path: Path) -> None:
     tile = expert_products.code_tile_for(pairs, 32, up)
     name = "_experts_up_kernel" if up else "_experts_down_kernel"
-    constants = product_constants(tile, up, True, 32, 2880, 2880)
+    constants = product_constants(tile, up, True, "e2m1", 2880, 2880)
     found = compiled(
         expert_products, name, constants, codes=("weight_ptr", "scale_ptr"), num_warps=tile.warps, num_stages=tile.stages,
     )
@@ -176,7 +187,34 @@ def test_products_with_mxfp4_codes_expand_them_in_registers(pairs: int, up: bool
     assert stack_bytes(found.asm["cubin"], tmp_path) == 0
 
 
-def codes_compiled(folder: str) -> None:
+FORMS = {
+    "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
+    "zeros": {"KIND": "uint4", "GROUP": 128, "ZEROS": True, "DTYPE": "bf16", "SCALE_DTYPE": "f16"},
+}
+
+
+def packed_sources(pairs: int) -> Iterator[tuple[Any, dict[str, Any], dict[str, str], dict[str, int]]]:
+    """(kernel, constants, types of arguments that others do not have, options); pairs 0: the kernels of few tokens."""
+    if not pairs:
+        for form in FORMS.values():
+            shared = form | {"RUNS": 6, "USED": 4, "BIAS": True, "DEPENDENT": True}
+            yield packed_few.packed_few_up_kernel, shared | {
+                "GATE": 1, "CLAMPED": True, "READS": True, "PAIRS": 32, "GROUPS": 4, "WARPS": 2,
+            }, {}, {"num_warps": 8}
+            yield packed_few.packed_few_down_kernel, shared | {"WARPS": 8}, {}, {"num_warps": 8}
+        return
+    plan = packed_products.packed_tile_for(pairs, 32)
+    constants = FORMS["mxfp4"] | {
+        "RUNS": 6, "BLOCK_ROWS": plan.block_rows, "TILES": plan.tiles, "PARTS": plan.parts, "HALVES": plan.halves,
+        "STAGES": plan.stages, "GATE": 1, "CLAMPED": True, "BIAS": True, "NEIGHBOURS": 1, "WARPS": plan.warps, "DEPENDENT": True,
+    }
+    layout = packed_products.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    described = f"tensordesc<bf16[{plan.block_rows}, {plan.tiles * 64}],{layout!r}>"
+    options = {"num_warps": plan.warps, "maxnreg": plan.registers()}
+    yield packed_products.packed_experts_kernel, constants, {"x": described}, options
+
+
+def packed_compiled(pairs: int, folder: str) -> None:
     """In a process of its own, where the op files believe in a GPU. Prints bytes of stack for each kernel."""
     import triton
     import triton.language
@@ -185,36 +223,36 @@ def codes_compiled(folder: str) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     registry.HAS_TRITON, registry.gluon, registry.triton, registry.tl = True, gluon, triton, triton.language
-    for name in ("hopper", "linear.gemv", "experts.expert_gate", "experts.few_tokens", "experts.mxfp4", "experts.few_codes"):
-        importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
-    types = {
-        "x_ptr": "*i32", "code_ptr": "*u8", "scale_ptr": "*u8", "bias_ptr": "*bf16", "out_ptr": "*bf16", "chosen_ptr": "*i64",
-        "reads_ptr": "*i32", "share_ptr": "*fp32", "pairs": "i32", "stride": "i32", "limit": "fp32", "alpha": "fp32",
-    }
-    shared = {"INPUTS": 2880, "OUTPUTS": 2880, "USED": 4, "BIAS": True, "BLOCK": 8, "WARPS": 4, "DEPENDENT": True}
-    for kernel, more in (
-        (few_codes._experts_codes_up_kernel, {"GATE": 1, "CLAMPED": True, "READS": True, "PAIRS": 32}),
-        (few_codes._experts_codes_down_kernel, {}),
+    for name in (
+        "hopper", "linear.gemv", "experts.expert_gate", "experts.expert_tiles", "experts.few_tokens", "packed.packed_asm",
+        "packed.packed_gemv", "packed.packed_gemm", "experts.packed_products", "experts.packed_few",
     ):
-        constants, names = shared | more, kernel.arg_names
+        importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
+    types = dict.fromkeys(("code_ptr", "scale_ptr", "zero_ptr", "order_ptr", "tiles_ptr", "reads_ptr"), "*i32")
+    types |= {"chosen_ptr": "*i64", "share_ptr": "*fp32", "limit": "fp32", "alpha": "fp32"}
+    types |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*bf16")
+    for kernel, constants, more, options in packed_sources(pairs):
+        names = kernel.arg_names
+        known = types | more | dict.fromkeys(constants, "constexpr")
         source = GluonASTSource(
-            kernel, {name: types.get(name, "constexpr") for name in names},
+            kernel, {name: known.get(name, "i32") for name in names},
             {(names.index(name),): value for name, value in constants.items()},
             {(names.index(name),): [["tt.divisibility", 16]] for name in names if name.endswith("_ptr") or name == "stride"},
         )
-        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
-        assert re.search(r"ld\.global\.L1::evict_first\S*\.v4\.b32", found.asm["ptx"])
+        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True, **options})
+        assert ("wgmma" if pairs else "mma.sync") in found.asm["ptx"]
         print(stack_bytes(found.asm["cubin"], Path(folder)))
 
 
 @slow
-def test_products_of_few_tokens_with_codes_compile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("pairs", "kernels"), [(0, 4), (512, 1), (10**5, 1)])
+def test_products_of_packed_experts_compile(pairs: int, kernels: int, tmp_path: Path) -> None:
     here = Path(__file__).parent
     run = subprocess.run(
-        [sys.executable, "-c", f"import test_experts_compile; test_experts_compile.codes_compiled({str(tmp_path)!r})"],
+        [sys.executable, "-c", f"import test_experts_compile; test_experts_compile.packed_compiled({pairs}, {str(tmp_path)!r})"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parents[2]), str(here), str(here.parent))),
              "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True, text=True, timeout=600,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split() == ["0", "0"]
+    assert run.stdout.split() == ["0"] * kernels

@@ -99,7 +99,9 @@ def compiled(kind: str, codes: str, first: int, second: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "codes", "first", "second"),
     [
-        ("ring", "block", 8, 1), ("ring", "int8", 8, 1), ("wide", "block", 4096, 14336), ("wide", "int8", 4096, 14336),
+        # On every commit each kernel once, and each kind of sum.
+        ("ring", "block", 8, 1), ("wide", "int8", 4096, 14336),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("ring", "int8", 8, 1), ("wide", "block", 4096, 14336)]),
         *(pytest.param("ring", codes, rows, 0, marks=pytest.mark.slow) for rows in (16, 32, 64) for codes in TYPES),
         *(pytest.param("wide", codes, 28672, 4096, marks=pytest.mark.slow) for codes in TYPES),
         pytest.param("ring", "row", 8, 1, marks=pytest.mark.slow),

@@ -45,21 +45,29 @@ def test_in_the_interpreter() -> None:
     assert run.returncode == 0, run.stderr[-3000:]
 
 
+@pytest.mark.parametrize(("rows", "outputs", "block"), [
+    (512, 4096, 128), (256, 4096, 128), (512, 6144, 256), (512, 28672, 256), (8192, 4096, 256), (128, 4096, 128),
+])
+def test_tiles_leave_few_sms_idle(rows: int, outputs: int, block: int) -> None:
+    """A prompt of 512 tokens has 64 wide tiles of down, half as many as an H200 has SMs."""
+    assert integer_product.block_outputs(rows, outputs, 132) == block
+
+
 @needs_triton
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="no compiler")
-def test_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("outputs", integer_product.BLOCK_OUTPUTS)
+def test_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
     from test_triton_compile import compiled_for_h100, stack_bytes  # not where this file runs alone
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(integer_product, "tl", integer_product.tl)
-    rows, outputs, inputs = integer_product.BLOCK_ROWS, integer_product.BLOCK_OUTPUTS, integer_product.BLOCK_INPUTS
+    rows, inputs = integer_product.BLOCK_ROWS, integer_product.BLOCK_INPUTS
     types = dict.fromkeys(("rows", "outputs", "inputs"), "i32") | {
         "x": f"tensordesc<i8[{rows}, {inputs}]>", "weight": f"tensordesc<i8[{outputs}, {inputs}]>",
         "out": f"tensordesc<bf16[{rows}, {outputs}]>", "x_scale_ptr": "*fp32", "scale_ptr": "*fp32", "bias_ptr": "*bf16",
     }
     constants = {
-        "BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs, "NEIGHBOURS": 8, "PROGRAMS": 132, "BIAS": True,
-        "UPCAST": False,
+        "BLOCK_ROWS": rows, "BLOCK_OUTPUTS": outputs, "BLOCK_INPUTS": inputs, "NEIGHBOURS": 8, "BIAS": True, "UPCAST": False,
     }
     made = compiled_for_h100(
         integer_product, "_integer_gemm_kernel", types, constants, aligned=("outputs", "inputs"), num_warps=8,

@@ -1,4 +1,4 @@
-"""The GEMV for 8-bit codes against float64, on a GPU."""
+"""The GEMV for codes as they are stored against float64, on a GPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,40 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ridgeline.models.checkpoints.gguf_formats import FORMATS
 from ridgeline.ops.quantised.codes_gemv import codes_gemv, codes_gemv_for
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
+from ridgeline.quant.format import SPREAD, common
+from ridgeline.quant.quantised import quantised_weight, torch_dtype
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-FORMS = {"fp8-row": ("e4m3", (1, 0)), "fp8-block": ("e4m3", (128, 128)), "int8-row": ("int8", (1, 0)), "q8_0": ("int8", (1, 32))}
+FORMS = {"fp8-row": ("e4m3", (1, 0)), "fp8-block": ("e4m3", (128, 128)), "int8-row": ("int8", (1, 0))}
+MIXED = common([FORMATS["Q4_K"], FORMATS["Q6_K"]])
+STORED = FORMATS | {"Q4_K and Q6_K": MIXED}
+STORED = {name: STORED[name] for name in ("Q8_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K and Q6_K")}
+
+
+def stored_weight(name: str, outputs: int, inputs: int, device: str) -> QuantisedWeight:
+    """Any codes of a GGUF format, with scales and offsets of both signs."""
+    format, tensors = STORED[name], {}
+    generator = torch.Generator(device).manual_seed(outputs + inputs)
+    small = any(spec.name == "outer" for spec in format.tensors())
+    for spec in format.tensors():
+        shape, dtype = spec.shape(outputs, inputs), torch_dtype(spec.dtype)
+        if spec.name in ("weight", "high") or not dtype.is_floating_point:
+            most = 256 if spec.name in ("weight", "high") else 64
+            codes = torch.randint(0, most, shape, device=device, generator=generator, dtype=torch.uint8)
+            signed = spec.name in ("scale", "offset") and dtype == torch.int8
+            tensors[spec.name] = (codes.int() - 32).to(dtype) if signed else codes.view(dtype)
+        else:
+            size = inputs**-0.5 / SPREAD[format.grid] / (20 if small else 1)
+            tensors[spec.name] = (torch.randn(shape, device=device, generator=generator) * size).to(dtype)
+    return quantised_weight(format, inputs, tensors)
 
 
 def random_weight(form: str, outputs: int, inputs: int, device: str) -> QuantisedWeight:
+    if form in STORED:
+        return stored_weight(form, outputs, inputs, device)
     grid, block = FORMS[form]
     generator = torch.Generator(device).manual_seed(outputs + inputs)
     if grid == "int8":
@@ -23,11 +49,11 @@ def random_weight(form: str, outputs: int, inputs: int, device: str) -> Quantise
         codes[:, ::7] = (codes[:, ::7].float() / 30000).to(torch.float8_e4m3fn)          # numbers below the smallest normal one
     shape = (-(-outputs // block[0]), inputs // block[1]) if block[1] else (outputs,)
     scale = (torch.rand(shape, device=device, generator=generator) + 0.5) * inputs**-0.5 / 80
-    return QuantisedWeight(grid, inputs, codes, scale.half() if form == "q8_0" else scale, block)
+    return QuantisedWeight(grid, inputs, codes, scale, block)
 
 
 @GPU
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *STORED])
 @pytest.mark.parametrize(("outputs", "inputs", "gate"), [
     (4096, 4096, None), (6144, 4096, None), (28672, 4096, "silu"), (4096, 14336, None), (1040, 2560, None),
     (2592, 768, "gelu_tanh"),

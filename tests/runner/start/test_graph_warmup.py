@@ -92,14 +92,22 @@ def test_every_decode_and_every_single_prompt_comes_once(model: Path) -> None:
     core.close()
 
 
-def test_drafts_of_few_rows_come_too(model: Path) -> None:
-    """Each fills a shape; one that has come by itself is left out."""
-    core, rehearsal, seen = start(model, {(Shape(1, draft_tokens=8, queries=8), False)}, most_verified=512)
+def test_every_shape_with_drafts_comes_too(model: Path) -> None:
+    """Greedy and sampled. Each step fills its shape; one that has come by itself is left out."""
+    known = Shape(1, draft_tokens=8, queries=16)
+    core, rehearsal, seen = start(model, {(known, False)}, most_verified=48)
     expected = answer(core, temperature=0.0)
     while rehearsal.go_on():
         pass
-    drafted = [plan.num_tokens.tolist() for plan in seen.plans if plan.width is not None and plan.step == 0]
-    assert drafted == [[queries] * rows for rows in (1, 2, 4, 8) for queries in (2, 4, 8, 16) if (rows, queries) != (1, 8)]
+    shapes = GraphShapes(ROWS, TOKENS, 48)
+    drafted = [plan for plan in seen.plans if plan.width is not None and plan.step == 0]
+    found = [
+        (shapes.fit_drafts(len(plan.rows), plan.total_tokens, 1 + int(plan.width.max())), plan.added[0].params.temperature)
+        for plan in drafted
+    ]
+    wanted = [(shape, kind) for kind in (0.0, 1.0) for shape in shapes.drafted() if (shape, kind) != (known, 1.0)]
+    assert found == wanted
+    assert [plan.total_tokens for plan in drafted] == [shape.draft_tokens for shape, _ in wanted]
     assert answer(core, temperature=0.0) == expected
     core.close()
 

@@ -159,8 +159,10 @@ KEPT = {
 def sensible(document: dict[str, Any]) -> dict[str, Any]:
     """The document with narrower types for some fields and without others, so that most of what it allows can be done."""
     schemas = document["components"]["schemas"]
-    for content in [each["post"]["requestBody"]["content"] for each in document["paths"].values() if "post" in each]:
-        schema = schemas[content["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]]
+    posts = [each["post"] for each in document["paths"].values() if "post" in each]
+    bodies = [each["requestBody"]["content"] for each in posts if "requestBody" in each]
+    for reference in {each["application/json"]["schema"].get("$ref") for each in bodies} - {None}:       # or one of several
+        schema = schemas[reference.rsplit("/", 1)[1]]
         names = [*schema["required"], *(name for name in schema["properties"] if name in KEPT | INTEGERS.keys())]
         schema["properties"] = {"model": {"enum": [NAME]}} | {name: schema["properties"][name] for name in names}
         for name, (low, high) in INTEGERS.items():
@@ -213,7 +215,8 @@ def test_the_server_keeps_to_its_document(model: Path, mode: str) -> None:
         schema.config.update(base_url=server.url)
         for result in schema.get_all_operations():
             operation = result.ok()
-            if mode != "negative" or operation.method == "post":        # a GET takes nothing that could be wrong
+            takes_body = "requestBody" in told["paths"][operation.path][operation.method]
+            if mode != "negative" or takes_body:                        # else there is nothing that could be wrong
                 limits(given(case=operation.as_strategy(generation_mode=generation))(check))()
         assert httpx.get(f"{server.url}/health").status_code == 200
     assert answers[200 if mode == "sensible" else 400] > 480, answers        # it has tried what it is meant to try

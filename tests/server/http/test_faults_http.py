@@ -36,7 +36,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path, log: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(str(model), *OPTIONS, "--access-log", str(log)) as made:
+    # Cold: engines that came back within a moment would not be seen to be away.
+    with ServerProcess(str(model), *OPTIONS, "--access-log", str(log), cold=True) as made:
         # What it logs is read as it comes: a full pipe would hold it up.
         made.logged = []                                 # type: ignore[attr-defined]
         assert made.process.stderr is not None

@@ -21,6 +21,7 @@ import httpx
 import openai
 import psutil
 import pytest
+import warm_start
 from served_model import CONTEXT, ServerProcess, one_thread, wait_until, write_model
 
 from ridgeline.errors import ConfigError, EngineDead
@@ -546,7 +547,7 @@ def test_the_server_listens_on_one_local_port_only(server: ServerProcess, url: s
 
 def run_server(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ridgeline", "serve", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_thread(), check=False)
+    return warm_start.run(command, 200, env=one_thread())
 
 
 @pytest.mark.reliability("R-09")
@@ -650,7 +651,7 @@ def accepts(url: str) -> bool:
 def test_a_signal_while_loading_ends_everything_in_order(model: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
-    server = ServerProcess(str(model), *OPTIONS, "--port", str(port))
+    server = ServerProcess(str(model), *OPTIONS, "--port", str(port), cold=True)      # forked, it would not load for long
     url = f"http://127.0.0.1:{port}"
 
     def status() -> int:

@@ -25,6 +25,8 @@
 #define UNSIGNED_WEIGHTS 1           /* vpdpbusd multiplies unsigned bytes: 128 is added, and taken off by an offset */
 #endif
 
+#define BLOCK 256                    /* rows of activations that are prepared at a time */
+
 /* The codes of a tile, as 8 registers of quads; `part` is the number of the register of outputs. */
 ALWAYS void unpack(int bits, const uint8_t *from, int part, Bytes codes[8]) {
     from += part * WIDE * 4;
@@ -153,13 +155,6 @@ ALWAYS void expand_tile(int kind, const Group *group, int64_t t, int64_t span, i
     const Format format = FORMATS[kind];
     const int bits = format.bits, style = format.style;
     const uint8_t *from = group->codes + t * code_bytes(bits);
-    if (style == NONE) {
-        for (int k = 0; k < DEEP; k++) {
-            const uint8_t *at = from + (k * ROWS + part * WIDE) * (bits / 8);
-            store(to + k * WIDE, kind == F16 ? load_halves(at) : load_brains(at));
-        }
-        return;
-    }
     Bytes codes[8];
     unpack(bits, from, part, codes);
     const uint8_t *head = group->heads + t / span * head_bytes(style);
@@ -182,28 +177,54 @@ typedef void (*Expand)(const Group *, int64_t, int64_t, int, float *);
         expand_tile(KIND, group, t, span, part, to); \
     }
 EXPANDS(Q4_0) EXPANDS(Q4_1) EXPANDS(Q5_0) EXPANDS(Q5_1) EXPANDS(Q8_0) EXPANDS(Q4_K) EXPANDS(Q5_K) EXPANDS(Q6_K)
-EXPANDS(INT4) EXPANDS(INT8) EXPANDS(F16) EXPANDS(BF16)
+EXPANDS(INT4) EXPANDS(INT8)
 static const Expand EXPAND[KINDS] = {
     [Q4_0] = expand_Q4_0, [Q4_1] = expand_Q4_1, [Q5_0] = expand_Q5_0, [Q5_1] = expand_Q5_1, [Q8_0] = expand_Q8_0,
     [Q4_K] = expand_Q4_K, [Q5_K] = expand_Q5_K, [Q6_K] = expand_Q6_K, [INT4] = expand_INT4, [INT8] = expand_INT8,
-    [F16] = expand_F16, [BF16] = expand_BF16,
 };
 
-/* `count` rows of float32 activations: the weights are the stored numbers. */
+/* `count` rows of float32 activations against packed weights: the numbers that they stand for. */
 ALWAYS void float_sums(const Segment *segment, const Group *group, const Activations *x, int64_t row, int part, int count,
                        Floats sums[MOST]) {
     #pragma GCC unroll 8
     for (int m = 0; m < count; m++) sums[m] = zeros();
     const float *from = x->numbers + row * x->stride;
-    if (segment->kind == F32) {
-        add_tile((const float *)group->codes + part * WIDE, ROWS, from, x->stride, segment->inputs, count, sums);
-        return;
-    }
     for (int64_t t = 0; t < x->tiles; t++) {
         float weights[DEEP * WIDE] __attribute__((aligned(64)));
         EXPAND[segment->kind](group, t, segment->span, part, weights);
         const int64_t left = segment->inputs - t * DEEP;
         add_tile(weights, WIDE, from + t * DEEP, x->stride, left < DEEP ? left : DEEP, count, sums);
+    }
+}
+
+/* One register of outputs of input k of a group that stores numbers. */
+ALWAYS Floats stored_numbers(int kind, const uint8_t *group, int64_t k, int part) {
+    const uint8_t *at = group + (k * ROWS + part * WIDE) * (FORMATS[kind].bits / 8);
+    return kind == F32 ? load_floats(at) : kind == F16 ? load_halves(at) : load_brains(at);
+}
+
+/* `count` rows of float32 activations against `wide` registers of outputs that are stored as numbers, from register `first` of the
+   segment on: inputs `from` to `to` are added to `sums`. Two registers use every activation twice. */
+ALWAYS void number_sums(int kind, const Segment *segment, const Activations *x, int64_t row, int64_t first, int wide, int count,
+                        int64_t from, int64_t to, Floats sums[2][MOST]) {
+    const uint8_t *groups[2];
+    int parts[2];
+    #pragma GCC unroll 2
+    for (int r = 0; r < wide; r++) {
+        groups[r] = group_at(segment, (first + r) * WIDE / ROWS).codes;
+        parts[r] = (int)((first + r) % (ROWS / WIDE));
+    }
+    const float *numbers = x->numbers + row * x->stride;
+    for (int64_t k = from; k < to; k++) {
+        Floats weights[2];
+        #pragma GCC unroll 2
+        for (int r = 0; r < wide; r++) weights[r] = stored_numbers(kind, groups[r], k, parts[r]);
+        #pragma GCC unroll 8
+        for (int m = 0; m < count; m++) {
+            Floats number = all(numbers[m * x->stride + k]);
+            #pragma GCC unroll 2
+            for (int r = 0; r < wide; r++) sums[r][m] = plus_times(sums[r][m], weights[r], number);
+        }
     }
 }
 
@@ -268,6 +289,64 @@ static const RowsOf ROWS_OF[KINDS] = {
     [Q5_K] = rows_Q5_K, [Q6_K] = rows_Q6_K, [INT4] = rows_INT4, [INT8] = rows_INT8,
 };
 
+/* Inputs whose weights, of two registers of outputs, stay in the L1 cache while all rows are multiplied by them. */
+#define PANEL(kind) ((16 << 10) / (FORMATS[kind].bits / 8) / (2 * WIDE))
+
+/* `count` rows against `wide` registers of outputs: inputs `from` to `to`. Sums that are not whole yet are kept, as they are. */
+ALWAYS void panel_rows(const Job *job, int kind, const Segment *segment, int64_t row, int64_t reg, int64_t first, int64_t left,
+                       int64_t from, int64_t to, float *kept, int wide, int count) {
+    Floats sums[2][MOST];
+    #pragma GCC unroll 2
+    for (int r = 0; r < wide; r++)
+        #pragma GCC unroll 8
+        for (int m = 0; m < count; m++) sums[r][m] = from ? load_floats(kept + (2 * m + r) * WIDE) : zeros();
+    number_sums(kind, segment, job->x, row, reg, wide, count, from, to, sums);
+    #pragma GCC unroll 2
+    for (int r = 0; r < wide; r++) {
+        if (to == segment->inputs) put(job, sums[r], row, first + r * WIDE, left - r * WIDE, count);
+        else
+            #pragma GCC unroll 8
+            for (int m = 0; m < count; m++) store(kept + (2 * m + r) * WIDE, sums[r][m]);
+    }
+}
+
+ALWAYS void panels(const Job *job, int kind, const Segment *segment, int64_t begin, int64_t end, int64_t reg, int64_t first,
+                   int64_t left, int wide) {
+    float kept[BLOCK * 2 * WIDE] __attribute__((aligned(64)));
+    for (int64_t from = 0; from < segment->inputs; from += PANEL(kind)) {
+        const int64_t to = from + PANEL(kind) < segment->inputs ? from + PANEL(kind) : segment->inputs;
+        int64_t row = begin;
+        #define SOME(COUNT) \
+            for (; row + COUNT <= end; row += COUNT) \
+                panel_rows(job, kind, segment, row, reg, first, left, from, to, kept + (row - begin) * 2 * WIDE, wide, COUNT);
+#if MOST >= 8
+        SOME(8)
+#endif
+        SOME(4) SOME(2) SOME(1)
+        #undef SOME
+    }
+}
+
+/* All rows against `groups` groups that store numbers. `first`: of the outputs. */
+ALWAYS void number_rows(const Job *job, int kind, const Segment *segment, int64_t number, int64_t groups, int64_t first,
+                        int64_t row, int64_t end) {
+    const int64_t reg = number * (ROWS / WIDE), rest = segment->rows - number * ROWS;
+    const int64_t left = groups * ROWS < rest ? groups * ROWS : rest;
+    for (int64_t r = 0; r * WIDE < left; r += 2) {
+        if ((r + 1) * WIDE < left) panels(job, kind, segment, row, end, reg + r, first + r * WIDE, left - r * WIDE, 2);
+        else panels(job, kind, segment, row, end, reg + r, first + r * WIDE, left - r * WIDE, 1);
+    }
+}
+
+#define OF_NUMBERS(KIND) \
+    static __attribute__((noinline)) void numbers_##KIND(const Job *job, const Segment *segment, int64_t number, int64_t groups, \
+                                                         int64_t first, int64_t row, int64_t end) { \
+        number_rows(job, KIND, segment, number, groups, first, row, end); \
+    }
+OF_NUMBERS(F16) OF_NUMBERS(BF16) OF_NUMBERS(F32)
+typedef void (*NumbersOf)(const Job *, const Segment *, int64_t, int64_t, int64_t, int64_t, int64_t);
+static const NumbersOf NUMBERS_OF[KINDS] = {[F16] = numbers_F16, [BF16] = numbers_BF16, [F32] = numbers_F32};
+
 #define NEAR_BYTES (192 << 10)       /* of activations that are multiplied by group after group while they are in the L2 cache */
 
 static void do_groups(void *with, int64_t task) {
@@ -276,13 +355,21 @@ static void do_groups(void *with, int64_t task) {
     int64_t row_bytes = job->x->tiles * (DEEP * (job->integers ? 1 : 4) + (int64_t)sizeof(Facts));
     int64_t near = NEAR_BYTES / row_bytes / MOST * MOST;
     if (near < MOST) near = MOST;
+    if (NUMBERS_OF[job->segments->kind]) near = BLOCK;   /* a panel of their inputs is near */
     for (int64_t row = 0; row < job->rows; row += near) {
         const Segment *segment = job->segments;
         int64_t before = 0, outputs = 0, last = row + near < job->rows ? row + near : job->rows;
         for (int64_t g = begin; g < end; g++) {
             while (g - before >= groups_of(segment)) before += groups_of(segment), outputs += segment->rows, segment++;
-            RowsOf rows_of = job->integers && ROWS_OF[segment->kind] ? ROWS_OF[segment->kind] : rows_KINDS;
-            rows_of(job, segment, g - before, outputs + (g - before) * ROWS, row, last);
+            const int64_t number = g - before, first = outputs + number * ROWS;
+            if (NUMBERS_OF[segment->kind]) {
+                int64_t groups = g + 1 < end && number + 1 < groups_of(segment) ? 2 : 1;
+                NUMBERS_OF[segment->kind](job, segment, number, groups, first, row, last);
+                g += groups - 1;
+                continue;
+            }
+            RowsOf rows_of = job->integers ? ROWS_OF[segment->kind] : rows_KINDS;
+            rows_of(job, segment, number, first, row, last);
         }
     }
 }
@@ -297,8 +384,6 @@ static void multiply(Job *job) {
 }
 
 #include "activations.h"
-
-#define BLOCK 256                    /* rows whose codes are kept at a time */
 
 /* out [rows, outputs] = x [rows, inputs] w^T + bias; x has a row stride. The parts of w, one below the other, are `segments`.
    integers: x is rounded to 8 bits, each 32 with a scale. */

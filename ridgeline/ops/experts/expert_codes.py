@@ -1,33 +1,24 @@
-"""MXFP4 weights of experts: e2m1 codes, two in a byte (the even input in its low half), and an exponent for each 32 inputs.
+"""Codes of experts' weights as numbers, in the registers of the kernels that multiply tiles of them.
 
-    codes uint8 [..., outputs, inputs / 2]          scale uint8 [..., outputs, inputs / 32], e8m0: 2^(scale - 127)
+    e2m1     MXFP4: two codes in a byte (the even input in its low half), and an exponent for each 32 inputs, 2^(scale - 127)
+    uint4    two codes in a byte, (code - zero) * scale, zero 8 or stored, for groups of inputs
 
-Kernels put a code's bits into a bfloat16 number: sign, exponent and mantissa keep their order, and 2^126 makes the value of the
-subnormal number that results. That factor and the scale are one multiplication. It is exact for scales up to LARGEST_SCALE;
-`fits` looks for larger ones, which no checkpoint is known to have.
+The bits of an e2m1 code are put into a bfloat16 number: sign, exponent and mantissa keep their order, and 2^126 makes the value
+of the subnormal number that results. That factor and the scale are one multiplication. It is exact for scales up to
+LARGEST_SCALE; `fits` looks for larger ones, which no checkpoint is known to have.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ridgeline.ops.quantised.codes import E2M1, e8m0_numbers
 from ridgeline.ops.registry import tl, triton_kernel
 
-GROUP = 32
 LARGEST_SCALE = 128
 
 
 def fits(scale: Tensor) -> bool:
     return not scale.numel() or int(scale.max()) <= LARGEST_SCALE
-
-
-def expanded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights as numbers, [..., outputs, inputs]."""
-    table = torch.tensor(E2M1, dtype=dtype, device=codes.device)
-    values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
-    return (values.unflatten(-1, (-1, GROUP)) * e8m0_numbers(scale, dtype).unsqueeze(-1)).flatten(-2)
 
 
 @triton_kernel()
@@ -58,3 +49,21 @@ def expanded_codes(codes, scale, UPCAST: tl.constexpr):  # type: ignore[no-untyp
         low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.join(low, high).reshape((BLOCK, INPUTS))
+
+
+@triton_kernel()
+def integer_codes(codes, scale, zero, ZEROS: tl.constexpr, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """uint4 codes [BLOCK, groups, bytes], scale and zero [BLOCK, groups] -> bfloat16 [BLOCK, inputs], rounded once."""
+    BLOCK: tl.constexpr = codes.shape[0]
+    INPUTS: tl.constexpr = codes.shape[1] * codes.shape[2] * 2
+    less = 8.0
+    if ZEROS:
+        less = zero.to(tl.float32)[:, :, None]
+    factor = scale.to(tl.float32)[:, :, None]
+    pair = codes.to(tl.int32)
+    low = ((pair & 15).to(tl.float32) - less) * factor
+    high = ((pair >> 4).to(tl.float32) - less) * factor
+    numbers = tl.join(low, high).reshape((BLOCK, INPUTS))
+    if not UPCAST:
+        numbers = numbers.to(tl.bfloat16)
+    return numbers

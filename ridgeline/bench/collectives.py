@@ -1,0 +1,128 @@
+"""`ridgeline bench comm`: time of collectives between ranks by size of the message, and the line through it.
+
+    seconds = latency + bytes that a rank sends / bandwidth
+
+Ranks are processes of this machine, as those of an engine: over gloo on a CPU, over NCCL on GPUs. Ranks beyond the number of GPUs
+share them and talk through sockets: their figures say nothing about a link. `ridgeline plan --comm RECORD` reads the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from ridgeline.bench.lab import table
+from ridgeline.bench.lab.record import add_output, finish, record
+from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.process.children import start_child
+
+SIZES = [4**power for power in range(5, 14)]             # 1 KiB to 64 MiB
+_LONGEST = 300.0                     # seconds
+_LOOK = 0.05                         # seconds between two looks at the ranks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL (default: cpu)")
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="BYTES",
+                        help="message sizes, multiples of 4 times the ranks (default: 1 KiB to 64 MiB, rounded up to such)")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each size; the median counts (default: 5)")
+    parser.add_argument("--in-a-row", type=int, default=10, help="calls in one measurement (default: 10)")
+    add_output(parser)
+
+
+def sent(operation: str, size: int, ranks: int) -> float:
+    """Bytes that each rank sends for a message of `size`, in the way that moves least."""
+    around = (ranks - 1) / ranks
+    return size * {"all_reduce": 2 * around, "all_gather": around, "all_to_all": around}.get(operation, 1.0)
+
+
+def line(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
+    """(latency, bytes per second) of the line with the least relative error; no latency is below 0."""
+    x, y = np.array(sizes), np.array(seconds)
+    columns = np.stack((1 / y, x / y), axis=1)
+    latency, per_byte = np.linalg.lstsq(columns, np.ones(len(y)), rcond=None)[0]
+    if latency < 0:
+        latency, per_byte = 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
+    return float(latency), 1 / per_byte if per_byte > 0 else float("inf")
+
+
+def default_sizes(ranks: int) -> list[int]:
+    """Each rank holds an equal part of a message, in whole numbers of 4 bytes."""
+    return [-(-size // (4 * ranks)) * 4 * ranks for size in SIZES]
+
+
+def check(args: argparse.Namespace) -> None:
+    for option, least in (("ranks", 2), ("repeats", 1), ("in_a_row", 1)):
+        if getattr(args, option) < least:
+            raise ConfigError(f"--{option.replace('_', '-')} must be at least {least}, got {getattr(args, option)}")
+    wrong = [size for size in args.sizes or () if size < 4 * args.ranks or size % (4 * args.ranks)]
+    if wrong or (args.sizes is not None and len(set(args.sizes)) < 2):
+        raise ConfigError(f"--sizes needs two or more multiples of {4 * args.ranks}, got {wrong or args.sizes}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs a GPU, and torch finds none here")
+
+
+def run(args: argparse.Namespace) -> None:
+    check(args)
+    args.sizes = args.sizes or default_sizes(args.ranks)
+    told = measured(args)
+    figures, rows = {}, []
+    for name, seconds in told["seconds"].items():
+        latency, bandwidth = line([sent(name, int(size), args.ranks) for size in seconds], list(seconds.values()))
+        figures[name] = {"latency_us": latency * 1e6, "gigabytes_per_s": bandwidth / 1e9,
+                         "seconds": {size: float(taken) for size, taken in seconds.items()}}
+        least, most = (f"{label(int(size))}, µs" for size in (min(seconds, key=int), max(seconds, key=int)))
+        ends = [seconds[str(edge(map(int, seconds)))] * 1e6 for edge in (min, max)]
+        rows.append({"collective": name, "latency µs": latency * 1e6, "GB/s": bandwidth / 1e9, least: ends[0], most: ends[1]})
+    print(table.as_markdown(rows))
+    setting = {name: getattr(args, name) for name in ("ranks", "device", "sizes", "repeats", "in_a_row")}
+    finish(record("comm", setting, figures, gpu={"name": told["gpu"]} if args.device == "cuda" else None), args)
+
+
+def label(size: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024 or unit == "MiB":
+            return f"{size:g} {unit}"
+        size //= 1024
+    raise AssertionError
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 prints."""
+    common = {"ranks": args.ranks, "device": args.device, "sizes": sorted(args.sizes), "repeats": args.repeats,
+              "in_a_row": args.in_a_row}
+    with tempfile.TemporaryDirectory(prefix="ridgeline-comm-") as folder, tempfile.TemporaryFile() as out:
+        children = [
+            start_child("ridgeline.distributed.time_collectives", json.dumps(
+                common | {"rank": rank, "store": f"{folder}/store"}), stdout=out if rank == 0 else None)
+            for rank in range(args.ranks)
+        ]
+        try:
+            _wait(children)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        out.seek(0)
+        found: dict[str, Any] = json.loads(out.read().splitlines()[-1])
+    return found
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> None:
+    """Until rank 0 is done. Ranks wait for one that died: all are watched."""
+    end = time.monotonic() + _LONGEST
+    while children[0].poll() != 0:
+        died = [f"rank {rank} ended with code {child.returncode}" for rank, child in enumerate(children) if child.poll()]
+        if died:
+            raise EngineDead(f"{', '.join(died)}; what it said is above")
+        if time.monotonic() > end:
+            raise EngineDead(f"the collectives took longer than {_LONGEST:.0f} s; try smaller --sizes")
+        time.sleep(_LOOK)

@@ -1,0 +1,253 @@
+"""How long a run will take, said before it begins: every kind of work is tried on a small piece of the first layer that is
+quantised, and scaled by what the whole model has of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.evaluate import rounded_inputs
+from ridgeline.evaluate.needle import DEPTHS, TRIALS
+from ridgeline.evaluate.speed import ANSWER, PROMPT, TIMES
+from ridgeline.evaluate.task import Task
+from ridgeline.quant.format import WeightFormat
+from ridgeline.quantize.calibration import SAMPLE, Calibration
+from ridgeline.quantize.ct_writer import Linear
+from ridgeline.quantize.methods.gptq_rounding import BLOCK, InverseFactor, gptq_rounded
+from ridgeline.quantize.methods.rounding import expanded, rounded
+from ridgeline.quantize.methods.scale_search import SHRINKS, STRENGTHS
+from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse
+from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
+
+ROWS = 256                           # of a matrix, that are rounded to see how long it takes; on a GPU all of them
+TOKENS = 512                         # that run through that layer
+INPUTS = 2048                        # of the Hessian that is gathered and factored
+MOMENTS = ("gptq", "wanda", "sparsegpt")
+SEARCHES = {"awq": 1 + 2 * len(STRENGTHS), "smoothquant": 1 + len(STRENGTHS)}        # scales that are tried
+CLIPS = {"awq": 1 + len(SHRINKS), "smoothquant": 0}
+WRITTEN = 32 << 20                   # bytes that are written to see how fast the disk is
+DECODED = 6                          # tokens of a prompt that take as long as one of an answer: its weights are read for it alone
+NEEDLES = len(DEPTHS) * TRIALS * 5   # sequences for each length: an answer, and four numbers to pick from
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds on the clock, and of all cores together: the second does not depend on what else the machine does."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __mul__(self, times: float) -> Spent:
+        return Spent(self.wall * times, self.cpu * times)
+
+    def as_data(self) -> dict[str, float]:
+        return {"wall_s": round(self.wall, 1), "cpu_s": round(self.cpu, 1)}
+
+
+class Watch:
+    """Time since it was made, or since the last `lap`."""
+
+    def __init__(self) -> None:
+        self._begun = self._now()
+
+    @staticmethod
+    def _now() -> Spent:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return Spent(time.perf_counter(), time.process_time())
+
+    def lap(self) -> Spent:
+        now = self._now()
+        found, self._begun = now + self._begun * -1, now
+        return found
+
+
+Timed = Callable[[Callable[[], Any]], Spent]
+
+
+def timed(work: Callable[[], Any]) -> Spent:
+    """Of the second time: the first also pays for memory and compilation."""
+    work()
+    watch = Watch()
+    work()
+    return watch.lap()
+
+
+@dataclass(slots=True)
+class Forecast:
+    quantise: Spent
+    card: Spent
+    parts: dict[str, Spent] = field(default_factory=dict)    # of `quantise`
+
+    def words(self) -> str:
+        total = (self.quantise + self.card).wall
+        card = f", the card {_minutes(self.card.wall)}" if self.card.wall else ""
+        return f"this takes about {_minutes(total)}: quantising {_minutes(self.quantise.wall)}{card}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+
+
+@torch.inference_mode()
+def forecast(
+    model: PlainModel, linears: list[Linear], calibration: Calibration | None, task: Task | None, output_bytes: int,
+    folder: Path, device: str = "cpu", timer: Timed = timed,
+) -> Forecast:
+    """`folder`: where the output is made. `timer`: a test's own."""
+    layers = model.config.num_layers
+    changed = sorted({linear.layer for linear in linears if linear.layer is not None and linear.format is not None})
+    first = changed[0] if changed else 0                 # those before it are kept
+    names = model.names(first)
+    values: dict[str, Tensor] = {}
+
+    def read() -> None:
+        values.update({name: model.read(name).to(device) for name in names})
+
+    mine = [linear for linear in linears if linear.layer == first and linear.format is not None]
+    reading = timer(read)
+    outside = sum(torch.Size(model.shape(name)).numel() for name in model.names(OUTSIDE))
+    inside = max(sum(value.numel() for value in values.values()), 1)
+    parts = {"read": reading * (layers + outside / inside), "write": _writing(folder, timer) * output_bytes}
+    per_token, probe = Spent(), Calibration(model, [[0] * (TOKENS // 2)] * 2, device)
+    probe.layer = first
+    if calibration is not None or task is not None:
+        per_token = _forward(model, probe, values, timer) * (1 / TOKENS)
+    if calibration is not None:
+        parts |= _calibrated(mine, calibration, per_token, layers, len(changed), device, timer)
+    rounding = [_rounding(linear, values[linear.weight], timer) for linear in mine]
+    share = len([linear for linear in linears if linear.format is not None]) / max(len(mine), 1)     # some layers may be kept
+    parts["round"] = sum(rounding, Spent()) * (share if mine else 0)
+    total = sum(parts.values(), Spent())
+    return Forecast(total, _card(model, task, per_token, _inputs(mine, timer, device), reading, timer, device), parts)
+
+
+def _writing(folder: Path, timer: Timed) -> Spent:
+    """Of a byte."""
+    file, content = folder / "probe.writing", bytes(WRITTEN)
+
+    def write() -> None:
+        with file.open("wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+
+    try:
+        return timer(write) * (1 / WRITTEN)
+    except OSError:                                      # no room: what needs it says so
+        return Spent()
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _forward(model: PlainModel, probe: Calibration, values: dict[str, Tensor], timer: Timed) -> Spent:
+    probe.streams = [torch.randn(TOKENS, model.config.hidden_size, device=probe.device)]
+    probe.through(probe.streams, values)
+    return timer(lambda: probe.through(probe.streams))
+
+
+def _calibrated(
+    linears: list[Linear], calibration: Calibration, per_token: Spent, layers: int, changed: int, device: str, timer: Timed
+) -> dict[str, Spent]:
+    """`changed`: layers that are quantised. Text runs through all of them."""
+    tokens = sum(len(sequence) for group in calibration.groups for sequence in group)
+    methods = {linear.method for linear in linears}
+    passes = 2.0 + (2 * len(calibration.groups[0]) * 256 / tokens if methods & set(SEARCHES) else 0)
+    found = {"forward": per_token * (passes * tokens * layers)}
+    # Linears that read the same inputs share a Hessian: one for each fused matrix.
+    sizes = {linear.fused: linear.inputs for linear in linears if linear.method in MOMENTS}
+    for size in set(sizes.values()):
+        small, count = min(size, INPUTS), list(sizes.values()).count(size)
+        x, sums = torch.randn(TOKENS, small, device=device), torch.zeros(small, small, device=device)
+        gathered = timer(lambda x=x, sums=sums: sums.addmm_(x.t(), x))   # type: ignore[misc]
+        hessian = x.t() @ x + torch.eye(small, device=device)
+        factored = Spent() if methods == {"wanda"} else timer(lambda hessian=hessian: InverseFactor(hessian))   # type: ignore[misc]
+        grown = size / small
+        found["hessian"] = found.get("hessian", Spent()) + gathered * (grown**2 * tokens / TOKENS * count * changed)
+        found["factor"] = found.get("factor", Spent()) + factored * (grown**3 * count * changed)
+    return found
+
+
+def _rounding(linear: Linear, values: Tensor, timer: Timed) -> Spent:
+    """Of one linear."""
+    format = linear.format
+    assert format is not None
+    if linear.method in ("gptq", "sparsegpt"):
+        return _by_columns(linear, values, timer)
+    part = values if values.is_cuda else values[:ROWS]
+    times = len(values) / len(part)
+    if linear.method in ("magnitude", "wanda"):
+        return timer(lambda: magnitude_sparse(part)) * times
+    once = timer(lambda: expanded(rounded(part, format), format, linear.inputs)) * times
+    if linear.method not in SEARCHES:
+        return once
+    x = torch.randn(SAMPLE, linear.inputs, device=values.device)
+    product = timer(lambda: x @ part.float().t()) * times
+    return once * (SEARCHES[linear.method] + CLIPS[linear.method]) + product * (1 + SEARCHES[linear.method])
+
+
+def _by_columns(linear: Linear, values: Tensor, timer: Timed) -> Spent:
+    """A block of inputs, and the product that carries its errors to those behind it."""
+    format = linear.format
+    assert format is not None
+    part = values[:, :BLOCK]
+    size = part.shape[1]
+    factor = InverseFactor(torch.eye(size, device=values.device), ordered=linear.method == "gptq")
+
+    def once() -> None:
+        if linear.method == "sparsegpt":
+            sparsegpt_sparse(part, factor)
+        else:
+            gptq_rounded(part, factor, _fitting(format, size))
+
+    errors = torch.randn(len(values), size, device=values.device)
+    behind = torch.randn(size, max(linear.inputs // 2, 1), device=values.device)
+    return (timer(once) + timer(lambda: errors @ behind)) * (linear.inputs / size)
+
+
+def _fitting(format: WeightFormat, inputs: int) -> WeightFormat:
+    assert format.scales is not None
+    if format.scales.block[1] <= inputs:
+        return format
+    return replace(format, scales=replace(format.scales, block=(1, inputs)))
+
+
+def _inputs(linears: list[Linear], timer: Timed, device: str) -> Spent:
+    """Rounding a token's activations in a layer, where that is not done by kernels (evaluate/rounded_inputs.py)."""
+    found = Spent()
+    kinds = {linear.fused: (linear.format.activation, linear.inputs) for linear in linears
+             if linear.format is not None and linear.format.activation is not None and device == "cpu"}
+    for activation, inputs in kinds.values():
+        x = torch.randn(ROWS, inputs)
+        found += timer(lambda x=x, activation=activation: rounded_inputs.rounded(x, activation)) * (1 / ROWS)  # type: ignore[misc]
+    return found
+
+
+def _card(
+    model: PlainModel, task: Task | None, per_token: Spent, rounding: Spent, reading: Spent, timer: Timed, device: str
+) -> Spent:
+    """Two models read all slices, one finds needles; both are loaded."""
+    if task is None:
+        return Spent()
+    config = model.config
+    slices = 1 + len(task.slices) + len(task.slice_files)
+    read = 2 * slices * task.tokens
+    if task.speed:
+        read += 2 * (1 + 2 * TIMES) * PROMPT + 2 * TIMES * ANSWER * DECODED
+    hay = sum(length * NEEDLES for length in task.needle)
+    head = torch.randn(config.vocab_size // 16, config.hidden_size, device=device)
+    x = torch.randn(ROWS, config.hidden_size, device=device)
+    logits = timer(lambda: (x @ head.t()).log_softmax(-1)) * (16 / ROWS)
+    layers = config.num_layers
+    whole = per_token * ((read + hay) * layers) + logits * (2 * (read + hay)) + reading * (2 * layers)
+    return whole + rounding * ((slices * task.tokens + hay) * layers)

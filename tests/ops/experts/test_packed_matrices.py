@@ -1,0 +1,52 @@
+"""Packed 4-bit experts hold the numbers of the codes that they are made of, in as many bytes as the ledger says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ridgeline.models.checkpoints.linear_formats import held_bytes
+from ridgeline.ops.experts.matrices import numbers
+from ridgeline.ops.experts.packed_matrices import each_expanded, pack_experts, placeholder
+from ridgeline.ops.packed.packed_weight import PackedWeight
+from ridgeline.ops.quantised.codes import e8m0_numbers
+from ridgeline.ops.quantised.expand import QuantisedWeight
+from ridgeline.quant.format import MXFP4, uint4
+
+GENERATOR = torch.Generator().manual_seed(0)
+SHAPES = [(32, 64, True), (48, 576, False), (96, 160, True)]
+
+
+def drawn(most: int, *shape: int) -> torch.Tensor:
+    return torch.randint(most, shape, generator=GENERATOR, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "gated"), SHAPES)
+def test_mxfp4_experts_keep_their_numbers(outputs: int, inputs: int, gated: bool) -> None:
+    codes, scale = drawn(256, 3, outputs, inputs // 2), 115 + drawn(10, 3, outputs, inputs // 32)
+    packed = pack_experts(codes, e8m0_numbers(scale, torch.bfloat16), kind="e2m1", gated=gated)
+    wanted = numbers(QuantisedWeight("e2m1", inputs, codes, scale, (1, 32), e8m0=True), torch.float32)
+    assert torch.equal(each_expanded(packed, torch.float32), wanted)
+    check_sizes(packed, 3 * held_bytes(MXFP4, outputs, inputs))
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_int4_experts_keep_their_numbers(zeros: bool) -> None:
+    codes, scale = drawn(256, 2, 48, 64), torch.rand(2, 48, 4, generator=GENERATOR).half()
+    zero = drawn(16, 2, 48, 4).half() if zeros else None
+    packed = pack_experts(codes, scale, zero, kind="uint4", gated=True)
+    values = torch.stack((codes & 15, codes >> 4), -1).flatten(2).float()
+    less = torch.full_like(scale, 8.0) if zero is None else zero
+    wanted = (values - less.float().repeat_interleave(32, 2)) * scale.float().repeat_interleave(32, 2)
+    assert torch.equal(each_expanded(packed, torch.float32), wanted) and packed.whole_zeros
+    check_sizes(packed, 2 * held_bytes(uint4(32, "float16", "code" if zeros else None), 48, 128))
+
+
+def check_sizes(packed: PackedWeight, nbytes: int) -> None:
+    assert packed.nbytes == nbytes
+    empty = placeholder(
+        len(packed.codes), packed.outputs, packed.inputs, packed.group, packed.kind, packed.gated, packed.zero is not None,
+        torch.device("cpu"),
+    )
+    assert (empty.codes.shape, empty.scale.shape) == (packed.codes.shape, packed.scale.shape)
+    assert (empty.zero is None) == (packed.zero is None)

@@ -1,0 +1,48 @@
+"""Kernels for whole groups of GGUF's formats, in Triton's interpreter, against the definition."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from folders import import_path
+
+from ridgeline.ops.kernel_table import H200, choose
+
+
+def check() -> None:
+    from test_codes_gemv import STORED, random_weight
+
+    from ridgeline.ops.quantised.expand import expand
+    from ridgeline.ops.quantised.quantised_kernels import expand_triton, few_rows_triton, whole_groups
+
+    for name in STORED:
+        weight = random_weight(name, 40, 256, "cpu")
+        assert whole_groups(weight)
+        assert torch.equal(expand_triton(weight, torch.float32), expand(weight, torch.float32)), name
+        x, bias = torch.randn(3, 256), torch.randn(40)
+        wanted = F.linear(x.double(), expand(weight, torch.float64), bias.double())
+        torch.testing.assert_close(few_rows_triton(x, weight, bias).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": import_path()}
+    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_few_rows_are_multiplied_by_codes_only_where_that_was_faster() -> None:
+    """Expanding and cuBLAS took 165 us for two rows of gate and up, the codes 229."""
+    kernels = {(rows, outputs): choose("groups", rows, outputs, 4096, False, H200).kernel
+               for rows in (2, 16, 64, 65) for outputs in (4096, 28672)}
+    assert {place for place, kernel in kernels.items() if kernel == "few_rows"} == {(64, 28672)}
+
+
+if __name__ == "__main__":
+    check()

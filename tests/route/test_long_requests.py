@@ -1,0 +1,149 @@
+"""Long bodies and answers through the router: nothing of them is done on its event loop at once, and little is kept twice."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from fake_replica import Behaviour, FakeReplica, Router
+
+from ridgeline.engine.client.long_work import LONG_BYTES
+from ridgeline.engine.replicas.prefix_tree import MOST_BYTES, chain_of
+from ridgeline.errors import Overloaded, TimedOut
+from ridgeline.route import delivery, route_app
+from ridgeline.route.prompt_text import prompt_of, with_answer
+from ridgeline.route.upstream import PIECE, Upstream
+
+BODY = b"x" * (40 * PIECE)
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}]}
+
+
+def test_a_long_body_and_a_long_answer_are_decoded_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, set[str]] = {}
+
+    def noting(module: Any, name: str) -> None:
+        whole = getattr(module, name)
+
+        def noted(*given: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread().name)
+            return whole(*given)
+
+        monkeypatch.setattr(module, name, noted)
+
+    noting(route_app, "forwarded")
+    noting(delivery, "_read")
+
+    async def test() -> None:
+        async with FakeReplica(Behaviour(text="x" * 3 * LONG_BYTES)) as replica:
+            router = Router(replica)
+            call = await asyncio.wait_for(router.ask(chat("a" * 2 * LONG_BYTES)), 120)
+            assert call.status == 200 and call.body.count(b"x") == 3 * LONG_BYTES
+            assert replica.seen[0].body == chat("a" * 2 * LONG_BYTES)
+            assert max(map(len, call.parts)) <= LONG_BYTES       # as fast as its client reads
+            router.fleet.close()
+
+    asyncio.run(test())
+    assert threads == {"forwarded": {"long-work"}, "_read": {"long-work"}}
+
+
+@pytest.mark.parametrize("error", [Overloaded("busy"), TimedOut("slow")])
+def test_an_answer_is_sent_while_the_threads_that_read_it_are_busy(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def busy(num_bytes: int, work: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(delivery, "away_if_long", busy)
+
+    async def test() -> None:
+        async with FakeReplica(Behaviour(text="said")) as replica:
+            router = Router(replica)
+            call = await asyncio.wait_for(router.ask(chat("hello")), 120)
+            assert call.status == 200 and b"said" in call.body and len(replica.seen) == 1
+            assert router.fleet.replicas[0].load.pending == 0
+            router.fleet.close()
+
+    asyncio.run(test())
+
+
+def test_the_text_of_a_long_prompt_is_not_kept() -> None:
+    text = "0123456789abcdef" * (MOST_BYTES // 8)
+    prompt = prompt_of(chat(text))
+    assert len(prompt.text) == MOST_BYTES and prompt.num_bytes > 2 * MOST_BYTES
+    assert prompt.chain == chain_of(prompt.text, prompt.root) == with_answer(prompt, "an answer")
+
+
+class Still(asyncio.Protocol):
+    """A replica that reads nothing, or answers before it has read all."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.received = 0
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        if not self.answer:
+            transport.pause_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self.received += len(data)
+        if self.answer:
+            self.transport.write(self.answer)
+            self.transport.pause_reading()
+            self.answer = b""
+
+
+def with_still_replica(answer: bytes, test: Any) -> None:
+    async def run() -> None:
+        replica = Still(answer)
+        server = await asyncio.get_running_loop().create_server(lambda: replica, "127.0.0.1", 0)
+        upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await asyncio.wait_for(test(upstream), 120)
+        upstream.close()
+        replica.transport.abort()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_body_is_written_as_fast_as_the_replica_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    connect = asyncio.BaseEventLoop.create_connection
+
+    async def counting(self: Any, *given: Any, **named: Any) -> Any:
+        transport, protocol = await connect(self, *given, **named)
+        whole = transport.write
+
+        def write(data: bytes) -> None:
+            written.append(len(data))
+            whole(data)
+
+        monkeypatch.setattr(transport, "write", write)
+        return transport, protocol
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", counting)
+
+    async def test(upstream: Upstream) -> None:
+        asked = asyncio.ensure_future(upstream.ask("POST", "/v1/completions", [], BODY).__aenter__())
+        while not written:
+            await asyncio.sleep(0)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert max(written) <= PIECE + 1000 and sum(written) < len(BODY)     # the rest waits for the replica
+        asked.cancel()
+        await asyncio.wait((asked,))
+
+    with_still_replica(b"", test)
+
+
+def test_a_replica_that_refuses_a_body_before_its_end_gets_no_more_of_it() -> None:
+    async def test(upstream: Upstream) -> None:
+        async with upstream.ask("POST", "/v1/completions", [], BODY) as answer:
+            assert answer.status == 413 and await answer.body(100) == b"no"
+            assert not answer.reusable                       # the next request would be read as the rest of this body
+        assert not upstream._idle
+
+    with_still_replica(b"HTTP/1.1 413 X\r\ncontent-length: 2\r\n\r\nno", test)
