@@ -1,11 +1,12 @@
 """PTX of the GEMV for codes as they are stored (codes_gemv.py): codes to 16-bit numbers, products on mma.sync, scales.
 
 A lane has neighbouring codes of output r and of output r + 8: 16 of 8 bits, or 32 of 4 to 6 bits. Where inputs have scales in
-groups, x is masked so that each of the product's eight columns has the inputs of one group: one chain of products then leaves
-the sum of each group in a column of its own, and a scale is multiplied once for a group, by the lane that has this column.
+groups, x is masked so that each of the product's eight columns has the inputs of one of the eight groups of 256 inputs: the
+products of these inputs then leave the sum of each group in a column of its own, and its scale is multiplied once, by the lane
+that has this column. Two chains of products take turns, because a product waits for the one whose sums it adds to.
 
 Codes of 4 to 6 bits become 128 + code by bits (1024 + code in fp16). What is too much, and the group's offset, multiply the sum
-of its inputs, which a second product, by ones, leaves in the same column.
+of its inputs, which the kernel has computed once for all outputs.
 """
 
 from __future__ import annotations
@@ -44,29 +45,29 @@ def _byte_pair(word: str, out: str, upper: bool, kind: str, dtype: str) -> list[
 
 
 @compile_time
-def byte_products(kind: str, dtype: str, scales: str, scale_dtype: str) -> str:
-    """16 outputs x 64 inputs of one warp, added to `sums`.
+def byte_products(kind: str, dtype: str, scales: str, first: bool) -> str:
+    """16 outputs x 64 inputs of one warp, added to `sums`; the `first` of a chain begins at zero.
 
     Operands, four registers each: out sums; in sums, codes of outputs r, codes of outputs r + 8, x of the first and of the last
-    eight of a lane's 16 inputs, then the scales of outputs r and of outputs r + 8: none for `row`, a number for `block`, for
-    `group` the word of two 16-bit numbers, of the first and of the last 32 inputs, and the mask of x.
+    eight of a lane's 16 inputs; then for `block` the scales of outputs r and of outputs r + 8, for `group` the mask of x.
+    `group_scaled` multiplies the sums of groups.
     """
     lines = [
-        ".reg .b32 t<3>; .reg .b32 scale; .reg .b32 a<4>; .reg .b32 b<2>; .reg .b16 h<2>; .reg .f32 d<4>; .reg .f32 y<4>;",
-        "mov.b32 scale, 0x7b807b80;",
+        ".reg .b32 t<3>; .reg .b32 scale; .reg .b32 a<4>; .reg .b32 b<2>; .reg .f32 d<4>;", "mov.b32 scale, 0x7b807b80;",
     ]
+    if scales == "group" and not first:
+        lines += [f"mov.f32 d{number}, ${4 + number};" for number in range(4)]
     for step in range(4):
         for number in range(4):                          # outputs r, r + 8; then the upper two codes of both
             lines += _byte_pair(f"${8 + 4 * (number % 2) + step}", f"a{number}", number >= 2, kind, dtype)
         right = (f"${16 + 2 * step}", f"${17 + 2 * step}")
         if scales == "group":
-            lines += [f"and.b32 b{number}, {right[number]}, $32;" for number in (0, 1)]
+            lines += [f"and.b32 b{number}, {right[number]}, $24;" for number in (0, 1)]
             right = ("b0", "b1")
-        lines.append(_mma("d", "a0, a1, a2, a3", right, step == 0, dtype))
-    if scales == "group":
-        lines += [*_halves("$24", "y0", "y1", scale_dtype), *_halves("$28", "y2", "y3", scale_dtype)]
-    factors = {"row": ["0f3F800000"] * 4, "block": ["$24", "$24", "$28", "$28"], "group": ["y0", "y1", "y2", "y3"]}[scales]
-    lines += [f"fma.rn.f32 d{number}, d{number}, {factors[number]}, ${4 + number};" for number in range(4)]
+        lines.append(_mma("d", "a0, a1, a2, a3", right, step == 0 and (first or scales != "group"), dtype))
+    if scales != "group":
+        factors = {"row": ["0f3F800000"] * 4, "block": ["$24", "$24", "$28", "$28"]}[scales]
+        lines += [f"fma.rn.f32 d{number}, d{number}, {factors[number]}, ${4 + number};" for number in range(4)]
     lines += [f"mov.f32 ${number}, d{number};" for number in range(4)]      # all operands are read by now
     return "{ " + " ".join(lines) + " }"
 
@@ -74,8 +75,22 @@ def byte_products(kind: str, dtype: str, scales: str, scale_dtype: str) -> str:
 @compile_time
 def byte_registers(scales: str) -> str:
     """The constraints of `byte_products`."""
-    words = {"row": [], "block": ["f"] * 8, "group": ["r"] * 12}[scales]
+    words = {"row": [], "block": ["f"] * 8, "group": ["r"] * 4}[scales]
     return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 16 + words)
+
+
+@compile_time
+def group_scaled(scale_dtype: str) -> str:
+    """256 inputs of 8 bits in groups of 32, added to `sums`. Operands, four registers each: out sums; in sums, the sums of the
+    groups by two chains, then the words of two scales of outputs r and of outputs r + 8."""
+    lines = [".reg .b32 t0; .reg .b16 h<2>; .reg .f32 d<4>; .reg .f32 y<4>;"]
+    lines += [*_halves("$16", "y0", "y1", scale_dtype), *_halves("$20", "y2", "y3", scale_dtype)]
+    for number in range(4):
+        lines += [
+            f"add.f32 d{number}, ${8 + number}, ${12 + number};", f"fma.rn.f32 d{number}, d{number}, y{number}, ${4 + number};",
+        ]
+    lines += [f"mov.f32 ${number}, d{number};" for number in range(4)]
+    return "{ " + " ".join(lines) + " }"
 
 
 @compile_time
@@ -88,7 +103,7 @@ def _halves(word: str, low: str, high: str, dtype: str) -> list[str]:
 
 # ── 4 to 6 bits ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Of how the scales of groups are stored: words for one output and 128 inputs, and for 256 inputs.
+# Of how the scales of groups are stored: words that a lane has of its two groups, and of all 256 inputs.
 #   half           16-bit numbers of groups of 32
 #   half+offset    and an offset for each
 #   super+offset   bytes of scales and of offsets, and a number for each of both for 256 inputs: Q4_K, Q5_K
@@ -98,7 +113,6 @@ NIBBLE_SCALES = {
     "half": (1, 0), "half+offset": (2, 0), "super+offset": (2, 2), "super16": (1, 1), "super16+offset": (2, 2),
 }
 BASES = {"bf16": 0x43004300, "f16": 0x64006400}          # 128 and 1024: a code in the lowest bits is added to them
-ONES = {"bf16": 0x3F803F80, "f16": 0x3C003C00}
 HIGH_WORDS = {"uint4": 0, "q5": 1, "q6": 2}              # of the bits above four, of an output's 32 codes in a lane
 
 
@@ -167,78 +181,74 @@ def _group_scales(scales: str, scale_dtype: str, at: int, half: int) -> list[str
 
 
 @compile_time
-def _word_products(word: int, kind: str, dtype: str, high_at: int, first: bool, offset: bool) -> list[str]:
-    """Of a word of codes: two products into d and, by ones, into e. `first`: they begin there."""
-    lines = []
-    for output, name in enumerate("ac"):
-        number = word // 2 if kind == "q6" else 0
-        lines += _nibble_word(f"${8 + 4 * output + word}", f"${high_at + 8 * number + 4 * output}", name, word, kind, dtype)
-        if dtype == "f16":
-            lines += [f"sub.f16x2 {name}{number}, {name}{number}, base;" for number in range(4)]
-    for part in range(2):
-        lines += [f"and.b32 b{number}, ${16 + 4 * word + 2 * part + number}, $32;" for number in (0, 1)]
-        left = f"a{2 * part}, c{2 * part}, a{2 * part + 1}, c{2 * part + 1}"
-        lines.append(_mma("d", left, ("b0", "b1"), first and part == 0, dtype))
-        if offset or dtype == "bf16":
-            lines.append(_mma("e", "one, one, one, one", ("b0", "b1"), first and part == 0, dtype))
-    return lines
+def nibble_products(kind: str, dtype: str, begin: int, words: int) -> str:
+    """16 outputs x 32 inputs of one warp for each of these words of a tile.
 
-
-@compile_time
-def _scaled_sums(zero: int, offset: bool, exact: bool) -> list[str]:
-    """Groups times their scales. Not `exact`: the numbers are 128 too large, and by what means 0."""
-    lines = []
-    for number in range(4):
-        if not exact:
-            lines += [f"fma.rn.f32 d{number}, e{number}, 0f{0xC3000000 + (zero << 16):08X}, d{number};"]
-        lines += [f"fma.rn.f32 s{number}, d{number}, y{number}, s{number};"]
-        if offset:
-            lines += [f"fma.rn.f32 s{number}, e{number}, o{number}, s{number};"]
-    return lines
-
-
-@compile_time
-def nibble_products(kind: str, dtype: str, scales: str, scale_dtype: str) -> str:
-    """16 outputs x 128 inputs of one warp, added to `sums`.
-
-    Operands, four registers each: out sums; in sums, codes of outputs r, codes of outputs r + 8, x of eight inputs four times,
-    the mask of x; then, for outputs r and r + 8 by turns, HIGH_WORDS and the words of NIBBLE_SCALES, all four alike. In fp16 the
-    base is subtracted from the numbers: it is 1024, of which the sum of x would keep three bits less.
+    Operands, four registers each: out sums; in anything, codes of outputs r, codes of outputs r + 8, the mask of x, x of eight
+    inputs for each word; then, of outputs r and r + 8 by turns, HIGH_WORDS, all four alike. In fp16 the base is subtracted from
+    the numbers: it is 1024, of which the sum of x would keep three bits less.
     """
-    high_at = 36
-    at = high_at + 8 * HIGH_WORDS[kind]
-    halves, offset, exact = 2 if scales.startswith("super16") else 1, scales.endswith("offset"), dtype == "f16"
-    zero = 0 if offset else NIBBLES[kind]
+    high_at = 20 + 4 * words
     lines = [
-        ".reg .b32 t<3>; .reg .b32 a<4>; .reg .b32 c<4>; .reg .b32 b<2>; .reg .b32 one; .reg .b32 base; .reg .b16 h<2>;",
-        ".reg .f32 d<4>; .reg .f32 e<4>; .reg .f32 y<4>; .reg .f32 o<4>; .reg .f32 s<4>; .reg .f32 f0;",
-        f"mov.b32 one, {ONES[dtype]};", f"mov.b32 base, {BASES[dtype] + zero * 0x10001};",
-        *(f"mov.f32 s{number}, ${4 + number};" for number in range(4)),
+        ".reg .b32 t<3>; .reg .b32 a<4>; .reg .b32 c<4>; .reg .b32 b<2>; .reg .b32 base; .reg .f32 d<4>;",
+        f"mov.b32 base, {BASES[dtype]};",
     ]
-    for word in range(4):
-        lines += _word_products(word, kind, dtype, high_at, word % (4 // halves) == 0, offset)
-        if (word + 1) % (4 // halves) == 0:
-            lines += _group_scales(scales, scale_dtype, at, word // 2 if halves == 2 else 0) + _scaled_sums(zero, offset, exact)
+    for place in range(words):
+        word = begin + place
+        for output, name in enumerate("ac"):
+            high = word // 2 if kind == "q6" else 0
+            lines += _nibble_word(f"${8 + 4 * output + word}", f"${high_at + 8 * high + 4 * output}", name, word, kind, dtype)
+            if dtype == "f16":
+                lines += [f"sub.f16x2 {name}{number}, {name}{number}, base;" for number in range(4)]
+        for part in range(2):
+            lines += [f"and.b32 b{number}, ${20 + 4 * place + 2 * part + number}, $16;" for number in (0, 1)]
+            left = f"a{2 * part}, c{2 * part}, a{2 * part + 1}, c{2 * part + 1}"
+            lines.append(_mma("d", left, ("b0", "b1"), place == part == 0, dtype))
+    lines += [f"mov.f32 ${number}, d{number};" for number in range(4)]
+    return "{ " + " ".join(lines) + " }"
+
+
+@compile_time
+def nibble_scaled(kind: str, dtype: str, scales: str, scale_dtype: str, half: int) -> str:
+    """256 inputs in groups of 32, or one half of each group of 32, added to `sums`.
+
+    Operands, four registers each: out sums; in sums, the sums of the groups by two chains, the sums of their inputs, then, for
+    outputs r and r + 8 by turns, the words of NIBBLE_SCALES, all four alike.
+    """
+    offset = scales.endswith("offset")
+    too_much = (0 if dtype == "f16" else 128) + (0 if offset else NIBBLES[kind])
+    lines = [
+        ".reg .b32 t<3>; .reg .b16 h<2>; .reg .f32 d<4>; .reg .f32 y<4>; .reg .f32 o<4>; .reg .f32 s<4>; .reg .f32 f0;",
+        *_group_scales(scales, scale_dtype, 20, half),
+    ]
+    for number in range(4):
+        lines += [f"add.f32 d{number}, ${8 + number}, ${12 + number};"]
+        if too_much:
+            lines += [f"fma.rn.f32 d{number}, ${16 + number}, {_minus(too_much)}, d{number};"]
+        lines += [f"fma.rn.f32 s{number}, d{number}, y{number}, ${4 + number};"]
+        if offset:
+            lines += [f"fma.rn.f32 s{number}, ${16 + number}, o{number}, s{number};"]
     lines += [f"mov.f32 ${number}, s{number};" for number in range(4)]
     return "{ " + " ".join(lines) + " }"
 
 
 @compile_time
-def nibble_registers(kind: str, scales: str) -> str:
+def _minus(whole: int) -> str:
+    """-whole as a float32 of PTX."""
+    bits = whole.bit_length()
+    return f"0f{0x80000000 + (126 + bits << 23) + (whole << 24 - bits) - (1 << 23):08X}"
+
+
+@compile_time
+def nibble_registers(kind: str, words: int) -> str:
     """The constraints of `nibble_products`."""
-    words = HIGH_WORDS[kind] + sum(NIBBLE_SCALES[scales])
-    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * (8 + 16 + 4 + 8 * words))
+    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * (8 + 4 + 4 * words + 8 * HIGH_WORDS[kind]))
 
 
 @compile_time
-def products(kind: str, dtype: str, scales: str, scale_dtype: str) -> str:
-    """Of one tile: 64 inputs of 8 bits, or 128 of 4 to 6."""
-    return (nibble_products if kind in NIBBLES else byte_products)(kind, dtype, scales, scale_dtype)
-
-
-@compile_time
-def product_registers(kind: str, scales: str) -> str:
-    return nibble_registers(kind, scales) if kind in NIBBLES else byte_registers(scales)
+def scaled_registers(words: int, x_sums: bool = False) -> str:
+    """The constraints of `group_scaled` and, with sums of inputs, of `nibble_scaled`, for this number of words of an output."""
+    return ",".join(["=f"] * 4 + ["f"] * (16 if x_sums else 12) + ["r"] * (8 * words))
 
 
 @compile_time

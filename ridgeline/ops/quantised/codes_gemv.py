@@ -30,9 +30,14 @@ from ridgeline.ops.quantised.codes_asm import (
     HIGH_WORDS,
     NIBBLE_SCALES,
     NIBBLES,
+    byte_products,
+    byte_registers,
     collected,
-    product_registers,
-    products,
+    group_scaled,
+    nibble_products,
+    nibble_registers,
+    nibble_scaled,
+    scaled_registers,
 )
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import gluon_kernel
@@ -52,10 +57,35 @@ def _is_nibbles(kind):  # type: ignore[no-untyped-def]
 
 @compile_time
 def _counts(kind, scales):  # type: ignore[no-untyped-def]
-    """(words of upper bits of an output's codes in a lane; words of scales for a tile, and for 256 inputs)"""
+    """(words of upper bits of an output's codes in a lane; words of its scales)"""
     if kind not in NIBBLES:
-        return 0, int(scales == "group"), 0
-    return HIGH_WORDS[kind], *NIBBLE_SCALES[scales]
+        return 0, int(scales == "group")
+    return HIGH_WORDS[kind], sum(NIBBLE_SCALES[scales])
+
+
+@compile_time
+def _has_offsets(scales):  # type: ignore[no-untyped-def]
+    return scales.endswith("offset")
+
+
+@compile_time
+def _has_outer(scales):  # type: ignore[no-untyped-def]
+    return scales.startswith("super")
+
+
+@compile_time
+def _halves(scales):  # type: ignore[no-untyped-def]
+    """Parts of a group of 32 inputs with a scale of their own."""
+    return 2 if scales.startswith("super16") else 1
+
+
+@compile_time
+def _pair_layout(groups, warps):  # type: ignore[no-untyped-def]
+    """Of [groups, warps, 8, 4, 2]: lanes as in `_x_layout`, two columns of the product each."""
+    lanes = [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]]
+    inner = [[0, 1 << bit, 0, 0, 0] for bit in range(warps.bit_length() - 1)]
+    outer = [[1 << bit, 0, 0, 0, 0] for bit in range(groups.bit_length() - 1)]
+    return gl.DistributedLinearLayout([[0, 0, 0, 0, 1]], lanes, inner + outer, [], [groups, warps, 8, 4, 2])
 
 
 @gluon_kernel()
@@ -79,7 +109,7 @@ def _load_unit(  # type: ignore[no-untyped-def]
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
     NIBBLE: gl.constexpr = _is_nibbles(KIND)
     TILES: gl.constexpr = 2 if NIBBLE else 4
-    COUNTS: gl.constexpr = _counts(KIND, SCALES)
+    HIGH: gl.constexpr = _counts(KIND, SCALES)[0]
     flat: gl.constexpr = gl.SliceLayout(3, layout)
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, flat)))[:, None][:, :, None]
     warp = gl.arange(0, WARPS, gl.SliceLayout(0, gl.SliceLayout(2, flat)))[None, :][:, :, None]
@@ -106,26 +136,19 @@ def _load_unit(  # type: ignore[no-untyped-def]
             for output in gl.static_range(2):
                 row = low if output == 0 else high
                 loaded = loaded + (gl.load(scale_ptr + (row // BLOCK * scale_stride + (line * 2 + part))),)  # type: ignore[assignment]
-    if SCALES == "group":                                # words of two scales
-        for part in gl.static_range(4):
-            loaded = loaded + _load_pairs(scale_ptr, low, high, RUNS * 4, line * 4 + part)  # type: ignore[assignment]
-    if NIBBLE:
-        for part in gl.static_range(2):
-            if COUNTS[0] == 1:
-                loaded = loaded + _load_pairs(high_ptr, low, high, RUNS * 8, line * 8 + part * 4 + lane % 4)  # type: ignore[assignment]
-            if COUNTS[0] == 2:
-                place = line * 16 + part * 8 + lane % 4 * 2
-                loaded = loaded + _load_pairs(high_ptr, low, high, RUNS * 16, place)  # type: ignore[assignment]
-                loaded = loaded + _load_pairs(high_ptr, low, high, RUNS * 16, place + 1)  # type: ignore[assignment]
-            # A lane has two columns of the product, and the last four of the eight are empty.
-            at = line * 4 + part * 2 + lane % 2
-            loaded = loaded + _load_pairs(scale_ptr, low, high, RUNS * 4, at)  # type: ignore[assignment]
-            if COUNTS[1] == 2:
-                loaded = loaded + _load_pairs(offset_ptr, low, high, RUNS * 4, at)  # type: ignore[assignment]
-        if COUNTS[2] > 0:
+    for part in gl.static_range(2 if NIBBLE else 0):
+        for number in gl.static_range(HIGH):
+            place = line * (8 * HIGH) + part * (4 * HIGH) + lane % 4 * HIGH + number
+            loaded = loaded + _load_pairs(high_ptr, low, high, RUNS * 8 * HIGH, place)  # type: ignore[assignment]
+    if NIBBLE or SCALES == "group":                      # a lane has two of the product's eight columns, one for each group
+        at = line * 4 + lane % 4
+        loaded = loaded + _load_pairs(scale_ptr, low, high, RUNS * 4, at)  # type: ignore[assignment]
+        if _has_offsets(SCALES):
+            loaded = loaded + _load_pairs(offset_ptr, low, high, RUNS * 4, at)  # type: ignore[assignment]
+        if _has_outer(SCALES):
             loaded = loaded + _load_pairs(super_ptr, low, high, RUNS, line)  # type: ignore[assignment]
-        if COUNTS[2] > 1:
-            loaded = loaded + _load_pairs(super_offset_ptr, low, high, RUNS, line)  # type: ignore[assignment]
+            if _has_offsets(SCALES):
+                loaded = loaded + _load_pairs(super_offset_ptr, low, high, RUNS, line)  # type: ignore[assignment]
     return loaded
 
 
@@ -135,43 +158,78 @@ def _alike(words, GROUPS: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no
 
 
 @gluon_kernel()
-def _multiply_tile(  # type: ignore[no-untyped-def]
-    sums, loaded, x_words, mask, first, layout: gl.constexpr, TILE: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr,
-    SCALES: gl.constexpr, SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
-):
-    """64 inputs of each warp, 128 of 4 to 6 bits."""
-    operands = (sums, loaded[2 * TILE], loaded[2 * TILE + 1])
-    if _is_nibbles(KIND):
-        for part in gl.static_range(4):
-            operands = operands + (_x_operand(x_words, first + TILE * 4 + part, layout, GROUPS, WARPS),)  # type: ignore[assignment]
-        operands = operands + (_alike(mask, GROUPS, WARPS),)  # type: ignore[assignment]
-        COUNTS: gl.constexpr = _counts(KIND, SCALES)
-        EACH: gl.constexpr = 2 * (COUNTS[0] + COUNTS[1])
-        for number in gl.static_range(EACH):
-            operands = operands + (_alike(loaded[4 + TILE * EACH + number], GROUPS, WARPS),)  # type: ignore[assignment]
-        for number in gl.static_range(2 * COUNTS[2]):
-            operands = operands + (_alike(loaded[4 + 2 * EACH + number], GROUPS, WARPS),)  # type: ignore[assignment]
-    else:
-        for part in gl.static_range(2):
-            operands = operands + (_x_operand(x_words, first + TILE * 2 + part, layout, GROUPS, WARPS),)  # type: ignore[assignment]
-        if SCALES != "row":
-            AT: gl.constexpr = 8 + (TILE // 2 * 2 if SCALES == "block" else TILE * 2)
-            for output in gl.static_range(2):
-                operands = operands + (_alike(loaded[AT + output], GROUPS, WARPS),)  # type: ignore[assignment]
-        if SCALES == "group":
-            operands = operands + (_alike(mask, GROUPS, WARPS),)  # type: ignore[assignment]
-    text: gl.constexpr = products(KIND, DTYPE, SCALES, SCALE_DTYPE)
-    constraints: gl.constexpr = product_registers(KIND, SCALES)
+def _added(text: gl.constexpr, constraints: gl.constexpr, operands):  # type: ignore[no-untyped-def]
     return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
 @gluon_kernel()
+def _multiply_bytes(  # type: ignore[no-untyped-def]
+    sums, loaded, x_words, lane, first, layout: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr,
+    SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+):
+    """256 inputs of each warp, 64 at a time."""
+    chains = (sums, sums)
+    for tile in gl.static_range(4):
+        operands = (chains[0], loaded[2 * tile], loaded[2 * tile + 1])
+        for part in gl.static_range(2):
+            operands = operands + (_x_operand(x_words, first + tile * 2 + part, layout, GROUPS, WARPS),)  # type: ignore[assignment]
+        if SCALES == "block":
+            for output in gl.static_range(2):
+                operands = operands + (_alike(loaded[8 + tile // 2 * 2 + output], GROUPS, WARPS),)  # type: ignore[assignment]
+        if SCALES == "group":                            # a group of 32 is in two lanes of four
+            mask = -(lane // 4 == tile * 2 + lane % 4 // 2).to(gl.int32)
+            operands = operands + (_alike(mask, GROUPS, WARPS),)  # type: ignore[assignment]
+        result = _added(byte_products(KIND, DTYPE, SCALES, tile < 2), byte_registers(SCALES), operands)
+        chains = (chains[1] if SCALES == "group" else result, result)
+    if SCALES == "group":
+        operands = (sums, chains[0], chains[1], _alike(loaded[8], GROUPS, WARPS), _alike(loaded[9], GROUPS, WARPS))
+        sums = _added(group_scaled(SCALE_DTYPE), scaled_registers(1), operands)
+    else:
+        sums = chains[0]
+    return sums
+
+
+@gluon_kernel()
+def _multiply_nibbles(  # type: ignore[no-untyped-def]
+    sums, loaded, x_words, x_sums, lane, first, layout: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr,
+    SCALES: gl.constexpr, SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+):
+    """256 inputs of each warp in two tiles. Both have a part of the product's columns and a chain of their own."""
+    HIGH: gl.constexpr = _counts(KIND, SCALES)[0]
+    WORDS: gl.constexpr = _counts(KIND, SCALES)[1]
+    HALVES: gl.constexpr = _halves(SCALES)
+    EACH: gl.constexpr = 4 // HALVES                     # words of codes with a scale of their own
+    for half in gl.static_range(HALVES):
+        chains = ()
+        for tile in gl.static_range(2):
+            mask = -(lane // 4 == tile * 4 + lane % 4).to(gl.int32)
+            operands = (sums, loaded[2 * tile], loaded[2 * tile + 1], _alike(mask, GROUPS, WARPS))
+            for number in gl.static_range(EACH):
+                at = first + tile * 4 + half * EACH + number
+                operands = operands + (_x_operand(x_words, at, layout, GROUPS, WARPS),)  # type: ignore[assignment]
+            for number in gl.static_range(2 * HIGH):
+                operands = operands + (_alike(loaded[4 + tile * 2 * HIGH + number], GROUPS, WARPS),)  # type: ignore[assignment]
+            result = _added(nibble_products(KIND, DTYPE, half * EACH, EACH), nibble_registers(KIND, EACH), operands)
+            chains = chains + (result,)  # type: ignore[assignment]
+        pair = x_sums.index(first // 8 * HALVES + half).load(_pair_layout(GROUPS, WARPS))
+        pair = pair.broadcast_to([GROUPS, WARPS, 8, 4, 2]).reshape([GROUPS, WARPS, 32, 1, 2])
+        pair = pair.broadcast_to([GROUPS, WARPS, 32, 2, 2]).reshape([GROUPS, WARPS, 32, 4])
+        operands = (sums, chains[0], chains[1], gl.convert_layout(pair, layout, assert_trivial=True))
+        for number in gl.static_range(2 * WORDS):
+            operands = operands + (_alike(loaded[4 + 4 * HIGH + number], GROUPS, WARPS),)  # type: ignore[assignment]
+        sums = _added(nibble_scaled(KIND, DTYPE, SCALES, SCALE_DTYPE, half), scaled_registers(WORDS, True), operands)
+    return sums
+
+
+@gluon_kernel()
 def _place_row(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset, ROUNDS: gl.constexpr,
-    NIBBLE: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+    x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, x_sums, inputs, eps, norm_offset, ROUNDS: gl.constexpr,
+    NIBBLE: gl.constexpr, HALVES: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GROUPS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
     """x into shared memory, 16 bytes of a lane after the other: [tile, part of its inputs, warp, lane of four, 8]. Words of 4-bit
-    codes give inputs j and j + 4 in pairs. Returns the norm's factor, which multiplies the sums."""
+    codes give inputs j and j + 4 in pairs; with them, the sums of the inputs of each group. Returns the norm's factor, which
+    multiplies the sums."""
     CHUNK: gl.constexpr = 256 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [GROUPS * WARPS], [0])
     squares = gl.zeros([CHUNK], gl.float32, layout)
@@ -192,6 +250,8 @@ def _place_row(  # type: ignore[no-untyped-def]
         x = x.to(x_ptr.dtype.element_ty)
         if NIBBLE:
             memory.index(part).store(x.reshape([WARPS, 2, 4, 4, 2, 4]).permute([1, 3, 0, 2, 5, 4]))
+            each = gl.sum(x.to(gl.float32).reshape([WARPS, 8, HALVES, 32 // HALVES]), axis=3)
+            x_sums.index(part).store(each.permute([2, 0, 1]))
         else:
             memory.index(part).store(x.reshape([WARPS, 4, 4, 2, 8]).permute([1, 3, 0, 2, 4]))
     factor = 1.0
@@ -218,7 +278,6 @@ def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
     layout: gl.constexpr = _word_layout(GROUPS, WARPS)
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
     NIBBLE: gl.constexpr = _is_nibbles(KIND)
-    TILES: gl.constexpr = 2 if NIBBLE else 4
     program = gl.program_id(0)
     blocks = (strips + GROUPS - 1) // GROUPS
     units = (blocks - program + gl.num_programs(0) - 1) // gl.num_programs(0) * ROUNDS
@@ -227,19 +286,23 @@ def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
         KIND, SCALES, BLOCK, GATE != 0, GROUPS, WARPS,
     )
     SHAPE: gl.constexpr = _x_shape(NIBBLE, ROUNDS, WARPS)
+    HALVES: gl.constexpr = _halves(SCALES)
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, SHAPE, _plain_shared(6 if NIBBLE else 5))
+    x_sums = memory
+    if NIBBLE:
+        x_sums = gl.allocate_shared_memory(gl.float32, [ROUNDS, HALVES, WARPS, 8], _plain_shared(3))
     wait_for_kernel_before(DEPENDENT)
     factor = _place_row(
-        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset, ROUNDS, NIBBLE, NORM, RESIDUAL, GROUPS,
-        WARPS,
+        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, x_sums, inputs, eps, norm_offset, ROUNDS, NIBBLE, HALVES, NORM,
+        RESIDUAL, GROUPS, WARPS,
     )
     group_barrier()
     x_words = viewed(memory, gl.int32, [ROUNDS * 8, 1, WARPS, 1, 4, 4], _plain_shared(5))
+    if NIBBLE:
+        x_sums = viewed(x_sums, gl.float32, [ROUNDS * HALVES, 1, WARPS, 1, 4, 2], _plain_shared(5))
     parts = gl.allocate_shared_memory(gl.float32, [2, GROUPS, WARPS, 32, 2], _plain_shared(5))
-    # A column has the inputs of one group of 32, which two lanes of four have, or one of 4 to 6 bits.
     flat: gl.constexpr = gl.SliceLayout(3, layout)
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, flat)))[None, :][:, None, :].broadcast_to([GROUPS, WARPS, 32])
-    mask = -(lane // 4 == (lane % 4 if NIBBLE else lane % 4 // 2)).to(gl.int32)
     for begin in range(0, units, ROUNDS):
         sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
         for unit in range(begin, begin + ROUNDS):
@@ -249,9 +312,14 @@ def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
                     code_ptr, high_ptr, scale_ptr, offset_ptr, super_ptr, super_offset_ptr, unit + 1, strips, outputs,
                     scale_stride, layout, RUNS, KIND, SCALES, BLOCK, GATE != 0, GROUPS, WARPS,
                 )
-            for tile in gl.static_range(TILES):
-                sums = _multiply_tile(
-                    sums, loaded, x_words, mask, (unit - begin) * 8, layout, tile, KIND, DTYPE, SCALES, SCALE_DTYPE, GROUPS, WARPS
+            if NIBBLE:
+                sums = _multiply_nibbles(
+                    sums, loaded, x_words, x_sums, lane, (unit - begin) * 8, layout, KIND, DTYPE, SCALES, SCALE_DTYPE, GROUPS,
+                    WARPS,
+                )
+            else:
+                sums = _multiply_bytes(
+                    sums, loaded, x_words, lane, (unit - begin) * 8, layout, KIND, DTYPE, SCALES, SCALE_DTYPE, GROUPS, WARPS
                 )
         if NIBBLE or SCALES == "group":
             TEXT: gl.constexpr = collected()

@@ -28,11 +28,11 @@ FORMS = {
     "q6_k": ("q6", "super16", "f32", "*i32"), "q4_1": ("uint4", "half+offset", "f16", "*i32"),
     "q5_0": ("q5", "half", "f16", "*i32"), "mixed": ("q6", "super16+offset", "f32", "*i32"),
 }
-PRODUCTS = {"e4m3": 16, "int8": 16}                      # of 256 inputs; those of 4 to 6 bits have as many by ones
+PRODUCTS = 16                        # of 256 inputs
 NUMBERS = ("x_ptr", "residual_ptr", "norm_ptr", "bias_ptr", "out_ptr", "new_residual_ptr")
 
 
-def compiled(form: str, outputs: int, inputs: int, gate: int) -> dict[str, Any]:
+def compiled(form: str, outputs: int, inputs: int, gate: int, norm: bool) -> dict[str, Any]:
     """In a process of its own, where the op files believe in a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -48,7 +48,7 @@ def compiled(form: str, outputs: int, inputs: int, gate: int) -> dict[str, Any]:
     kind, scales, scale_dtype, scale_type = FORMS[form]
     constants = {
         "RUNS": inputs // 256, "KIND": kind, "DTYPE": "bf16", "SCALES": scales, "SCALE_DTYPE": scale_dtype, "BLOCK": 128,
-        "NORM": True, "RESIDUAL": True, "GATE": gate, "BIAS": True, "GROUPS": plan.groups, "WARPS": plan.warps, "DEPENDENT": True,
+        "NORM": norm, "RESIDUAL": norm, "GATE": gate, "BIAS": True, "GROUPS": plan.groups, "WARPS": plan.warps, "DEPENDENT": True,
     }
     types = dict.fromkeys(NUMBERS, "*bf16") | {"code_ptr": "*i32", "high_ptr": "*i32", "outer_ptr": "*fp32"}
     types |= {"scale_ptr": scale_type, "offset_ptr": scale_type, "super_ptr": "*i16", "super_offset_ptr": "*i16"}
@@ -90,12 +90,13 @@ def compiled(form: str, outputs: int, inputs: int, gate: int) -> dict[str, Any]:
 )
 def test_the_gemv_compiles(tmp_path: Path, form: str, outputs: int, inputs: int, gate: int) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, __file__, *map(str, (form, outputs, inputs, gate))]
+    norm = inputs < 14336                                # the inputs of a down projection have none
+    command = [sys.executable, __file__, *map(str, (form, outputs, inputs, gate, int(norm)))]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert 0 <= found["shared"] <= PACKED_RESERVED and found["spills"] == 0 and found["wide_loads"] >= 8
-    assert found["products"] == PRODUCTS.get(FORMS[form][0], 32) and found["registers"] * 32 * found["warps"] <= 65536
+    assert found["products"] == PRODUCTS and found["registers"] * 32 * found["warps"] <= 65536
 
 
 if __name__ == "__main__":
