@@ -116,7 +116,7 @@ class ExecutionOptions:
     )
     speculative_config: str = option(
         "", 'speculative decoding; answers stay the same. A method (auto, ngram, prediction, grammar or suffix), or JSON such as '
-        '{"method": "ngram", "num_speculative_tokens": 8}; empty: off',
+        '{"method": "ngram", "num_speculative_tokens": 8} or {"method": "draft_model", "model": "PATH"}; empty: off',
     )
     nvtx: bool = option(False, "mark every op with an NVTX range, for a profiler")
 

@@ -5,8 +5,8 @@ the best B of them are verified, where
 
     B = argmax (rows + sum of the best B chances) / T(rows + B)
 
-T is the measured time of a step with that many tokens (shape_times.py), chances are counted (acceptance.py). While drafts do not
-pay, a step with some is tried rarely, to notice when they would.
+T is the measured time of a step with that many tokens (shape_times.py), chances are counted (acceptance.py). The time of a draft
+model comes on top of it (small_model.py). While drafts do not pay, a step with some is tried rarely, to notice when they would.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ridgeline.draft_options import MOST_DRAFTS
+from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecord, Source, beyond, survival
 from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.sequence import Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
@@ -33,6 +35,7 @@ _CURIOUS_EVERY = 32                  # steps: then sizes that were never measure
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
 _HONESTY_KEEPS = 0.97                # of the counts behind _honesty with each drafted step …
 _HONESTY_WEIGHT = 4.0                # … and what the belief in the chances is worth, in tokens
+_MOST_DOUBLED = 5                    # times that steps between probes of a draft model are doubled
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 
 
@@ -55,6 +58,8 @@ class Controller:
         self.times = times
         self.acceptance = Acceptance(MOST_DRAFTS)
         self._proposers = tuple(proposers)
+        self._small = next((each for each in proposers if isinstance(each, SmallModel)), None)
+        self._small_probes = 0                           # in a row in which it was asked in vain: it is asked ever more rarely
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
         self._records: dict[Sequence, RowRecord] = {}    # until ended()
@@ -77,6 +82,8 @@ class Controller:
         probing = self._adaptive and self._step - self._last_drafted >= PROBE_EVERY
         if self._adaptive and not probing and not self._could_pay(len(rows.sequences), rows.keys):
             return None
+        if self._small is not None:
+            self._small.resting = self._adaptive and not self._small_may(self._small, rows, probing)
         offers = self._offers(rows)
         if not offers:
             return None
@@ -116,7 +123,8 @@ class Controller:
                     record.waiting.clear()
                 key = (offer.source, offer.evidence, pending > 0)
                 source = sources.get(key) or sources.setdefault(key, Source(*key))
-                made.append(_Offered(place, tokens, length if length < most else most, source, record))
+                own = sequence if offer.on_device else None
+                made.append(_Offered(place, tokens, length if length < most else most, source, record, own))
         return made
 
     def _chances(self, offers: list[_Offered]) -> np.ndarray:
@@ -141,10 +149,16 @@ class Controller:
         order = np.argsort(-flat, kind="stable")                 # of equal chances the earlier position: rows get prefixes
         order = order[: min(rows.room, int(np.count_nonzero(flat)))]
         enough = order[: int(np.count_nonzero(flat[order] >= _LEAST_CHANCE))]
-        best = self._best_number(np.cumsum(flat[enough]) * self._honesty, count, rows.keys)
+        made = [each.made_for for each in offers]
+        costs = None
+        if self._small is not None and any(each is not None for each in made):
+            costs = self._small.costs(count, made, enough, chances.shape[1])
+        best = self._best_number(np.cumsum(flat[enough]) * self._honesty, count, rows.keys, costs)
+        self._small_probes *= costs is None or not best
         if not best and probing:
             best = min(len(order), max(_PROBE, count // _PROBE_SHARE))
             self.counters.probes += 1
+            self._small_probes += costs is not None
         return np.bincount(owners[order[:best] // chances.shape[1]], minlength=count)
 
     @property
@@ -152,8 +166,16 @@ class Controller:
         """The share of the promised tokens that came: of many estimates, the best are mostly too good."""
         return min(1.0, (self._kept + _HONESTY_WEIGHT) / (self._promised + _HONESTY_WEIGHT))
 
-    def _best_number(self, gained: np.ndarray, rows: int, keys: int) -> int:
-        """How many drafts promise the most tokens a second. `gained`: tokens expected from the best 1, 2, … of them.
+    def _small_may(self, small: SmallModel, rows: DecodingRows, probing: bool) -> bool:
+        """May the draft model be asked? Not if it cannot pay; and since a probe may have it catch up with a whole text, each that was
+        in vain doubles the steps to the next."""
+        if probing and self._step - self._last_drafted < PROBE_EVERY << min(self._small_probes, _MOST_DOUBLED):
+            return False
+        return small.could_pay(len(rows.sequences), rows.keys, self.times, self._step, _GAIN)
+
+    def _best_number(self, gained: np.ndarray, rows: int, keys: int, costs: np.ndarray | None = None) -> int:
+        """How many drafts promise the most tokens a second. `gained`: tokens expected from the best 1, 2, … of them, `costs`:
+        seconds beside the step's own, of a draft model.
 
         Padding is free, so only numbers that fill a size are compared, and all drafts there are.
         """
@@ -163,7 +185,8 @@ class Controller:
             number = min(size - rows, most)
             if number <= 0:
                 continue
-            rate = (rows + float(gained[number - 1])) / self.times.seconds(rows + number, keys)
+            seconds = self.times.seconds(rows + number, keys) + (0.0 if costs is None else float(costs[number - 1]))
+            rate = (rows + float(gained[number - 1])) / seconds
             if curious and not self.times.measured(rows + number, keys):
                 rate *= _CURIOSITY
             if rate > promised:
@@ -200,7 +223,22 @@ class Controller:
             if drafts:
                 paths[offered.place] = offered.tokens[:reach] + none[len(offered.tokens) :]
                 offered.record.waiting.append((offered.source, survive))
-        return Drafts(width.astype(np.int32), np.array(paths, np.int32))
+        on_device = self._made_there(offers, width)
+        if on_device is not None and on_device[width > 0].all():
+            return Drafts(width.astype(np.int32), None, on_device)
+        return Drafts(width.astype(np.int32), np.array(paths, np.int32), on_device)
+
+    def _made_there(self, offers: list[_Offered], width: np.ndarray) -> np.ndarray | None:
+        """bool [D]: rows whose drafts the draft model makes; None: it makes none."""
+        found = [offered for offered in offers if offered.made_for is not None and width[offered.place]]
+        if self._small is None or not found:
+            return None
+        on_device = np.zeros(len(width), bool)
+        for offered in found:
+            on_device[offered.place] = True
+            assert offered.made_for is not None
+            self._small.drafted(offered.made_for)
+        return on_device
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -236,6 +274,10 @@ class Controller:
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
         self.times.observe(num_tokens, keys, seconds)
 
+    def proposed(self, rows: int, width: int, result: StepResult) -> None:
+        if self._small is not None and result.typical:
+            self._small.took(rows, width, result.draft_seconds, result.caught_up, result.catch_up_seconds)
+
     def predicted(self, sequence: Sequence) -> tuple[int, int]:
         """Drafts from the client's prediction so far: accepted, and rejected."""
         return self._predicted.get(sequence, (0, 0))
@@ -256,6 +298,7 @@ class _Offered:
     length: int                      # drafts that the row may verify of it
     source: Source
     record: RowRecord                # of the row
+    made_for: Sequence | None = None # the row's, if the device makes its drafts
 
 
 def _best_of_each_row(offers: list[_Offered], chances: np.ndarray) -> tuple[list[_Offered], np.ndarray]:
