@@ -1,4 +1,4 @@
-"""The draft model of an engine: which checkpoint it is, where its KV lies, and what it cannot work with. Weights are not read here.
+"""The draft model of an engine: which checkpoint it is, where its KV lies, what it cannot work with. Reads no weights.
 
 Its KV lies under the block ids of the model, so prefix cache, forks and preemption know nothing of it: every block has room for
 the keys and values of all its layers, whatever group of the model the block belongs to. It uses the tables of a group that
@@ -23,6 +23,7 @@ from ridgeline.sizes.kv_spec import KVGroupSpec, page_bytes
 
 _DIFFERENT = 0.01                    # share of the tokens that may differ: models of a family name a few special ones differently
 _OPTION = "speculative_config: a draft model"
+_SAME = f"{_OPTION} must have the same vocabulary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,16 @@ def draft_checkpoint(
     ranks = config.parallel.tensor_parallel_size
     check_quantization(found, "none", device, dtype, ranks, config.execution.deterministic, {})
     _check_vocabulary(Path(config.model.tokenizer) if config.model.tokenizer else path, model, where, found)
-    own = kv_groups(found, config.cache.block_size, ranks)
-    pages = replace(own[0], layers=tuple(range(found.num_layers)), window=None)
+    own, pages = kv_groups(found, config.cache.block_size, ranks), draft_pages(found, config.cache.block_size, ranks)
     stored = cache_dtype("auto", dtype, device, config.model.kernels)
     return DraftCheckpoint(
         where, found, own, pages, KVFormat(stored, stored), full[0], min(model.vocab_size, found.vocab_size)
     )
+
+
+def draft_pages(draft: ModelConfig, block_size: int, ranks: int) -> KVGroupSpec:
+    """What a block holds of a draft model: all its layers at once, whatever their windows."""
+    return replace(kv_groups(draft, block_size, ranks)[0], layers=tuple(range(draft.num_layers)), window=None)
 
 
 def _check_options(config: EngineConfig, device: str) -> None:
@@ -82,7 +87,7 @@ def _check_vocabulary(path: Path, model: ModelConfig, draft_path: Path, draft: M
     if not ours or not theirs:
         if model.vocab_size != draft.vocab_size:
             raise ConfigError(
-                f"{_OPTION} must have the same vocabulary: {draft_path} has {draft.vocab_size} ids, the model has {model.vocab_size}"
+                f"{_SAME}: {draft_path} has {draft.vocab_size} ids, the model has {model.vocab_size}"
             )
         return
     common = ours.keys() & theirs.keys()
@@ -90,8 +95,8 @@ def _check_vocabulary(path: Path, model: ModelConfig, draft_path: Path, draft: M
     unknown = len(ours) + len(theirs) - 2 * len(common)
     if different + unknown > _DIFFERENT * len(ours):
         raise ConfigError(
-            f"{_OPTION} must have the same vocabulary: {draft_path} differs from the model in {different} of {len(common)} tokens, "
-            f"and {unknown} are in one of the two only"
+            f"{_SAME}: {draft_path} differs from the model in {different} of {len(common)} tokens, and {unknown} are in one of "
+            "the two only"
         )
 
 
@@ -106,6 +111,7 @@ def _tokens(path: Path) -> dict[int, str]:
         return {}
     content = json.loads(file_path.read_text(encoding="utf-8"))
     vocabulary = content.get("model", {}).get("vocab", {})
-    pairs = vocabulary.items() if isinstance(vocabulary, dict) else [(entry[0], number) for number, entry in enumerate(vocabulary)]
-    found = {int(number): str(text) for text, number in pairs}
+    if not isinstance(vocabulary, dict):                 # a list of texts and scores
+        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+    found = {int(number): str(text) for text, number in vocabulary.items()}
     return found | {int(each["id"]): str(each["content"]) for each in content.get("added_tokens", [])}

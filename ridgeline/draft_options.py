@@ -2,7 +2,7 @@
 
 `{"method": "ngram", "num_speculative_tokens": 4}`, or only the method's name. `num_speculative_tokens` is the most that a row
 verifies in a step; how many it does verify is decided step by step (scheduler/drafts/controller). A draft model is named by
-`model`; what it must be like is checked in draft_checkpoint.py.
+`model`, or by its path alone; what it must be like is checked in draft_checkpoint.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def _asked(given: str) -> dict[str, Any]:
     if given.strip() in OFF:
         return {"num_speculative_tokens": 0, "method": "auto"}
     if not given.lstrip().startswith("{"):
-        return {"method": given.strip()}
+        named = given.strip()
+        if "/" in named or named.endswith(".gguf"):      # as llama.cpp's --model-draft
+            return {"method": DRAFT_MODEL, "model": named}
+        return {"method": named.strip("[]")}
     try:
         asked = json.loads(given)
     except ValueError as error:
@@ -102,7 +105,7 @@ def _check_model(methods: tuple[str, ...], model: Any) -> None:
     if DRAFT_MODEL in methods and not model:
         raise ConfigError('speculative_config: method draft_model needs "model", the draft model\'s directory or .gguf file')
     if model and DRAFT_MODEL not in methods:
-        raise ConfigError(f"speculative_config: method {', '.join(methods)} uses no model; use draft_model, or auto for all methods")
+        raise ConfigError(f"speculative_config: method {', '.join(methods)} uses no model; use draft_model, or auto for all")
 
 
 def _check(made: DraftOptions) -> None:

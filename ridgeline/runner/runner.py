@@ -107,8 +107,6 @@ class Runner:
         self.rehearse: Callable[[], bool] = lambda: False    # captures one more graph; False: none is left (graph_warmup.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
-        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed.
-        self._knows_at_once = rows.device.type == "cpu"
         self._landings: list[Landing] = []               # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
         self._listed_tokens: dict[int, np.ndarray] = {}  # row -> tokens whose log-probability it wants, whatever their rank
@@ -119,15 +117,12 @@ class Runner:
         if len(self._steps) > self.rows.depth:
             raise AssertionError(f"step {plan.step} is submitted while {len(self._steps)} are in flight")
         waited, replays, captured = self._comm.waited, self.forward.replays, HAPPENED["graph_recording"]
-        drafts_here = self.drafter.wanted(plan)
-        for step in self._steps if drafts_here else ():  # it goes on from what they say
-            self._hear(step)
+        self._hear_before(plan)
         landing = self._landings.pop() if self._landings else Landing(self.rows.max_rows, self.rows.device)
         landing.start()
         self.rows.late.behind = self._has_unknown_lengths()
         self._apply(plan)
-        if drafts_here:
-            plan = self.drafter.complete(plan)
+        plan = self.drafter.complete(plan)
         key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
         work = self._work
         # Of rows that stay, or the key would be another.
@@ -151,6 +146,17 @@ class Runner:
             step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
             step.hidden = self._pooled(plan, starts, computed.hidden)
         self._steps.append(step)
+
+    def _hear_before(self, plan: StepPlan) -> None:
+        """A draft model goes on from what the steps in flight say: if it is to propose for this plan, they are waited for."""
+        if self.drafter.wanted(plan):
+            for step in self._steps:
+                self._hear(step)
+
+    @property
+    def _knows_at_once(self) -> bool:
+        """On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed."""
+        return self.rows.device.type == "cpu"
 
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
         """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1."""
@@ -312,7 +318,8 @@ class Runner:
             step.settled = True
             rejected = positions.width - accepted
             step.lengths[step.work.places] -= rejected.astype(np.int32)
-            there = (step.stays == self.rows.stays(step.plan.rows))[step.work.places]    # not those that another sequence has got meanwhile
+            # Not those that another sequence has got meanwhile.
+            there = (step.stays == self.rows.stays(step.plan.rows))[step.work.places]
             rows, told = positions.rows[there], there & step.at_once
             self.rows.settle(rows, rejected[there])
             self._sampler.said_ahead(positions.rows[told], -rejected[told])

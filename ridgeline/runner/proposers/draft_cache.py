@@ -64,5 +64,6 @@ class DraftCache:
         counts = (ends - 1) // self._size + 1 - first
         places = np.repeat(first - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
         blocks = self._blocks[np.repeat(rows, counts), places]
-        np.maximum.at(self._filled, blocks, np.minimum(self._size, np.repeat(ends, counts) - places * self._size).astype(np.int32))
+        filled = np.minimum(self._size, np.repeat(ends, counts) - places * self._size)
+        np.maximum.at(self._filled, blocks, filled.astype(np.int32))
         self._valid[rows] = ends

@@ -65,6 +65,9 @@ class NoDraftModel:
     def start_over(self) -> None:
         """It remembers nothing."""
 
+    def release(self) -> None:
+        """It holds no CUDA graphs."""
+
     def spent(self) -> Spent:
         return Spent()
 
@@ -76,7 +79,7 @@ class DraftModel(NoDraftModel):
         self, model: Decoder, forward: Forward, rows: DeviceRows, sampler: Sampler, buffers: KVBuffers, cache: DraftCache,
         group: int, vocab: int, budget: int, broadcast: Callable[[Tensor], Tensor],
     ) -> None:
-        """`rows`: its own; `sampler`: the model's. `group`: the model's, whose tables it uses. `vocab`: ids that both models have.
+        """`rows`: its own; `sampler`: the model's. `group`: the model's, whose tables it uses. `vocab`: ids that both have.
         `budget`: most tokens of a step. `broadcast`: what the first rank has chosen, to all."""
         self.model = model
         self._forward, self._rows, self._sampler, self._buffers, self._cache = forward, rows, sampler, buffers, cache
@@ -125,6 +128,9 @@ class DraftModel(NoDraftModel):
     def start_over(self) -> None:
         self._guessed[:] = -1
 
+    def release(self) -> None:
+        self._forward.release()
+
     def spent(self) -> Spent:
         found, self._spent = self._spent, Spent()
         return found
@@ -134,6 +140,8 @@ class DraftModel(NoDraftModel):
 
     def complete(self, plan: StepPlan) -> StepPlan:
         """The plan with the drafts that the device is to make. All tokens of its rows are known."""
+        if not self.wanted(plan):
+            return plan
         assert plan.width is not None and plan.drafts_from is not None
         places = np.flatnonzero(_device_rows(plan))
         rows, width = plan.rows[places].astype(np.int64), plan.width[places].astype(np.int64)
@@ -196,8 +204,8 @@ class DraftModel(NoDraftModel):
         return tokens
 
     def _step(self, rows: np.ndarray, counts: np.ndarray, number: int | None, again: bool = False) -> Tensor:
-        """A step of the draft model; the newest tokens of its rows, which are draft `number` of each; None: they choose none. They
-        stay on the device, where the next step reads them. `again`: it follows a step of the same rows, with one token each."""
+        """A step of the draft model; the newest tokens of its rows, which are draft `number` of each; None: they choose none.
+        They stay on the device, where the next step reads them. `again`: it follows one of the same rows, with a token each."""
         order = np.argsort(counts > 1, kind="stable")    # rows with one token come first
         ordered, samples = rows[order], number is not None
         greedy = samples and self._sampler.all_greedy(ordered)

@@ -35,7 +35,6 @@ _CURIOUS_EVERY = 32                  # steps: then sizes that were never measure
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
 _HONESTY_KEEPS = 0.97                # of the counts behind _honesty with each drafted step …
 _HONESTY_WEIGHT = 4.0                # … and what the belief in the chances is worth, in tokens
-_MOST_DOUBLED = 5                    # times that steps between probes of a draft model are doubled
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 
 
@@ -58,8 +57,6 @@ class Controller:
         self.times = times
         self.acceptance = Acceptance(MOST_DRAFTS)
         self._proposers = tuple(proposers)
-        self._small = next((each for each in proposers if isinstance(each, SmallModel)), None)
-        self._small_probes = 0                           # in a row in which it was asked in vain: it is asked ever more rarely
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
         self._records: dict[Sequence, RowRecord] = {}    # until ended()
@@ -71,6 +68,11 @@ class Controller:
         self._promised, self._kept = 0.0, 0.0            # drafts that were expected to survive lately, and those that did
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
 
+    @property
+    def _small(self) -> SmallModel | None:
+        last = self._proposers[-1] if self._proposers else None
+        return last if isinstance(last, SmallModel) else None
+
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def plan(self, rows: DecodingRows) -> Drafts | None:
@@ -79,11 +81,12 @@ class Controller:
             return None
         if self._adaptive and not self._knows_off(len(rows.sequences), rows.keys):
             return None
-        probing = self._adaptive and self._step - self._last_drafted >= PROBE_EVERY
+        since = self._step - self._last_drafted
+        probing = self._adaptive and since >= PROBE_EVERY
+        if self._adaptive and (small := self._small) is not None:
+            probing |= small.look(rows, self.times, self._step, since, probing)
         if self._adaptive and not probing and not self._could_pay(len(rows.sequences), rows.keys):
             return None
-        if self._small is not None:
-            self._small.resting = self._adaptive and not self._small_may(self._small, rows, probing)
         offers = self._offers(rows)
         if not offers:
             return None
@@ -149,16 +152,18 @@ class Controller:
         order = np.argsort(-flat, kind="stable")                 # of equal chances the earlier position: rows get prefixes
         order = order[: min(rows.room, int(np.count_nonzero(flat)))]
         enough = order[: int(np.count_nonzero(flat[order] >= _LEAST_CHANCE))]
-        made = [each.made_for for each in offers]
-        costs = None
-        if self._small is not None and any(each is not None for each in made):
-            costs = self._small.costs(count, made, enough, chances.shape[1])
-        best = self._best_number(np.cumsum(flat[enough]) * self._honesty, count, rows.keys, costs)
-        self._small_probes *= costs is None or not best
+        best, small = 0, self._small
+        if small is not None and any(each.made_for is not None for each in offers):
+            promised = 0.0
+            for some, costs in small.choices(count, [each.made_for for each in offers], enough, chances.shape[1]):
+                number, rate = self._best(np.cumsum(flat[some]) * self._honesty, count, rows.keys, costs)
+                if number and rate > promised:
+                    best, promised, order = number, rate, some
+        else:
+            best = self._best(np.cumsum(flat[enough]) * self._honesty, count, rows.keys)[0]
         if not best and probing:
             best = min(len(order), max(_PROBE, count // _PROBE_SHARE))
             self.counters.probes += 1
-            self._small_probes += costs is not None
         return np.bincount(owners[order[:best] // chances.shape[1]], minlength=count)
 
     @property
@@ -166,16 +171,9 @@ class Controller:
         """The share of the promised tokens that came: of many estimates, the best are mostly too good."""
         return min(1.0, (self._kept + _HONESTY_WEIGHT) / (self._promised + _HONESTY_WEIGHT))
 
-    def _small_may(self, small: SmallModel, rows: DecodingRows, probing: bool) -> bool:
-        """May the draft model be asked? Not if it cannot pay; and since a probe may have it catch up with a whole text, each that was
-        in vain doubles the steps to the next."""
-        if probing and self._step - self._last_drafted < PROBE_EVERY << min(self._small_probes, _MOST_DOUBLED):
-            return False
-        return small.could_pay(len(rows.sequences), rows.keys, self.times, self._step, _GAIN)
-
-    def _best_number(self, gained: np.ndarray, rows: int, keys: int, costs: np.ndarray | None = None) -> int:
-        """How many drafts promise the most tokens a second. `gained`: tokens expected from the best 1, 2, … of them, `costs`:
-        seconds beside the step's own, of a draft model.
+    def _best(self, gained: np.ndarray, rows: int, keys: int, costs: np.ndarray | None = None) -> tuple[int, float]:
+        """How many drafts promise the most tokens a second, and how many these are. `gained`: tokens expected from the best 1,
+        2, … of them; `costs`: seconds beside the step's own, of a draft model.
 
         Padding is free, so only numbers that fill a size are compared, and all drafts there are.
         """
@@ -193,7 +191,7 @@ class Controller:
                 best, promised = number, rate
             if number == most:
                 break
-        return best
+        return best, promised
 
     def _knows_off(self, rows: int, keys: int) -> bool:
         """Was a step without drafts measured at this size, and not too long ago? All gains are relative to it."""
@@ -209,7 +207,7 @@ class Controller:
         known, of_keys, since, pays = self._looked
         if (known, of_keys) != (size, bits) or self._step - since >= _LOOK_AGAIN:
             chances = self.acceptance.best ** np.arange(1, self._most + 1)
-            pays = self._best_number(np.cumsum(np.repeat(chances, rows)), rows, keys) > 0
+            pays = self._best(np.cumsum(np.repeat(chances, rows)), rows, keys)[0] > 0
             self._looked = size, bits, self._step, pays
         return pays
 
@@ -230,15 +228,15 @@ class Controller:
 
     def _made_there(self, offers: list[_Offered], width: np.ndarray) -> np.ndarray | None:
         """bool [D]: rows whose drafts the draft model makes; None: it makes none."""
-        found = [offered for offered in offers if offered.made_for is not None and width[offered.place]]
-        if self._small is None or not found:
+        small = self._small
+        if small is None:
             return None
         on_device = np.zeros(len(width), bool)
-        for offered in found:
-            on_device[offered.place] = True
-            assert offered.made_for is not None
-            self._small.drafted(offered.made_for)
-        return on_device
+        for offered in offers:
+            if offered.made_for is not None and width[offered.place]:
+                on_device[offered.place] = True
+                small.drafted(offered.made_for)
+        return on_device if on_device.any() else None
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -275,8 +273,8 @@ class Controller:
         self.times.observe(num_tokens, keys, seconds)
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
-        if self._small is not None and result.typical:
-            self._small.took(rows, width, result.draft_seconds, result.caught_up, result.catch_up_seconds)
+        if (small := self._small) is not None and result.typical:
+            small.took(rows, width, result.draft_seconds, result.caught_up, result.catch_up_seconds)
 
     def predicted(self, sequence: Sequence) -> tuple[int, int]:
         """Drafts from the client's prediction so far: accepted, and rejected."""
