@@ -148,7 +148,7 @@ def _draft_model(
     config: ResolvedConfig, draft: DraftCheckpoint, comm: Communicator, sampler: Sampler, beside: Forward, device: torch.device,
     meter: MemoryMeter,
 ) -> DraftModel:
-    """Its weights are divided among ranks as the model's are, and its kernels are compiled when they are first used."""
+    """Its weights are divided among ranks as the model's are."""
     options, dtype = config.options, getattr(torch, config.dtype)
     longest = min(config.max_model_len, draft.config.max_position_embeddings)
     with phase("weights"), meter.part(ledger.WEIGHTS):
@@ -234,6 +234,7 @@ def _first_steps(config: ResolvedConfig, runner: Runner, comm: Communicator) -> 
     memory_pools.take(runner.rows.device, config.step_bytes)
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     warm_up(runner, *sizes)
+    runner.drafter.warm_up()
     if isinstance(runner.forward, GraphForward):
         drafts = draft_options(config.options.execution.speculative_config).on
         rehearsal = Rehearsal(runner, runner.forward, *sizes, comm, MOST_VERIFIED if drafts else 0)

@@ -41,6 +41,10 @@ class DraftCache:
                 block = added.block_ids[self._group][kept]
                 self._filled[block] = min(int(self._filled[block]), more)
 
+    def forget(self, rows: np.ndarray) -> None:
+        self._valid[rows] = 0
+        self._filled[self._blocks[rows]] = 0
+
     def lengths(self, rows: np.ndarray, known: np.ndarray) -> np.ndarray:
         """int64 [R]: leading tokens of each row with draft KV. Of the `known` ones not the last: its logits are wanted."""
         valid = self._valid[rows]

@@ -68,6 +68,9 @@ class NoDraftModel:
     def release(self) -> None:
         """It holds no CUDA graphs."""
 
+    def warm_up(self) -> None:
+        """It has no kernels."""
+
     def spent(self) -> Spent:
         return Spent()
 
@@ -126,7 +129,20 @@ class DraftModel(NoDraftModel):
         self._known[rows] += counts
 
     def start_over(self) -> None:
+        """It may have been a step of it that was too large."""
         self._guessed[:] = -1
+        self._budget = max(self._rows.max_rows, self._budget // 2)
+
+    def warm_up(self) -> None:
+        """Proposals for one row and for all, before any sequence has a block: their KV goes to block 0. Kernels are compiled."""
+        for count in (1, self._rows.max_rows):
+            rows = np.arange(count)
+            for _ in range(2):                           # the second time graphs are captured
+                self._known[rows] = _FEW + 1
+                self._cache.forget(rows)
+                self._propose(rows, np.full(count, 3))
+        self._known[:], self._guessed[:] = 0, -1
+        self.spent()
 
     def release(self) -> None:
         self._forward.release()
@@ -188,8 +204,9 @@ class DraftModel(NoDraftModel):
         while True:
             tables.length[rows] = done = self._cache.lengths(rows, known)
             rest = known - 1 - done                      # the last token of each row comes with the step that samples
-            alone = np.sort(np.unique(self._cache.next_blocks(rows), return_index=True)[1])
-            if len(alone) == len(rows) and int(rest.sum()) + len(rows) <= self._budget:
+            behind = np.flatnonzero(rest)
+            alone = behind[np.sort(np.unique(self._cache.next_blocks(rows[behind]), return_index=True)[1])]
+            if len(alone) == len(behind) and int(rest.sum()) + len(rows) <= self._budget:
                 break
             counts = np.zeros_like(rest)
             counts[alone] = np.minimum(rest[alone], np.maximum(0, self._budget - (np.cumsum(rest[alone]) - rest[alone])))

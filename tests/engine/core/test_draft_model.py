@@ -7,19 +7,23 @@ logits. Another model must propose what it would say itself after the row's toke
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_drafters import BESIDE, WAYS, Served, requests
 from test_replay import RecordedStep, fresh, recomputing_plan, record, replay, same
 from tiny_models import save_checkpoint
 
+from ridgeline import LLM
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.live_switches import Switches
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.messages import Request
+from ridgeline.process import embedded
 from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
 from ridgeline.runner.proposers.draft_model import DraftModel
 from ridgeline.sampling_params import SamplingParams
@@ -71,7 +75,11 @@ class Proposals:
 # -- the same tokens ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+def some_slow(names: Iterable[str], quick: tuple[str, ...]) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("way", some_slow(WAYS, ("greedy", "seeds", "penalties")))
 def test_a_model_accepts_what_it_proposes_itself(models: dict[str, Path], way: str) -> None:
     plain = Served(models["llama"]).run(requests(**WAYS[way]))
     served = Served(models["llama"], **drafts_of(models["llama"]))
@@ -83,7 +91,9 @@ def test_a_model_accepts_what_it_proposes_itself(models: dict[str, Path], way: s
 
 
 @pytest.mark.parametrize(("draft", "way"), [
-    ("other", "greedy"), ("other", "n"), ("other", "penalties"), ("windows", "seeds"), ("latent", "greedy"),
+    ("windows", "n"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("other", "greedy"), ("other", "penalties"), ("windows", "seeds"), ("latent", "greedy"),
+    )),
 ])
 def test_tokens_are_the_same_with_another_model(models: dict[str, Path], draft: str, way: str) -> None:
     plain = Served(models["llama"]).run(requests(**WAYS[way]))
@@ -94,7 +104,7 @@ def test_tokens_are_the_same_with_another_model(models: dict[str, Path], draft: 
     assert 0 <= counters.accepted_tokens < counters.draft_tokens / 2
 
 
-@pytest.mark.parametrize("target", ["windows", "latent"])
+@pytest.mark.parametrize("target", some_slow(("windows", "latent"), ("windows",)))
 def test_models_with_several_groups_and_latents_have_draft_models(models: dict[str, Path], target: str) -> None:
     plain = Served(models[target]).run(requests())
     served = Served(models[target], **drafts_of(models[target]))
@@ -118,7 +128,7 @@ def test_beside_the_other_proposers(models: dict[str, Path]) -> None:
 HAPPENS = BESIDE | {"few tokens a step": {"max_num_batched_tokens": 7}, "forks": {}}
 
 
-@pytest.mark.parametrize("beside", HAPPENS)
+@pytest.mark.parametrize("beside", some_slow(HAPPENS, ("preemption", "overlap", "forks")))
 def test_drafts_depend_on_the_tokens_alone(models: dict[str, Path], beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"n": 2 if beside == "forks" else 1}
     plain = Served(models["llama"]).run(requests(**asked))
@@ -207,9 +217,8 @@ def test_ids_that_the_model_does_not_have_are_never_proposed(models: dict[str, P
 @pytest.mark.parametrize("moment", [None, 6])
 def test_recorded_steps_do_the_same_again(models: dict[str, Path], moment: int | None) -> None:
     """Plans say how many drafts there are, and not which."""
-    options = drafts_of(models["other"], 3) | {
-        "tensor_parallel_size": 1, "async_scheduling": False, "enable_prefix_caching": moment is None, "max_num_batched_tokens": 512,
-    }
+    options = drafts_of(models["other"], 3) | {"tensor_parallel_size": 1, "async_scheduling": False}
+    options |= {"enable_prefix_caching": moment is None, "max_num_batched_tokens": 512}
     core, recorder, snapshot = record(models["llama"], snapshot_at=moment, **options)
     assert any(step.plan.width is not None and step.plan.drafts is None for step in recorder.steps)
     assert any((result.num_new > 1).any() for result in recorder.results)
@@ -222,12 +231,48 @@ def test_recorded_steps_do_the_same_again(models: dict[str, Path], moment: int |
         same(again, before, close=1e-6)
 
 
+def test_a_warm_start_leaves_nothing_behind(models: dict[str, Path]) -> None:
+    """Before the first request, as on a GPU."""
+    plain = Served(models["llama"]).run(requests())
+    served = Served(models["llama"], **drafts_of(models["llama"]))
+    with torch.inference_mode():
+        served.core.executor.runner.drafter.warm_up()    # type: ignore[attr-defined]
+    assert served.run(requests()) == plain
+    assert served.drafts.counters.accepted_tokens == served.drafts.counters.draft_tokens > 30
+
+
+@pytest.mark.slow
+def test_ranks_divide_the_draft_model_too(models: dict[str, Path]) -> None:
+    plain = Served(models["llama"]).run(requests(temperature=0.7, seed=3))
+    served = Served(models["llama"], tensor_parallel_size=2, **drafts_of(models["llama"]))
+    assert served.run(requests(temperature=0.7, seed=3)) == plain
+    served.core.close()
+    counters = served.drafts.counters
+    assert counters.accepted_tokens == counters.draft_tokens > 30
+
+
+@pytest.mark.real_model
+def test_the_embedded_model_accepts_nearly_all_of_its_own_drafts() -> None:
+    """In float32 a step of several tokens rounds differently than one of a single token."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    given = {"method": "draft_model", "model": str(embedded.require()), "num_speculative_tokens": 4, "adaptive": False}
+    options: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "device": "cpu"}
+    said = []
+    for more in ({}, {"speculative_config": given}):
+        llm = LLM(**options, **more)
+        said.append([each.outputs[0].token_ids for each in llm.generate(["The capital of France", "def add("], params)])
+        counters = getattr(llm.core.scheduler.drafter, "counters", None)
+        llm.close()
+    assert said[0] == said[1]
+    assert counters is not None and counters.accepted_tokens > 0.95 * counters.draft_tokens > 40
+
+
 # -- before weights are read -------------------------------------------------------------------------------------------
 
 
 def resolved(model: Path, kind: str = "cpu", memory: int = 2**28, **options: Any) -> ResolvedConfig:
     dtype = "float32" if kind == "cpu" else "bfloat16"
-    return resolve(EngineConfig.of(model=str(model), dtype=dtype, **options), DeviceFacts(kind, memory, (dtype,)))
+    return resolve(EngineConfig.of(model=str(model), **{"dtype": dtype} | options), DeviceFacts(kind, memory, (dtype,)))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -239,7 +284,8 @@ def test_its_weights_and_kv_are_in_the_ledger(models: dict[str, Path], kind: str
     assert on.memory["weights"] == 2 * off.memory["weights"]
     assert on.num_blocks * 2 in (off.num_blocks, off.num_blocks - 1)     # a block has the KV of both
     assert on.memory["rows"] > off.memory["rows"] or kind == "cpu"
-    assert resolved(models["llama"], kind, memory, **on.pinned().flat() | {"dtype": None}).num_blocks == on.num_blocks
+    pinned = on.pinned().flat()
+    assert resolved(pinned.pop("model"), kind, memory, **pinned).num_blocks == on.num_blocks     # as other ranks do it
 
 
 def test_a_block_has_room_for_every_layer_of_it(models: dict[str, Path]) -> None:

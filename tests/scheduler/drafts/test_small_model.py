@@ -86,8 +86,8 @@ class Engine:
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_close_to_the_best_fixed_width_and_never_below_off(rows: int, alpha: float, own: float, cpu: bool) -> None:
-    """`own`: a pass of the draft model, as a share of a step. What it learns in the first steps is not counted. Where drafts could gain
-    little, they may not be found out: a probe may have the draft model catch up with a whole text."""
+    """`own`: a pass of the draft model, as a share of a step. What it learns in the first steps is not counted. Where drafts gain
+    little, that may not be found out: a probe may have the draft model catch up with a whole text."""
     step = (on_a_cpu if cpu else on_a_gpu)(rows)
     engine = Engine(rows, alpha, own * step, own * on_a_cpu(1) / 5 if cpu else own * step / 200, cpu).run(100)
     engine.tokens, engine.time = 0.0, 0.0
