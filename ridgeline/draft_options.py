@@ -94,8 +94,8 @@ def _methods(given: Any, asked: dict[str, Any]) -> tuple[str, ...]:
             raise ConfigError(f"speculative_config: method {name} {_REFUSED[name]}; use auto")
         if name not in METHODS:
             close = difflib.get_close_matches(str(name), [*METHODS, "auto"], 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"speculative_config: unknown method {name!r}; known are auto, {', '.join(METHODS)}{hint}")
+            hint = f"did you mean {close[0]!r}?" if close else f"a draft model is given by its path, such as ./{name}"
+            raise ConfigError(f"speculative_config: unknown method {name!r}; known are auto, {', '.join(METHODS)}; {hint}")
     return tuple(name for name in METHODS if name in names)
 
 
