@@ -115,8 +115,9 @@ class ExecutionOptions:
         "preemption or a prefix hit the last bit may still differ"
     )
     speculative_config: str = option(
-        "", 'speculative decoding; answers stay the same. A method (auto, ngram, prediction, grammar or suffix), or JSON such as '
-        '{"method": "ngram", "num_speculative_tokens": 8}; empty: off',
+        "", 'speculative decoding; answers stay the same. A method (auto, ngram, prediction, grammar or suffix), the path of a '
+        'draft model, or JSON such as {"method": "ngram", "num_speculative_tokens": 8} or {"method": "draft_model", "model": '
+        '"PATH"}; empty: off',
     )
     nvtx: bool = option(False, "mark every op with an NVTX range, for a profiler")
 

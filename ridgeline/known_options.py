@@ -28,13 +28,16 @@ ctx_size= max_model_len  parallel= max_num_seqs  batch_size= max_num_batched_tok
 chat_template_file= chat_template  timeout= request_timeout  ssl_key_file= ssl_keyfile  ssl_cert_file= ssl_certfile
 cors_origins= allowed_origins  api_prefix= root_path  shutdown_timeout= drain_timeout  system_prompt= system
 server_base= url  temp= temperature  predict= max_tokens  n_predict= max_tokens  repeat_penalty= repetition_penalty
+model_draft= speculative_config  spec_draft_model= speculative_config  hf_repo_draft= speculative_config
+spec_draft_hf= speculative_config  speculative_model= speculative_config  spec_model= speculative_config
 """
 
 _LOGS = "prompts are never logged; --access-log FILE has a line for every request"
 _INTERNAL = "it is about the other engine's internals"
 _NO_LORA = "LoRA adapters are not applied at run time"
 _NO_MEDIA = "prompts are text only"
-_DRAFT = "drafts are switched by --speculative-config, and no draft model or trained head runs yet"
+_DRAFT = "drafts are switched by --speculative-config, and how many are verified is decided step by step"
+_NO_HEADS = "drafts are switched by --speculative-config, and no trained head runs yet"
 _NO_EXPERTS = "experts stay on the ranks that --enable-expert-parallel gives them"
 _ONE_DEVICE = "all layers are on one device; --device cpu or cuda chooses it"
 _MEMORY = "memory is taken as the operating system gives it"
@@ -132,6 +135,7 @@ _IGNORED: dict[str, str] = {
         split_mode= tensor_split= main_gpu=
     """,
     _DRAFT: """
+        num_speculative_tokens= spec_tokens=
         spec_draft_threads= threads_draft= spec_draft_threads_batch= threads_batch_draft= spec_draft_cpu_mask=
         cpu_mask_draft= spec_draft_cpu_range= cpu_range_draft= spec_draft_cpu_strict= cpu_strict_draft= spec_draft_prio=
         prio_draft= spec_draft_poll= poll_draft= spec_draft_cpu_mask_batch= cpu_mask_batch_draft=
@@ -189,9 +193,7 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("enable_lora lora_modules= lora= lora_scaled=", (False,),
      f"{_NO_LORA}; merge the adapter into the weights first (peft: merge_and_unload)"),
     ("control_vector= control_vector_scaled= control_vector_layer_range=", (), "control vectors are not applied"),
-    ("speculative_model= num_speculative_tokens= spec_method= spec_model= spec_tokens= spec_type="
-     " model_draft= spec_draft_model= spec_draft_hf= hf_repo_draft= spec_default diffusion_config= mtp dflash eagle3", (),
-     _DRAFT),
+    ("spec_method= spec_type= spec_default diffusion_config= mtp dflash eagle3", (), _NO_HEADS),
     ("prefill_context_parallel_size=", (1,), "prompts are divided as contexts are: use --decode-context-parallel-size"),
     ("data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb enable_elastic_ep", (False,),
      _ONE_MACHINE),

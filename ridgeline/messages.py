@@ -89,8 +89,8 @@ class StepPlan:
     # a path: `drafts[r, i]` is the guess for position `drafts_from[r] + i` of the row. The host may know fewer tokens than the
     # device, whose own length says which part of the path comes next. -1: no guess; it is computed and never accepted.
     width: np.ndarray | None = None          # int32 [R]; None: no row has drafts
-    drafts: np.ndarray | None = None         # int32 [R, P]; None: the device makes them
-    drafts_from: np.ndarray | None = None    # int32 [R]
+    drafts: np.ndarray | None = None         # int32 [R, P]; None: the device makes them all
+    drafts_from: np.ndarray | None = None    # int32 [R]; -1: the device makes the row's drafts
 
     @property
     def total_tokens(self) -> int:
@@ -135,6 +135,9 @@ class StepResult:
     padded: int = 0                  # … to fill up a captured shape …
     rejected: int = 0                # … and in vain, as drafts
     device_seconds: float = 0.0
+    draft_seconds: float = 0.0       # of these, what the draft model took to propose …
+    catch_up_seconds: float = 0.0    # … and before that, to compute tokens that it had not seen …
+    caught_up: int = 0               # … so many
     typical: bool = True             # that is what its shape takes: no graph was captured meanwhile, and none was missing
     shared: int = 0                  # KV positions that were read once although further rows have them, too
     experts: int = 0                 # of a mixture: experts that were read, all layers together

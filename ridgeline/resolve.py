@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ridgeline.config import EngineConfig
 from ridgeline.context_room import budget_of, max_model_len_of
+from ridgeline.draft_checkpoint import DraftCheckpoint, draft_checkpoint
 from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
 from ridgeline.kv_options import kv_format
@@ -78,6 +79,7 @@ class ResolvedConfig:
     graph_bytes: int                 # … and the largest CUDA graph
     reasons: dict[str, str] = field(default_factory=dict)        # option -> why it has its value
     device_name: str = ""
+    draft: DraftCheckpoint | None = None                         # the draft model
 
     @property
     def kv_dtype(self) -> str:
@@ -114,12 +116,12 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     model = load_model_config(path)
     if config.model.structured_outputs_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
         raise ConfigError("structured_outputs_backend xgrammar is not installed: pip install 'ridgeline[xgrammar]'")
-    draft_options(config.execution.speculative_config)
     reasons: dict[str, str] = {}
     dtype = _dtype(config, model, device, reasons)
     groups = kv_groups(
         model, config.cache.block_size, config.parallel.tensor_parallel_size, config.parallel.decode_context_parallel_size
     )
+    draft = draft_checkpoint(config, path, model, groups, device.kind, dtype)
     stored = kv_format(config, model, path, device.kind, dtype, reasons)
     _check_context(config, stored)
     longest = _longest(config, model)
@@ -137,7 +139,11 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype, model)
 
-    max_num_seqs, budget, memory = _sizes(config, device, model, dtype, groups, stored, longest, graphs, reasons)
+    def memory_of(most_tokens: int) -> Memory:
+        memory = Memory.of(config, device, model, dtype, groups, stored, longest, graphs, most_tokens)
+        return memory if draft is None else memory.beside(draft, config, device, longest, graphs, most_tokens)
+
+    max_num_seqs, budget, memory = _sizes(config, device, memory_of, longest, reasons)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
     most_tokens = budget if chunked else max(budget, longest)    # see budget_of
     num_blocks = _num_blocks(config, memory, groups, longest, most_tokens, max_num_seqs, reasons)
@@ -154,6 +160,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
+        draft=draft,
     )
 
 
@@ -185,15 +192,10 @@ def _overlap(config: EngineConfig, device: DeviceFacts, reasons: dict[str, str])
 
 
 def _sizes(
-    config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec], stored: KVFormat,
-    longest: int, graphs: bool, reasons: dict[str, str],
+    config: EngineConfig, device: DeviceFacts, memory: Callable[[int], Memory], longest: int, reasons: dict[str, str]
 ) -> tuple[int, int, Memory]:
-    """max_num_seqs and the token budget, and what memory there is with them."""
+    """max_num_seqs and the token budget, and what memory there is with them: `memory` depends on the most tokens of a step."""
     asked, cache = config.scheduler, config.cache
-
-    def memory(most_tokens: int) -> Memory:
-        return Memory.of(config, device, model, dtype, groups, stored, longest, graphs, most_tokens)
-
     if device.kind == "cpu":
         budget = asked.max_num_batched_tokens or CPU_STEP_TOKENS
         return asked.max_num_seqs or 128, budget, memory(budget)
@@ -304,6 +306,18 @@ class Memory:
             verified=MOST_VERIFIED if device.kind != "cpu" and draft_options(config.execution.speculative_config).on else 0,
             per_row_partials=partials,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
+        )
+
+    def beside(
+        self, draft: DraftCheckpoint, config: EngineConfig, device: DeviceFacts, longest: int, graphs: bool, budget: int
+    ) -> Memory:
+        """With a draft model, whose steps and graphs run between those of the model, in the same memory."""
+        plain = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization="none"))
+        own = Memory.of(plain, device, draft.config, self.dtype, draft.groups, draft.format, longest, graphs, budget)
+        return dataclasses.replace(
+            self, weights=self.weights + own.weights, per_block=self.per_block + draft.block_bytes,
+            per_row_kept=self.per_row_kept + own.per_row_kept, per_token=max(self.per_token, own.per_token),
+            per_row_logits=max(self.per_row_logits, own.per_row_logits), scratch=max(self.scratch, own.scratch),
         )
 
     def rows(self, max_num_seqs: int) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.sharding import head_shards
+from ridgeline.draft_checkpoint import draft_pages
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import kv_groups
 from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes, stage_parameters
@@ -22,7 +23,7 @@ from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes
 from ridgeline.sizes import ledger
-from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
+from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
 
 RUNTIME = 760 * 2**20                # CUDA context and libraries, as the engine counts them
 DRAFT = "draft model"
@@ -68,8 +69,7 @@ class Capacity:
         if setup.draft_model is None:
             return cls(setup, memory, groups, context, budget)
         draft = replace(setup, weights=setup.dtype, sparse=False)
-        draft_groups = kv_groups(setup.draft_model.config, BLOCK_SIZE, setup.ranks)
-        per_block = block_bytes(setup.draft_model, setup, draft_groups)
+        per_block = page_bytes([draft_pages(setup.draft_model.config, BLOCK_SIZE, setup.ranks)], setup.wide_kv)
         return cls(setup, memory, groups, context, budget, rank_bytes(setup.draft_model, draft), per_block)
 
     @property

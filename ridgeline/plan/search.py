@@ -138,8 +138,8 @@ def missing(setup: Setup) -> set[str]:
         found.add(f"{setup.kv} KV")
     if setup.sparse:
         found.add("2:4 sparsity")
-    if setup.drafts and setup.draft_model is not None:
-        found.add("a draft model")
+    if setup.drafts and setup.draft_model is not None and setup.stages > 1:
+        found.add("a draft model in a pipeline")
     if setup.drafts and setup.stages > 1:
         found.add("drafts in a pipeline")
     if setup.devices > MOST_RANKS.get(device.kind, 1):

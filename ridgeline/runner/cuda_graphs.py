@@ -72,9 +72,11 @@ class GraphForward:
     def __init__(
         self, eager: EagerForward, max_rows: int, max_step_tokens: int, vocab_size: int, dtype: torch.dtype,
         device: torch.device, num_bytes: int = 0, most_verified: int = 0, stand_ins: bool = True,
+        beside: GraphForward | None = None,
     ) -> None:
         """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph. `stand_ins`:
-        may a step use a larger graph than its own? Not where other ranks, with other graphs, must have the same shape."""
+        may a step use a larger graph than its own? Not where other ranks, with other graphs, must have the same shape.
+        `beside`: another model's, in whose pool these graphs are, too."""
         self._stand_ins = stand_ins
         self.eager = eager
         self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified)
@@ -82,8 +84,8 @@ class GraphForward:
         self._waiting: OrderedDict[_Key, _Seen] = OrderedDict()      # used, not captured yet; the last use last
         self._captured: OrderedDict[_Key, _Captured] = OrderedDict()
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._device, self._num_bytes = device, num_bytes
+        self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+        self._device, self._num_bytes = device, num_bytes if beside is None else 0
         num_logits = max(max_rows, most_verified)
         self._logits = torch.empty((num_logits, vocab_size), dtype=dtype, device=device)     # of the graph that ran last
         self._forms: Counter[tuple[Shape, bool]] = Counter()         # captured graphs, by shape and whether greedy
@@ -216,7 +218,7 @@ class GraphForward:
     def _capture(self, graph: torch.cuda.CUDAGraph, batch: Batch, greedy: bool) -> Computed:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            if not self._captured:                       # a pool begins with its first graph
+            if not self._captured and self._num_bytes:   # a pool begins with its first graph
                 memory_pools.take(self._device, self._num_bytes)
             computed = self.eager.run(batch, greedy)
             if computed.logits is not None:              # its memory is the pool's: the next capture reuses it

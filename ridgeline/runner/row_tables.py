@@ -63,6 +63,8 @@ class RowTables:
             self._changed.append((group.astype(np.int64) * num_rows + row) * width + index)
         if self._on_cpu:
             self._changed.clear()
+        elif len(self._changed) > _MOST_PIECES:          # rows that no step of this model computes, as of a draft model at rest
+            self._changed = [np.unique(np.concatenate(self._changed))]
 
     def slots(self, rows: np.ndarray | int, positions: np.ndarray) -> np.ndarray:
         """Where the keys of each position go: [groups, T]"""
@@ -175,3 +177,4 @@ class LateLengths:
 
 
 _NO_PLACES = np.zeros(0, np.int64)
+_MOST_PIECES = 4096

@@ -24,6 +24,7 @@ from ridgeline.ops.sampling.noise import to_device
 from ridgeline.runner.device_rows import EVERY_HIDDEN, TOKEN, DeviceRows
 from ridgeline.runner.forward import Computed, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
+from ridgeline.runner.proposers.draft_model import NoDraftModel, Spent
 from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, send_beside
@@ -68,6 +69,8 @@ class _Step:
     shared: int                      # KV positions that are read once for several rows
     replayed: bool
     captured_none: bool              # no CUDA graph was captured meanwhile
+    stays: np.ndarray                # see DeviceRows.stays
+    spent: Spent                     # on the draft model
     waited: float                    # seconds for other ranks: at its begin so far, later its own
     prepared: Prepared | None = None # how its rows choose, where that is done before their masks are there
     prompt_logprobs: dict[int, Fetched] = field(default_factory=dict)
@@ -75,12 +78,12 @@ class _Step:
     experts: Fetched | None = None   # of a mixture: experts that each layer read
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
     at_once: np.ndarray | None = None    # with drafts: rows whose tokens the sampler does not count before they are accepted
-    stays: np.ndarray | None = None  # with drafts: see DeviceRows.stays
     settled: bool = False            # with drafts: rows know how many were accepted
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
     listed: list[np.ndarray] = field(default_factory=list)       # tokens that each of them lists …
     listed_logprobs: Fetched | None = None                       # … and their log-probabilities; None: none lists any
+    new: _New | None = None          # what it brings, once it has been waited for
 
 
 class Runner:
@@ -99,12 +102,11 @@ class Runner:
         self._sampler = sampler
         self._buffers = buffers
         self._comm = comm
+        self.drafter = NoDraftModel()
         self.memory: dict[str, int] = {}                 # measured bytes on a GPU, by part of the ledger
         self.rehearse: Callable[[], bool] = lambda: False    # captures one more graph; False: none is left (graph_warmup.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
-        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed.
-        self._knows_at_once = rows.device.type == "cpu"
         self._landings: list[Landing] = []               # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
         self._listed_tokens: dict[int, np.ndarray] = {}  # row -> tokens whose log-probability it wants, whatever their rank
@@ -115,10 +117,12 @@ class Runner:
         if len(self._steps) > self.rows.depth:
             raise AssertionError(f"step {plan.step} is submitted while {len(self._steps)} are in flight")
         waited, replays, captured = self._comm.waited, self.forward.replays, HAPPENED["graph_recording"]
+        self._hear_before(plan)
         landing = self._landings.pop() if self._landings else Landing(self.rows.max_rows, self.rows.device)
         landing.start()
         self.rows.late.behind = self._has_unknown_lengths()
         self._apply(plan)
+        plan = self.drafter.complete(plan)
         key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
         work = self._work
         # Of rows that stay, or the key would be another.
@@ -132,7 +136,7 @@ class Runner:
         lengths = self.rows.length[plan.rows].astype(np.int32)
         step = _Step(
             plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays,
-            HAPPENED["graph_recording"] == captured, waited,
+            HAPPENED["graph_recording"] == captured, self.rows.stays(plan.rows), self.drafter.spent(), waited,
         )
         if self.model.expert_reads is not None:
             step.experts = Fetched(self.model.expert_reads)
@@ -142,6 +146,17 @@ class Runner:
             step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
             step.hidden = self._pooled(plan, starts, computed.hidden)
         self._steps.append(step)
+
+    def _hear_before(self, plan: StepPlan) -> None:
+        """A draft model goes on from what the steps in flight say: if it is to propose for this plan, they are waited for."""
+        if self.drafter.wanted(plan):
+            for step in self._steps:
+                self._hear(step)
+
+    @property
+    def _knows_at_once(self) -> bool:
+        """On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed."""
+        return self.rows.device.type == "cpu"
 
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
         """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1."""
@@ -180,6 +195,7 @@ class Runner:
         added again. Unused memory goes back to the device."""
         self._steps.clear()
         self._work = None
+        self.drafter.start_over()
         self.remove(np.arange(self.rows.max_rows))
         if self.rows.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -197,6 +213,7 @@ class Runner:
                 self._num_prompt_logprobs[added.row] = added.params.prompt_logprobs
         self.rows.apply(plan)
         self._buffers.run(plan.block_ops)
+        self.drafter.apply(plan)
 
     def _is_greedy(self, plan: StepPlan, rows: np.ndarray) -> bool:
         """Do all rows want the best token, and nothing else? Then the forward pass chooses it, every rank for itself: all have
@@ -288,20 +305,21 @@ class Runner:
 
     def _sent(self, step: _Step, positions: Positions, at_once: np.ndarray) -> None:
         """A step with drafts is on its way. Where it has run already, the next is packed for rows of their true length."""
-        step.at_once, step.stays = at_once, self.rows.stays(positions.rows)
+        step.at_once = at_once
         self._sampler.said_ahead(positions.rows[at_once], 1 + positions.width[at_once])
         if self._knows_at_once:
             self._settle(step, positions)
 
     def _settle(self, step: _Step, positions: Positions) -> np.ndarray:
         """Rows are as long as was accepted. Returns the accepted drafts, by row that sampled."""
-        assert step.at_once is not None and step.stays is not None
+        assert step.at_once is not None
         accepted = self._found(step)[3]
         if not step.settled:
             step.settled = True
             rejected = positions.width - accepted
             step.lengths[step.work.places] -= rejected.astype(np.int32)
-            there = step.stays == self.rows.stays(positions.rows)        # not those that another sequence has got meanwhile
+            # Not those that another sequence has got meanwhile.
+            there = (step.stays == self.rows.stays(step.plan.rows))[step.work.places]
             rows, told = positions.rows[there], there & step.at_once
             self.rows.settle(rows, rejected[there])
             self._sampler.said_ahead(positions.rows[told], -rejected[told])
@@ -351,13 +369,8 @@ class Runner:
     def collect(self) -> StepResult:
         """The oldest step's result."""
         step = self._steps.popleft()
-        plan, computed_tokens = step.plan, step.plan.total_tokens
-        device_seconds = step.landing.wait()
-        new = _New(np.full((len(plan.rows), 1), -1, np.int32), step.work.num_new)
-        if step.work.positions is not None:
-            new = self._verified(step, step.work.positions)
-        elif len(step.work.places) and self.model.stage.last:
-            self._take_tokens(step, new)
+        plan, computed_tokens, spent = step.plan, step.plan.total_tokens, step.spent
+        new, device_seconds = self._hear(step), step.landing.wait()
         self._landings.append(step.landing)
         return StepResult(
             step=plan.step,
@@ -374,12 +387,31 @@ class Runner:
             padded=len(step.batch.tokens) - computed_tokens,
             rejected=new.rejected,
             device_seconds=device_seconds,
+            draft_seconds=spent.draft_seconds,
+            catch_up_seconds=spent.catch_up_seconds,
+            caught_up=spent.caught_up,
             typical=step.captured_none and (step.replayed or step.work.shape is None),
             shared=step.shared,
             experts=0 if step.experts is None else int(step.experts.arrays()[0].sum()),
             replayed=step.replayed,
             communication=step.waited,
         )
+
+    def _hear(self, step: _Step) -> _New:
+        """What it brings, once it has run. The draft model is told what rows have said, unless others have their places."""
+        if step.new is not None:
+            return step.new
+        step.landing.wait()
+        plan = step.plan
+        new = step.new = _New(np.full((len(plan.rows), 1), -1, np.int32), step.work.num_new)
+        if step.work.positions is not None:
+            new = step.new = self._verified(step, step.work.positions)
+        elif len(step.work.places) and self.model.stage.last:
+            self._take_tokens(step, new)
+        if self.drafter.active:
+            there = np.flatnonzero(step.stays == self.rows.stays(plan.rows))
+            self.drafter.heard(plan.rows[there].astype(np.int64), new.tokens[there], new.counts[there])
+        return new
 
     def _take_tokens(self, step: _Step, new: _New) -> None:
         """One token of each row that samples."""

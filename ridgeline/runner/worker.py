@@ -11,6 +11,7 @@ import torch
 
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
+from ridgeline.draft_checkpoint import DraftCheckpoint
 from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
@@ -30,6 +31,8 @@ from ridgeline.runner.cuda_graphs import GraphForward
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.runner.forward import EagerForward, Forward
 from ridgeline.runner.kv_buffers import KVBuffers
+from ridgeline.runner.proposers.draft_cache import DraftCache
+from ridgeline.runner.proposers.draft_model import STAGED, DraftModel
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
 from ridgeline.runner.start import memory_pools
@@ -111,16 +114,10 @@ def make_runner(
         with phase("kernels"):
             ahead.finish()
     with phase("rows"), meter.part(ledger.ROWS):
-        forward: Forward = (eager := EagerForward(model, buffers.layers(), rows.last_token, rows.late.surplus))
-        if config.graphs:
-            capped = model_config.final_softcap is not None
-            forward = GraphForward(
-                eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
-                torch.float32 if capped else dtype, device, config.graph_bytes, verified, comm.size == 1,
-            )
-        elif _runs_programs(config, device, dtype):
-            forward = ProgramForward(eager, rows.tables.groups, rows.last_token)
+        forward = _forward(config, model, buffers, rows, comm, verified)
         runner = Runner(model, forward, rows, sampler, buffers, comm)
+    if config.draft is not None:
+        runner.drafter = _draft_model(config, config.draft, comm, sampler, forward, device, meter)
     if config.device != "cpu":
         with phase("first steps"):
             _first_steps(config, runner, comm)
@@ -128,6 +125,55 @@ def make_runner(
         if comm.rank == 0:                               # the others were told their sizes, and predicted nothing
             logger.info("%s", ledger.table(config.memory, runner.memory))
     return runner
+
+
+def _forward(
+    config: ResolvedConfig, model: Decoder, buffers: KVBuffers, rows: DeviceRows, comm: Communicator, verified: int,
+    beside: Forward | None = None,
+) -> Forward:
+    """How steps of this model are launched. `beside`: those of another model, between which they run."""
+    eager, dtype = EagerForward(model, buffers.layers(), rows.last_token, rows.late.surplus), getattr(torch, config.dtype)
+    if config.graphs and (beside is None or isinstance(beside, GraphForward)):
+        logits = torch.float32 if model.config.final_softcap is not None else dtype
+        return GraphForward(
+            eager, config.max_num_seqs, config.max_num_batched_tokens, model.config.vocab_size, logits, rows.device,
+            config.graph_bytes, verified, comm.size == 1, beside if isinstance(beside, GraphForward) else None,
+        )
+    if _runs_programs(config, rows.device, dtype):
+        return ProgramForward(eager, rows.tables.groups, rows.last_token)
+    return eager
+
+
+def _draft_model(
+    config: ResolvedConfig, draft: DraftCheckpoint, comm: Communicator, sampler: Sampler, beside: Forward, device: torch.device,
+    meter: MemoryMeter,
+) -> DraftModel:
+    """Its weights are divided among ranks as the model's are."""
+    options, dtype = config.options, getattr(torch, config.dtype)
+    longest = min(config.max_model_len, draft.config.max_position_embeddings)
+    with phase("weights"), meter.part(ledger.WEIGHTS):
+        plain = plain_scheme(
+            device, dtype, options.execution.deterministic, options.model.cpu_activations, draft.config.dtype
+        )
+        formats = LinearFormats(draft.config, "none", device.type, comm.tensor.size, config.dtype)
+        model = Decoder(draft.config, comm, dtype, device, longest, schemes(formats, plain))
+        load_weights(model, draft.path, draft.config, options.model.load_format, None, options.model.seed)
+    with phase("KV cache"), meter.part(ledger.KV):
+        buffers = KVBuffers([draft.pages], config.num_blocks, draft.format, device)
+    with phase("rows"), meter.part(ledger.ROWS):
+        rows = DeviceRows(
+            draft.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens,
+            0 if device.type == "cpu" else STAGED, device, model.layers[0].attention.num_heads,
+            deterministic=options.execution.deterministic,
+        )
+        forward = _forward(config, model, buffers, rows, comm, 0, beside)
+        cache = DraftCache(
+            config.num_blocks, rows.block_size, config.max_num_seqs, rows.tables.blocks.shape[2], draft.table
+        )
+    return DraftModel(
+        model, forward, rows, sampler, buffers, cache, draft.table, draft.vocab, config.max_num_batched_tokens,
+        comm.tensor.broadcast,
+    )
 
 
 def _runs_programs(config: ResolvedConfig, device: torch.device, dtype: torch.dtype) -> bool:
@@ -188,6 +234,7 @@ def _first_steps(config: ResolvedConfig, runner: Runner, comm: Communicator) -> 
     memory_pools.take(runner.rows.device, config.step_bytes)
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
     warm_up(runner, *sizes)
+    runner.drafter.warm_up()
     if isinstance(runner.forward, GraphForward):
         drafts = draft_options(config.options.execution.speculative_config).on
         rehearsal = Rehearsal(runner, runner.forward, *sizes, comm, MOST_VERIFIED if drafts else 0)

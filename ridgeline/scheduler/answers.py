@@ -49,6 +49,9 @@ class Answers:
         accepted = np.maximum(result.num_new[drafted] - 1, 0)
         told = [flight.sequences[place] for place in drafted.tolist()]
         self.drafter.observe(told, drafts.width[drafted], accepted, result.device_seconds)
+        made = drafts.on_device
+        if len(made):
+            self.drafter.proposed(len(made), int(drafts.width[made].max()), result)
 
     def take_in(self, flight: InFlight, result: StepResult) -> list[TokenDelta]:
         self._commit(flight, result)

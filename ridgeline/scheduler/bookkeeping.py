@@ -50,9 +50,14 @@ class DraftPlan:
 
     width: np.ndarray                # int32 [R]
     tokens: np.ndarray | None        # int32 [R, P]
-    start: np.ndarray                # int32 [R]: the position that the first of them is a guess for
+    start: np.ndarray                # int32 [R]: the position that the first of them is a guess for; -1: the device makes them
     num_positions: int = 0           # that the step samples at
     plain: bool = False              # all rows that sample do so from the model's own logits
+
+    @property
+    def on_device(self) -> np.ndarray:
+        """[N]: places whose drafts the device makes."""
+        return np.flatnonzero((self.width > 0) & (self.start < 0))
 
     def constrained(self, flight: InFlight) -> list[tuple[int, Matcher]]:
         """For each answer with a grammar that goes on: (position among all that are sampled, matcher there). A draft that the

@@ -49,7 +49,8 @@ def give_drafts(
     width[places] = _with_blocks(running, manager, rows[places], found.width)
     if not width.any():
         return rows, tokens, None
-    return _ordered(rows, tokens, width, places, arrived, found.tokens, table.known[rows] - table.computed[rows] > 1)
+    start = arrived if found.on_device is None else np.where(found.on_device, -1, arrived)
+    return _ordered(rows, tokens, width, places, start, found.tokens, table.known[rows] - table.computed[rows] > 1)
 
 
 def _check(found: Drafts, asked: DecodingRows) -> None:
@@ -75,12 +76,12 @@ def _with_blocks(running: Running, manager: KVManager, rows: np.ndarray, width: 
 
 
 def _ordered(
-    rows: np.ndarray, tokens: np.ndarray, width: np.ndarray, places: np.ndarray, arrived: np.ndarray,
+    rows: np.ndarray, tokens: np.ndarray, width: np.ndarray, places: np.ndarray, begin: np.ndarray,
     guesses: np.ndarray | None, prompts: np.ndarray,
 ) -> _Planned:
     """Decodes without drafts first, then those with drafts, then prompts: so kernels find rows of a kind together."""
     start = np.zeros(len(rows), np.int32)
-    start[places] = arrived
+    start[places] = begin
     path = None
     if guesses is not None:
         path = np.full((len(rows), guesses.shape[1]), -1, np.int32)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ridgeline.messages import StepResult
 from ridgeline.scheduler.sequence import Sequence
 
 
@@ -33,8 +34,9 @@ class Drafts:
 
     width: np.ndarray                # int32 [D]: guesses that the row computes, <= most; together <= room
     # int32 [D, P]: guesses for the tokens after `sequence.tokens`; -1: none. Long enough for the tokens in flight, too: row r
-    # uses `width[r]` of them behind the true tokens. None: the device makes them.
+    # uses `width[r]` of them behind the true tokens. None: the device makes them all.
     tokens: np.ndarray | None
+    on_device: np.ndarray | None = None      # bool [D]: rows whose drafts the device makes; None: no row's
 
 
 class Drafter(Protocol):
@@ -47,7 +49,11 @@ class Drafter(Protocol):
         """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
 
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
-        """A step without prompts has come back, with or without drafts: its tokens, those before them, and its time."""
+        """A step without prompts has come back, with or without drafts: its tokens, those before them, and its time, without that
+        of a draft model."""
+
+    def proposed(self, rows: int, width: int, result: StepResult) -> None:
+        """The draft model has proposed in a step, for so many rows, at most `width` tokens each."""
 
     def predicted(self, sequence: Sequence) -> tuple[int, int]:
         """Drafts from the client's prediction so far: accepted, and rejected."""
@@ -69,6 +75,9 @@ class NoDrafter:
 
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
         """It compares no times."""
+
+    def proposed(self, rows: int, width: int, result: StepResult) -> None:
+        """It has no draft model."""
 
     def predicted(self, sequence: Sequence) -> tuple[int, int]:
         return 0, 0

@@ -462,10 +462,11 @@ class Scheduler:
         counters.padded_tokens += result.padded
         counters.rejected_tokens += result.rejected
         counters.prompt_tokens += flight.num_prompt_tokens
-        self._joining.time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, result.device_seconds)
+        seconds = result.device_seconds - result.draft_seconds - result.catch_up_seconds         # of the model itself
+        self._joining.time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, seconds)
         self.manager.pool.retired(flight.step)
         if self.drafter.active and not flight.num_prompt_tokens and result.typical:
-            self.drafter.timed(flight.num_tokens, int(flight.ends.sum()), result.device_seconds)
+            self.drafter.timed(flight.num_tokens, int(flight.ends.sum()), seconds)
         if flight.drafts is not None:
             self._answers.settle(flight, flight.drafts, result, self._flights)
         return self._answers.take_in(flight, result)

@@ -57,6 +57,8 @@ def options(*words: str) -> dict[str, object]:
         ("X --chat-template-file t.jinja", {"model": "X", "chat_template": "t.jinja"}),
         ("X --pipeline-parallel-size 1 --no-trust-remote-code --task generate", {"model": "X"}),
         ("X --kv-cache-dtype fp8_e4m3", {"model": "X", "kv_cache_dtype": "fp8"}),
+        ("X -md small.gguf", {"model": "X", "speculative_config": "small.gguf"}),
+        ("X --speculative-model org/small", {"model": "X", "speculative_config": "org/small"}),
     ],
 )
 def test_the_same_option_by_another_name(words: str, meant: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,7 +103,7 @@ def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.
     [
         ("--enable-lora", "--enable-lora is not supported: LoRA adapters are not applied at run time; merge the adapter"),
         ("--trust-remote-code", "Ridgeline never runs code from model directories"),
-        ("--speculative-model x", "drafts are switched by --speculative-config"),
+        ("--spec-type eagle", "drafts are switched by --speculative-config"),
         ("-pcp 2", "-pcp 2 is not supported: prompts are divided as contexts are: use --decode-context-parallel-size"),
         ("-dp 4 -dpl 2", "`ridgeline route` is for several machines"),
         ("-dpb ray", "`ridgeline route` is for several machines"),

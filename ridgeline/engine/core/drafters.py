@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from ridgeline.draft_checkpoint import DraftCheckpoint
 from ridgeline.draft_options import DraftOptions, draft_options
 from ridgeline.process.log import get_logger
 from ridgeline.resolve import ResolvedConfig
@@ -14,6 +16,7 @@ from ridgeline.scheduler.drafts.ngram import Ngram
 from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.predicted import Predicted
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.suffix import Suffix
 from ridgeline.sizes.graph_shapes import decode_sizes
 from ridgeline.sizes.hardware import data_sheet
@@ -43,8 +46,17 @@ def make_drafter(config: ResolvedConfig) -> Drafter:
     if config.options.execution.deterministic and config.device != "cpu":
         logger.warning("deterministic: no drafts on a GPU, whose attention cuts the keys of a row with drafts in another way")
         return NoDrafter()
-    proposers = [MAKE[name](asked) for name in asked.methods]
+    proposers: list[Proposer] = [MAKE[name](asked) for name in asked.methods if name in MAKE]
+    if config.draft is not None:
+        proposers.append(_small_model(config, config.draft, asked))
     return Controller(proposers, step_times(config), asked.num_speculative_tokens, asked.adaptive)
+
+
+def _small_model(config: ResolvedConfig, draft: DraftCheckpoint, asked: DraftOptions) -> SmallModel:
+    """Its time is believed to be the model's, by the size of the weights, until it is measured."""
+    own = step_model(replace(config, model=draft.config))
+    limit = min(config.max_model_len, draft.config.max_position_embeddings)
+    return SmallModel(limit, lambda rows: own(rows, 0), asked.num_speculative_tokens)
 
 
 def step_times(config: ResolvedConfig) -> ShapeTimes:

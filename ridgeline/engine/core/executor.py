@@ -122,6 +122,7 @@ class RankedExecutor:
     def close(self) -> None:
         if self._forward is not None:
             self._forward.release()                      # before anything that waits for a communicator's end
+            self.runner.drafter.release()
         self._end()
         if self._comm is not None:
             self._comm.close()

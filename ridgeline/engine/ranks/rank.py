@@ -92,6 +92,7 @@ def obey(given: dict[str, Any], link: Link) -> None:
             run_plans(runner, link)
         finally:
             runner.forward.release()
+            runner.drafter.release()
     finally:
         comm.close()
 

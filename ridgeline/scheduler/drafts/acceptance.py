@@ -11,8 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ridgeline.draft_options import DRAFT_MODEL
+
 # What is believed before anything was counted, and how many counts that is worth.
-_PRIORS = {"grammar": (0.9, 0.9, 0.9, 0.9), "prediction": (0.6, 0.7, 0.8, 0.9)}
+_PRIORS = {"grammar": (0.9, 0.9, 0.9, 0.9), "prediction": (0.6, 0.7, 0.8, 0.9), DRAFT_MODEL: (0.7, 0.7, 0.7, 0.7)}
 _BY_EVIDENCE = (0.4, 0.5, 0.65, 0.8)
 _PRIOR_WEIGHT = 2.0
 _POSITION_WEIGHT = 8.0               # a position is believed to be like the one before it

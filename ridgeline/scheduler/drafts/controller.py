@@ -5,8 +5,8 @@ the best B of them are verified, where
 
     B = argmax (rows + sum of the best B chances) / T(rows + B)
 
-T is the measured time of a step with that many tokens (shape_times.py), chances are counted (acceptance.py). While drafts do not
-pay, a step with some is tried rarely, to notice when they would.
+T is the measured time of a step with that many tokens (shape_times.py), chances are counted (acceptance.py). The time of a draft
+model comes on top of it (small_model.py). While drafts do not pay, a step with some is tried rarely, to notice when they would.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ridgeline.draft_options import MOST_DRAFTS
+from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecord, Source, beyond, survival
 from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.sequence import Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
@@ -66,6 +68,11 @@ class Controller:
         self._promised, self._kept = 0.0, 0.0            # drafts that were expected to survive lately, and those that did
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
 
+    @property
+    def _small(self) -> SmallModel | None:
+        last = self._proposers[-1] if self._proposers else None
+        return last if isinstance(last, SmallModel) else None
+
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def plan(self, rows: DecodingRows) -> Drafts | None:
@@ -74,7 +81,10 @@ class Controller:
             return None
         if self._adaptive and not self._knows_off(len(rows.sequences), rows.keys):
             return None
-        probing = self._adaptive and self._step - self._last_drafted >= PROBE_EVERY
+        since = self._step - self._last_drafted
+        probing = self._adaptive and since >= PROBE_EVERY
+        if self._adaptive and (small := self._small) is not None:
+            probing |= small.look(rows, self.times, self._step, since, probing)
         if self._adaptive and not probing and not self._could_pay(len(rows.sequences), rows.keys):
             return None
         offers = self._offers(rows)
@@ -116,7 +126,8 @@ class Controller:
                     record.waiting.clear()
                 key = (offer.source, offer.evidence, pending > 0)
                 source = sources.get(key) or sources.setdefault(key, Source(*key))
-                made.append(_Offered(place, tokens, length if length < most else most, source, record))
+                own = sequence if offer.on_device else None
+                made.append(_Offered(place, tokens, length if length < most else most, source, record, own))
         return made
 
     def _chances(self, offers: list[_Offered]) -> np.ndarray:
@@ -141,7 +152,15 @@ class Controller:
         order = np.argsort(-flat, kind="stable")                 # of equal chances the earlier position: rows get prefixes
         order = order[: min(rows.room, int(np.count_nonzero(flat)))]
         enough = order[: int(np.count_nonzero(flat[order] >= _LEAST_CHANCE))]
-        best = self._best_number(np.cumsum(flat[enough]) * self._honesty, count, rows.keys)
+        best, small = 0, self._small
+        if small is not None and any(each.made_for is not None for each in offers):
+            promised = 0.0
+            for some, costs in small.choices(count, [each.made_for for each in offers], enough, chances.shape[1]):
+                number, rate = self._best(np.cumsum(flat[some]) * self._honesty, count, rows.keys, costs)
+                if number and rate > promised:
+                    best, promised, order = number, rate, some
+        else:
+            best = self._best(np.cumsum(flat[enough]) * self._honesty, count, rows.keys)[0]
         if not best and probing:
             best = min(len(order), max(_PROBE, count // _PROBE_SHARE))
             self.counters.probes += 1
@@ -152,8 +171,9 @@ class Controller:
         """The share of the promised tokens that came: of many estimates, the best are mostly too good."""
         return min(1.0, (self._kept + _HONESTY_WEIGHT) / (self._promised + _HONESTY_WEIGHT))
 
-    def _best_number(self, gained: np.ndarray, rows: int, keys: int) -> int:
-        """How many drafts promise the most tokens a second. `gained`: tokens expected from the best 1, 2, … of them.
+    def _best(self, gained: np.ndarray, rows: int, keys: int, costs: np.ndarray | None = None) -> tuple[int, float]:
+        """How many drafts promise the most tokens a second, and how many these are. `gained`: tokens expected from the best 1,
+        2, … of them; `costs`: seconds beside the step's own, of a draft model.
 
         Padding is free, so only numbers that fill a size are compared, and all drafts there are.
         """
@@ -163,14 +183,15 @@ class Controller:
             number = min(size - rows, most)
             if number <= 0:
                 continue
-            rate = (rows + float(gained[number - 1])) / self.times.seconds(rows + number, keys)
+            seconds = self.times.seconds(rows + number, keys) + (0.0 if costs is None else float(costs[number - 1]))
+            rate = (rows + float(gained[number - 1])) / seconds
             if curious and not self.times.measured(rows + number, keys):
                 rate *= _CURIOSITY
             if rate > promised:
                 best, promised = number, rate
             if number == most:
                 break
-        return best
+        return best, promised
 
     def _knows_off(self, rows: int, keys: int) -> bool:
         """Was a step without drafts measured at this size, and not too long ago? All gains are relative to it."""
@@ -186,7 +207,7 @@ class Controller:
         known, of_keys, since, pays = self._looked
         if (known, of_keys) != (size, bits) or self._step - since >= _LOOK_AGAIN:
             chances = self.acceptance.best ** np.arange(1, self._most + 1)
-            pays = self._best_number(np.cumsum(np.repeat(chances, rows)), rows, keys) > 0
+            pays = self._best(np.cumsum(np.repeat(chances, rows)), rows, keys)[0] > 0
             self._looked = size, bits, self._step, pays
         return pays
 
@@ -200,7 +221,22 @@ class Controller:
             if drafts:
                 paths[offered.place] = offered.tokens[:reach] + none[len(offered.tokens) :]
                 offered.record.waiting.append((offered.source, survive))
-        return Drafts(width.astype(np.int32), np.array(paths, np.int32))
+        on_device = self._made_there(offers, width)
+        if on_device is not None and on_device[width > 0].all():
+            return Drafts(width.astype(np.int32), None, on_device)
+        return Drafts(width.astype(np.int32), np.array(paths, np.int32), on_device)
+
+    def _made_there(self, offers: list[_Offered], width: np.ndarray) -> np.ndarray | None:
+        """bool [D]: rows whose drafts the draft model makes; None: it makes none."""
+        small = self._small
+        if small is None:
+            return None
+        on_device = np.zeros(len(width), bool)
+        for offered in offers:
+            if offered.made_for is not None and width[offered.place]:
+                on_device[offered.place] = True
+                small.drafted(offered.made_for)
+        return on_device if on_device.any() else None
 
     # -- results -------------------------------------------------------------------------------------------------------
 
@@ -236,6 +272,10 @@ class Controller:
     def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
         self.times.observe(num_tokens, keys, seconds)
 
+    def proposed(self, rows: int, width: int, result: StepResult) -> None:
+        if (small := self._small) is not None and result.typical:
+            small.took(rows, width, result.draft_seconds, result.caught_up, result.catch_up_seconds)
+
     def predicted(self, sequence: Sequence) -> tuple[int, int]:
         """Drafts from the client's prediction so far: accepted, and rejected."""
         return self._predicted.get(sequence, (0, 0))
@@ -256,6 +296,7 @@ class _Offered:
     length: int                      # drafts that the row may verify of it
     source: Source
     record: RowRecord                # of the row
+    made_for: Sequence | None = None # the row's, if the device makes its drafts
 
 
 def _best_of_each_row(offers: list[_Offered], chances: np.ndarray) -> tuple[list[_Offered], np.ndarray]:

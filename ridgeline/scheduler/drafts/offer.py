@@ -3,7 +3,7 @@
 A proposer never decides how many drafts are verified: the controller does (drafting.py), from counted acceptances. And it never
 changes an answer: a draft counts only where it equals the token that the model samples at its position.
 
-Trained heads and draft models propose on the device. They need no offer here, only a name in SOURCES for their counts.
+A draft model proposes on the device: its offer has no tokens yet, only how many they may be.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Offer:
     source: str                      # the proposer's name
     tokens: list[int]
     evidence: int = 0                # grade, below EVIDENCE: acceptances are counted apart for each
+    on_device: bool = False          # the device makes them: their tokens are -1 here
 
 
 class Proposer(Protocol):

@@ -17,7 +17,7 @@ from tiny_models import random_tokens, save_checkpoint
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
-from ridgeline.draft_options import AUTO, draft_options
+from ridgeline.draft_options import AUTO, METHODS, draft_options
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.live_switches import Switches
 from ridgeline.errors import BadRequest, ConfigError
@@ -266,6 +266,8 @@ def test_structured_answers_are_the_same_and_take_fewer_steps(pair: tuple[LLM, L
     ('{"method": ["prediction", "ngram"], "num_speculative_tokens": 4}', ("prediction", "ngram")),
     ("", ()), ("off", ()), ('{"method": "ngram", "num_speculative_tokens": 0}', ()),
     ('{"method": "ngram", "disable_by_batch_size": 4}', ("ngram",)),
+    ("./x", ("draft_model",)), ("x.gguf", ("draft_model",)), ("[ngram]", ("ngram",)), ('{"model": "x"}', ("draft_model",)),
+    ('{"method": "auto", "model": "x"}', METHODS),
 ])
 def test_methods(given: str, methods: tuple[str, ...]) -> None:
     assert draft_options(given).methods == methods
@@ -277,7 +279,8 @@ def test_bounds_as_in_vllm() -> None:
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    ("eagle", "needs a trained head"), ('{"method": "draft_model", "model": "x"}', "needs a second model"),
+    ("eagle", "needs a trained head"), ("draft_model", 'needs "model"'), ('{"method": "ngram", "model": "x"}', "uses no model"),
+    ('{"method": "draft_model", "model": 3}', "must be a path"),
     ('{"method": "ngramm"}', "did you mean 'ngram'"), ('{"num_speculative_tokens": 3}', "needs a method"),
     ('{"method": "ngram", "num_speculative_token": 3}', "did you mean 'num_speculative_tokens'"),
     ('{"method": "ngram", "num_speculative_tokens": 99}', "between 0 and 15"), ("{", "must be a JSON object"),
