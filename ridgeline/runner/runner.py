@@ -104,7 +104,7 @@ class Runner:
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
         # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed.
-        self._knows_at_once = rows.device.type == "cpu"
+        self.knows_at_once = rows.device.type == "cpu"
         self._landings: list[Landing] = []               # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
         self._listed_tokens: dict[int, np.ndarray] = {}  # row -> tokens whose log-probability it wants, whatever their rank
@@ -281,7 +281,7 @@ class Runner:
         self.rows.last_token.index_copy_(0, to_device(positions.rows, logits.device), found.newest)
         step.sampled = Fetched(found.tokens, found.failed, found.none_left, found.accepted)
         self._fetch_logprobs(step, np.repeat(positions.rows, 1 + positions.width), logits, found.tokens)
-        if not self._knows_at_once:
+        if not self.knows_at_once:
             rows, width = to_device(positions.rows, logits.device), to_device(positions.width, logits.device)
             self.rows.late.follow(rows, width - found.accepted)
         self._sent(step, positions, found.at_once)
@@ -290,7 +290,7 @@ class Runner:
         """A step with drafts is on its way. Where it has run already, the next is packed for rows of their true length."""
         step.at_once, step.stays = at_once, self.rows.stays(positions.rows)
         self._sampler.said_ahead(positions.rows[at_once], 1 + positions.width[at_once])
-        if self._knows_at_once:
+        if self.knows_at_once:
             self._settle(step, positions)
 
     def _settle(self, step: _Step, positions: Positions) -> np.ndarray:
