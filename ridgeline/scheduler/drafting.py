@@ -46,8 +46,9 @@ class Drafter(Protocol):
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
 
-    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
-        """A step without prompts has come back, with or without drafts: its tokens, those before them, and its time."""
+    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
+        """A step without prompts has come back: its rows, its tokens, the most of a row (1: no row had drafts), the tokens whose
+        KV they read, and its time."""
 
     def predicted(self, sequence: Sequence) -> tuple[int, int]:
         """Drafts from the client's prediction so far: accepted, and rejected."""
@@ -67,7 +68,7 @@ class NoDrafter:
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """It learns nothing."""
 
-    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
+    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
         """It compares no times."""
 
     def predicted(self, sequence: Sequence) -> tuple[int, int]:

@@ -465,7 +465,10 @@ class Scheduler:
         self._joining.time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, result.device_seconds)
         self.manager.pool.retired(flight.step)
         if self.drafter.active and not flight.num_prompt_tokens and result.typical:
-            self.drafter.timed(flight.num_tokens, int(flight.ends.sum()), result.device_seconds)
+            queries = 1 if flight.drafts is None else 1 + int(flight.drafts.width.max())
+            self.drafter.timed(
+                flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), result.device_seconds
+            )
         if flight.drafts is not None:
             self._answers.settle(flight, flight.drafts, result, self._flights)
         return self._answers.take_in(flight, result)

@@ -150,7 +150,8 @@ def drafted_steps(running: int, width: int, steps: int, device: str = "cpu") -> 
     core.scheduler.schedule = executor.timed("plan", core.scheduler.schedule)            # type: ignore[method-assign]
     core.scheduler.update = executor.timed("update", core.scheduler.update)              # type: ignore[method-assign]
     core.recorder.took = executor.timed("record", core.recorder.took)                    # type: ignore[method-assign]
-    times = ShapeTimes(lambda tokens, keys: STEP_SECONDS, most=config.max_num_batched_tokens)
+    graphs = GraphShapes(running, config.max_num_batched_tokens, MOST_VERIFIED)
+    times = ShapeTimes(lambda tokens, keys: STEP_SECONDS, graphs)
     core.scheduler.drafter = Controller([Dial()], times, width) if width else NoDrafter()
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
