@@ -67,7 +67,7 @@ class _Step:
     landing: Landing
     shared: int                      # KV positions that are read once for several rows
     replayed: bool
-    captured_none: bool              # no CUDA graph was captured meanwhile
+    own_time: bool                   # no CUDA graph was captured meanwhile, and it is not a larger one that ran
     waited: float                    # seconds for other ranks: at its begin so far, later its own
     prepared: Prepared | None = None # how its rows choose, where that is done before their masks are there
     prompt_logprobs: dict[int, Fetched] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Runner:
         lengths = self.rows.length[plan.rows].astype(np.int32)
         step = _Step(
             plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays,
-            HAPPENED["graph_recording"] == captured, waited,
+            HAPPENED["graph_recording"] == captured and not self.forward.stood_in, waited,
         )
         if self.model.expert_reads is not None:
             step.experts = Fetched(self.model.expert_reads)
@@ -374,7 +374,7 @@ class Runner:
             padded=len(step.batch.tokens) - computed_tokens,
             rejected=new.rejected,
             device_seconds=device_seconds,
-            typical=step.captured_none and (step.replayed or step.work.shape is None),
+            typical=step.own_time and (step.replayed or step.work.shape is None),
             shared=step.shared,
             experts=0 if step.experts is None else int(step.experts.arrays()[0].sum()),
             replayed=step.replayed,

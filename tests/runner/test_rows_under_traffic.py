@@ -94,6 +94,7 @@ class StampForward:
             self._shapes.most_tokens = setup.max_step_tokens + setup.max_rows
         self._kv: dict[int, tuple[int, int, int]] = {}
         self.replays = self.prefixes = self.drafted = self.padded_drafts = 0
+        self.stood_in = False
         self.shared: deque[int] = deque()                # of each step: KV positions that are not read again
 
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:

@@ -21,9 +21,10 @@ _PRIOR_WEIGHT = 2.0
 _POSITION_WEIGHT = 8.0               # a position is believed to be like the one before it
 _REMEMBERED = 500.0                  # counts of a position; then the old ones count half
 _ROW_WEIGHT = 12.0                   # counts of the proposer that a row's own are weighed against …
-_LEAST_SPREAD = 0.1                  # … fewer, the more they surprise: by their distance in standard deviations, of at least this
+_BY_CHANCE = 3.0                     # … unless they surprise: by more than that, as a squared distance over the variance, …
+_LEAST_SPREAD = 0.1                  # … which is at least this
 _ROW_KEEPS = 0.95                    # of a row's counts with each drafted step …
-_ROW_FADES = 0.998                   # … and with each step without drafts: a row that was given up is tried again
+_ROW_FADES = 0.997                   # … and with each step without drafts: a row that was given up is tried again
 _IN_FLIGHT = 2                       # steps whose drafts of a row may be in flight at once
 _FIRST_SLOTS = 64
 
@@ -180,7 +181,8 @@ def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths
     proposer's rates count little where a row's first few drafts came to much less than they say."""
     first = rates[:, 0]
     missing = np.maximum(0.0, first * tried - accepted)
-    weight = (_ROW_WEIGHT / (1 + missing**2 / np.maximum(tried * first * (1 - first), _LEAST_SPREAD)))[:, None]
+    surprise = missing**2 / np.maximum(tried * first * (1 - first), _LEAST_SPREAD)       # chance alone makes 1 of it, rarely 3
+    weight = (_ROW_WEIGHT / np.maximum(1.0, surprise / _BY_CHANCE))[:, None]
     mixed = (accepted[:, None] + weight * rates) / (tried[:, None] + weight)
     return np.asarray(np.cumprod(mixed, axis=1) * (np.arange(rates.shape[1]) < lengths[:, None]))
 

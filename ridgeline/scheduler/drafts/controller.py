@@ -38,7 +38,7 @@ _GAIN = 1.01                         # drafts must promise this much more than n
 _OFF_EVERY = 500                     # steps with drafts before one without is taken, to measure it again
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
-_HONESTY_KEEPS = 0.97                # of the counts behind _honesty with each drafted step …
+_HONESTY_KEEPS = 0.97                # of the counts behind _honesty with each step, also of one whose offers were all left out …
 _HONESTY_WEIGHT = 4.0                # … and what the belief in the chances is worth, in tokens
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 
@@ -94,6 +94,8 @@ class Controller:
             offers, chances = _best_of_each_row(offers, chances)
         width = self._widths(rows, offers, chances, probing)
         if not width.any():
+            self._promised *= _HONESTY_KEEPS
+            self._kept *= _HONESTY_KEEPS
             return None
         self._last_drafted = self._step
         return self._drafts(rows, offers, chances, width)
@@ -234,6 +236,7 @@ class Controller:
         own = width[offers.places]
         drafted = np.flatnonzero(own)
         expected = np.cumsum(chances, axis=1)[drafted, own[drafted] - 1] if self._adaptive else np.zeros(len(drafted))
+        expected[offers.tried[drafted] == 0] = 0.0       # what is believed of a new row is no promise
         self._records.send(offers.slots[drafted], offers.source[drafted], expected)
         reach = int((width + rows.pending).max())
         tokens = np.full((len(width), reach), -1, np.int32)
@@ -263,10 +266,9 @@ class Controller:
                 self._count_predicted([each for each, has in zip(sequences, there.tolist(), strict=True) if has], mine,
                                       accepted, width - accepted)
         records.count(slots, evidence, width, accepted, self._step)
-        kept = int(accepted.sum())
         self._promised = _HONESTY_KEEPS * self._promised + float(expected.sum())
-        self._kept = _HONESTY_KEEPS * self._kept + kept
-        if self._probing and kept and kept == int(width.sum()):
+        self._kept = _HONESTY_KEEPS * self._kept + int(accepted[expected > 0].sum())
+        if self._probing and len(width) and (accepted == width).all():
             self._last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
     def _count_predicted(

@@ -1,4 +1,4 @@
-"""The time of a decode step by the CUDA graph that runs it: a table of what was measured, with a rough model where nothing was yet.
+"""The time of a decode step by the CUDA graph that runs it: what was measured, with a rough model where nothing was yet.
 
 CUDA graphs pad steps to captured sizes, and GEMMs have tiles, so the time is a staircase, and beyond 128 tokens it is not even
 monotone. It is kept as measured: no line is fitted. Graphs for rows with many queries take longer for as many tokens, because
@@ -114,7 +114,7 @@ class ShapeTimes:
             if near is None:
                 return Table(sizes, model, np.zeros(len(sizes), bool))
             measured = self._measured[near]
-            scale = model / self._modelled(bound, near)          # the same shapes with other keys: what the model says they change
+            scale = model / self._modelled(bound, near)          # other keys: what the model says they change
         points = {size: _median(each) for own in sorted(measured) if own <= bound for size, each in measured[own].items()}
         slower: dict[int, float] = {}
         for own in sorted(measured, reverse=True):

@@ -20,7 +20,7 @@ from ridgeline.scheduler.sequence import Sequence, Turn
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
 
 CONTEXT = 640
-Seconds = Callable[[int, int, int, int], float]          # of a step: rows, tokens, most tokens of a row, tokens of each row before
+Seconds = Callable[[int, int, int, int], float]          # of a step: rows, tokens, most tokens of a row, keys of each row
 
 
 def make_sequence(number: int = 0, prompt: Several[int] = (1, 2, 3), **fields: Any) -> Sequence:
