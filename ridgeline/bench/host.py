@@ -2,8 +2,9 @@
 
 Times scheduling a decode step, packing it (apply and pack), processing its result (update) and counting it for the roofline, at
 several numbers of running requests; the cost of a new request; and the speed of tokenising and detokenising. No model runs: on
-a machine with a GPU, rows are packed for it as the runner does. With `--shape NAME` the steps are those of a real engine,
-including launches (host_engine.py); `plan --fit --host` needs such a record of a GPU machine.
+a machine with a GPU, rows are packed for it as the runner does. Steps with drafts are measured in processor time, beside steps
+of as many rows without (host_drafts.py). With `--shape NAME` the steps are those of a real engine, including launches
+(host_engine.py); `plan --fit --host` needs such a record of a GPU machine.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.device_peaks import device_kind
 from ridgeline.bench.lab.record import add_output, finish, percentiles, record
+from ridgeline.bench.workload.host_drafts import CALLS, drafted_steps
 from ridgeline.bench.workload.host_engine import engine_steps
 from ridgeline.bench.workload.plan_only import PlanOnly
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
@@ -39,7 +41,7 @@ from ridgeline.roofline.steps import StepRecorder
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
-from ridgeline.sizes.graph_shapes import Shape
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, Shape, most_queries
 from ridgeline.sizes.kv_spec import KVGroupSpec
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer
@@ -57,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="numbers of running requests (default: 256 1024; with --shape 1 128)")
     parser.add_argument("--steps", type=int, help="decode steps to time (default: 600; with --shape 200)")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="time a real engine with this model's shapes and dummy weights")
+    parser.add_argument("--drafts", nargs="*", default=["256:1", "64:3"], metavar="ROWS:EACH",
+                        help="numbers of running requests, and drafts of each in a step (default: 256:1 64:3)")
     parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
     add_output(parser)
 
@@ -69,10 +73,14 @@ def run(args: argparse.Namespace) -> None:
                           f"{steps} and {', '.join(map(str, running))}")
     if args.layers is not None and not args.shape:
         raise ConfigError("--layers needs --shape NAME")
+    drafted = [_rows_and_drafts(each) for each in args.drafts]
     device = device_kind({})
     figures = engine_steps(args.shape, args.layers, running, steps) if args.shape else mocked_steps(running, steps, device)
     for name, times in figures.items():
         print(_line(name, times))
+    for name, times in with_drafts(drafted, steps, device).items():
+        figures[name] = times
+        print(_drafted_line(name, times))
     for name, times in admissions(device).items():
         figures[name] = times
         print(f"  {name.replace('_', ' ')}: {times['add_ms']['median']:.3f} ms to add a request, "
@@ -85,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
             f"  tokenise {text['encode_tokens_per_s']:,.0f} tokens/s   "
             f"detokenise, streamed {text['stream_tokens_per_s']:,.0f} tokens/s"
         )
-    workload = {"running": running, "steps": steps, "prompt": PROMPT, "device": device}
+    workload = {"running": running, "steps": steps, "prompt": PROMPT, "device": device, "drafts": args.drafts}
     if args.shape:
         workload |= {"model": args.shape, "layers": args.layers or SHAPES[args.shape]["num_hidden_layers"]}
     finish(record("host", workload, figures, gpu=gpu_facts() or None), args)
@@ -100,6 +108,27 @@ def _line(name: str, times: dict[str, Any]) -> str:
                        f"for the device, in {times['step_ms']['median']:.3f}")
     return said + (f"{middle['pack']:.3f} + update {middle['update']:.3f} + record {middle['record']:.4f}, and "
                    f"{times['report_ms']['median']:.4f} for the report ({times['record_share']:.1%})")
+
+
+def _rows_and_drafts(said: str) -> tuple[int, int]:
+    rows, _, each = said.partition(":")
+    if not (rows.isdigit() and each.isdigit() and int(rows) >= 1 and 1 <= int(each) < most_queries(int(rows))
+            and int(rows) * (1 + int(each)) <= MOST_VERIFIED):
+        raise ConfigError(f"--drafts takes ROWS:EACH, at most {MOST_VERIFIED} tokens together and {most_queries(1) - 1} drafts "
+                          f"of a row (fewer of many rows); got {said}")
+    return int(rows), int(each)
+
+
+def with_drafts(drafted: list[tuple[int, int]], steps: int, device: str) -> dict[str, Any]:
+    """Steps with drafts, each beside steps of as many rows without: `drafts_256_by_1`, `drafts_256_by_0`."""
+    return {f"drafts_{rows}_by_{each}": drafted_steps(rows, each, steps, device)
+            for rows, width in drafted for each in dict.fromkeys((0, width))}
+
+
+def _drafted_line(name: str, times: dict[str, Any]) -> str:
+    said = ", ".join(f"{part} {times[f'{part}_ms']['median']:.3f}" for part in CALLS)
+    _, rows, _, each = name.split("_")
+    return f"{rows:>6} running, {each} drafts each: {times['host_ms']['median']:.3f} ms of processor time a step: {said}"
 
 
 def mocked_steps(running: list[int], steps: int, device: str) -> dict[str, Any]:

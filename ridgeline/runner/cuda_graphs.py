@@ -92,6 +92,7 @@ class GraphForward:
         self._uses = USES
         self._stood_in: Counter[Shape] = Counter()       # uses of shapes that a larger one was used for
         self.replays = 0
+        self.stood_in = False                            # does a larger graph than its own run the newest step?
 
     @contextmanager
     def at_first_use(self) -> Iterator[None]:
@@ -103,7 +104,7 @@ class GraphForward:
             self._uses = USES
 
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
-        self._shape = None
+        self._shape, self.stood_in = None, False
         if not (plan.want & EVERY_HIDDEN).any():
             decodes = leading_decodes(plan)
             if plan.width is not None:
@@ -127,6 +128,7 @@ class GraphForward:
         for size in self._shapes.decodes:
             if shape.decodes < size <= MOST_PADDING * shape.decodes and self._is_captured(larger := Shape(size)):
                 self._stood_in[shape] += 1
+                self.stood_in = True
                 return larger
         return shape
 
@@ -146,6 +148,7 @@ class GraphForward:
         if not larger:
             return shape
         self._stood_in[shape] += 1
+        self.stood_in = True
         return min(larger, key=lambda each: (each.draft_tokens, each.queries, each.decodes))
 
     def run(self, batch: Batch, greedy: bool) -> Computed:

@@ -37,6 +37,7 @@ class Computed:
 
 class Forward(Protocol):
     replays: int                     # steps that were a CUDA graph
+    stood_in: bool                   # a larger CUDA graph than its own ran the newest step, for it is not captured yet
 
     @property
     def eager(self) -> Forward:
@@ -59,6 +60,7 @@ class Forward(Protocol):
 
 class EagerForward:
     replays = 0
+    stood_in = False
 
     def __init__(self, model: Decoder, kv: list[LayerKV], last_token: Tensor, surplus: Tensor) -> None:
         """By row: its newest token, and tokens by which it is shorter than the host assumes."""

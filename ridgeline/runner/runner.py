@@ -68,7 +68,7 @@ class _Step:
     landing: Landing
     shared: int                      # KV positions that are read once for several rows
     replayed: bool
-    captured_none: bool              # no CUDA graph was captured meanwhile
+    own_time: bool                   # no CUDA graph was captured meanwhile, and it is not a larger one that ran
     stays: np.ndarray                # see DeviceRows.stays
     spent: Spent                     # on the draft model
     waited: float                    # seconds for other ranks: at its begin so far, later its own
@@ -107,6 +107,8 @@ class Runner:
         self.rehearse: Callable[[], bool] = lambda: False    # captures one more graph; False: none is left (graph_warmup.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
+        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed.
+        self.knows_at_once = rows.device.type == "cpu"
         self._landings: list[Landing] = []               # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
         self._listed_tokens: dict[int, np.ndarray] = {}  # row -> tokens whose log-probability it wants, whatever their rank
@@ -136,7 +138,8 @@ class Runner:
         lengths = self.rows.length[plan.rows].astype(np.int32)
         step = _Step(
             plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays,
-            HAPPENED["graph_recording"] == captured, self.rows.stays(plan.rows), self.drafter.spent(), waited,
+            HAPPENED["graph_recording"] == captured and not self.forward.stood_in, self.rows.stays(plan.rows),
+            self.drafter.spent(), waited,
         )
         if self.model.expert_reads is not None:
             step.experts = Fetched(self.model.expert_reads)
@@ -152,11 +155,6 @@ class Runner:
         if self.drafter.wanted(plan):
             for step in self._steps:
                 self._hear(step)
-
-    @property
-    def _knows_at_once(self) -> bool:
-        """On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed."""
-        return self.rows.device.type == "cpu"
 
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
         """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1."""
@@ -298,7 +296,7 @@ class Runner:
         self.rows.last_token.index_copy_(0, to_device(positions.rows, logits.device), found.newest)
         step.sampled = Fetched(found.tokens, found.failed, found.none_left, found.accepted)
         self._fetch_logprobs(step, np.repeat(positions.rows, 1 + positions.width), logits, found.tokens)
-        if not self._knows_at_once:
+        if not self.knows_at_once:
             rows, width = to_device(positions.rows, logits.device), to_device(positions.width, logits.device)
             self.rows.late.follow(rows, width - found.accepted)
         self._sent(step, positions, found.at_once)
@@ -307,7 +305,7 @@ class Runner:
         """A step with drafts is on its way. Where it has run already, the next is packed for rows of their true length."""
         step.at_once = at_once
         self._sampler.said_ahead(positions.rows[at_once], 1 + positions.width[at_once])
-        if self._knows_at_once:
+        if self.knows_at_once:
             self._settle(step, positions)
 
     def _settle(self, step: _Step, positions: Positions) -> np.ndarray:
@@ -390,7 +388,7 @@ class Runner:
             draft_seconds=spent.draft_seconds,
             catch_up_seconds=spent.catch_up_seconds,
             caught_up=spent.caught_up,
-            typical=step.captured_none and (step.replayed or step.work.shape is None),
+            typical=step.own_time and (step.replayed or step.work.shape is None),
             shared=step.shared,
             experts=0 if step.experts is None else int(step.experts.arrays()[0].sum()),
             replayed=step.replayed,

@@ -47,6 +47,7 @@ class ProgramForward:
         self._decodes = False                            # is the step that is about to run one that can be recorded?
         self._told = False
         self.replays = 0
+        self.stood_in = False
 
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
         alike = plan.width is None and bool((plan.num_tokens == 1).all())

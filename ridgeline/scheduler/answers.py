@@ -57,23 +57,34 @@ class Answers:
         self._commit(flight, result)
         deltas: list[TokenDelta] = []
         width = None if flight.drafts is None else flight.drafts.width
-        several = [] if width is None else result.tokens.tolist()
-        values = result.tokens[:, 0].tolist() if result.tokens.size else [0] * len(flight.sequences)
+        said = _said_by_row(result, len(flight.sequences), width is not None)
         more = bool(result.failed or result.prompt_logprobs or result.hidden or result.logprobs)
-        for place, (sequence, token, samples) in enumerate(
-            zip(flight.sequences, values, flight.sampled.tolist(), strict=True)
+        for place, (sequence, tokens, samples) in enumerate(
+            zip(flight.sequences, said, flight.sampled.tolist(), strict=True)
         ):
             if sequence.finished:
                 self._counters.late_tokens += samples
                 continue
             if more:
                 if place in result.failed:
-                    deltas += self._broken(sequence, place, result, [] if width is None or not width[place] else several[place])
+                    deltas += self._broken(sequence, place, result, [] if width is None or not width[place] else tokens)
                     continue
                 self._keep(sequence, place, flight, result)
-            if samples:
-                tokens = [token] if width is None else several[place][: result.num_new[place]]
+            if not samples:
+                continue
+            known = sequence.tokens
+            if (
+                more or not sequence.simple or len(known) + len(tokens) >= sequence.limit
+                or not sequence.stop_ids.isdisjoint(tokens)
+            ):
                 deltas += self._said(sequence, tokens, result.logprobs.get(place) if more else None)
+                continue
+            # As _said() does, in a third of the time: nearly all tokens of nearly all steps come here.
+            sequence.num_promised -= 1
+            known.extend(tokens)
+            deltas.append(
+                TokenDelta(sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.num_cached)
+            )
         return deltas
 
     def _commit(self, flight: InFlight, result: StepResult) -> None:
@@ -101,8 +112,8 @@ class Answers:
     def _broken(self, sequence: Sequence, place: int, result: StepResult, tokens: list[int]) -> list[TokenDelta]:
         """The row failed. Tokens of accepted drafts before the failure count, and may end the answer before it."""
         deltas: list[TokenDelta] = []
-        if said := tokens[: result.num_new[place]]:
-            deltas = self._said(sequence, said, result.logprobs.get(place))
+        if tokens:
+            deltas = self._said(sequence, tokens, result.logprobs.get(place))
         if sequence.finished:
             return deltas
         if sequence.blocks is not None:
@@ -174,6 +185,16 @@ class Answers:
             self._waiting.ended()
         self.live.remove(sequence)
         self.drafter.ended(sequence)
+
+
+def _said_by_row(result: StepResult, rows: int, drafted: bool) -> list[list[int]]:
+    """The new tokens of each row, those of accepted drafts included. Where no row has drafts, of every row one: rows that did not
+    sample, or failed, are told apart elsewhere."""
+    if not result.tokens.size:
+        return [[0]] * rows
+    if not drafted:
+        return result.tokens[:, :1].tolist()
+    return [tokens[:count] for tokens, count in zip(result.tokens.tolist(), result.num_new.tolist(), strict=True)]
 
 
 def _add_prompt_outputs(sequence: Sequence, delta: TokenDelta) -> None:

@@ -27,26 +27,26 @@ def give_drafts(
     old = rows[:num_running]
     decodes = (table.known[old] - table.computed[old] == 1) & (table.computed[old] >= table.num_prompt[old])
     places = np.flatnonzero(decodes & (tokens[:num_running] == 1))
-    sequences = [sequence for row in rows[places].tolist() if (sequence := table.sequences[row]) is not None]
-    allowed = np.array([sequence.most_drafts for sequence in sequences], np.int64)
-    most = np.minimum(table.limit[rows[places]] - table.known[rows[places]] - 1, allowed)
+    decoding = rows if len(places) == len(rows) else rows[places]
+    known, computed = table.known[decoding], table.computed[decoding]
+    most = np.minimum(table.limit[decoding] - known - 1, table.most_drafts[decoding])
     room = min(room, MOST_VERIFIED - len(rows))
     if room <= 0 or not (most > 0).any():
         return rows, tokens, None
-    for place in np.flatnonzero(table.want[rows[places]] & _PROMPT_LOGPROBS).tolist():
+    sequences = [sequence for row in decoding.tolist() if (sequence := table.sequences[row]) is not None]
+    for place in np.flatnonzero(table.want[decoding] & _PROMPT_LOGPROBS).tolist():
         # A preemption loses them while they are in flight. With drafts the answer might end before they are computed again.
         most[place] *= sequences[place].prefill.logprobs_sent
     arrived = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     asked = DecodingRows(
-        sequences, np.clip(most, 0, most_queries(len(rows)) - 1), table.known[rows[places]] - arrived, room,
-        int(tokens.sum()), int(table.computed[rows[places]].sum()),
+        sequences, np.clip(most, 0, most_queries(len(rows)) - 1), known - arrived, room, int(tokens.sum()), int(computed.sum()),
     )
     found = drafter.plan(asked)
     if found is None:
         return rows, tokens, None
     _check(found, asked)
     width = np.zeros(len(rows), np.int32)
-    width[places] = _with_blocks(running, manager, rows[places], found.width)
+    width[places] = _with_blocks(running, manager, decoding, found.width)
     if not width.any():
         return rows, tokens, None
     start = arrived if found.on_device is None else np.where(found.on_device, -1, arrived)
@@ -79,13 +79,17 @@ def _ordered(
     rows: np.ndarray, tokens: np.ndarray, width: np.ndarray, places: np.ndarray, begin: np.ndarray,
     guesses: np.ndarray | None, prompts: np.ndarray,
 ) -> _Planned:
-    """Decodes without drafts first, then those with drafts, then prompts: so kernels find rows of a kind together."""
+    """Decodes without drafts first, then those with drafts, then prompts: so kernels find rows of a kind together. Rows that are
+    in that order stay the same array: what was written down of them can be used again."""
     start = np.zeros(len(rows), np.int32)
     start[places] = begin
     path = None
     if guesses is not None:
         path = np.full((len(rows), guesses.shape[1]), -1, np.int32)
         path[places] = guesses
-    order = np.argsort(np.where(prompts, 2, width > 0), kind="stable")
+    kinds = np.where(prompts, 2, width > 0)
+    if (kinds[1:] >= kinds[:-1]).all():
+        return rows, tokens + width, DraftPlan(width, path, start)
+    order = np.argsort(kinds, kind="stable")
     plan = DraftPlan(width[order], None if path is None else path[order], start[order])
     return rows[order], (tokens + width)[order], plan

@@ -365,8 +365,9 @@ class Scheduler:
         sampled = ends >= table.known[rows]
         num_sampled = int(np.count_nonzero(sampled))
         recomputed, steady = 0, self._steady
-        if steady is None or steady.rows is not rows or not total == len(rows) == num_sampled:
-            steady, recomputed = self._write(rows, tokens, starts, ends, sampled)
+        own = tokens if drafts is None else tokens - drafts.width
+        if steady is None or steady.rows is not rows or num_sampled < len(rows) or (total > len(rows) and drafts is None):
+            steady, recomputed = self._write(rows, own, starts, ends, sampled)
         chosen = steady.sequences if num_sampled == len(rows) else steady.sampling(sampled)
         for sequence in chosen:
             sequence.num_promised += 1
@@ -382,7 +383,7 @@ class Scheduler:
             added=delta.added,
             appended=np.array(delta.appended, np.int32) if delta.appended else _NO_BLOCKS,
             rows=steady.plan_rows,
-            num_tokens=steady.num_tokens,
+            num_tokens=steady.num_tokens if drafts is None else tokens.astype(np.int32),
             want=steady.want,
             block_ops=delta.block_ops,
             recomputed=recomputed,
@@ -396,7 +397,7 @@ class Scheduler:
     def _write(
         self, rows: np.ndarray, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, sampled: np.ndarray
     ) -> tuple[Steady, int]:
-        """A plan's arrays and sequences, and how many of its tokens are computed again."""
+        """A plan's arrays and sequences, and how many of its tokens are computed again. `tokens`: without drafts."""
         table = self._running.rows
         asked, of_prompt = table.want[rows], starts < table.num_prompt[rows]
         want = (asked & ON_SAMPLED) * sampled | (asked & ON_PROMPT) * of_prompt
@@ -466,7 +467,8 @@ class Scheduler:
         self._joining.time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, seconds)
         self.manager.pool.retired(flight.step)
         if self.drafter.active and not flight.num_prompt_tokens and result.typical:
-            self.drafter.timed(flight.num_tokens, int(flight.ends.sum()), seconds)
+            queries = 1 if flight.drafts is None else 1 + int(flight.drafts.width.max())
+            self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), seconds)
         if flight.drafts is not None:
             self._answers.settle(flight, flight.drafts, result, self._flights)
         return self._answers.take_in(flight, result)

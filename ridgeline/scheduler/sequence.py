@@ -57,7 +57,7 @@ class Sequence:
 
     __slots__ = (
         "blocks", "finished", "index", "leader", "limit", "matcher", "num_cached", "num_promised", "prefill", "request", "row",
-        "seed", "stop_ids", "tokens", "turn",
+        "seed", "simple", "stop_ids", "tokens", "turn",
     )
 
     def __init__(self, request: Request, index: int, turn: Turn, limit: int, seed: int, stop_ids: frozenset[int]) -> None:
@@ -76,6 +76,11 @@ class Sequence:
         self.finished = False
         self.num_promised = 0                            # steps in flight that sample for it
         self.num_cached = 0                              # prompt tokens that the prefix cache saved at first; a fork saves none
+        params = request.params
+        # Nothing comes with its tokens, and no grammar follows them.
+        self.simple = not (
+            request.predicted_token_ids or params.structured_outputs or params.pooling or params.prompt_logprobs is not None
+        )
         self.matcher: Matcher | None = None              # of a request with a grammar, once that is compiled
 
     @property

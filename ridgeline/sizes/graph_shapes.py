@@ -51,7 +51,7 @@ class GraphShapes:
         # Beside prompts fewer: there are prompts of all sizes for each of them.
         self._mixed = [size for size in self.decodes if size & (size - 1) == 0 or size == self.decodes[-1]]
         most = min(most_verified, max_step_tokens)
-        self._drafted = [size for size in _DRAFTED if size < most] + [most] * bool(most)
+        self.draft_tokens = [size for size in _DRAFTED if size < most] + [most] * bool(most)
         self._drafted_rows = [size for size in _DRAFTED_ROWS if size < max_rows] + [max_rows]
         self.prompt_tokens = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
         self.most_tokens = max([max_rows, *self.prompt_tokens])
@@ -68,18 +68,22 @@ class GraphShapes:
 
     def fit_drafts(self, decodes: int, draft_tokens: int, queries: int) -> Shape | None:
         """The same for rows with drafts: `draft_tokens` together, at most `queries` each."""
-        rows, tokens = _enough(self._drafted_rows, decodes), _enough(self._drafted, draft_tokens)
+        rows, tokens = _enough(self._drafted_rows, decodes), _enough(self.draft_tokens, draft_tokens)
         if not rows or not tokens or queries > most_queries(rows):
             return None
-        return Shape(rows, draft_tokens=tokens, queries=min(_enough(_DRAFT_QUERIES, queries), most_queries(rows)))
+        return Shape(rows, draft_tokens=tokens, queries=self.draft_queries(decodes, queries))
+
+    def draft_queries(self, decodes: int, queries: int) -> int:
+        """The most queries of a row that such a graph is made for."""
+        return min(_enough(_DRAFT_QUERIES, queries), most_queries(_enough(self._drafted_rows, decodes)))
 
     def drafted(self) -> list[Shape]:
         """All shapes with drafts, those of few rows first."""
         found: dict[Shape, None] = {}
         for rows, (fewer, queries) in itertools.product(self._drafted_rows, itertools.pairwise([1, *_DRAFT_QUERIES])):
             queries = min(queries, most_queries(rows))
-            for tokens in self._drafted:
-                if queries > fewer and rows + fewer <= tokens <= max(self._drafted[0], rows * queries):
+            for tokens in self.draft_tokens:
+                if queries > fewer and rows + fewer <= tokens <= max(self.draft_tokens[0], rows * queries):
                     found[Shape(rows, draft_tokens=tokens, queries=queries)] = None
         return list(found)
 

@@ -26,17 +26,19 @@ def test_a_machine_without_the_embedded_model(tmp_path: Path, monkeypatch: pytes
     """As one is that has a GPU and nothing else: steps are measured, text is not."""
     monkeypatch.setattr(host.embedded, "find", lambda: None)
     out = tmp_path / "host.json"
-    assert main(["bench", "host", "--running", "3", "--steps", "100", "--out", str(out)]) == 0
+    assert main(["bench", "host", "--running", "3", "--drafts", "4:2", "--steps", "100", "--out", str(out)]) == 0
     made = json.loads(out.read_text())
-    assert set(made["figures"]) == {"running_3", *host.ADMITTED} and made["workload"]["device"] in ("cpu", "cuda")
+    drafted = {"drafts_4_by_0", "drafts_4_by_2"}
+    assert set(made["figures"]) == {"running_3", *drafted, *host.ADMITTED} and made["workload"]["device"] in ("cpu", "cuda")
     assert all(made["figures"]["running_3"][name]["median"] > 0 for name in ("plan_ms", "pack_ms", "update_ms", "report_ms"))
     assert all(made["figures"][name]["plan_ms"]["median"] > 0 for name in host.ADMITTED)
+    assert all(made["figures"][name]["steps"] == 100 and made["figures"][name]["host_ms"]["median"] > 0 for name in drafted)
     assert "text was not measured" in capsys.readouterr().out
 
 
 @pytest.mark.slow                                        # it compares times: beside other tests chance decides
 def test_what_is_cached_is_planned_sooner(tmp_path: Path) -> None:
-    assert main(["bench", "host", "--running", "3", "--steps", "100", "--out", str(tmp_path / "host.json")]) == 0
+    assert main(["bench", "host", "--running", "3", "--steps", "100", "--drafts", "--out", str(tmp_path / "host.json")]) == 0
     figures = json.loads((tmp_path / "host.json").read_text())["figures"]
     long, cached = (figures[name]["plan_ms"]["median"] for name in ("admitting_2048", "admitting_2048_cached"))
     assert long > cached > figures["admitting_64"]["plan_ms"]["median"] / 4 > 0
@@ -45,6 +47,11 @@ def test_what_is_cached_is_planned_sooner(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", [["--steps", "99"], ["--steps", "990"], ["--running", "0"]])
 def test_too_few_steps_or_rows_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "host", *words]) == 2 and "--steps must be between 100 and 980" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", ["256", "0:1", "256:4", "512:1", "4:16", "a:1"])
+def test_drafts_that_no_step_has_are_refused(said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "host", "--drafts", said]) == 2 and f"got {said}" in capsys.readouterr().err
 
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -60,7 +67,7 @@ def test_the_steps_of_an_engine(
     monkeypatch.setitem(SHAPES, "llama-3.2-1b", SHAPES["llama-3.2-1b"] | TINY)
     monkeypatch.setattr(host.embedded, "find", lambda: None)
     out = tmp_path / "host.json"
-    words = ["--shape", "llama-3.2-1b", "--running", "1", "3", "--steps", "100", "--out", str(out)]
+    words = ["--shape", "llama-3.2-1b", "--running", "1", "3", "--drafts", "--steps", "100", "--out", str(out)]
     assert main(["bench", "host", *words]) == 0
     made = json.loads(out.read_text())
     assert made["workload"] | {"model": "llama-3.2-1b", "layers": 1, "running": [1, 3]} == made["workload"]

@@ -50,7 +50,8 @@ def test_its_own_shape_where_that_is_captured(forward: GraphForward) -> None:
 def test_the_next_larger_one_until_it_has_come_often(forward: GraphForward) -> None:
     captured(forward, 48, 64)
     assert [forward.shape(plan(*[1] * 37), False) for _ in range(MIXED_USES + 2)] == [Shape(48)] * MIXED_USES + [Shape(40)] * 2
-    assert forward.shape(plan(*[1] * 50), False) == Shape(64)
+    assert not forward.stood_in
+    assert forward.shape(plan(*[1] * 50), False) == Shape(64) and forward.stood_in       # its time is not that of its own shape
 
 
 def test_not_one_that_is_much_larger_nor_half_captured(forward: GraphForward) -> None:

@@ -94,6 +94,7 @@ class StampForward:
             self._shapes.most_tokens = setup.max_step_tokens + setup.max_rows
         self._kv: dict[int, tuple[int, int, int]] = {}
         self.replays = self.prefixes = self.drafted = self.padded_drafts = 0
+        self.stood_in = False
         self.shared: deque[int] = deque()                # of each step: KV positions that are not read again
 
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
@@ -232,7 +233,7 @@ class Traffic(Simulation):
         comm: Any = SimpleNamespace(size=1, waited=0.0, tensor=SimpleNamespace(size=1, broadcast=lambda tokens: tokens))
         buffers: Any = SimpleNamespace(run=self.forward.copy)
         runner = Runner(model, self.forward, self.rows, sampler, buffers, comm)
-        runner._knows_at_once = True                     # its logits are on the CPU
+        runner.knows_at_once = True                     # its logits are on the CPU
         fake, self.runner = self.runner, _Both(self.runner, runner, self.forward, self.rows._staging)      # type: ignore[assignment]
         self.fake = fake
 

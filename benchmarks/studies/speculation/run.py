@@ -1,7 +1,11 @@
 """Speed of steps with drafts against the same engine without, by batch size, chance of a right draft, and context.
 
-    python benchmarks/studies/speculation/run.py --shape llama-3.1-8b --out speculation.json   # on a GPU, some 20 minutes
+    python benchmarks/studies/speculation/run.py --shape llama-3.1-8b --seconds 900 --out speculation.json     # on a GPU
     python benchmarks/studies/speculation/run.py --model DIRECTORY --batch 1 2 --context 64    # any model, also on a CPU
+
+The first command measures the cells of the controller's bar, those that say most first: `auto` and the fixed widths that may be
+best, for each batch, chance and context (`important`). It ends within `--seconds`. Called again, it goes on where the record in
+`--out` ends. The second one measures all combinations of what is named.
 
 A dial stands in for a proposer: it knows the tokens of the run without drafts, and names each with probability alpha, otherwise a
 wrong one. Kernels, verification and scheduling are the real ones. Blocks with and without drafts alternate in one process, and a
@@ -15,6 +19,8 @@ A shape's dummy weights have a tied head and a loud embedding: such a model repe
 rounding of bfloat16, which depends on the rows of a product, does not move answers away from those that the dial knows.
 `agreement`: how many tokens were the same.
 
+`controller` in the record: of every cell with `auto`, its speed against the best fixed width that was measured, and against off.
+
 Width `auto`: the controller decides, with the dial as its proposer. Of a step: `step_ms` on the clock, `device_ms` on the device,
 `host_ms` in which the host did not wait for it.
 
@@ -24,7 +30,6 @@ Width `auto`: the controller decides, with the dial as its proposer. Of a step: 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import random
@@ -38,7 +43,7 @@ from typing import Any
 import numpy as np
 
 from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.record import record, write
+from ridgeline.bench.lab.record import record, source_hash, write
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.config import EngineConfig
 from ridgeline.draft_options import MOST_DRAFTS
@@ -52,11 +57,20 @@ from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
-from ridgeline.sizes.graph_shapes import most_queries
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
 
-BATCHES, ALPHAS, CONTEXTS = (1, 8, 32, 64, 128, 256), (0.0, 0.3, 0.6, 0.8, 0.9), (640, 8192)
+BATCHES, ALPHAS, CONTEXTS = (1, 8, 32, 64, 128, 256), (0.8, 0.6, 0.3, 0.0), (640, 8192)
 WIDTHS = (1, 2, 3, 5, 7, 11, 15)
 AUTO = "auto"
+# Fixed widths that may be best, by chance and batch, from the step times that were measured; with a chance of 0, none are.
+BEST = {
+    0.8: {1: (15,), 8: (11, 15), 32: (3, 5), 64: (3,), 128: (2, 3), 256: (1,)},
+    0.6: {1: (7,), 8: (3, 7), 32: (3, 2), 64: (1, 2), 128: (1,), 256: (1,)},
+    0.3: {1: (3,), 8: (1, 3), 32: (1, 3), 64: (1,), 128: (1,), 256: (1,)},
+}
+# Batches in the order of what is missing: where the controller missed its bar, where it was not measured, the others.
+ORDER = (64, 256, 128, 32, 8, 1)
+BAR_OF_BEST, BAR_OF_OFF = 0.97, 0.98
 LOUD = 4096.0                        # of the embedding: then it outweighs what 32 layers add
 SPARE = 1.5                          # tokens that a row may say, of those that it should on average
 Answers = dict[str, list[int]]
@@ -191,15 +205,18 @@ class Cell:
         self._block.device += result.device_seconds
         return result
 
-    def measure(self, alpha: float, width: str, pairs: int, times: ShapeTimes) -> dict[str, Any]:
+    def measure(self, alpha: float, width: str, pairs: int, times: ShapeTimes, end: float) -> dict[str, Any]:
+        """With fewer pairs, but one at least, if there is no time for all before `end`."""
         tape = Tape(self._truth, alpha, self._vocab)
         drafter: Any = Controller([tape], times, MOST_DRAFTS) if width == AUTO else Fixed(tape, int(width))
         for _ in range(3 if width == AUTO else 1):               # graphs are captured, and the controller learns
             tape.renew()
             self.run(drafter)
         found: dict[str, list[Block]] = {"off": [], "on": []}
-        before = _counts(drafter)
+        before, began = _counts(drafter), time.monotonic()
         for pair in range(pairs):
+            if pair and time.monotonic() + (time.monotonic() - began) / pair > end:
+                break
             tape.renew()
             for name in ("off", "on") if pair % 2 == 0 else ("on", "off"):
                 found[name].append(self.run(drafter if name == "on" else NoDrafter()))
@@ -208,7 +225,7 @@ class Cell:
         ratios = [one.each / other.each for one, other in zip(off, on, strict=True)]
         steps = sum(block.steps for block in on)
         return {
-            "speedup": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios),
+            "speedup": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios), "pairs": len(ratios),
             "off_tok_s": 1 / statistics.median(block.each for block in off),
             "on_tok_s": 1 / statistics.median(block.each for block in on),
             "acceptance": accepted / max(1, proposed), "agreement": min(self._agreement(block) for block in on),
@@ -244,7 +261,7 @@ def start(args: argparse.Namespace, most_rows: int) -> EngineCore:
     core = EngineCore.start(EngineConfig.of(
         model=model, max_model_len=longest, max_num_seqs=most_rows, speculative_config="ngram", **options,
     ))
-    if args.shape:
+    if args.shape and core.config.device != "cpu":               # there numbers are wide enough
         assert isinstance(core.executor, LocalExecutor)
         embed = core.executor.runner.model.embed
         assert embed is not None and embed.weight is not None
@@ -255,48 +272,154 @@ def start(args: argparse.Namespace, most_rows: int) -> EngineCore:
     return core
 
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Which cell."""
+
+    batch: int
+    context: int
+    alpha: float
+    width: str
+
+    @property
+    def possible(self) -> bool:
+        """May every row have so many drafts?"""
+        if self.width == AUTO:
+            return True
+        return int(self.width) < most_queries(self.batch) and self.batch * (1 + int(self.width)) <= MOST_VERIFIED
+
+
+def important(batches: tuple[int, ...], alphas: tuple[float, ...], contexts: tuple[int, ...]) -> list[Key]:
+    """The cells of the controller's bar, those that say most first: short contexts, then chances as listed, then batches in
+    ORDER. A fixed width stands beside its `auto`: only together they say something."""
+    ordered = [batch for batch in ORDER if batch in batches] + [batch for batch in batches if batch not in ORDER]
+    return [
+        Key(batch, context, alpha, str(width))
+        for context in contexts for alpha in alphas for batch in ordered
+        for width in (AUTO, *BEST.get(alpha, {}).get(batch, () if alpha == 0 else (1, 3)))
+    ]
+
+
+def wanted(args: argparse.Namespace) -> list[Key]:
+    contexts, alphas = tuple(args.context or CONTEXTS), tuple(args.alpha if args.alpha is not None else ALPHAS)
+    batches = tuple(args.batch or BATCHES)
+    if args.cells:
+        pairs = [(int(batch), width) for batch, width in (each.split(":") for each in args.cells)]
+        keys = [Key(batch, context, alpha, width) for context in contexts for batch, width in pairs for alpha in alphas]
+    elif args.width is None:
+        keys = important(batches, alphas, contexts)
+    else:
+        keys = [
+            Key(batch, context, alpha, str(width))
+            for context in contexts for batch in batches for width in (*args.width, AUTO) for alpha in alphas
+        ]
+    return [key for key in dict.fromkeys(keys) if key.possible]
+
+
+def key_of(row: dict[str, Any]) -> Key:
+    return Key(row["batch"], row["context"], row["alpha"], row["width"])
+
+
+def already(path: Path | None, workload: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cells of an unfinished record. One of another workload or of other source code is refused: its cells mean something
+    else."""
+    if path is None or not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    same = {name: before["workload"].get(name) for name in ("model", "output")} == {
+        name: workload[name] for name in ("model", "output")}
+    if before.get("benchmark") != "speculation" or not same or before.get("source") != source_hash():
+        raise SystemExit(f"{path} is a record of another workload or of other source code; name another file, or remove it")
+    return list(before["figures"]["cells"])
+
+
+def controller(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of every cell with `auto`: its speed against the best fixed width beside it, and against off; and do both bars hold?"""
+    found = []
+    for row in cells:
+        if row["width"] == AUTO:
+            key = key_of(row)
+            beside = [each["speedup"] for each in cells if each["width"] != AUTO
+                      and (each["batch"], each["context"], each["alpha"]) == (key.batch, key.context, key.alpha)]
+            best = max(beside, default=None)
+            of_best = row["speedup"] / max(best, 1.0) if best is not None else None
+            holds = row["speedup"] >= BAR_OF_OFF and (of_best is None or of_best >= BAR_OF_BEST)
+            found.append({"batch": key.batch, "context": key.context, "alpha": key.alpha, "of_off": row["speedup"],
+                          "of_best": of_best, "holds": holds})
+    return found
+
+
+class Study:
+    """Measures cells one after the other, and writes the record after each."""
+
+    def __init__(self, args: argparse.Namespace, core: EngineCore, found: list[dict[str, Any]], end: float) -> None:
+        self._args, self._core, self._end = args, core, end
+        self._times, self._gpu = step_times(core.config), gpu_facts() or None
+        self._cells: dict[tuple[int, int], Cell] = {}
+        self.found = found
+        self._longest = 0.0                              # seconds that a cell took
+
+    def fits(self, key: Key) -> bool:
+        """Does the KV cache hold it?"""
+        config = self._core.config
+        longest = key.context + math.ceil((SPARE - 0.5) * self._args.output) + 2 * MOST_DRAFTS
+        return key.batch * longest <= config.num_blocks * config.groups[0].block_size
+
+    def measure(self, key: Key) -> bool:
+        """False: there is no time left for it."""
+        began = time.monotonic()
+        if began + (self._longest if self.found else 0.0) > self._end:
+            return False
+        at = (key.batch, key.context)
+        cell = self._cells.get(at) or self._cells.setdefault(at, Cell(self._core, *at, self._args.output))
+        row = {"batch": key.batch, "context": key.context, "alpha": key.alpha, "width": key.width}
+        self.found.append(row | cell.measure(key.alpha, key.width, self._args.pairs, self._times, self._end))
+        self._longest = max(self._longest, time.monotonic() - began)
+        print(json.dumps(self.found[-1]), flush=True)
+        if self._args.out:
+            figures = {"cells": self.found, "controller": controller(self.found)}
+            what = workload(self._args, self._core.config.dtype)
+            write(record("speculation", what, figures, gpu=self._gpu), Path(self._args.out))
+        return True
+
+
+def workload(args: argparse.Namespace, dtype: str = "") -> dict[str, Any]:
+    command = " ".join(word for word in sys.argv if word not in ("--out", args.out))
+    return {"command": command, "model": args.shape or args.model, "dtype": dtype, "output": args.output, "pairs": args.pairs}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--shape", choices=sorted(SHAPES))
-    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
-    parser.add_argument("--alpha", type=float, nargs="+", default=ALPHAS)
-    parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS)
-    parser.add_argument("--width", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--batch", type=int, nargs="+", help=f"default: {BATCHES}")
+    parser.add_argument("--alpha", type=float, nargs="+", help=f"default: {ALPHAS}")
+    parser.add_argument("--context", type=int, nargs="+", help=f"default: {CONTEXTS}")
+    parser.add_argument("--width", type=int, nargs="+", help="default: those that may be best")
     parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--cells", nargs="+", help="BATCH:WIDTH or BATCH:auto, in the place of all batches and widths")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no cell begins after that long")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="it ends within that long")
     parser.add_argument("--prepare", type=float, default=60, help="seconds in which graphs may be captured before the first cell")
-    parser.add_argument("--out", help="the record; it is written after each cell")
+    parser.add_argument("--out", help="the record; it is written after each cell, and continued if it is there")
     args = parser.parse_args()
     if (args.model is None) == (args.shape is None):
         parser.error("one of --model and --shape")
-    began = time.monotonic()
-    cells = [(int(batch), width) for batch, width in (each.split(":") for each in args.cells or ())]
-    cells = cells or [
-        (batch, str(width)) for batch in args.batch for width in (*args.width, AUTO)
-        if width == AUTO or int(width) < most_queries(batch)
-    ]
-    core = start(args, max(batch for batch, _ in cells))
-    times, found, gpu = step_times(core.config), [], gpu_facts() or None
-    for context in args.context:
-        for batch, group in itertools.groupby(cells, key=lambda cell: cell[0]):
-            if batch * (context + args.output) > core.config.num_blocks * core.config.groups[0].block_size:
-                continue                                         # the KV cache is too small for it
-            cell: Cell | None = None
-            for (_, width), alpha in itertools.product(list(group), args.alpha):
-                if time.monotonic() - began > args.seconds:
-                    break
-                cell = cell or Cell(core, batch, context, args.output)
-                row = {"batch": batch, "context": context, "alpha": alpha, "width": width}
-                found.append(row | cell.measure(alpha, width, args.pairs, times))
-                print(json.dumps(found[-1]), flush=True)
-                if args.out:
-                    command = " ".join(word for word in sys.argv if word not in ("--out", args.out))
-                    workload = {"command": command, "model": args.shape or args.model, "dtype": core.config.dtype}
-                    write(record("speculation", workload, {"cells": found}, gpu=gpu), Path(args.out))
+    end = time.monotonic() + args.seconds
+    found = already(Path(args.out) if args.out else None, workload(args))
+    done = {key_of(row) for row in found}
+    keys = [key for key in wanted(args) if key not in done]
+    if not keys:
+        print(f"all cells are in {args.out}")
+        return
+    args.context = sorted({key.context for key in keys})
+    core = start(args, max(key.batch for key in keys))
+    study = Study(args, core, found, end)
+    left = 0
+    for key in filter(study.fits, keys):
+        left += not study.measure(key)
     core.close()
+    print(f"{len(study.found)} cells; {left} had no time left", file=sys.stderr)
 
 
 if __name__ == "__main__":

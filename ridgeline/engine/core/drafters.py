@@ -18,7 +18,7 @@ from ridgeline.scheduler.drafts.predicted import Predicted
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.suffix import Suffix
-from ridgeline.sizes.graph_shapes import decode_sizes
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -61,8 +61,8 @@ def _small_model(config: ResolvedConfig, draft: DraftCheckpoint, asked: DraftOpt
 
 def step_times(config: ResolvedConfig) -> ShapeTimes:
     """Nothing is measured yet."""
-    sizes = decode_sizes(config.max_num_batched_tokens) if config.graphs else []
-    return ShapeTimes(step_model(config), sizes, config.max_num_batched_tokens)
+    graphs = GraphShapes(config.max_num_seqs, config.max_num_batched_tokens, MOST_VERIFIED) if config.graphs else None
+    return ShapeTimes(step_model(config), graphs, config.max_num_batched_tokens)
 
 
 def step_model(config: ResolvedConfig) -> Callable[[int, int], float]:

@@ -6,12 +6,14 @@ draft j of a row survives is the product of the first j rates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ridgeline.draft_options import DRAFT_MODEL
+from ridgeline.scheduler.drafts.offer import EVIDENCE
+from ridgeline.scheduler.sequence import Sequence
 
 # What is believed before anything was counted, and how many counts that is worth.
 _PRIORS = {"grammar": (0.9, 0.9, 0.9, 0.9), "prediction": (0.6, 0.7, 0.8, 0.9), DRAFT_MODEL: (0.7, 0.7, 0.7, 0.7)}
@@ -19,9 +21,13 @@ _BY_EVIDENCE = (0.4, 0.5, 0.65, 0.8)
 _PRIOR_WEIGHT = 2.0
 _POSITION_WEIGHT = 8.0               # a position is believed to be like the one before it
 _REMEMBERED = 500.0                  # counts of a position; then the old ones count half
-_ROW_WEIGHT = 12.0                   # counts of the proposer that a row's own are weighed against
+_ROW_WEIGHT = 12.0                   # counts of the proposer that a row's own are weighed against …
+_BY_CHANCE = 3.0                     # … unless they surprise: by more than that, as a squared distance over the variance, …
+_LEAST_SPREAD = 0.1                  # … which is at least this
 _ROW_KEEPS = 0.95                    # of a row's counts with each drafted step …
-_ROW_FADES = 0.995                   # … and with each step without drafts: a row that was given up is tried again
+_ROW_FADES = 0.997                   # … and with each step without drafts: a row that was given up is tried again
+_IN_FLIGHT = 2                       # steps whose drafts of a row may be in flight at once
+_FIRST_SLOTS = 64
 
 
 class Source(NamedTuple):
@@ -39,27 +45,92 @@ class _Counts:
     rates: np.ndarray | None = None  # from these; None: not calculated yet
 
 
-@dataclass(slots=True)
-class RowRecord:
-    """What a row's drafts came to lately."""
+class RowRecords:
+    """What the drafts of each row came to lately, by grade of evidence: text that happens to repeat a pair of words says nothing
+    about text that is copied. And the drafts that are in flight: where they are from, and how many are expected to survive.
 
-    tried: float = 0.0
-    accepted: float = 0.0
-    step: int = 0                    # when it was last counted
-    # Its drafts in flight, the oldest first: where they are from, and how many are expected to survive.
-    waiting: list[tuple[Source, float]] = field(default_factory=list)
+    All of it is arrays, so that a step's rows are counted at once. A sequence has a slot in them until it is forgotten.
+    """
 
-    def count(self, width: int, accepted: int, step: int) -> None:
-        if step != self.step:
-            self.fade(step)
-        self.tried = self.tried * _ROW_KEEPS + min(width, accepted + 1)
-        self.accepted = self.accepted * _ROW_KEEPS + accepted
+    def __init__(self) -> None:
+        self._slots: dict[Sequence, int] = {}
+        self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
+        self.tried, self.accepted = np.zeros((2, _FIRST_SLOTS, EVIDENCE))
+        self._step = np.zeros((_FIRST_SLOTS, EVIDENCE), np.int64)    # when it was last counted
+        self._source = np.zeros((_FIRST_SLOTS, _IN_FLIGHT), np.int64)    # in flight, the oldest first …
+        self._expected = np.zeros((_FIRST_SLOTS, _IN_FLIGHT))
+        self.waiting = np.zeros(_FIRST_SLOTS, np.int64)              # … and of how many steps
 
-    def fade(self, step: int) -> None:
-        kept = _ROW_FADES ** (step - self.step)
-        self.tried *= kept
-        self.accepted *= kept
-        self.step = step
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def slots(self, sequences: list[Sequence]) -> np.ndarray:
+        """Of each sequence; one that has none gets one."""
+        known = self._slots
+        found = [known.get(sequence, -1) for sequence in sequences]
+        if -1 in found:
+            found = [self._add(sequence) if slot < 0 else slot for sequence, slot in zip(sequences, found, strict=True)]
+        return np.array(found, np.int64)
+
+    def known(self, sequences: list[Sequence]) -> np.ndarray:
+        """The same; -1: it has none."""
+        known = self._slots
+        return np.array([known.get(sequence, -1) for sequence in sequences], np.int64)
+
+    def forget(self, sequence: Sequence) -> None:
+        slot = self._slots.pop(sequence, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def fade(self, slots: np.ndarray, evidence: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tried and accepted drafts, as they count in this step."""
+        kept = _ROW_FADES ** (step - self._step[slots, evidence])
+        return self.tried[slots, evidence] * kept, self.accepted[slots, evidence] * kept
+
+    def count(self, slots: np.ndarray, evidence: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> None:
+        """Drafts have come back."""
+        tried, kept = self.fade(slots, evidence, step)
+        self.tried[slots, evidence] = tried * _ROW_KEEPS + np.minimum(width, accepted + 1)
+        self.accepted[slots, evidence] = kept * _ROW_KEEPS + accepted
+        self._step[slots, evidence] = step
+
+    def send(self, slots: np.ndarray, source: np.ndarray, expected: np.ndarray) -> None:
+        """These rows have drafts in the step that is planned."""
+        full = slots[self.waiting[slots] == _IN_FLIGHT]          # of a step that was planned and did not run
+        if len(full):
+            self._drop_oldest(full)
+        place = self.waiting[slots]
+        self._source[slots, place], self._expected[slots, place] = source, expected
+        self.waiting[slots] = place + 1
+
+    def arrive(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The oldest drafts in flight of these rows, which all have some: where they are from, and how many were expected."""
+        source, expected = self._source[slots, 0], self._expected[slots, 0]
+        self._drop_oldest(slots)
+        return source, expected
+
+    def _drop_oldest(self, slots: np.ndarray) -> None:
+        for table in (self._source, self._expected):
+            table[slots, :-1] = table[slots, 1:]
+        self.waiting[slots] -= 1
+
+    def _add(self, sequence: Sequence) -> int:
+        slot = self._slots.get(sequence)                         # it may be listed twice
+        if slot is not None:
+            return slot
+        if not self._free:
+            self._grow()
+        slot = self._slots[sequence] = self._free.pop()
+        self.tried[slot] = self.accepted[slot] = self._step[slot] = self.waiting[slot] = 0
+        return slot
+
+    def _grow(self) -> None:
+        size = len(self.waiting)
+        self._free = list(range(2 * size - 1, size - 1, -1))
+        self.tried, self.accepted, self._step, self._source, self._expected, self.waiting = (
+            np.concatenate([each, np.zeros_like(each)])
+            for each in (self.tried, self.accepted, self._step, self._source, self._expected, self.waiting)
+        )
 
 
 class Acceptance:
@@ -107,8 +178,13 @@ class Acceptance:
 
 def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """float [offers, positions]: the chance that each draft is accepted, 0 beyond an offer's length. A proposer's rates, each
-    offer's in its row, are weighed against what the row's own drafts came to."""
-    mixed = (accepted[:, None] + _ROW_WEIGHT * rates) / (tried[:, None] + _ROW_WEIGHT)
+    offer's in its row, are weighed against what the row's own drafts came to. Rows differ: some copy, others do not. So the
+    proposer's rates count little where a row's first few drafts came to much less than they say."""
+    first = rates[:, 0]
+    missing = np.maximum(0.0, first * tried - accepted)
+    surprise = missing**2 / np.maximum(tried * first * (1 - first), _LEAST_SPREAD)       # chance alone makes 1 of it, rarely 3
+    weight = (_ROW_WEIGHT / np.maximum(1.0, surprise / _BY_CHANCE))[:, None]
+    mixed = (accepted[:, None] + weight * rates) / (tried[:, None] + weight)
     return np.asarray(np.cumprod(mixed, axis=1) * (np.arange(rates.shape[1]) < lengths[:, None]))
 
 

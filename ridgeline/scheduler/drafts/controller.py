@@ -5,12 +5,18 @@ the best B of them are verified, where
 
     B = argmax (rows + sum of the best B chances) / T(rows + B)
 
-T is the measured time of a step with that many tokens (shape_times.py), chances are counted (acceptance.py). The time of a draft
-model comes on top of it (small_model.py). While drafts do not pay, a step with some is tried rarely, to notice when they would.
+T is the measured time of the CUDA graph that such a step needs (shape_times.py): by its tokens, and by the most queries of a row
+that it is made for. The time of a draft model comes on top of it (small_model.py). Chances are counted (acceptance.py). While
+drafts do not pay, a step with some is tried rarely, to notice when they would.
+
+A step has hundreds of drafts, and this runs once for each: what is counted by row is in arrays, and only proposers are asked one
+row after the other.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
@@ -19,21 +25,23 @@ import numpy as np
 from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
-from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecord, Source, beyond, survival
-from ridgeline.scheduler.drafts.offer import Proposer
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Source, beyond, survival
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, Proposer
+from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.sequence import Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
-_PROBE = 4                           # drafts of such a step, at least; and …
-_PROBE_SHARE = 8                     # … one for each eighth row
+_PROBE = 4                           # drafts of such a step, or …
+_PROBE_SHARE = 8                     # … one for each eighth row, …
+_PROBE_COST = 1.25                   # … if it takes no longer than that, relative to one without; one otherwise
+_FIRST = 2                           # drafts of a row before any came back, unless much speaks for them
 _LEAST_CHANCE = 0.02                 # a draft below it is not verified, even where padding makes it free
 _GAIN = 1.01                         # drafts must promise this much more than none
 _OFF_EVERY = 500                     # steps with drafts before one without is taken, to measure it again
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
-_HONESTY_KEEPS = 0.97                # of the counts behind _honesty with each drafted step …
+_HONESTY_KEEPS = 0.97                # of the counts behind _honesty with each step, also of one whose offers were all left out …
 _HONESTY_WEIGHT = 4.0                # … and what the belief in the chances is worth, in tokens
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 
@@ -59,12 +67,14 @@ class Controller:
         self._proposers = tuple(proposers)
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
-        self._records: dict[Sequence, RowRecord] = {}    # until ended()
-        self._sources: dict[tuple[str, int, bool], Source] = {}      # to make one takes longer than to find it
+        self._records = RowRecords()
+        self._sources: list[Source] = []
+        self._kinds: dict[tuple[str, int], int] = {}     # by name and evidence, the number of the source; the late one follows
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
         self._last_drafted = 0                           # steps
         self._last_off = 0
+        self._probing = False                            # does the newest step with drafts have them only to learn?
         self._promised, self._kept = 0.0, 0.0            # drafts that were expected to survive lately, and those that did
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
 
@@ -85,23 +95,28 @@ class Controller:
         probing = self._adaptive and since >= PROBE_EVERY
         if self._adaptive and (small := self._small) is not None:
             probing |= small.look(rows, self.times, self._step, since, probing)
-        if self._adaptive and not probing and not self._could_pay(len(rows.sequences), rows.keys):
+        if self._adaptive and not probing and not self._could_pay(rows):
             return None
         offers = self._offers(rows)
-        if not offers:
+        if offers is None:
             return None
         chances = self._chances(offers)
         if len(self._proposers) > 1:
             offers, chances = _best_of_each_row(offers, chances)
         width = self._widths(rows, offers, chances, probing)
         if not width.any():
+            self._promised *= _HONESTY_KEEPS
+            self._kept *= _HONESTY_KEEPS
             return None
         self._last_drafted = self._step
         return self._drafts(rows, offers, chances, width)
 
-    def _offers(self, rows: DecodingRows) -> list[_Offered]:
+    def _offers(self, rows: DecodingRows) -> _Offers | None:
         """Of every proposer, for each row that may have drafts."""
-        made, step, records, sources, place = [], self._step, self._records, self._sources, -1
+        places: list[int] = []
+        paths: list[list[int]] = []
+        kinds: list[int] = []
+        known, place = self._kinds, -1
         most_of_each = np.minimum(rows.most, self._most).tolist()
         for sequence, most, pending in zip(rows.sequences, most_of_each, rows.pending.tolist(), strict=True):
             place += 1
@@ -114,84 +129,125 @@ class Controller:
                 tokens = offer.tokens
                 if sequence.matcher is not None:
                     del tokens[sequence.matcher.allowed(tokens) :]       # the rest could never be accepted
-                length = len(tokens) - pending
-                if length <= 0:
+                if len(tokens) <= pending:
                     continue
-                record = records.get(sequence)
-                if record is None:
-                    record = records[sequence] = RowRecord(step=step)
-                if record.step != step:
-                    record.fade(step)
-                if not pending:                          # nothing is in flight: blocks were short, or memory ran out
-                    record.waiting.clear()
-                key = (offer.source, offer.evidence, pending > 0)
-                source = sources.get(key) or sources.setdefault(key, Source(*key))
-                own = sequence if offer.on_device else None
-                made.append(_Offered(place, tokens, length if length < most else most, source, record, own))
-        return made
+                kind = known.get((offer.source, offer.evidence))
+                places.append(place)
+                paths.append(tokens)
+                kinds.append(self._new_kind(offer) if kind is None else kind)
+        if not places:
+            return None
+        return self._arranged(rows, np.array(places), paths, np.array(kinds))
 
-    def _chances(self, offers: list[_Offered]) -> np.ndarray:
+    def _new_kind(self, offer: Offer) -> int:
+        """Its number; with and without tokens in flight its drafts are different sources."""
+        kind = self._kinds[offer.source, offer.evidence] = len(self._sources)
+        self._sources += [Source(offer.source, offer.evidence, late) for late in (False, True)]
+        return kind
+
+    def _arranged(self, rows: DecodingRows, places: np.ndarray, paths: list[list[int]], kinds: np.ndarray) -> _Offers:
+        records = self._records
+        pending = rows.pending[places]
+        if len(places) == len(rows.sequences) and len(self._proposers) == 1:
+            slots = records.slots(rows.sequences)
+        else:
+            slots = records.slots([rows.sequences[place] for place in places.tolist()])
+        records.waiting[slots[pending == 0]] = 0         # nothing is in flight: blocks were short, or memory ran out
+        source = kinds + (pending > 0)
+        evidence = np.array([each.evidence for each in self._sources])[source]
+        tried, accepted = records.fade(slots, evidence, self._step)
+        ends = np.array([len(path) for path in paths])
+        length = np.minimum(ends - pending, np.minimum(rows.most[places], self._most))
+        if self._adaptive:
+            new = (tried == 0) & (evidence < EVIDENCE - 1)
+            length = np.where(new, np.minimum(length, _FIRST), length)
+        return _Offers(places, paths, ends, length, source, slots, tried, accepted)
+
+    def _chances(self, offers: _Offers) -> np.ndarray:
         """float [offers, positions]"""
-        found = {id(each.source): each.source for each in offers}
-        numbers = {key: number for number, key in enumerate(found)}
-        which = [numbers[id(each.source)] for each in offers]
-        rates = np.stack([self.acceptance.rates(source) for source in found.values()])
-        tried = np.array([each.record.tried for each in offers])
-        accepted = np.array([each.record.accepted for each in offers])
-        return survival(rates[which], tried, accepted, np.array([each.length for each in offers]))
+        found, which = np.unique(offers.source, return_inverse=True)
+        positions = int(offers.length.max())
+        rates = np.stack([self.acceptance.rates(self._sources[number])[:positions] for number in found.tolist()])
+        return survival(rates[which], offers.tried, offers.accepted, offers.length)
 
-    def _widths(self, rows: DecodingRows, offers: list[_Offered], chances: np.ndarray, probing: bool) -> np.ndarray:
+    def _widths(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""
         count = len(rows.sequences)
-        owners = np.array([each.place for each in offers])
         if not self._adaptive:
             lengths = np.zeros(count, np.int64)
-            lengths[owners] = [each.length for each in offers]
+            lengths[offers.places] = offers.length
             return np.minimum(lengths, np.maximum(0, rows.room - (np.cumsum(lengths) - lengths)))
-        flat = chances.ravel()
-        order = np.argsort(-flat, kind="stable")                 # of equal chances the earlier position: rows get prefixes
-        order = order[: min(rows.room, int(np.count_nonzero(flat)))]
-        enough = order[: int(np.count_nonzero(flat[order] >= _LEAST_CHANCE))]
-        best, small = 0, self._small
-        if small is not None and any(each.made_for is not None for each in offers):
-            promised = 0.0
-            for some, costs in small.choices(count, [each.made_for for each in offers], enough, chances.shape[1]):
-                number, rate = self._best(np.cumsum(flat[some]) * self._honesty, count, rows.keys, costs)
-                if number and rate > promised:
-                    best, promised, order = number, rate, some
-        else:
-            best = self._best(np.cumsum(flat[enough]) * self._honesty, count, rows.keys)[0]
-        if not best and probing:
-            best = min(len(order), max(_PROBE, count // _PROBE_SHARE))
+        chosen = self._best(chances, self._honesty, rows, self._made_for(rows, offers))
+        self._probing = probing and not len(chosen)
+        if self._probing:
+            order = _ordered(chances, 0.0)[: rows.room]
+            chosen = order[: self._probe_size(count, rows.keys, len(order))]
             self.counters.probes += 1
-        return np.bincount(owners[order[:best] // chances.shape[1]], minlength=count)
+        return np.bincount(offers.places[chosen // chances.shape[1]], minlength=count)
+
+    def _probe_size(self, rows: int, keys: int, most: int) -> int:
+        """Drafts of a probe: several, but one only where each costs much of a step."""
+        table = self.times.table(self.times.bound(rows, 2), keys)
+        affordable = table.sizes[table.seconds <= _PROBE_COST * self.times.seconds(rows, keys)]
+        affordable = affordable[affordable > rows] - rows
+        return min(most, max(_PROBE, rows // _PROBE_SHARE), int(affordable[-1]) if len(affordable) else 1)
 
     @property
     def _honesty(self) -> float:
         """The share of the promised tokens that came: of many estimates, the best are mostly too good."""
         return min(1.0, (self._kept + _HONESTY_WEIGHT) / (self._promised + _HONESTY_WEIGHT))
 
-    def _best(self, gained: np.ndarray, rows: int, keys: int, costs: np.ndarray | None = None) -> tuple[int, float]:
-        """How many drafts promise the most tokens a second, and how many these are. `gained`: tokens expected from the best 1,
-        2, … of them; `costs`: seconds beside the step's own, of a draft model.
+    def _best(
+        self, chances: np.ndarray, honesty: float, rows: DecodingRows, made_for: list[Sequence | None] | None = None
+    ) -> np.ndarray:
+        """The drafts that promise the most tokens a second, as places in the flat `chances` [offers, positions]; or none.
+        `made_for`: of each offer its row, if the draft model is to make the drafts; None: it makes none.
 
-        Padding is free, so only numbers that fill a size are compared, and all drafts there are.
+        A graph with room for many queries of a row takes longer. So for each bound of queries the best drafts within it
+        compete. Padding is free: only numbers that fill a size are compared, and all drafts there are.
         """
-        best, promised, most = 0, _GAIN * rows / self.times.seconds(rows, keys), len(gained)
-        curious = self._step % _CURIOUS_EVERY == 0
-        for size in self.times.sizes:
-            number = min(size - rows, most)
-            if number <= 0:
-                continue
-            seconds = self.times.seconds(rows + number, keys) + (0.0 if costs is None else float(costs[number - 1]))
-            rate = (rows + float(gained[number - 1])) / seconds
-            if curious and not self.times.measured(rows + number, keys):
-                rate *= _CURIOSITY
-            if rate > promised:
-                best, promised = number, rate
-            if number == most:
+        count, positions, times = len(rows.sequences), chances.shape[1], self.times
+        order, flat = _ordered(chances, _LEAST_CHANCE), honesty * chances.ravel()
+        best, promised = order[:0], _GAIN * count / times.seconds(count, rows.keys)
+        for bound in times.bounds(count, min(self._most, int(rows.most.max())) + 1):
+            kept = (order if bound > positions else order[order % positions < bound - 1])[: rows.room]
+            table, small = times.table(bound, rows.keys), self._small
+            choices: Iterable[tuple[np.ndarray, np.ndarray | None]] = [(kept, None)]
+            if small is not None and made_for is not None:
+                choices = small.choices(count, made_for, kept, positions)
+            for some, costs in choices:
+                number, rate = self._best_number(flat[some], count, table, costs)
+                if rate > promised:
+                    best, promised = some[:number], rate
+            if bound > positions:
                 break
-        return best, promised
+        return best
+
+    def _best_number(self, gained: np.ndarray, rows: int, table: Table, costs: np.ndarray | None) -> tuple[int, float]:
+        """How many of these drafts, and the tokens a second that they promise. `gained`: tokens expected of each; `costs`:
+        seconds of a draft model for the first 1, 2, … of them."""
+        first, last = np.searchsorted(table.sizes, (rows + 1, rows + len(gained))).tolist()
+        numbers = np.minimum(table.sizes[first : last + 1] - rows, len(gained))
+        if not len(gained) or not len(numbers):
+            return 0, 0.0
+        seconds = table.seconds[first : last + 1]
+        if costs is not None:
+            seconds = seconds + costs[numbers - 1]
+        rates = (rows + np.cumsum(gained)[numbers - 1]) / seconds
+        if self._step % _CURIOUS_EVERY == 0:
+            rates = np.where(table.sure[first : last + 1], rates, _CURIOSITY * rates)
+        place = int(rates.argmax())
+        return int(numbers[place]), float(rates[place])
+
+    def _made_for(self, rows: DecodingRows, offers: _Offers) -> list[Sequence | None] | None:
+        """Of each offer its row, if the draft model is to make the drafts; None: it makes none."""
+        small = self._small
+        if small is None:
+            return None
+        own = [self._sources[number].name == small.name for number in offers.source.tolist()]
+        if not any(own):
+            return None
+        return [rows.sequences[place] if mine else None for place, mine in zip(offers.places.tolist(), own, strict=True)]
 
     def _knows_off(self, rows: int, keys: int) -> bool:
         """Was a step without drafts measured at this size, and not too long ago? All gains are relative to it."""
@@ -200,67 +256,78 @@ class Controller:
         self._last_off = self._step
         return False
 
-    def _could_pay(self, rows: int, keys: int) -> bool:
+    def _could_pay(self, rows: DecodingRows) -> bool:
         """Would drafts pay if every row had as many as it may, all as good as the best that were counted? If not, no proposer is
         asked: steps cost the host what they cost without drafts."""
-        size, bits = self.times.size_of(rows), keys.bit_length()
+        count = len(rows.sequences)
+        size, bits = self.times.size_of(count), rows.keys.bit_length()
         known, of_keys, since, pays = self._looked
         if (known, of_keys) != (size, bits) or self._step - since >= _LOOK_AGAIN:
             chances = self.acceptance.best ** np.arange(1, self._most + 1)
-            pays = self._best(np.cumsum(np.repeat(chances, rows)), rows, keys)[0] > 0
+            pays = len(self._best(np.tile(chances, (count, 1)), 1.0, rows)) > 0
             self._looked = size, bits, self._step, pays
         return pays
 
-    def _drafts(self, rows: DecodingRows, offers: list[_Offered], chances: np.ndarray, width: np.ndarray) -> Drafts:
+    def _drafts(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, width: np.ndarray) -> Drafts:
+        own = width[offers.places]
+        drafted = np.flatnonzero(own)
+        expected = np.cumsum(chances, axis=1)[drafted, own[drafted] - 1] if self._adaptive else np.zeros(len(drafted))
+        expected[offers.tried[drafted] == 0] = 0.0       # what is believed of a new row is no promise
+        self._records.send(offers.slots[drafted], offers.source[drafted], expected)
         reach = int((width + rows.pending).max())
-        none = [-1] * reach
-        paths = [none] * len(width)
-        own = width[[offered.place for offered in offers]]
-        expected = np.cumsum(chances, axis=1)[np.arange(len(offers)), np.maximum(own, 1) - 1]
-        for offered, drafts, survive in zip(offers, own.tolist(), expected.tolist(), strict=True):
-            if drafts:
-                paths[offered.place] = offered.tokens[:reach] + none[len(offered.tokens) :]
-                offered.record.waiting.append((offered.source, survive))
-        on_device = self._made_there(offers, width)
+        tokens = np.full((len(width), reach), -1, np.int32)
+        ends = np.minimum(offers.ends[drafted], reach)
+        flat = np.fromiter(itertools.chain.from_iterable(
+            offers.paths[number][:reach] for number in drafted.tolist()), np.int32, int(ends.sum())
+        )
+        tokens[offers.places[drafted]] = _as_rows(flat, ends, reach)
+        on_device = self._made_there(rows, offers, width)
         if on_device is not None and on_device[width > 0].all():
             return Drafts(width.astype(np.int32), None, on_device)
-        return Drafts(width.astype(np.int32), np.array(paths, np.int32), on_device)
+        return Drafts(width.astype(np.int32), tokens, on_device)
 
-    def _made_there(self, offers: list[_Offered], width: np.ndarray) -> np.ndarray | None:
+    def _made_there(self, rows: DecodingRows, offers: _Offers, width: np.ndarray) -> np.ndarray | None:
         """bool [D]: rows whose drafts the draft model makes; None: it makes none."""
-        small = self._small
-        if small is None:
+        small, made_for = self._small, self._made_for(rows, offers)
+        if small is None or made_for is None:
             return None
         on_device = np.zeros(len(width), bool)
-        for offered in offers:
-            if offered.made_for is not None and width[offered.place]:
-                on_device[offered.place] = True
-                small.drafted(offered.made_for)
+        for place, sequence in zip(offers.places.tolist(), made_for, strict=True):
+            if sequence is not None and width[place]:
+                on_device[place] = True
+                small.drafted(sequence)
         return on_device if on_device.any() else None
 
     # -- results -------------------------------------------------------------------------------------------------------
 
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         self._count(width, accepted)
-        places: dict[Source, list[int]] = {}
-        promised = 0.0
-        for place, (sequence, own, kept) in enumerate(zip(sequences, width.tolist(), accepted.tolist(), strict=True)):
-            record = self._records.get(sequence)
-            if record is None or not record.waiting:     # it ended, or was preempted
-                continue
-            source, expected = record.waiting.pop(0)
-            promised += expected
-            record.count(own, kept, self._step)
-            places.setdefault(source, []).append(place)
-            if source.name == "prediction":
-                before = self._predicted.get(sequence, (0, 0))
-                self._predicted[sequence] = before[0] + kept, before[1] + own - kept
-        kept = 0
-        for source, listed in places.items():
-            self.acceptance.count(source, width[listed], accepted[listed])
-            kept += int(accepted[listed].sum())
-        self._promised = _HONESTY_KEEPS * self._promised + promised
-        self._kept = _HONESTY_KEEPS * self._kept + kept
+        records, slots = self._records, self._records.known(sequences)
+        there = slots >= 0
+        there[there] = records.waiting[slots[there]] > 0         # others have ended, or were preempted
+        if not there.all():
+            slots, width, accepted = slots[there], width[there], accepted[there]
+        source, expected = records.arrive(slots)
+        evidence = np.zeros(len(slots), np.int64)
+        for number in np.unique(source).tolist():
+            mine, known = source == number, self._sources[number]
+            evidence[mine] = known.evidence
+            self.acceptance.count(known, width[mine], accepted[mine])
+            if known.name == "prediction":
+                self._count_predicted([each for each, has in zip(sequences, there.tolist(), strict=True) if has], mine,
+                                      accepted, width - accepted)
+        records.count(slots, evidence, width, accepted, self._step)
+        self._promised = _HONESTY_KEEPS * self._promised + float(expected.sum())
+        self._kept = _HONESTY_KEEPS * self._kept + int(accepted[expected > 0].sum())
+        if self._probing and len(width) and (accepted == width).all():
+            self._last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
+
+    def _count_predicted(
+        self, sequences: list[Sequence], mine: np.ndarray, accepted: np.ndarray, rejected: np.ndarray
+    ) -> None:
+        for place in np.flatnonzero(mine).tolist():
+            before = self._predicted.get(sequences[place], (0, 0))
+            self._predicted[sequences[place]] = before[0] + int(accepted[place]), before[1] + int(rejected[place])
 
     def _count(self, width: np.ndarray, accepted: np.ndarray) -> None:
         counters = self.counters
@@ -269,8 +336,8 @@ class Controller:
         counters.accepted_tokens += int(accepted.sum())
         counters.accepted_per_position += beyond(accepted, MOST_DRAFTS)
 
-    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
-        self.times.observe(num_tokens, keys, seconds)
+    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
+        self.times.observe(rows, tokens, queries, keys, seconds)
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
         if (small := self._small) is not None and result.typical:
@@ -281,31 +348,56 @@ class Controller:
         return self._predicted.get(sequence, (0, 0))
 
     def ended(self, sequence: Sequence) -> None:
-        self._records.pop(sequence, None)
+        self._records.forget(sequence)
         self._predicted.pop(sequence, None)
         for proposer in self._proposers:
             proposer.ended(sequence)
 
 
 @dataclass(slots=True)
-class _Offered:
-    """A proposer's offer for one row."""
+class _Offers:
+    """Proposers' offers, as arrays; several of a row, where there are several proposers."""
 
-    place: int                       # of the row
-    tokens: list[int]
-    length: int                      # drafts that the row may verify of it
-    source: Source
-    record: RowRecord                # of the row
-    made_for: Sequence | None = None # the row's, if the device makes its drafts
+    places: np.ndarray               # of the rows, ascending
+    paths: list[list[int]]           # tokens
+    ends: np.ndarray                 # how many
+    length: np.ndarray               # drafts that the row may verify of them
+    source: np.ndarray               # number of the Source
+    slots: np.ndarray                # of the row's record …
+    tried: np.ndarray                # … and what it says
+    accepted: np.ndarray
+
+    def of(self, chosen: np.ndarray) -> _Offers:
+        return _Offers(
+            self.places[chosen], [self.paths[number] for number in chosen.tolist()], self.ends[chosen], self.length[chosen],
+            self.source[chosen], self.slots[chosen], self.tried[chosen], self.accepted[chosen],
+        )
 
 
-def _best_of_each_row(offers: list[_Offered], chances: np.ndarray) -> tuple[list[_Offered], np.ndarray]:
+def _best_of_each_row(offers: _Offers, chances: np.ndarray) -> tuple[_Offers, np.ndarray]:
     """The offer with the most drafts that are expected to survive; of equals the first proposer's."""
-    best: dict[int, int] = {}
-    expected = chances.sum(axis=1).tolist()
-    for number, offered in enumerate(offers):
-        other = best.get(offered.place)
-        if other is None or expected[number] > expected[other]:
-            best[offered.place] = number
-    chosen = list(best.values())
-    return [offers[number] for number in chosen], chances[chosen]
+    places = offers.places
+    if (places[1:] > places[:-1]).all():                 # one each
+        return offers, chances
+    order = np.lexsort((-chances.sum(axis=1), places))
+    ranked = places[order]
+    first = np.ones(len(order), bool)
+    first[1:] = ranked[1:] != ranked[:-1]
+    chosen = order[first]
+    return offers.of(chosen), chances[chosen]
+
+
+def _ordered(chances: np.ndarray, least: float) -> np.ndarray:
+    """Places in the flat array with a chance above `least`, the best first; of equals the earlier position: rows get prefixes."""
+    flat = chances.ravel()
+    order = np.argsort(-flat, kind="stable")
+    return order[: int(np.count_nonzero(flat > least))]
+
+
+def _as_rows(flat: np.ndarray, ends: np.ndarray, reach: int) -> np.ndarray:
+    """int32 [rows, reach]: the flat numbers, `ends` of them in each row; -1 behind them."""
+    if (ends == reach).all():
+        return flat.reshape(len(ends), reach)
+    found = np.full((len(ends), reach), -1, np.int32)
+    found[np.arange(reach) < ends[:, None]] = flat
+    return found

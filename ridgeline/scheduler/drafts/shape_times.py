@@ -1,91 +1,162 @@
-"""The time of a decode step by its number of tokens: a table of what was measured, with a rough model where nothing was yet.
+"""The time of a decode step by the CUDA graph that runs it: what was measured, with a rough model where nothing was yet.
 
 CUDA graphs pad steps to captured sizes, and GEMMs have tiles, so the time is a staircase, and beyond 128 tokens it is not even
-monotone. It is kept as measured: no line is fitted. It also grows with the keys that attention reads, so each power of two of
-these has its own row in the table.
+monotone. It is kept as measured: no line is fitted. Graphs for rows with many queries take longer for as many tokens, because
+their attention has larger tiles. So each bound of a row's queries has its own times. Time also grows with the keys that
+attention reads: each power of two of these has its own table.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ridgeline.sizes.graph_shapes import GraphShapes
 
 _REMEMBERED = 7                      # steps of each shape, whose median counts: a slow one (a graph captured) does not
+_SURE = 3                            # steps after which a shape's time is believed: the first may have been slow by chance
+_SAME = 0.01                         # a median that changes by less is the same
 _EVERY = 32                          # without captured sizes each number of tokens up to it is a shape; beyond, an eighth more
+PLAIN = 1                            # the bound of queries of steps without drafts
 
 # Sizes that were not measured are believed to be a little faster than they may be. A model that is too careful would keep them
 # from ever being tried; one that is too bold is found out by the first try.
 _HOPE = 0.5                          # beyond the largest measured size: the share believed of the growth that the model predicts
-_DIP = 0.95                          # between two sizes: of the line between their times
+_DIP = 0.95                          # between two sizes: of the line between their times; and of a time with more queries
 _STEEP = 0.1                         # below the smallest: growth with the size, at least
 
 Model = Callable[[int, int], float]  # (tokens, keys) -> seconds, roughly: only its proportions matter once steps were measured
+_Measured = dict[int, dict[int, deque[float]]]           # by bound of queries, then by size
+
+
+@dataclass(slots=True)
+class Table:
+    """Steps of one bound of queries."""
+
+    sizes: np.ndarray                # int64: tokens, ascending
+    seconds: np.ndarray
+    sure: np.ndarray                 # bool: measured, and more than once
 
 
 class ShapeTimes:
-    """`sizes`: token counts to which steps are padded, ascending; empty: none are."""
+    """`graphs`: the shapes that are captured; None: steps run as they are, and the queries of a row make no difference."""
 
-    def __init__(self, model: Model, sizes: Sequence[int] = (), most: int = 4096) -> None:
+    def __init__(self, model: Model, graphs: GraphShapes | None = None, most: int = 4096) -> None:
         self._model = model
-        self.sizes = list(sizes) or _geometric(most)
-        self._measured: dict[int, dict[int, deque[float]]] = {}  # by keys (bits of their number), then by size
-        self._known: dict[int, dict[int, float]] = {}    # estimates, until another step is measured
+        self._graphs = graphs
+        every = _geometric(most)
+        self._plain = graphs.decodes if graphs is not None else every
+        self._drafted = graphs.draft_tokens if graphs is not None else every
+        self._measured: dict[int, _Measured] = {}        # by keys (bits of their number)
+        self._models: dict[tuple[int, bool], np.ndarray] = {}        # what the model says, by keys and whether there are drafts
+        self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
 
-    def observe(self, tokens: int, keys: int, seconds: float) -> None:
-        if seconds <= 0 or tokens > self.sizes[-1]:
+    def observe(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
+        """A step of so many rows and tokens, at most `queries` of a row."""
+        bound = self.bound(rows, queries)
+        sizes = self._sizes(bound)
+        if seconds <= 0 or tokens > sizes[-1]:
             return
-        row, size = keys.bit_length(), self.size_of(tokens)
-        measured = self._measured.setdefault(row, {}).setdefault(size, deque(maxlen=_REMEMBERED))
+        bits, size = keys.bit_length(), _fitting(sizes, tokens)
+        measured = self._measured.setdefault(bits, {}).setdefault(bound, {}).setdefault(size, deque(maxlen=_REMEMBERED))
         measured.append(seconds)
-        if self._known.get(row, {}).get(size) != _median(measured):
-            self._known.pop(row, None)                   # what was estimated from it is wrong now
+        table = self._known.get(bits, {}).get(bound)
+        place = bisect.bisect_left(sizes, size)
+        sure = len(measured) >= _SURE
+        if table is None or table.sure[place] != sure or abs(_median(measured) / table.seconds[place] - 1) > _SAME:
+            self._known.pop(bits, None)                  # what was estimated from it is wrong now
 
-    def size_of(self, tokens: int) -> int:
-        """The size that a step of that many tokens has."""
-        return self.sizes[min(bisect.bisect_left(self.sizes, tokens), len(self.sizes) - 1)]
+    def bound(self, rows: int, queries: int) -> int:
+        """The most queries of a row that the graph of such a step is made for."""
+        return PLAIN if queries == 1 or self._graphs is None else self._graphs.draft_queries(rows, queries)
 
-    def seconds(self, tokens: int, keys: int) -> float:
-        """Of a step with that many tokens, padding included."""
-        row, size = keys.bit_length(), self.size_of(tokens)
-        known = self._known.setdefault(row, {})
-        if size not in known:
-            known[size] = self._estimate(row, size, keys)
-        return known[size]
+    def bounds(self, rows: int, most: int) -> list[int]:
+        """All that steps with drafts may have, at most `most` queries of a row; ascending."""
+        if self._graphs is None:
+            return [most]
+        return sorted({self._graphs.draft_queries(rows, queries) for queries in range(2, most + 1)})
 
-    def measured(self, tokens: int, keys: int) -> bool:
-        return self.size_of(tokens) in self._measured.get(keys.bit_length(), {})
+    def size_of(self, rows: int) -> int:
+        """The size of a step without drafts."""
+        return _fitting(self._plain, rows)
 
-    def _estimate(self, row: int, size: int, keys: int) -> float:
-        """The median; where there is none, the model times what neighbours took relative to it."""
-        measured = self._measured.get(row)
+    def seconds(self, rows: int, keys: int) -> float:
+        """Of a step without drafts, padding included."""
+        table = self.table(PLAIN, keys)
+        return float(table.seconds[min(bisect.bisect_left(self._plain, rows), len(self._plain) - 1)])
+
+    def drafted(self, rows: int, queries: int, keys: int) -> float:
+        """Of a step in which all rows have so many queries."""
+        table = self.table(self.bound(rows, queries), keys)
+        return float(table.seconds[min(int(np.searchsorted(table.sizes, rows * queries)), len(table.sizes) - 1)])
+
+    def measured(self, rows: int, keys: int) -> bool:
+        """Was a step without drafts?"""
+        return self.size_of(rows) in self._measured.get(keys.bit_length(), {}).get(PLAIN, {})
+
+    def table(self, bound: int, keys: int) -> Table:
+        bound = bound if self._graphs is not None else PLAIN
+        known = self._known.setdefault(keys.bit_length(), {})
+        if bound not in known:
+            known[bound] = self._estimated(bound, keys)
+        return known[bound]
+
+    def _sizes(self, bound: int) -> list[int]:
+        return self._plain if bound == PLAIN else self._drafted
+
+    def _estimated(self, bound: int, keys: int) -> Table:
+        """Medians; where there is none, the model times what neighbours took relative to it. A graph with a smaller bound is
+        no slower, and one with a larger bound no faster."""
+        bits, sizes = keys.bit_length(), np.array(self._sizes(bound))
+        measured = self._measured.get(bits)
+        model, scale, unsure = self._modelled(bound, bits), 1.0, not measured
         if not measured:
-            near = min(self._measured, key=lambda each: abs(each - row), default=None)
+            near = min(self._measured, key=lambda each: abs(each - bits), default=None)
             if near is None:
-                return self._model(size, keys)
-            row, measured = near, self._measured[near]
-            if size in measured:                         # the same shape with other keys: what the model says they change
-                return _median(measured[size]) * self._model(size, keys) / self._model(size, _typical(row))
-        if size in measured:
-            return _median(measured[size])
-        listed = sorted(measured)
-        place = bisect.bisect_left(listed, size)
-        above = listed[place] if place < len(listed) else None
-        if place == 0:
-            assert above is not None
-            grown = max(self._model(above, keys) / self._model(size, keys) - 1, _STEEP * (above / size - 1))
-            return _median(measured[above]) / (1 + grown)
-        below = listed[place - 1]
-        least = _median(measured[below])
-        if above is not None:
-            return _DIP * (least + (_median(measured[above]) - least) * (size - below) / (above - below))
-        grown = self._model(size, keys) / self._model(below, keys) - 1
-        return least * (1 + _HOPE * grown)
+                return Table(sizes, model, np.zeros(len(sizes), bool))
+            measured = self._measured[near]
+            scale = model / self._modelled(bound, near)          # other keys: what the model says they change
+        points = {size: _median(each) for own in sorted(measured) if own <= bound for size, each in measured[own].items()}
+        slower: dict[int, float] = {}
+        for own in sorted(measured, reverse=True):
+            slower.update({size: _DIP * _median(each) for size, each in measured[own].items() if own > bound})
+        seconds = self._between(points or slower, sizes, model, bits)
+        mine = measured.get(bound, {})
+        for size in slower.keys() - mine.keys():
+            seconds[sizes == size] = np.minimum(seconds[sizes == size], slower[size])
+        sure = np.isin(sizes, [size for size, each in mine.items() if len(each) >= _SURE and not unsure])
+        return Table(sizes, seconds * scale, sure)
+
+    def _between(self, points: dict[int, float], sizes: np.ndarray, model: np.ndarray, bits: int) -> np.ndarray:
+        """By the sizes that were measured."""
+        known = np.array(sorted(points))
+        times = np.array([points[size] for size in known.tolist()])
+        least, most = (self._model(int(known[end]), _typical(bits)) for end in (0, -1))
+        found = np.interp(sizes, known, times)
+        found[~np.isin(sizes, known)] *= _DIP
+        below, above = sizes < known[0], sizes > known[-1]
+        found[below] = times[0] / (1 + np.maximum(least / model[below] - 1, _STEEP * (known[0] / sizes[below] - 1)))
+        found[above] = times[-1] * (1 + _HOPE * (model[above] / most - 1))
+        return found
+
+    def _modelled(self, bound: int, bits: int) -> np.ndarray:
+        key, drafted = _typical(bits), bound != PLAIN
+        if (bits, drafted) not in self._models:
+            self._models[bits, drafted] = np.array([self._model(size, key) for size in self._sizes(bound)])
+        return self._models[bits, drafted]
 
 
-def _typical(row: int) -> int:
-    """Keys of a row of the table."""
-    return 3 << max(0, row - 2) if row > 1 else row
+def _fitting(sizes: list[int], tokens: int) -> int:
+    return sizes[min(bisect.bisect_left(sizes, tokens), len(sizes) - 1)]
+
+
+def _typical(bits: int) -> int:
+    """Keys with so many bits."""
+    return 3 << max(0, bits - 2) if bits > 1 else bits
 
 
 def _geometric(most: int) -> list[int]:

@@ -101,7 +101,7 @@ class SmallModel:
         """Would any number of drafts pay if all were right?"""
         own, off = self.pass_seconds(rows), times.seconds(rows, keys)
         widths = range(1, self._most + 1)
-        return any(times.seconds(rows * (1 + width), keys) + width * own < (1 + width) * off / _GAIN for width in widths)
+        return any(times.drafted(rows, 1 + width, keys) + width * own < (1 + width) * off / _GAIN for width in widths)
 
     def _can_afford(self, sequence: Sequence, seconds: float) -> bool:
         took = self._missing(sequence) * self._token_seconds() + _PROBED * self.pass_seconds(1)

@@ -42,7 +42,7 @@ def corrected(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def knows_late(self: Runner, *args: Any) -> None:
         runner(self, *args)
-        self._knows_at_once = False
+        self.knows_at_once = False
 
     def goes_on(self: EngineCore, *args: Any) -> None:
         core(self, *args)

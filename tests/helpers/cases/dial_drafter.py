@@ -54,7 +54,7 @@ class DialDrafter:
         self.proposed += int(width.sum())
         self.accepted += int(accepted.sum())
 
-    def timed(self, num_tokens: int, keys: int, seconds: float) -> None:
+    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
         """It does not look at times."""
 
     def predicted(self, sequence: Sequence) -> tuple[int, int]:

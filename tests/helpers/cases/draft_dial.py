@@ -17,8 +17,10 @@ from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import Offer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence, Turn
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
 
 CONTEXT = 640
+Seconds = Callable[[int, int, int, int], float]          # of a step: rows, tokens, most tokens of a row, keys of each row
 
 
 def make_sequence(number: int = 0, prompt: Several[int] = (1, 2, 3), **fields: Any) -> Sequence:
@@ -43,32 +45,38 @@ class DialProposer:
 
 
 class Dial:
-    """Steps of `rows` rows with drafts that are right with chance `alpha`; `seconds(tokens)` is the true time of a step."""
+    """Steps of `rows` rows with drafts that are right with chance `alpha`; `seconds` is the true time of a step."""
 
     def __init__(
-        self, rows: int, alpha: float, seconds: Callable[[int], float], model: Callable[[int, int], float],
-        sizes: Several[int], most: int = MOST_DRAFTS,
+        self, rows: int, alpha: float, seconds: Seconds, model: Callable[[int, int], float], graphs: GraphShapes | None,
+        context: int = CONTEXT,
     ) -> None:
-        self.alpha, self.seconds = alpha, seconds
+        self.alpha, self.seconds, self.context = alpha, seconds, context
         self.proposer = DialProposer()
-        self.controller = Controller([self.proposer], ShapeTimes(model, sizes), most)
+        self.controller = Controller([self.proposer], ShapeTimes(model, graphs), MOST_DRAFTS)
         self.sequences = [make_sequence(number) for number in range(rows)]
         self.rng = random.Random(rows)
         self.tokens, self.time, self.drafted = 0.0, 0.0, 0
         self.widths: list[int] = []                      # drafts of each step, all rows together
+        self.widest = 0                                  # drafts of a row
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.time
 
     def run(self, steps: int) -> Dial:
-        count = len(self.sequences)
+        count, keys = len(self.sequences), self.context * len(self.sequences)
         for _ in range(steps):
             rows = DecodingRows(
-                self.sequences, np.full(count, MOST_DRAFTS), np.zeros(count, np.int64), 10**6, count, CONTEXT * count
+                self.sequences, np.full(count, most_queries(count) - 1), np.zeros(count, np.int64), MOST_VERIFIED - count, count,
+                keys,
             )
             planned = self.controller.plan(rows)
             width = planned.width if planned is not None else np.zeros(count, np.int64)
             accepted = np.array([self._accepted(own) for own in width.tolist()])
-            total = count + int(width.sum())
-            seconds = self.seconds(total)
-            self.controller.timed(total, CONTEXT * count, seconds)
+            total, queries = count + int(width.sum()), 1 + int(width.max())
+            seconds = self.seconds(count, total, queries, self.context)
+            self.controller.timed(count, total, queries, keys, seconds)
             had = np.nonzero(width)[0]
             if len(had):
                 self.controller.observe([self.sequences[place] for place in had.tolist()], width[had], accepted[had], seconds)
@@ -77,6 +85,7 @@ class Dial:
             self.time += seconds
             self.drafted += planned is not None
             self.widths.append(total - count)
+            self.widest = queries - 1
         return self
 
     def _accepted(self, width: int) -> int:
@@ -91,6 +100,12 @@ def expected_gain(alpha: float, width: int) -> float:
     return sum(alpha**position for position in range(1, width + 1))
 
 
-def expected_rate(rows: int, alpha: float, width: int, seconds: Callable[[int], float]) -> float:
+def expected_rate(rows: int, alpha: float, width: int, seconds: Seconds, context: int = CONTEXT) -> float:
     """Tokens a second if every row always verifies `width` drafts."""
-    return rows * (1 + expected_gain(alpha, width)) / seconds(rows * (1 + width))
+    return rows * (1 + expected_gain(alpha, width)) / seconds(rows, rows * (1 + width), 1 + width, context)
+
+
+def best_rate(rows: int, alpha: float, seconds: Seconds, context: int = CONTEXT) -> float:
+    """With the best width that a step may have, none included."""
+    widths = [width for width in range(most_queries(rows)) if rows * (1 + width) <= MOST_VERIFIED]
+    return max(expected_rate(rows, alpha, width, seconds, context) for width in widths)
