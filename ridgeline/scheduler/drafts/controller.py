@@ -70,6 +70,7 @@ class Controller:
 
     @property
     def _small(self) -> SmallModel | None:
+        """The draft model: what is free comes before it."""
         last = self._proposers[-1] if self._proposers else None
         return last if isinstance(last, SmallModel) else None
 
@@ -92,7 +93,7 @@ class Controller:
             return None
         chances = self._chances(offers)
         if len(self._proposers) > 1:
-            offers, chances = _best_of_each_row(offers, chances)
+            offers, chances = _best_of_each_row(offers, chances, self._pass_share(len(rows.sequences), rows.keys))
         width = self._widths(rows, offers, chances, probing)
         if not width.any():
             return None
@@ -192,6 +193,11 @@ class Controller:
             if number == most:
                 break
         return best, promised
+
+    def _pass_share(self, rows: int, keys: int) -> float:
+        """A pass of the draft model against a step; 0: there is none."""
+        small = self._small
+        return 0.0 if small is None else small.pass_seconds(rows) / self.times.seconds(rows, keys)
 
     def _knows_off(self, rows: int, keys: int) -> bool:
         """Was a step without drafts measured at this size, and not too long ago? All gains are relative to it."""
@@ -299,10 +305,18 @@ class _Offered:
     made_for: Sequence | None = None # the row's, if the device makes its drafts
 
 
-def _best_of_each_row(offers: list[_Offered], chances: np.ndarray) -> tuple[list[_Offered], np.ndarray]:
-    """The offer with the most drafts that are expected to survive; of equals the first proposer's."""
+def _best_of_each_row(
+    offers: list[_Offered], chances: np.ndarray, pass_share: float = 0.0
+) -> tuple[list[_Offered], np.ndarray]:
+    """The offer with the most drafts that are expected to survive; of equals the first proposer's. A draft model's take time: each
+    costs `pass_share` of a token, which a step without drafts would say meanwhile."""
     best: dict[int, int] = {}
-    expected = chances.sum(axis=1).tolist()
+    survive = chances.sum(axis=1)
+    if pass_share:
+        made = np.array([offered.made_for is not None for offered in offers])
+        paid = np.cumsum(chances[made], axis=1) - pass_share * np.arange(1, chances.shape[1] + 1)
+        survive[made] = paid.max(axis=1)
+    expected = survive.tolist()
     for number, offered in enumerate(offers):
         other = best.get(offered.place)
         if other is None or expected[number] > expected[other]:
