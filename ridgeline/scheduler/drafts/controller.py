@@ -308,7 +308,7 @@ class _Offered:
 def _best_of_each_row(
     offers: list[_Offered], chances: np.ndarray, pass_share: float = 0.0
 ) -> tuple[list[_Offered], np.ndarray]:
-    """The offer with the most drafts that are expected to survive; of equals the first proposer's. A draft model's take time: each
+    """The offer with the most drafts that are expected to survive; of equals the first proposer's. A draft model takes time: each
     costs `pass_share` of a token, which a step without drafts would say meanwhile."""
     best: dict[int, int] = {}
     survive = chances.sum(axis=1)
