@@ -34,7 +34,6 @@ class DraftCheckpoint:
     pages: KVGroupSpec               # all its layers, each with a place of its own in every block
     format: KVFormat
     table: int                       # the model's group whose tables it uses
-    vocab: int                       # ids that both models have
 
     @property
     def block_bytes(self) -> int:
@@ -59,9 +58,7 @@ def draft_checkpoint(
     _check_vocabulary(Path(config.model.tokenizer) if config.model.tokenizer else path, model, where, found)
     own, pages = kv_groups(found, config.cache.block_size, ranks), draft_pages(found, config.cache.block_size, ranks)
     stored = cache_dtype("auto", dtype, device, config.model.kernels)
-    return DraftCheckpoint(
-        where, found, own, pages, KVFormat(stored, stored), full[0], min(model.vocab_size, found.vocab_size)
-    )
+    return DraftCheckpoint(where, found, own, pages, KVFormat(stored, stored), full[0])
 
 
 def draft_pages(draft: ModelConfig, block_size: int, ranks: int) -> KVGroupSpec:

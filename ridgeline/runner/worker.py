@@ -171,7 +171,7 @@ def _draft_model(
             config.num_blocks, rows.block_size, config.max_num_seqs, rows.tables.blocks.shape[2], draft.table
         )
     return DraftModel(
-        model, forward, rows, sampler, buffers, cache, draft.table, draft.vocab, config.max_num_batched_tokens,
+        model, forward, rows, sampler, buffers, cache, draft.table, config.model.vocab_size, config.max_num_batched_tokens,
         comm.tensor.broadcast,
     )
 

@@ -82,7 +82,7 @@ class DraftModel(NoDraftModel):
         self, model: Decoder, forward: Forward, rows: DeviceRows, sampler: Sampler, buffers: KVBuffers, cache: DraftCache,
         group: int, vocab: int, budget: int, broadcast: Callable[[Tensor], Tensor],
     ) -> None:
-        """`rows`: its own; `sampler`: the model's. `group`: the model's, whose tables it uses. `vocab`: ids that both have.
+        """`rows`: its own; `sampler`: the model's. `group`: the model's, whose tables it uses. `vocab`: ids of the model.
         `budget`: most tokens of a step. `broadcast`: what the first rank has chosen, to all."""
         self.model = model
         self._forward, self._rows, self._sampler, self._buffers, self._cache = forward, rows, sampler, buffers, cache
@@ -241,8 +241,11 @@ class DraftModel(NoDraftModel):
         sample_rows = batch.sample_rows
         if len(logits) > len(batch.picks):               # the others are padding
             logits, sample_rows = (each.index_select(0, batch.device_picks) for each in (logits, sample_rows))
-        if logits.shape[1] > self._vocab:
+        if logits.shape[1] > self._vocab:                # embeddings are padded differently
             logits = logits[:, : self._vocab].contiguous()
+        elif logits.shape[1] < self._vocab:
+            lowest = torch.finfo(logits.dtype).min
+            logits = torch.nn.functional.pad(logits, (0, self._vocab - logits.shape[1]), value=lowest)
         sampled = self._sampler.sample_ahead(logits, rows, np.full(len(rows), number))
         self._rows.last_token.index_copy_(0, sample_rows, self._broadcast(sampled.tokens))
 

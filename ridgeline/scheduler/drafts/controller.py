@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ridgeline.draft_options import MOST_DRAFTS
+from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Source, beyond, survival
@@ -80,6 +80,7 @@ class Controller:
 
     @property
     def _small(self) -> SmallModel | None:
+        """The draft model: what is free comes before it."""
         last = self._proposers[-1] if self._proposers else None
         return last if isinstance(last, SmallModel) else None
 
@@ -102,7 +103,7 @@ class Controller:
             return None
         chances = self._chances(offers)
         if len(self._proposers) > 1:
-            offers, chances = _best_of_each_row(offers, chances)
+            offers, chances = _best_of_each_row(offers, chances, self._pass_share(len(rows.sequences), rows.keys))
         width = self._widths(rows, offers, chances, probing)
         if not width.any():
             self._promised *= _HONESTY_KEEPS
@@ -161,7 +162,8 @@ class Controller:
         if self._adaptive:
             new = (tried == 0) & (evidence < EVIDENCE - 1)
             length = np.where(new, np.minimum(length, _FIRST), length)
-        return _Offers(places, paths, ends, length, source, slots, tried, accepted)
+        on_device = np.array([each.name == DRAFT_MODEL for each in self._sources])[source]
+        return _Offers(places, paths, ends, length, source, slots, tried, accepted, on_device)
 
     def _chances(self, offers: _Offers) -> np.ndarray:
         """float [offers, positions]"""
@@ -241,13 +243,15 @@ class Controller:
 
     def _made_for(self, rows: DecodingRows, offers: _Offers) -> list[Sequence | None] | None:
         """Of each offer its row, if the draft model is to make the drafts; None: it makes none."""
+        if not offers.on_device.any():
+            return None
+        places, own = offers.places.tolist(), offers.on_device.tolist()
+        return [rows.sequences[place] if mine else None for place, mine in zip(places, own, strict=True)]
+
+    def _pass_share(self, rows: int, keys: int) -> float:
+        """A pass of the draft model against a step; 0: there is none."""
         small = self._small
-        if small is None:
-            return None
-        own = [self._sources[number].name == small.name for number in offers.source.tolist()]
-        if not any(own):
-            return None
-        return [rows.sequences[place] if mine else None for place, mine in zip(offers.places.tolist(), own, strict=True)]
+        return 0.0 if small is None else small.pass_seconds(rows) / self.times.seconds(rows, keys)
 
     def _knows_off(self, rows: int, keys: int) -> bool:
         """Was a step without drafts measured at this size, and not too long ago? All gains are relative to it."""
@@ -366,20 +370,26 @@ class _Offers:
     slots: np.ndarray                # of the row's record …
     tried: np.ndarray                # … and what it says
     accepted: np.ndarray
+    on_device: np.ndarray            # bool: the draft model is to make them
 
     def of(self, chosen: np.ndarray) -> _Offers:
         return _Offers(
             self.places[chosen], [self.paths[number] for number in chosen.tolist()], self.ends[chosen], self.length[chosen],
-            self.source[chosen], self.slots[chosen], self.tried[chosen], self.accepted[chosen],
+            self.source[chosen], self.slots[chosen], self.tried[chosen], self.accepted[chosen], self.on_device[chosen],
         )
 
 
-def _best_of_each_row(offers: _Offers, chances: np.ndarray) -> tuple[_Offers, np.ndarray]:
-    """The offer with the most drafts that are expected to survive; of equals the first proposer's."""
+def _best_of_each_row(offers: _Offers, chances: np.ndarray, pass_share: float) -> tuple[_Offers, np.ndarray]:
+    """The offer with the most drafts that are expected to survive; of equals the first proposer's. A draft model takes time: each
+    of its drafts costs `pass_share` of a token, which a step without drafts would say meanwhile."""
     places = offers.places
     if (places[1:] > places[:-1]).all():                 # one each
         return offers, chances
-    order = np.lexsort((-chances.sum(axis=1), places))
+    survive, made = chances.sum(axis=1), offers.on_device
+    if made.any():
+        paid = np.cumsum(chances[made], axis=1) - pass_share * np.arange(1, chances.shape[1] + 1)
+        survive[made] = paid.max(axis=1)
+    order = np.lexsort((-survive, places))
     ranked = places[order]
     first = np.ones(len(order), bool)
     first[1:] = ranked[1:] != ranked[:-1]

@@ -202,15 +202,19 @@ def test_rows_beyond_its_longest_context_have_no_drafts(models: dict[str, Path],
     assert 30 < max(len(known) + len(drafts) for known, drafts in proposals.made) <= 40
 
 
-def test_ids_that_the_model_does_not_have_are_never_proposed(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Embeddings may be padded differently. Both then have a tokenizer, which says that the tokens are the same."""
+@pytest.mark.parametrize(("target", "draft"), [("llama", "more ids"), ("more ids", "llama")])
+def test_embeddings_may_be_padded_differently(
+    models: dict[str, Path], target: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both then have a tokenizer, which says that the tokens are the same. Ids that one of them lacks are never proposed."""
+    asked = {"temperature": 1.0, "seed": 2, "top_k": 135}
     for name in ("llama", "more ids"):
         vocabulary = {"model": {"vocab": {f"t{number}": number for number in range(131)}}}
         (models[name] / "tokenizer.json").write_text(json.dumps(vocabulary))
-    plain = Served(models["llama"]).run(requests(temperature=1.0, seed=2))
+    plain = Served(models[target]).run(requests(**asked))
     proposals = Proposals(monkeypatch)
-    served = Served(models["llama"], **drafts_of(models["more ids"]))
-    assert served.run(requests(temperature=1.0, seed=2)) == plain
+    served = Served(models[target], **drafts_of(models[draft]))
+    assert served.run(requests(**asked)) == plain
     assert max(token for _, drafts in proposals.made for token in drafts) < 131
 
 

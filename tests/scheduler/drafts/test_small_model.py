@@ -13,8 +13,10 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.controller import Controller
+from ridgeline.scheduler.drafts.offer import Offer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.drafts.small_model import SmallModel
+from ridgeline.scheduler.sequence import Sequence
 
 NONE = np.zeros(0, np.int32)
 
@@ -121,6 +123,32 @@ def test_a_short_answer_is_not_worth_a_long_text() -> None:
         asked = DecodingRows([sequence], np.full(1, 10), np.zeros(1, np.int64), 10**6, 1, CONTEXT)
         planned[limit] = engine.controller.plan(asked)
     assert planned[CONTEXT + 20] is None and planned[CONTEXT + 10**6] is not None
+
+
+class Free:
+    """Offers three drafts that cost nothing."""
+
+    name = "free"
+
+    def propose(self, sequence: Sequence, most: int) -> Offer | None:
+        return Offer(self.name, [4, 5, 6][:most])
+
+    def ended(self, sequence: Sequence) -> None:
+        """It knows no sequence."""
+
+
+@pytest.mark.parametrize("own", [0.05, 0.9])
+def test_free_drafts_go_before_ones_that_cost_time(own: float) -> None:
+    """More of a draft model's may survive: they are taken where its passes are short."""
+    small = SmallModel(10**9, lambda rows: 2 * own * 3e-3, MOST_DRAFTS)
+    controller = Controller([Free(), small], ShapeTimes(bold), MOST_DRAFTS, adaptive=False)
+    sequences = [make_sequence(number) for number in range(2)]
+    planned = controller.plan(DecodingRows(sequences, np.full(2, 9), np.zeros(2, np.int64), 10**6, 2, CONTEXT))
+    assert planned is not None
+    if own < 0.5:
+        assert planned.tokens is None and planned.width.tolist() == [9, 9]
+    else:
+        assert planned.on_device is None and planned.width.tolist() == [3, 3]
 
 
 def test_rows_with_a_grammar_and_too_long_ones_have_no_offer() -> None:
