@@ -159,10 +159,10 @@ class Controller:
         tried, accepted = records.fade(slots, evidence, self._step)
         ends = np.array([len(path) for path in paths])
         length = np.minimum(ends - pending, np.minimum(rows.most[places], self._most))
-        if self._adaptive:
-            new = (tried == 0) & (evidence < EVIDENCE - 1)
-            length = np.where(new, np.minimum(length, _FIRST), length)
         on_device = np.array([each.name == DRAFT_MODEL for each in self._sources])[source]
+        if self._adaptive:                               # a draft model is alike for all rows
+            new = (tried == 0) & (evidence < EVIDENCE - 1) & ~on_device
+            length = np.where(new, np.minimum(length, _FIRST), length)
         return _Offers(places, paths, ends, length, source, slots, tried, accepted, on_device)
 
     def _chances(self, offers: _Offers) -> np.ndarray:

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from draft_dial import CONTEXT, expected_gain, make_sequence
-from test_controller import SIZES, bold, on_a_cpu, on_a_gpu
+from test_controller import GRAPHS, bold, on_a_cpu, on_a_gpu
 
 from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
@@ -29,7 +29,7 @@ class Engine:
         self.alpha, self.own, self.each = alpha, own, each
         self.seconds = on_a_cpu if cpu else on_a_gpu
         self.small = SmallModel(10**9, lambda rows: 3e-3, MOST_DRAFTS)
-        self.controller = Controller([self.small], ShapeTimes(bold, [] if cpu else SIZES), MOST_DRAFTS)
+        self.controller = Controller([self.small], ShapeTimes(bold, None if cpu else GRAPHS), MOST_DRAFTS)
         self.sequences = [make_sequence(number, range(1, CONTEXT)) for number in range(rows)]
         for sequence in self.sequences:
             sequence.limit = 10**9
@@ -50,8 +50,9 @@ class Engine:
         width = np.zeros(count, np.int64) if planned is None else planned.width
         accepted = np.array([self._accepted(own) for own in width.tolist()])
         total = count + int(width.sum())
-        seconds = self.seconds(total)
-        self.controller.timed(total, CONTEXT * count, seconds)
+        queries = 1 + int(width.max())
+        seconds = self.seconds(count, total, queries, CONTEXT)
+        self.controller.timed(count, total, queries, CONTEXT * count, seconds)
         had = np.flatnonzero(width)
         if len(had):
             assert planned is not None and planned.tokens is None and planned.on_device is not None
@@ -80,7 +81,13 @@ class Engine:
     def expected(self, width: int) -> float:
         """Tokens a second with always so many drafts."""
         rows = len(self.sequences)
-        return rows * (1 + expected_gain(self.alpha, width)) / (self.seconds(rows * (1 + width)) + width * self.own)
+        step = self.seconds(rows, rows * (1 + width), 1 + width, CONTEXT)
+        return rows * (1 + expected_gain(self.alpha, width)) / (step + width * self.own)
+
+
+def off(rows: int, cpu: bool) -> float:
+    """Seconds of a step without drafts."""
+    return (on_a_cpu if cpu else on_a_gpu)(rows, rows, 1, CONTEXT)
 
 
 @pytest.mark.parametrize("cpu", [False, True])
@@ -90,8 +97,8 @@ class Engine:
 def test_close_to_the_best_fixed_width_and_never_below_off(rows: int, alpha: float, own: float, cpu: bool) -> None:
     """`own`: a pass of the draft model, as a share of a step. What it learns in the first steps is not counted. Where drafts gain
     little, that may not be found out: a probe may have the draft model catch up with a whole text."""
-    step = (on_a_cpu if cpu else on_a_gpu)(rows)
-    engine = Engine(rows, alpha, own * step, own * on_a_cpu(1) / 5 if cpu else own * step / 200, cpu).run(100)
+    step = off(rows, cpu)
+    engine = Engine(rows, alpha, own * step, own * off(1, cpu) / 5 if cpu else own * step / 200, cpu).run(100)
     engine.tokens, engine.time = 0.0, 0.0
     rate = engine.run(600).tokens / engine.time
     assert rate >= 0.98 * engine.expected(0)
@@ -100,21 +107,21 @@ def test_close_to_the_best_fixed_width_and_never_below_off(rows: int, alpha: flo
 
 
 def test_a_draft_model_that_cannot_pay_is_not_asked_again() -> None:
-    engine = Engine(1, 1.0, on_a_cpu(1), 1e-4, cpu=True).run(300)
+    engine = Engine(1, 1.0, off(1, True), 1e-4, cpu=True).run(300)
     before = engine.drafted
     assert 1 <= before <= 20
     assert engine.run(2000).drafted == before
 
 
 def test_probes_in_vain_become_rare() -> None:
-    engine = Engine(1, 0.0, 0.1 * on_a_cpu(1), 1e-4, cpu=True).run(500)
+    engine = Engine(1, 0.0, 0.1 * off(1, True), 1e-4, cpu=True).run(500)
     before = engine.drafted
     assert engine.run(6000).drafted - before <= 8
 
 
 def test_a_short_answer_is_not_worth_a_long_text() -> None:
     """The draft model would have to catch up with it first."""
-    engine = Engine(1, 0.9, 0.2 * on_a_gpu(1), 0.2 * on_a_gpu(1), cpu=False).run(50)
+    engine = Engine(1, 0.9, 0.2 * off(1, False), 0.2 * off(1, False), cpu=False).run(50)
     assert engine.drafted > 20
     sequence = make_sequence(9, range(1, CONTEXT))
     planned = {}
