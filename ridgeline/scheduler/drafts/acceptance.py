@@ -178,8 +178,8 @@ class Acceptance:
 
 def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """float [offers, positions]: the chance that each draft is accepted, 0 beyond an offer's length. A proposer's rates, each
-    offer's in its row, are weighed against what the row's own drafts came to. Rows differ: some copy, others do not. So the
-    proposer's rates count little where a row's first few drafts came to much less than they say."""
+    offer's in its row, or one row for all, are weighed against what the row's own drafts came to. Rows differ: some copy, others
+    do not. So the proposer's rates count little where a row's first few drafts came to much less than they say."""
     first = rates[:, 0]
     missing = np.maximum(0.0, first * tried - accepted)
     surprise = missing**2 / np.maximum(tried * first * (1 - first), _LEAST_SPREAD)       # chance alone makes 1 of it, rarely 3

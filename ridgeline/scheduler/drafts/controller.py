@@ -167,10 +167,10 @@ class Controller:
 
     def _chances(self, offers: _Offers) -> np.ndarray:
         """float [offers, positions]"""
-        found, which = np.unique(offers.source, return_inverse=True)
-        positions = int(offers.length.max())
-        rates = np.stack([self.acceptance.rates(self._sources[number])[:positions] for number in found.tolist()])
-        return survival(rates[which], offers.tried, offers.accepted, offers.length)
+        positions, found = int(offers.length.max()), sorted(set(offers.source.tolist()))
+        rates = np.stack([self.acceptance.rates(self._sources[number])[:positions] for number in found])
+        rates = rates[np.searchsorted(found, offers.source)] if len(found) > 1 else rates
+        return survival(rates, offers.tried, offers.accepted, offers.length)
 
     def _widths(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""
@@ -281,9 +281,10 @@ class Controller:
         reach = int((width + rows.pending).max())
         tokens = np.full((len(width), reach), -1, np.int32)
         ends = np.minimum(offers.ends[drafted], reach)
-        flat = np.fromiter(itertools.chain.from_iterable(
-            offers.paths[number][:reach] for number in drafted.tolist()), np.int32, int(ends.sum())
-        )
+        paths = offers.paths
+        if len(drafted) < len(own) or int(offers.ends.max()) > reach:
+            paths = [paths[number][:reach] for number in drafted.tolist()]
+        flat = np.fromiter(itertools.chain.from_iterable(paths), np.int32, int(ends.sum()))
         tokens[offers.places[drafted]] = _as_rows(flat, ends, reach)
         on_device = self._made_there(rows, offers, width)
         if on_device is not None and on_device[width > 0].all():
@@ -313,7 +314,7 @@ class Controller:
             slots, width, accepted = slots[there], width[there], accepted[there]
         source, expected = records.arrive(slots)
         evidence = np.zeros(len(slots), np.int64)
-        for number in np.unique(source).tolist():
+        for number in set(source.tolist()):
             mine, known = source == number, self._sources[number]
             evidence[mine] = known.evidence
             self.acceptance.count(known, width[mine], accepted[mine])
