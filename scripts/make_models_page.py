@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ridgeline.models.checkpoints.gguf_formats import FORMATS as PACKED
 from ridgeline.models.checkpoints.quantisation import READERS
+from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.family import Family
 from ridgeline.models.gguf_types import TENSOR_TYPES
-from ridgeline.models.model_config import FAMILIES
 from ridgeline.quant.layout import STORED_KINDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "supported-models.md"

@@ -13,6 +13,8 @@ from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, rope_kind, yarn_divisors, yarn_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+CHUNKED = "chunked_attention"
+YARN_SCORES = "rope.scaling.yarn_log_multiplier"
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
 
 
@@ -23,6 +25,8 @@ def windows_that_hide(windows: tuple[int | None, ...], max_position: int) -> tup
 
 def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     everything: tuple[int | None, ...] = (None,) * num_layers
+    if family.window == "chunks":
+        return _chunks(fields, family, num_layers)
     slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
     absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
     if family.window == "none" or not slides or absent or fields.get("sliding_window") is None:
@@ -42,7 +46,17 @@ def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | N
     return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
 
 
-def _layer_types(fields: Fields, num_layers: int) -> list[str]:
+def _chunks(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The size of each layer's chunks; without a list of layers, those with a rope have them."""
+    if "attention_chunk_size" in fields.raw and fields.raw["attention_chunk_size"] is None:
+        return (None,) * num_layers
+    size = fields.integer("attention_chunk_size")
+    types = _layer_types(fields, num_layers, ("full_attention", CHUNKED))
+    chunked = [kind == CHUNKED for kind in types] if types else _turned_layers(fields, family, (None,) * num_layers)
+    return tuple(size if each else None for each in chunked)
+
+
+def _layer_types(fields: Fields, num_layers: int, known: tuple[str, ...] = LAYER_TYPES) -> list[str]:
     """Empty: the config does not list them."""
     types = fields.get("layer_types")
     if types is None:
@@ -50,8 +64,8 @@ def _layer_types(fields: Fields, num_layers: int) -> list[str]:
     if not isinstance(types, list) or len(types) != num_layers:
         raise ModelError(f"{fields.where}: layer_types must list {num_layers} layers, got {types!r}")
     for kind in types:
-        if kind not in LAYER_TYPES:
-            raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: {', '.join(LAYER_TYPES)}")
+        if kind not in known:
+            raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: {', '.join(known)}")
     return types
 
 
@@ -143,6 +157,13 @@ def gguf_ropes(
     return tuple(full if window is None else local for window in windows)
 
 
+def gguf_score_scale(fields: Fields, key: Callable[[str], str]) -> float:
+    """As yarn_score_scale: DeepSeek's files have a tenth of mscale_all_dim, and take mscale to be the same."""
+    if fields.get(key("rope.scaling.type")) != "yarn" or not fields.get(key(YARN_SCORES)):
+        return 1.0
+    return yarn_scale(fields.number(key("rope.scaling.factor")), 10 * fields.number(key(YARN_SCORES))) ** 2
+
+
 def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int, key: Callable[[str], str]) -> Rope:
     """Of layers that see the whole context."""
     theta = fields.number(key("rope.freq_base"), 10_000.0)
@@ -154,9 +175,13 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
     if kind == "yarn":
         factor = fields.number(key("rope.scaling.factor"))
         original = fields.number(key("rope.scaling.original_context_length"), max_position)
+        fast = fields.number(key("rope.scaling.yarn_beta_fast"), 32.0)
+        slow = fields.number(key("rope.scaling.yarn_beta_slow"), 1.0)
         scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * yarn_scale(factor, 1.0)
+        if fields.get(key(YARN_SCORES)):
+            scale = 1.0              # the scores are scaled instead
         with numbers_of(fields.where):
-            return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, 32.0, 1.0, truncate=True), scale)
+            return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, fast, slow, truncate=True), scale)
     if kind not in ("none", "linear", "longrope"):
         raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {kind!r} is not supported; supported: none, "
                          "linear, yarn, longrope")

@@ -26,6 +26,11 @@ class Rope:
     long_divisors: tuple[float, ...] = ()  # longrope: these, where the engine's context is longer than the original
     original_context: int = 0
 
+    @property
+    def turns(self) -> bool:
+        """False: the layer has no rope."""
+        return math.inf not in self.divisors
+
     def frequencies(self, max_model_len: int) -> list[float]:
         """Radians per position of each pair. The choice of longrope is made once, by the longest context served."""
         divisors = self.divisors

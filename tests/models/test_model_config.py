@@ -14,7 +14,8 @@ import pytest
 from gguf_writer import write_gguf
 
 from ridgeline.errors import ConfigError, ModelError
-from ridgeline.models.model_config import FAMILIES, hf_model_config, kv_groups, load_model_config
+from ridgeline.models.families.all_families import FAMILIES
+from ridgeline.models.model_config import hf_model_config, kv_groups, load_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,

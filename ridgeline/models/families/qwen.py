@@ -36,6 +36,7 @@ QWEN3 = Family(
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
+    gguf="qwen2moe",
     spelled={"attention_out_bias": "", "attention_bias": "qkv_bias"},
     experts=ExpertRule(shared_gate=True),
     only={"use_sliding_window": False},
@@ -46,6 +47,7 @@ QWEN2_MOE = Family(
         "model.layers.{}.mlp.shared_expert.up_proj": "layers.{}.mlp.shared.gate_up:up",
         "model.layers.{}.mlp.shared_expert.down_proj": "layers.{}.mlp.shared.down",
     },
+    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )
 
 QWEN3_MOE = Family(
