@@ -149,13 +149,18 @@ def seen_by(config: ModelConfig, number: int) -> int | None:
     return -window if config.chunked and window is not None else window
 
 
+def grows(config: ModelConfig, number: int) -> bool:
+    """Whether a layer's queries grow with their position."""
+    return config.temperature is not None and (config.temperature.turned or not config.ropes[number].turns)
+
+
 def temperatures(config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """[positions]: what multiplies the queries of layers without a rope; None: 1 for every position that there is."""
-    if config.temperature is None or max_model_len < config.temperature[0]:
+    """[positions]: what multiplies the queries; None: 1 for every position that there is."""
+    rule = config.temperature
+    if rule is None or max_model_len - 1 + rule.first < rule.every:
         return None
-    floor, scale = config.temperature
-    positions = torch.arange(1, max_model_len + 1, dtype=torch.float64, device=device)
-    found = torch.log1p(torch.floor(positions / floor)) * scale + 1.0
+    positions = torch.arange(max_model_len, dtype=torch.float64, device=device) + rule.first
+    found = torch.log1p(torch.floor(positions / rule.every)) * rule.scale + 1.0
     return found.to(torch.promote_types(dtype, torch.float32))
 
 
@@ -197,7 +202,7 @@ class Decoder(nn.Module):
             number: (ParallelLayer if config.parallel else DecoderLayer)(config, number, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, seen_by(config, number), groups[number],
-                rotations[config.ropes[number]], config.sinks, None if config.ropes[number].turns else temperature,
+                rotations[config.ropes[number]], config.sinks, temperature if grows(config, number) else None,
             ), place.inside(f"layers.{number}"))
             for number in self.numbers_here
         })

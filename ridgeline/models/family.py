@@ -60,6 +60,10 @@ GGUF_NAMES = {
 # Rope frequencies come from the config.
 ROPE_TENSORS = (r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
 
+# Of checkpoints that also see images: their language model is served, the rest is left in the file.
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+VISION_TENSORS = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",)
+
 # A layer behind the last one that predicts the token after next (MTP): a draft head, which is not used yet.
 NEXT_TOKEN_LAYER = r"model\.layers\.{num_layers}\..*"
 
@@ -152,7 +156,7 @@ class Family:
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below
     full_every: int = 0              # with "pattern": every n-th layer sees everything
     # With "chunks", layers with a rope see their own chunk of attention_chunk_size positions.
-    temperature: bool = False        # queries of layers without a rope grow with their position (floor_scale, attn_scale)
+    temperature: str = "none"        # queries grow with their position: "nope" (those of layers without a rope), "all"
     bare_qk_norm: bool = False       # an RMS norm without weights on every head of q and k, in layers with a rope
     local_rope: bool = False         # layers with a window have a rope of their own
     latent: bool = False             # attention over one compressed vector per token (latent_config.py)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.errors import ModelError
@@ -16,6 +17,29 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 CHUNKED = "chunked_attention"
 YARN_SCORES = "rope.scaling.yarn_log_multiplier"
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """The queries at position p are multiplied by 1 + scale · ln(1 + floor((p + first) / every))."""
+
+    every: float
+    scale: float
+    first: int
+    turned: bool                     # those of layers with a rope, too
+
+
+def read_temperature(fields: Fields, family: Family) -> Temperature | None:
+    if family.temperature == "none":
+        return None
+    if family.temperature == "nope":                     # Llama-4's fields
+        tuned = fields.flag("attn_temperature_tuning", True)
+        return Temperature(fields.number("floor_scale"), fields.number("attn_scale"), 1, False) if tuned else None
+    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
+    own = Fields(fields.where, scaling if isinstance(scaling, dict) else {}, {})
+    if not own.get("llama_4_scaling_beta"):
+        return None
+    return Temperature(own.number("original_max_position_embeddings"), own.number("llama_4_scaling_beta"), 0, True)
 
 
 def windows_that_hide(windows: tuple[int | None, ...], max_position: int) -> tuple[int | None, ...]:

@@ -36,11 +36,13 @@ from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
 from ridgeline.models.layer_patterns import (
+    Temperature,
     gguf_ropes,
     gguf_score_scale,
     gguf_windows,
     hf_ropes,
     hf_windows,
+    read_temperature,
     windows_that_hide,
 )
 from ridgeline.models.multipliers import read_multipliers
@@ -106,7 +108,7 @@ class ModelConfig:
     packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, as a CPU keeps them
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
     chunked: bool = False            # windows are chunks: a query sees what of its chunk is before it
-    temperature: tuple[float, float] | None = None       # (floor, scale): without a rope, queries grow with their position
+    temperature: Temperature | None = None               # queries grow with their position
     bare_qk_norm: bool = False       # norms without weights on q and k, in layers with a rope
     latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
@@ -331,7 +333,7 @@ def hf_model_config(
         quantisation=read_quantisation(raw, where, directory),
         latent=latent,
         chunked=family.window == "chunks",
-        temperature=_temperature(fields, family),
+        temperature=read_temperature(fields, family),
         bare_qk_norm=family.bare_qk_norm and fields.flag("use_qk_norm", True),
         **_scales(fields, family, hidden_size, head_dim),
         **_biases(fields, family),
@@ -368,12 +370,6 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
     }
 
 
-def _temperature(fields: Fields, family: Family) -> tuple[float, float] | None:
-    if not family.temperature or not fields.flag("attn_temperature_tuning", True):
-        return None
-    return fields.number("floor_scale"), fields.number("attn_scale")
-
-
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
     names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
@@ -384,8 +380,9 @@ def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelError(f"{where}: architectures is missing")
-    family = family_of(architectures[0], lambda each: each.architectures, where)
-    return family
+    text = raw.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else raw.get("model_type")
+    return family_of(architectures[0], lambda each: each.architectures, where, kind)
 
 
 def _activation(fields: Fields, family: Family) -> str:

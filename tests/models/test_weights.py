@@ -108,9 +108,14 @@ def test_known_surplus_tensors_are_ignored(llama: Path, tmp_path: Path) -> None:
     assert torch.equal(logits_of(tied), before)
 
 
-def test_the_language_model_of_a_multimodal_gemma3(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "architecture"), [
+    ("gemma3", "Gemma3ForConditionalGeneration"), ("llama4", "Llama4ForConditionalGeneration"),
+    ("mistral", "Mistral3ForConditionalGeneration"), ("ministral3", "Mistral3ForConditionalGeneration"),
+    ("qwen3", "Qwen3VLForConditionalGeneration"),
+])
+def test_the_language_model_of_a_multimodal_checkpoint(name: str, architecture: str, tmp_path: Path) -> None:
     """Both orders of prefixes that such checkpoints have had; the vision tower is left in the file."""
-    path = save_checkpoint("gemma3", tmp_path / "text")
+    path = save_checkpoint(name, tmp_path / "text")
     before = logits_of(path)
     text = json.loads((path / "config.json").read_text())
     tensors = load_file(path / WEIGHTS)
@@ -126,7 +131,7 @@ def test_the_language_model_of_a_multimodal_gemma3(tmp_path: Path) -> None:
         save_file({renamed[name]: tensor for name, tensor in tensors.items()}
                   | {prefix + name: tensor for name, tensor in vision.items()}, both / WEIGHTS)
         (both / "config.json").write_text(json.dumps(
-            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "vision_config": {}}
+            {"architectures": [architecture], "text_config": text, "vision_config": {}}
         ))
         assert torch.equal(logits_of(both), before)
 

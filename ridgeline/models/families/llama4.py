@@ -1,7 +1,15 @@
 """Llama 4 (Scout, Maverick), the text decoder: layers with a rope attend in chunks and have bare norms on q and k; every fourth
 layer has no rope and sees everything. One expert for each token, whose weight multiplies its input, beside a shared one."""
 
-from ridgeline.models.family import LLAMA_NAMES, ROPE_TENSORS, ExpertRule, Family, FusedExperts
+from ridgeline.models.family import (
+    LLAMA_NAMES,
+    ROPE_TENSORS,
+    TEXT_PREFIXES,
+    VISION_TENSORS,
+    ExpertRule,
+    Family,
+    FusedExperts,
+)
 
 _MLP = "model.layers.{}.feed_forward"
 LLAMA4_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".mlp." not in name} | {
@@ -18,12 +26,11 @@ LLAMA4_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".mlp." 
 
 LLAMA4 = Family(
     name="llama4",
-    # The second one also sees images: its language model is served, its vision tower left in the file.
     architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
     interleaved=True,
     nope="listed",
     window="chunks",
-    temperature=True,
+    temperature="nope",
     bare_qk_norm=True,
     experts=ExpertRule(score="sigmoid", normalise=False, scales_input=True),
     spelled={
@@ -36,12 +43,12 @@ LLAMA4 = Family(
         "vocab_size": 202_048, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
     },
     names=LLAMA4_NAMES,
-    prefixes={"language_model.": "", "model.language_model.": "model."},
+    prefixes=TEXT_PREFIXES,
     fused_experts=(
         FusedExperts(
             r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.feed_forward\.experts)\.(gate_up_proj|down_proj)",
             r"\1.{}.\2.weight", transposed=True,
         ),
     ),
-    ignored=(*ROPE_TENSORS, r"(model\.)?vision_model\..*", r"(model\.)?multi_modal_projector\..*"),
+    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )

@@ -56,6 +56,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", {"rope_parameters": YARN, "num_key_value_heads": 4, "head_dim": 8}),
     "smollm2": ("Llama", {"rope_parameters": PLAIN, "hidden_size": 72, "num_attention_heads": 9,
                           "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "ministral3": ("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.4}, "sliding_window": WINDOW,
+                                  "head_dim": 16}),
     "mistral": ("Mistral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "head_dim": 16}),
     "qwen2": ("Qwen2", {"rope_parameters": PLAIN, "use_sliding_window": True, "sliding_window": WINDOW,
                         "max_window_layers": 1}),
