@@ -27,7 +27,8 @@ compared with transformers on small random checkpoints (`tests/models/test_famil
 MODELS = {
     "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama", "mistral": "Mistral 7B and its kin; Mistral Small 3 (text)",
     "ministral3": "Ministral 3 (text)", "llama4": "Llama 4 Scout, Maverick (text)",
-    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)", "phi3": "Phi-3, Phi-4-mini", "gemma2": "Gemma 2",
+    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)",
+    "phi3": "Phi-3, Phi-4-mini", "gemma2": "Gemma 2",
     "gemma3": "Gemma 3 (text)", "smollm3": "SmolLM3", "seed_oss": "Seed-OSS", "ernie4_5": "ERNIE 4.5 (dense)",
     "arcee": "Arcee AFM", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "granite": "Granite 3 (dense)", "glm": "GLM-4-9B (hf)",
     "glm4": "GLM-4-0414", "cohere": "Command R", "cohere2": "Command R7B, Command A", "starcoder2": "StarCoder2",
@@ -61,8 +62,8 @@ FORMATS = """\
   `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
 - **A GGUF file** (version 2 or 3): tensor types {types}.
   A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; a CPU keeps
-  {kept} packed. Other types are refused by name. Experts of a mixture stay packed on a GPU as Q4_0 and MXFP4; those of other types, and
-  all on a CPU, are expanded, which the log says.
+  {kept} packed. Other types are refused by name. Experts of a mixture stay packed on a GPU as Q4_0 and
+  MXFP4; those of other types, and all on a CPU, are expanded, which the log says.
 - **A quantised checkpoint** (`quantization_config`: {methods}): see
   [what loads](techniques/quantised-checkpoints.md).
 - **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.
@@ -79,9 +80,10 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 
 ## Not supported
 
-State-space models, encoders, LoRA adapters (merge them first), images and audio; Phi-3.5-MoE (its way of choosing experts), Hunyuan
-(norms with weights behind the rotation), Apertus (its activation), Command R+ (norms of their own for every head). They are refused by name.
-Of a checkpoint that also sees images, the language model is served, and a request with an image is refused.
+State-space models, encoders, LoRA adapters (merge them first), images and audio; Phi-3.5-MoE (its way of choosing
+experts), Hunyuan (norms with weights behind the rotation), Apertus (its activation), Command R+ (norms of their own for every
+head). They are refused by name. Of a checkpoint that also sees images, the language model is served; a request with an image is
+refused.
 """
 
 

@@ -37,7 +37,8 @@ def unpacked_weights(hidden: int, width: int) -> int:
 def tiles(experts: Experts, tokens: np.ndarray) -> np.ndarray:
     """Of a layer, if routing is even."""
     pairs = tokens * experts.used
-    many = np.maximum(experts.visited(tokens), pairs / tile_rows(pairs, experts.count) + experts.count / 2)
+    visited = experts.count * (1 - (1 - experts.used / experts.count) ** tokens)
+    many = np.maximum(visited, pairs / tile_rows(pairs, experts.count) + experts.count / 2)
     return np.where(tokens <= MOST_FEW, pairs, many)
 
 

@@ -231,6 +231,8 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         ),
         pytest.param("prefill_kernel", "bf16", "bf16", {}, marks=slow),
         ("prefill_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096, "SINKS": True}),
+        ("prefill_kernel", "bf16", "bf16", {"WINDOW": -8192}),
+        ("decode_kernel", "bf16", "bf16", {"WINDOW": -8192}),
         pytest.param("prefix_kernel", "bf16", "bf16", {}, marks=slow),
         pytest.param("prefix_kernel", "bf16", "fp8e4nv", {}, marks=slow),
     ],
