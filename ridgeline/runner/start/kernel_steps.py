@@ -148,8 +148,8 @@ def collect_kernels(
 
 
 def _one_of_each(model: Decoder) -> list[int]:
-    """The first layer, which adds nothing to a stream; of those between one with each window, with and without a rope, and each set
-    of weight formats; the last, of few tokens."""
+    """The first layer, which adds nothing to a stream; of those between one with each window, with and without a rope, and each
+    set of weight formats; the last, of few tokens."""
     kinds = []
     for number, layer in zip(model.numbers_here, model.layers, strict=True):
         linears = [module for module in layer.modules() if isinstance(module, Linear)]
