@@ -48,9 +48,12 @@ def windows_that_hide(windows: tuple[int | None, ...], max_position: int) -> tup
 
 
 def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """Of each layer, how many positions it sees, or the size of its chunks."""
+    return (_chunks if family.window == "chunks" else _sliding)(fields, family, num_layers)
+
+
+def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     everything: tuple[int | None, ...] = (None,) * num_layers
-    if family.window == "chunks":
-        return _chunks(fields, family, num_layers)
     slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
     absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
     if family.window == "none" or not slides or absent or fields.get("sliding_window") is None:

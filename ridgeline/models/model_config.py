@@ -332,9 +332,6 @@ def hf_model_config(
         experts=experts,
         quantisation=read_quantisation(raw, where, directory),
         latent=latent,
-        chunked=family.window == "chunks",
-        temperature=read_temperature(fields, family),
-        bare_qk_norm=family.bare_qk_norm and fields.flag("use_qk_norm", True),
         **_scales(fields, family, hidden_size, head_dim),
         **_biases(fields, family),
         **_layout(family),
@@ -355,6 +352,7 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
         "output_bias": fields.flag("attention_out_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
         "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
+        "bare_qk_norm": family.bare_qk_norm and fields.flag("use_qk_norm", True),
     }
 
 
@@ -366,6 +364,7 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
         "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
         "attention_scale": attention * yarn_score_scale(fields.raw) if family.latent else attention,
         "residual_scale": times.residual,
+        "temperature": read_temperature(fields, family),
         "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
     }
 
@@ -373,7 +372,7 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
     names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
-    return {name: getattr(family, name) for name in names}
+    return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
@@ -451,9 +450,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
-    scale = head_dim**-0.5 * gguf_score_scale(fields, key)
-    if family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN:
-        scale = (hidden_size / num_heads) ** -0.5
+    by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
     experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
         family=family,
@@ -477,7 +474,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         qk_norm=family.qk_norm,
         norm_offset=0.0,              # the converter has added it to the weights
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
-        attention_scale=scale,
+        attention_scale=(hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key),
         attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
         final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),

@@ -10,8 +10,7 @@ from ridgeline.models.families.gemma import GEMMA2, GEMMA3
 from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE
 from ridgeline.models.families.gpt_oss import GPT_OSS
 from ridgeline.models.families.granite import GRANITE, GRANITE_MOE
-from ridgeline.models.families.llama import ARCEE, ERNIE, LLAMA, SEED_OSS, SMOLLM3
-from ridgeline.models.families.llama4 import LLAMA4
+from ridgeline.models.families.llama import ARCEE, ERNIE, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
 from ridgeline.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from ridgeline.models.families.nemotron import NEMOTRON
 from ridgeline.models.families.olmo import OLMO2, OLMO3, OLMOE
