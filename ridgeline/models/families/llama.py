@@ -64,8 +64,8 @@ ARCEE = Family(
     gguf_names=GGUF_PLAIN_MLP_NAMES,
 )
 
-# Layers with a rope attend in chunks and have bare norms on q and k; every fourth layer has no rope and sees everything. Each token
-# has one expert, whose weight multiplies its input, beside a shared one.
+# Layers with a rope attend in chunks and have bare norms on q and k; every fourth layer has no rope and sees everything. Each
+# token has one expert, whose weight multiplies its input, beside a shared one.
 _LLAMA4_MLP = "model.layers.{}.feed_forward"
 LLAMA4_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".mlp." not in name} | {
     f"{_LLAMA4_MLP}.gate_proj": "layers.{}.mlp.gate_up:gate",
