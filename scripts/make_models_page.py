@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ridgeline.models.checkpoints.gguf_formats import FORMATS as PACKED
 from ridgeline.models.checkpoints.quantisation import READERS
+from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.family import Family
 from ridgeline.models.gguf_types import TENSOR_TYPES
-from ridgeline.models.model_config import FAMILIES
 from ridgeline.quant.layout import STORED_KINDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "supported-models.md"
@@ -25,15 +25,17 @@ compared with transformers on small random checkpoints (`tests/models/test_famil
 |---|---|---|---|---|
 """
 MODELS = {
-    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama", "mistral": "Mistral 7B and its kin",
-    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder", "qwen3": "Qwen3 (dense)", "phi3": "Phi-3, Phi-4-mini", "gemma2": "Gemma 2",
+    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama", "mistral": "Mistral 7B and its kin; Mistral Small 3 (text)",
+    "ministral3": "Ministral 3 (text)", "llama4": "Llama 4 Scout, Maverick (text)",
+    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)",
+    "phi3": "Phi-3, Phi-4-mini", "gemma2": "Gemma 2",
     "gemma3": "Gemma 3 (text)", "smollm3": "SmolLM3", "seed_oss": "Seed-OSS", "ernie4_5": "ERNIE 4.5 (dense)",
     "arcee": "Arcee AFM", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "granite": "Granite 3 (dense)", "glm": "GLM-4-9B (hf)",
     "glm4": "GLM-4-0414", "cohere": "Command R", "cohere2": "Command R7B, Command A", "starcoder2": "StarCoder2",
     "exaone4": "EXAONE 4", "nemotron": "Nemotron 4, Minitron", "mixtral": "Mixtral 8x7B, 8x22B",
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "olmoe": "OLMoE",
     "granitemoe": "Granite 3 (mixtures)", "glm4_moe": "GLM-4.5, GLM-4.6", "gpt_oss": "gpt-oss 20b, 120b",
-    "deepseek_v2": "DeepSeek-V2, V2-Lite", "deepseek_v3": "DeepSeek-V3, R1", "glm4_moe_lite": "GLM-4.7-Flash",
+    "deepseek_v2": "DeepSeek-V2, V2-Lite", "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2", "glm4_moe_lite": "GLM-4.7-Flash",
     "minicpm3": "MiniCPM3",
 }
 FLAGS = {
@@ -45,10 +47,12 @@ FLAGS = {
     "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
     "query_pre_attn_scalar": "its own attention scale",
     "softcaps": "capped scores and logits", "partial_rotary": "partial rotation", "longrope": "longrope",
+    "bare_qk_norm": "norms without weights on q and k",
     "local_rope": "a rope of its own for layers with a window", "tied": "tied head",
 }
 WINDOWS = {"all": "a sliding window on all layers", "upper": "a sliding window on upper layers, if the config asks for it",
-           "pattern": "sliding windows on most layers"}
+           "pattern": "sliding windows on most layers", "chunks": "layers with a rope attend in chunks"}
+TEMPERATURES = {"nope": "queries without a rope grow with their position", "all": "queries grow with their position"}
 FORMATS = """\
 
 ## Files
@@ -58,7 +62,8 @@ FORMATS = """\
   `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
 - **A GGUF file** (version 2 or 3): tensor types {types}.
   A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; a CPU keeps
-  {kept} packed. Other types are refused by name.
+  {kept} packed. Other types are refused by name. Experts of a mixture stay packed on a GPU as Q4_0 and
+  MXFP4; those of other types, and all on a CPU, are expanded, which the log says.
 - **A quantised checkpoint** (`quantization_config`: {methods}): see
   [what loads](techniques/quantised-checkpoints.md).
 - **Random weights**: `--load-format dummy --skip-tokenizer-init` needs only `config.json`, for benchmarks.
@@ -75,8 +80,10 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 
 ## Not supported
 
-State-space models, encoders, LoRA adapters (merge them first), images and audio; Llama 4 (its chunked attention), Phi-3.5-MoE
-(its way of choosing experts), Command R+ (norms of their own for every head). They are refused by name.
+State-space models, encoders, LoRA adapters (merge them first), images and audio; Phi-3.5-MoE (its way of choosing
+experts), Hunyuan (norms with weights behind the rotation), Apertus (its activation), Command R+ (norms of their own for every
+head). They are refused by name. Of a checkpoint that also sees images, the language model is served; a request with an image is
+refused.
 """
 
 
@@ -86,6 +93,8 @@ def differences(family: Family) -> str:
     found += ["an MLP without a gate"] * (not family.gated) + ["layers without a rope"] * (family.nope != "none")
     if family.window in WINDOWS:
         found.append(WINDOWS[family.window])
+    if family.temperature in TEMPERATURES:
+        found.append(TEMPERATURES[family.temperature])
     if family.activation != "silu":
         found.append(f"{family.activation} activation")
     return "; ".join(found) or "–"

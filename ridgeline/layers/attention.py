@@ -35,10 +35,11 @@ class AttentionSpec:
     output_bias: bool
     scale: float
     softcap: float | None
-    window: int | None
+    window: int | None               # negative: chunks of that many positions
     group: int                       # the layer's KV group: which block table and slots of the batch it uses
     rotation: Tensor                 # the table of its rope, shared between layers
     sinks: bool = False              # every head has a score without a value, beside those of the keys
+    temperature: Tensor | None = None    # [positions]: multiplies the queries of each position
 
 
 class Sinks(nn.Module):
@@ -89,7 +90,7 @@ class Attention(nn.Module):
         group = batch.groups[spec.group]
         if batch.work is None or not joined(batch.work, len(qkv), group.prefix):
             return self.read(self.write(qkv, batch, kv), batch, kv)
-        qkv = self._wide_normed(qkv)
+        qkv = self._prepared(qkv, batch)
         out = decode_attention(
             qkv, batch.positions, group.slots, spec.rotation, kv.k, kv.v, group.block_table, batch.query_start,
             batch.kv_len, heads=self.qkv.num_heads, kv_heads=self.qkv.num_kv_heads,
@@ -108,8 +109,16 @@ class Attention(nn.Module):
             "norm_offset": self.q_norm.offset,
         }
 
+    def _prepared(self, qkv: Tensor, batch: Batch) -> Tensor:
+        """What changes the projection before anything else reads it: norms over all heads, and the queries' temperature."""
+        qkv = self._wide_normed(qkv)
+        if self.spec.temperature is not None:
+            size = self.qkv.rows["q"].size
+            queries = qkv[:, :size] * self.spec.temperature.index_select(0, batch.positions)[:, None]
+            qkv = torch.cat((queries.to(qkv.dtype), qkv[:, size:]), dim=-1)
+        return qkv
+
     def _wide_normed(self, qkv: Tensor) -> Tensor:
-        """Norms over all heads change the projection before anything else reads it."""
         if not isinstance(self.q_norm, WideNorm) or not isinstance(self.k_norm, WideNorm):
             return qkv
         queries, keys = self.qkv.rows["q"].size, self.qkv.rows["k"].size
@@ -120,7 +129,7 @@ class Attention(nn.Module):
         """From the projection [T, (heads + 2 KV heads) * dim]: writes K and V to the cache, returns q [T, heads, dim]."""
         spec = self.spec
         return rotary_write(
-            self._wide_normed(qkv), batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v,
+            self._prepared(qkv, batch), batch.positions, batch.groups[spec.group].slots, spec.rotation, kv.k, kv.v,
             heads=self.qkv.num_heads, kv_heads=self.qkv.num_kv_heads, k_scale=kv.k_scale, v_scale=kv.v_scale,
             **self._norms(),
         )

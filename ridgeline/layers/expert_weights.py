@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -13,10 +15,13 @@ from ridgeline.ops.experts.packed_matrices import pack_experts, packs_experts, p
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.quantised.codes import e8m0_numbers
 from ridgeline.ops.quantised.expand import QuantisedWeight
+from ridgeline.process.log import get_logger
 from ridgeline.quant.format import SCALE, WEIGHT, ZERO, TensorSpec, WeightFormat, per_row
 from ridgeline.quant.piece import Piece
 from ridgeline.quant.quantise import quantised
 from ridgeline.quant.quantised import Quantised, quantised_weight, torch_dtype
+
+logger = get_logger("layers")
 
 NAMES = ("gate_up", "down")
 SUFFIXES = {WEIGHT: "", SCALE: "_scale", ZERO: "_zero"}
@@ -143,8 +148,15 @@ class ExpertWeights(nn.Module):
             return
         if self.packed and self._is_exact():
             self._pack()
-        elif self.packed or not self._has_kernels():
-            self.packed = {}
+            return
+        # Decided by the values: before loading, experts were counted as codes. These fit where packed ones do.
+        self.packed = {}
+        if not self._has_kernels():
+            more = self.dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values()) * self.here.filled
+            less = sum(getattr(self, name + suffix).nbytes for name in NAMES for suffix in SUFFIXES.values()
+                       if hasattr(self, name + suffix))
+            logger.warning("experts of a layer are expanded to %s, %.0f MiB more than was planned: their scales do not fit the "
+                           "kernels of %s", str(self.dtype)[6:], (more - less) / 2**20, self.scheme.format.name)
             for name in NAMES:
                 made = numbers(self._matrices(name), self.dtype)
                 for suffix in SUFFIXES.values():

@@ -45,6 +45,7 @@ class MixtureSpec:
     zipf: bool
     limit: float | None
     alpha: float
+    scales_input: bool
     rule: dict[str, object]          # further arguments of the op `route`
 
 
@@ -149,8 +150,11 @@ class Mixture(nn.Module):
         chosen = weights.local(chosen) if weights.divided else chosen
         gate_up, down = weights.matrices
         beside = self._beside(x, gate_up)
+        rows = x
+        if spec.scales_input:                            # of the one expert that each token has
+            rows, shares = (x * shares).to(x.dtype), torch.ones_like(shares)
         out = experts(
-            x, gate_up, down, chosen, shares, spec.activation, gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias,
+            rows, gate_up, down, chosen, shares, spec.activation, gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias,
             limit=spec.limit, alpha=spec.alpha, reads=self.reads, elsewhere=weights.divided, shared=beside,
             invariant=self.invariant,
         )
@@ -164,6 +168,8 @@ class Mixture(nn.Module):
         """The shared expert, where the kernels of a few tokens multiply by it as by the others."""
         shared, spec, weights = self.shared, self.spec, self.experts
         if shared is None or self.shared_gate is not None or not x.is_cuda or not isinstance(gate_up, Tensor):
+            return None
+        if spec.scales_input:                            # it reads other rows than the experts do
             return None
         plain = all(type(linear.scheme) is Fused for linear in (shared.gate_up, shared.down))
         alike = shared.gate_up.rows["gate"].size % weights.shard.size == 0 and not weights.divided and not spec.bias

@@ -34,6 +34,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, residual=residual, weight_offset=self.offset)
 
 
+class BareNorm(RMSNorm):
+    """Without weights of its own: ones, which no checkpoint has."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size, eps, 0.0, dtype, device)
+        del self.weight
+        self.register_buffer("weight", torch.ones(size, dtype=dtype, device=device), persistent=False)
+
+    def pieces(self) -> dict[str, Piece]:
+        return {}
+
+
 class LayerNorm(nn.Module):
     """Subtracts the mean as well; with or without a bias."""
 

@@ -25,7 +25,7 @@ from ridgeline.layers.latent_layer import LatentAttention, LatentSizes
 from ridgeline.layers.linear import Linear, Placement, normed_rows
 from ridgeline.layers.mixture import Mixture, MixtureSpec
 from ridgeline.layers.mlp import GatedMLP, PlainMLP
-from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm, Times
+from ridgeline.layers.norm import BareNorm, LayerNorm, NoNorm, RMSNorm, Times
 from ridgeline.layers.rotation_table import rotation_table
 from ridgeline.models.latent_config import LATENT_EPS
 from ridgeline.models.model_config import ModelConfig, layer_groups
@@ -53,7 +53,7 @@ def post_norm(config: ModelConfig, place: Placement) -> nn.Module | None:
     return None if config.residual_scale == 1.0 else Times(config.residual_scale)
 
 
-def make_attention(config: ModelConfig, spec: AttentionSpec, place: Placement) -> Attention | LatentAttention:
+def make_attention(config: ModelConfig, number: int, spec: AttentionSpec, place: Placement) -> Attention | LatentAttention:
     inside, latent = place.inside("attention"), config.latent
     if latent is not None:
         sizes = LatentSizes(
@@ -61,6 +61,10 @@ def make_attention(config: ModelConfig, spec: AttentionSpec, place: Placement) -
         )
         return (ContextLatentAttention if place.context.size > 1 else LatentAttention)(spec, sizes, inside)
     kind = ContextAttention if place.context.size > 1 else Attention
+    if config.bare_qk_norm and config.ropes[number].turns:
+        # Llama-4 norms behind the rotation, which changes no length: it is the same before it.
+        bare = BareNorm(config.head_dim, config.rms_norm_eps, place.dtype, place.device)
+        return kind(spec, (bare, bare), inside)
     if not config.qk_norm:
         return kind(spec, None, inside, wide_eps=config.rms_norm_eps if config.wide_qk_norm else None)
     norms = [RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset, place.dtype, place.device) for _ in range(2)]
@@ -77,7 +81,7 @@ def make_mlp(config: ModelConfig, number: int, place: Placement) -> GatedMLP | P
     return Mixture(MixtureSpec(
         config.hidden_size, experts.count, experts.used, experts.width, experts.shared, experts.shared_gate, config.activation,
         experts.bias, experts.router_bias, routing.choice_bias, experts.zipf, experts.limit,
-        experts.alpha, rule,
+        experts.alpha, experts.scales_input, rule,
     ), inside)
 
 
@@ -88,7 +92,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         has_norms = config.pre_norms or config.parallel
         self.attention_norm = make_norm(config, config.hidden_size, place) if has_norms else NoNorm()
-        self.attention = make_attention(config, attention, place)
+        self.attention = make_attention(config, number, attention, place)
         self.post_attention_norm = post_norm(config, place)
         self.mlp_norm = make_norm(config, config.hidden_size, place) if config.pre_norms else NoNorm()
         self.mlp = make_mlp(config, number, place)
@@ -139,6 +143,27 @@ class ParallelLayer(DecoderLayer):
         return self.attention.output(out, batch) + self.mlp.of_normed(rows, batch), stream
 
 
+def seen_by(config: ModelConfig, number: int) -> int | None:
+    """The window of a layer as the op takes it: chunks are negative."""
+    window = config.windows[number]
+    return -window if config.chunked and window is not None else window
+
+
+def grows(config: ModelConfig, number: int) -> bool:
+    """Whether a layer's queries grow with their position."""
+    return config.temperature is not None and (config.temperature.turned or not config.ropes[number].turns)
+
+
+def temperatures(config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """[positions]: what multiplies the queries; None: 1 for every position that there is."""
+    rule = config.temperature
+    if rule is None or max_model_len - 1 + rule.first < rule.every:
+        return None
+    positions = torch.arange(max_model_len, dtype=torch.float64, device=device) + rule.first
+    found = torch.log1p(torch.floor(positions / rule.every)) * rule.scale + 1.0
+    return found.to(torch.promote_types(dtype, torch.float32))
+
+
 class Layers(nn.ModuleList):
     """The layers that this stage has, under the numbers that they have in the model."""
 
@@ -168,6 +193,7 @@ class Decoder(nn.Module):
             rope: rotation_table(rope.frequencies(max_model_len), rope.scale, max_model_len, dtype, place.device)
             for rope in dict.fromkeys(config.ropes)
         }
+        temperature = temperatures(config, max_model_len, dtype, place.device)
         self.embed: VocabEmbedding | None = None         # here on the first stage, and where the head shares it
         if self.stage.first or (self.stage.last and config.tied):
             self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, place)
@@ -175,8 +201,8 @@ class Decoder(nn.Module):
         self.layers = Layers({
             number: (ParallelLayer if config.parallel else DecoderLayer)(config, number, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
-                config.output_bias, config.attention_scale, config.attention_softcap, config.windows[number], groups[number],
-                rotations[config.ropes[number]], config.sinks,
+                config.output_bias, config.attention_scale, config.attention_softcap, seen_by(config, number), groups[number],
+                rotations[config.ropes[number]], config.sinks, temperature if grows(config, number) else None,
             ), place.inside(f"layers.{number}"))
             for number in self.numbers_here
         })

@@ -44,6 +44,7 @@ class Experts:
     zipf: bool = False               # of dummy weights: routers prefer few experts
     limit: float | None = None       # gate and up are clamped to it (gpt-oss) …
     alpha: float = 1.702             # … and the gate is g · sigmoid(alpha · g), times up + 1
+    scales_input: bool = False       # the weight of an expert multiplies its input, not its result
 
     def visited(self, tokens: float) -> float:
         """Experts of a layer that some token of a step uses, if routing is independent and even."""
@@ -82,6 +83,8 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
     used = first_of("num_experts_per_tok", "experts_per_token", "moe_k", "num_experts_per_token")
     if used > count or count > MAX_EXPERTS:
         raise ModelError(f"{fields.where}: num_experts_per_tok {used} of {count} experts cannot be")
+    if rule.scales_input and used != 1:
+        raise ModelError(f"{fields.where}: num_experts_per_tok {used} is not supported for inputs with weights; supported: 1")
     whole = first_of("intermediate_size", default=0)
     width = first_of("moe_intermediate_size", default=whole)
     shared_count = first_of("n_shared_experts", "moe_num_shared_experts", "num_shared_experts", default=0)
@@ -93,8 +96,25 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
     return Experts(
         count, used, width, shared, dense, whole if dense else 0, _routing(fields, rule, count), rule.shared_gate and shared > 0,
         rule.router_bias or zipf, rule.bias, zipf, fields.number("swiglu_limit", 7.0) if rule.clamped else None,
-        fields.number("swiglu_alpha", 1.702),
+        fields.number("swiglu_alpha", 1.702), rule.scales_input,
     )
+
+
+# By GGUF's number; the third is the softmax of the chosen ones alone, which is what normalised weights are.
+GGUF_SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax"}
+# (groups, best groups) of DeepSeek-V2 and of V3 by their experts: files of before 2025-07 do not say them.
+GGUF_GROUPS = {160: (8, 3), 256: (8, 4)}
+
+
+def gguf_score(fields: Fields, key: Callable[[str], str]) -> str | None:
+    """How a file's experts are scored; "": it does not say; None: there are no experts."""
+    if not fields.get(key("expert_count"), 0):
+        return None
+    number = fields.get(key("expert_gating_func"), 0)
+    if number and number not in GGUF_SCORES:
+        raise ModelError(f"{fields.where}: {key('expert_gating_func')} {number!r} is not supported; supported: 1 (softmax), "
+                         "2 (sigmoid)")
+    return GGUF_SCORES[number] if number else ""
 
 
 def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[str], str]) -> Experts:
@@ -102,14 +122,29 @@ def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[s
     count, used = fields.integer(key("expert_count"), maximum=MAX_EXPERTS), fields.integer(key("expert_used_count"))
     whole = fields.integer(key("feed_forward_length"), maximum=MAX_INTERMEDIATE)
     width = fields.integer(key("expert_feed_forward_length"), whole, maximum=MAX_INTERMEDIATE)
+    shared = fields.integer(key("expert_shared_count"), 0, minimum=0, maximum=MAX_EXPERTS) * width
+    shared = fields.integer(key("expert_shared_feed_forward_length"), shared, minimum=0, maximum=MAX_INTERMEDIATE)
     dense = tuple(range(fields.integer(key("leading_dense_block_count"), 0, minimum=0)))
     if used > count or len(dense) >= layers:
         raise ModelError(f"{fields.where}: {used} of {count} experts in {layers - len(dense)} of {layers} layers cannot be")
-    normalise = rule.normalise if rule.normalise is not None else fields.flag(key("expert_weights_norm"), rule.usually_normalised)
-    routing = Routing(rule.score, normalise, rule.choice_bias)
     return Experts(
-        count, used, width, 0, dense, whole if dense else 0, routing, False, rule.router_bias, rule.bias,
+        count, used, width, shared, dense, whole if dense else 0, _gguf_routing(fields, rule, count, key),
+        rule.shared_gate and shared > 0, rule.router_bias, rule.bias,
         limit=7.0 if rule.clamped else None,             # gpt-oss', which the file does not say
+    )
+
+
+def _gguf_routing(fields: Fields, rule: ExpertRule, count: int, key: Callable[[str], str]) -> Routing:
+    groups, top = GGUF_GROUPS.get(count, (1, 1)) if rule.groups else (1, 1)
+    if rule.groups and fields.get(key("expert_group_count")):
+        groups, top = fields.integer(key("expert_group_count")), fields.integer(key("expert_group_used_count"), 1)
+    if count % groups or top > groups:
+        raise ModelError(f"{fields.where}: {top} of {groups} groups of {count} experts cannot be")
+    normalise = rule.normalise if rule.normalise is not None else fields.flag(key("expert_weights_norm"), rule.usually_normalised)
+    scale = fields.get(key("expert_weights_scale")) if rule.scaled else None
+    return Routing(
+        rule.score, normalise, rule.choice_bias, groups, top if groups > 1 else 1, rule.group_score,
+        fields.number(key("expert_weights_scale")) if scale else 1.0,        # 0 stands for none
     )
 
 
@@ -117,6 +152,9 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     every = fields.get("decoder_sparse_step") or fields.get("moe_layer_freq") or 1
     first = fields.get("first_k_dense_replace") or 0
     named = fields.get("mlp_only_layers") or ()
+    mixed = fields.get("moe_layers")
+    if isinstance(mixed, list) and mixed:                # Llama-4's own list, which counts
+        return tuple(layer for layer in range(layers) if layer not in mixed)
     if not isinstance(every, int) or not isinstance(first, int) or not isinstance(named, (list, tuple)):
         raise ModelError(f"{fields.where}: layers with experts must be said by numbers, got {every!r}, {first!r}, {named!r}")
     return tuple(layer for layer in range(layers) if layer < first or layer in named or (layer + 1) % every)

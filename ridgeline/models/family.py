@@ -60,6 +60,10 @@ GGUF_NAMES = {
 # Rope frequencies come from the config.
 ROPE_TENSORS = (r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
 
+# Of checkpoints that also see images: their language model is served, the rest is left in the file.
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+VISION_TENSORS = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",)
+
 # A layer behind the last one that predicts the token after next (MTP): a draft head, which is not used yet.
 NEXT_TOKEN_LAYER = r"model\.layers\.{num_layers}\..*"
 
@@ -77,6 +81,11 @@ GGUF_EXPERT_NAMES = {
     "blk.{}.experts.{}.ffn_gate_exps": "layers.{}.mlp.experts.{}.gate_up:gate",
     "blk.{}.experts.{}.ffn_up_exps": "layers.{}.mlp.experts.{}.gate_up:up",
     "blk.{}.experts.{}.ffn_down_exps": "layers.{}.mlp.experts.{}.down",
+    "blk.{}.ffn_gate_inp_shexp": "layers.{}.mlp.shared_gate",
+    "blk.{}.ffn_gate_shexp": "layers.{}.mlp.shared.gate_up:gate",
+    "blk.{}.ffn_up_shexp": "layers.{}.mlp.shared.gate_up:up",
+    "blk.{}.ffn_down_shexp": "layers.{}.mlp.shared.down",
+    "blk.{}.exp_probs_b.bias": "layers.{}.mlp.router.e_score_correction_bias",
 }
 
 
@@ -90,10 +99,11 @@ class FusedExperts:
     paired: bool = False             # its outputs are gate, up, gate, up …
 
 
+GGUF_STACKED = FusedExperts(r"(blk\.\d+)\.(ffn_\w+_exps)\.(weight|bias)", r"\1.experts.{}.\2.\3")
 # As transformers 5 and llama.cpp write them.
 FUSED_EXPERTS = (
     FusedExperts(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight"),
-    FusedExperts(r"(blk\.\d+)\.(ffn_\w+_exps)\.(weight|bias)", r"\1.experts.{}.\2.\3"),
+    GGUF_STACKED,
 )
 
 
@@ -112,6 +122,7 @@ class ExpertRule:
     router_bias: bool = False
     bias: bool = False               # of the experts' linears
     clamped: bool = False            # gate and up are clamped, as in gpt-oss
+    scales_input: bool = False       # the weight of an expert multiplies its input, not its result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +153,11 @@ class Family:
     interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint
     longrope: bool = False           # rope type "longrope"
     nope: str = "none"               # layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window)
-    window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma)
+    window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below
     full_every: int = 0              # with "pattern": every n-th layer sees everything
+    # With "chunks", layers with a rope see their own chunk of attention_chunk_size positions.
+    temperature: str = "none"        # queries grow with their position: "nope" (those of layers without a rope), "all"
+    bare_qk_norm: bool = False       # an RMS norm without weights on every head of q and k, in layers with a rope
     local_rope: bool = False         # layers with a window have a rope of their own
     latent: bool = False             # attention over one compressed vector per token (latent_config.py)
     experts: ExpertRule | None = None    # a mixture of experts

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA, DeepSeek) as facts: sizes, and how a config.json spells them.
+"""Multi-head latent attention (MLA, DeepSeek) as facts: sizes, and how a config.json or a GGUF file spells them.
 
 One compressed vector per token and layer is kept, whatever the number of heads: `kv_rank` elements that a matrix widens to
 every head's key and value, and `rope` rotated elements that are a part of every head's key. Queries may be compressed too.
@@ -6,6 +6,7 @@ every head's key and value, and `rope` rotated elements that are a part of every
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ridgeline.errors import ModelError
@@ -72,3 +73,19 @@ def read_latent(fields: Fields, interleaved: bool) -> Latent:
         fields.integer("kv_lora_rank", maximum=MAX_HIDDEN), rope, fields.integer("qk_nope_head_dim", maximum=MAX_HEAD_DIM),
         fields.integer("v_head_dim", maximum=MAX_HEAD_DIM), rank, fields.flag("rope_interleave", interleaved),
     )
+
+
+def gguf_latent(fields: Fields, interleaved: bool, key: Callable[[str], str]) -> Latent:
+    """From a GGUF file's metadata. Newer files have the sizes of a head under names of their own, and those of the latent under
+    the usual ones; older files have those of a head there."""
+
+    def of_head(name: str) -> int:
+        usual = key(f"attention.{name}_length")
+        return fields.integer(usual + "_mla" if fields.get(usual + "_mla") else usual, maximum=MAX_HEAD_DIM)
+
+    rope, head = fields.integer(key("rope.dimension_count"), maximum=MAX_HEAD_DIM), of_head("key")
+    if rope % 2 or rope >= head:
+        raise ModelError(f"{fields.where}: {key('rope.dimension_count')} must be even and less than {head}, got {rope}")
+    rank = fields.integer(key("attention.q_lora_rank"), 0, minimum=0, maximum=MAX_HIDDEN)
+    kv_rank = fields.integer(key("attention.kv_lora_rank"), maximum=MAX_HIDDEN)
+    return Latent(kv_rank, rope, head - rope, of_head("value"), rank, interleaved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.errors import ModelError
@@ -13,7 +14,32 @@ from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, rope_kind, yarn_divisors, yarn_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+CHUNKED = "chunked_attention"
+YARN_SCORES = "rope.scaling.yarn_log_multiplier"
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """The queries at position p are multiplied by 1 + scale · ln(1 + floor((p + first) / every))."""
+
+    every: float
+    scale: float
+    first: int
+    turned: bool                     # those of layers with a rope, too
+
+
+def read_temperature(fields: Fields, family: Family) -> Temperature | None:
+    if family.temperature == "none":
+        return None
+    if family.temperature == "nope":                     # Llama-4's fields
+        tuned = fields.flag("attn_temperature_tuning", True)
+        return Temperature(fields.number("floor_scale"), fields.number("attn_scale"), 1, False) if tuned else None
+    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
+    own = Fields(fields.where, scaling if isinstance(scaling, dict) else {}, {})
+    if not own.get("llama_4_scaling_beta"):
+        return None
+    return Temperature(own.number("original_max_position_embeddings"), own.number("llama_4_scaling_beta"), 0, True)
 
 
 def windows_that_hide(windows: tuple[int | None, ...], max_position: int) -> tuple[int | None, ...]:
@@ -22,6 +48,11 @@ def windows_that_hide(windows: tuple[int | None, ...], max_position: int) -> tup
 
 
 def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """Of each layer, how many positions it sees, or the size of its chunks."""
+    return (_chunks if family.window == "chunks" else _sliding)(fields, family, num_layers)
+
+
+def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     everything: tuple[int | None, ...] = (None,) * num_layers
     slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
     absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
@@ -42,7 +73,17 @@ def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | N
     return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
 
 
-def _layer_types(fields: Fields, num_layers: int) -> list[str]:
+def _chunks(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """The size of each layer's chunks; without a list of layers, those with a rope have them."""
+    if "attention_chunk_size" in fields.raw and fields.raw["attention_chunk_size"] is None:
+        return (None,) * num_layers
+    size = fields.integer("attention_chunk_size")
+    types = _layer_types(fields, num_layers, ("full_attention", CHUNKED))
+    chunked = [kind == CHUNKED for kind in types] if types else _turned_layers(fields, family, (None,) * num_layers)
+    return tuple(size if each else None for each in chunked)
+
+
+def _layer_types(fields: Fields, num_layers: int, known: tuple[str, ...] = LAYER_TYPES) -> list[str]:
     """Empty: the config does not list them."""
     types = fields.get("layer_types")
     if types is None:
@@ -50,8 +91,8 @@ def _layer_types(fields: Fields, num_layers: int) -> list[str]:
     if not isinstance(types, list) or len(types) != num_layers:
         raise ModelError(f"{fields.where}: layer_types must list {num_layers} layers, got {types!r}")
     for kind in types:
-        if kind not in LAYER_TYPES:
-            raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: {', '.join(LAYER_TYPES)}")
+        if kind not in known:
+            raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: {', '.join(known)}")
     return types
 
 
@@ -143,6 +184,13 @@ def gguf_ropes(
     return tuple(full if window is None else local for window in windows)
 
 
+def gguf_score_scale(fields: Fields, key: Callable[[str], str]) -> float:
+    """As yarn_score_scale: DeepSeek's files have a tenth of mscale_all_dim, and take mscale to be the same."""
+    if fields.get(key("rope.scaling.type")) != "yarn" or not fields.get(key(YARN_SCORES)):
+        return 1.0
+    return yarn_scale(fields.number(key("rope.scaling.factor")), 10 * fields.number(key(YARN_SCORES))) ** 2
+
+
 def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int, key: Callable[[str], str]) -> Rope:
     """Of layers that see the whole context."""
     theta = fields.number(key("rope.freq_base"), 10_000.0)
@@ -154,9 +202,13 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
     if kind == "yarn":
         factor = fields.number(key("rope.scaling.factor"))
         original = fields.number(key("rope.scaling.original_context_length"), max_position)
+        fast = fields.number(key("rope.scaling.yarn_beta_fast"), 32.0)
+        slow = fields.number(key("rope.scaling.yarn_beta_slow"), 1.0)
         scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * yarn_scale(factor, 1.0)
+        if fields.get(key(YARN_SCORES)):
+            scale = 1.0              # the scores are scaled instead
         with numbers_of(fields.where):
-            return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, 32.0, 1.0, truncate=True), scale)
+            return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, fast, slow, truncate=True), scale)
     if kind not in ("none", "linear", "longrope"):
         raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {kind!r} is not supported; supported: none, "
                          "linear, yarn, longrope")

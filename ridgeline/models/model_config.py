@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,21 @@ from ridgeline.models.config_fields import (
     Fields,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
-from ridgeline.models.expert_config import Experts, gguf_experts, read_experts
-from ridgeline.models.families.all_families import FAMILIES
+from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
+from ridgeline.models.families.all_families import family_of, gguf_family
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
-from ridgeline.models.latent_config import Latent, read_latent
-from ridgeline.models.layer_patterns import gguf_ropes, gguf_windows, hf_ropes, hf_windows, windows_that_hide
+from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
+from ridgeline.models.layer_patterns import (
+    Temperature,
+    gguf_ropes,
+    gguf_score_scale,
+    gguf_windows,
+    hf_ropes,
+    hf_windows,
+    read_temperature,
+    windows_that_hide,
+)
 from ridgeline.models.multipliers import read_multipliers
 from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
@@ -98,6 +107,9 @@ class ModelConfig:
     experts: Experts | None = None   # a mixture in the place of most MLPs; `intermediate_size` is that of the others
     packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, as a CPU keeps them
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
+    chunked: bool = False            # windows are chunks: a query sees what of its chunk is before it
+    temperature: Temperature | None = None               # queries grow with their position
+    bare_qk_norm: bool = False       # norms without weights on q and k, in layers with a rope
     latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
 
     @property
@@ -265,15 +277,6 @@ def layer_groups(config: ModelConfig) -> list[int]:
 # ---- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
-def family_of(architecture: object, known: Callable[[Family], Sequence[str]], where: str) -> Family:
-    for family in FAMILIES:
-        if architecture in known(family):
-            return family
-    names = [name for family in FAMILIES for name in known(family)]
-    supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
-    raise ModelError(f"{where}: architecture {architecture!r} is not supported; supported: {supported}")
-
-
 def hf_model_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], family: Family | None = None, where: str = "config.json",
     eos_token: int | None = None, directory: Path | None = None,
@@ -349,6 +352,7 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
         "output_bias": fields.flag("attention_out_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
         "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
+        "bare_qk_norm": family.bare_qk_norm and fields.flag("use_qk_norm", True),
     }
 
 
@@ -360,6 +364,7 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
         "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
         "attention_scale": attention * yarn_score_scale(fields.raw) if family.latent else attention,
         "residual_scale": times.residual,
+        "temperature": read_temperature(fields, family),
         "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
     }
 
@@ -367,15 +372,16 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
     names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
-    return {name: getattr(family, name) for name in names}
+    return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
     architectures = raw.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise ModelError(f"{where}: architectures is missing")
-    family = family_of(architectures[0], lambda each: each.architectures, where)
-    return family
+    text = raw.get("text_config")
+    kind = text.get("model_type") if isinstance(text, dict) else raw.get("model_type")
+    return family_of(architectures[0], lambda each: each.architectures, where, kind)
 
 
 def _activation(fields: Fields, family: Family) -> str:
@@ -413,15 +419,6 @@ def _softcap(fields: Fields, family: Family, name: str) -> float | None:
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
-def _gguf_family(architecture: object, mixed: bool, where: str) -> Family:
-    """Mixtral is a llama with experts."""
-    kind = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
-    for family in FAMILIES:
-        if family.gguf == kind.gguf and (family.experts is not None) == mixed:
-            return family
-    raise ModelError(f"{where}: {kind.gguf} {'with' if mixed else 'without'} experts is not supported")
-
-
 def _gguf_embedding(file: GGUFFile, where: str) -> GGUFTensor:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -437,23 +434,23 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    family = _gguf_family(architecture, bool(fields.get(key("expert_count"), 0)), where)
+    family = gguf_family(architecture, gguf_score(fields, key), where)
 
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
     num_layers = fields.integer(key("block_count"), maximum=MAX_LAYERS)
     num_heads = fields.integer(key("attention.head_count"), maximum=MAX_HEADS)
-    num_kv_heads = fields.integer(key("attention.head_count_kv"), num_heads, maximum=MAX_HEADS)
+    latent = gguf_latent(fields, family.interleaved, key) if family.latent else None
+    num_kv_heads = 1 if latent is not None else fields.integer(key("attention.head_count_kv"), num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer(key("embedding_length"), maximum=MAX_HIDDEN)
-    head_dim = _head_dim(fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
+    head_dim = latent.head if latent is not None else _head_dim(
+        fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
     _check_heads(where, num_heads, num_kv_heads)
     embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
-    scale = head_dim**-0.5
-    if family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN:
-        scale = (hidden_size / num_heads) ** -0.5
+    by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
     experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
         family=family,
@@ -477,14 +474,15 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         qk_norm=family.qk_norm,
         norm_offset=0.0,              # the converter has added it to the weights
         embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
-        attention_scale=scale,
+        attention_scale=(hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key),
         attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
         final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),
-        ropes=gguf_ropes(file, fields, family, head_dim, max_position, windows, key),     # by the file's windows
+        ropes=gguf_ropes(file, fields, family, head_dim if latent is None else latent.rope, max_position, windows, key),
         interleaved=family.gguf_permuted,
         experts=experts,
         packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
+        latent=latent,
         **_layout(family),
     )

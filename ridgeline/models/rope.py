@@ -26,6 +26,11 @@ class Rope:
     long_divisors: tuple[float, ...] = ()  # longrope: these, where the engine's context is longer than the original
     original_context: int = 0
 
+    @property
+    def turns(self) -> bool:
+        """False: the layer has no rope."""
+        return math.inf not in self.divisors
+
     def frequencies(self, max_model_len: int) -> list[float]:
         """Radians per position of each pair. The choice of longrope is made once, by the longest context served."""
         divisors = self.divisors
@@ -56,6 +61,8 @@ def numbers_of(where: str) -> Iterator[None]:
 def rope_kind(scaling: Mapping[str, Any], longrope: bool) -> str:
     """By its name of today. Phi-3's older names of longrope are "su" and "yarn", with longrope's factors."""
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    if kind == "mrope":              # three positions for each part of an image, one and the same for text
+        return "default"
     return "longrope" if longrope and kind in ("su", "yarn") and "short_factor" in scaling else kind
 
 

@@ -20,12 +20,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ridgeline.errors import ModelError
-from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, Stored
+from ridgeline.models.checkpoints.quantised_source import FLOATS, QuantisedSource, RawSource, Stored
 from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.fused_experts import SplitExperts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
+from ridgeline.models.regrouped import JoinedLatents, SplitExperts
 from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger
 from ridgeline.quant.layout import STORED_KINDS
@@ -196,8 +196,7 @@ def _fill(
 ) -> None:
     gguf = isinstance(stored, GGUFSource)
     renamer = Renamer(config, gguf, model.is_elsewhere)
-    single = SplitExperts(stored, config.family.fused_experts) if config.experts is not None else stored
-    source = _canonical_source(single, config, renamer, pieces, model)
+    source = _canonical_source(_regrouped(stored, config, gguf), config, renamer, pieces, model)
     matched = _match(pieces, source, renamer)
     total = sum(source.tensors[name].nbytes for name in matched)
     done = 0
@@ -262,8 +261,14 @@ def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved
 _ROTATED = re.compile(r"\.qkv\.\w+:[qk]$")
 
 
+def _regrouped(stored: SafetensorsSource | GGUFSource, config: ModelConfig, gguf: bool) -> RawSource:
+    """One tensor for each linear, and for each expert."""
+    joined = JoinedLatents(stored) if gguf and (config.latent is not None or config.experts is not None) else stored
+    return joined if config.experts is None else SplitExperts(joined, config.family.fused_experts)
+
+
 def _canonical_source(
-    stored: SafetensorsSource | GGUFSource | SplitExperts, config: ModelConfig, renamer: Renamer, pieces: dict[str, Piece],
+    stored: RawSource, config: ModelConfig, renamer: Renamer, pieces: dict[str, Piece],
     model: Decoder,
 ) -> Source:
     """Of a quantised checkpoint, the tensors of the formats that the model's linears keep."""

@@ -16,11 +16,13 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.draft_checkpoint import draft_pages
 from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import held_bytes
 from ridgeline.models.model_config import kv_groups
 from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes, stage_parameters
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel
+from ridgeline.quant.format import MADE
 from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes
 from ridgeline.sizes import ledger
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
@@ -130,10 +132,17 @@ class Capacity:
 
 
 def model_bytes(model: PlannedModel, setup: Setup) -> int:
-    """Weights on all devices: the layers' linears in their format, the rest in the setup's dtype."""
-    linears = model.linear_parameters
-    wide = WEIGHT_FORMATS[setup.dtype].bytes
-    return round(linears * weight_bytes(setup.weights, setup.sparse) + (model.parameters - linears) * wide)
+    """Weights on all devices: the layers' linears in their format, the rest in the setup's dtype. Experts that a checkpoint has
+    in another format lie as their kernels hold them."""
+    linears, experts, config = model.linear_parameters, model.experts, model.config
+    wide, held = WEIGHT_FORMATS[setup.dtype].bytes, 0
+    if experts is not None and setup.expert_weights != setup.weights:
+        shapes = ((2 * experts.width, config.hidden_size), (config.hidden_size, experts.width))
+        number = (config.num_layers - config.num_plain) * experts.count
+        held = number * sum(held_bytes(MADE[setup.expert_weights], *shape) for shape in shapes)
+        linears -= number * sum(outputs * inputs for outputs, inputs in shapes)
+    others = model.parameters - model.linear_parameters
+    return round(held + linears * weight_bytes(setup.weights, setup.sparse) + others * wide)
 
 
 def rank_bytes(model: PlannedModel, setup: Setup) -> int:

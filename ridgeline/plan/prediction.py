@@ -23,9 +23,11 @@ import numpy as np
 
 from ridgeline.config import declared_options
 from ridgeline.errors import ConfigError
+from ridgeline.plan import four_bit_experts
 from ridgeline.plan.precision import WEIGHT_FORMATS, compute_format, kv_bytes, weight_bytes
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.plan.workload_steps import (
+    PRODUCTS,
     Lengths,
     Row,
     Steps,
@@ -43,6 +45,7 @@ from ridgeline.sizes.kv_format import KVFormat, cache_dtype
 from ridgeline.techniques import turned_off
 
 FITTED = Path(__file__).with_name("fitted.json")
+EXPERTS = PRODUCTS.index("experts")
 MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
@@ -144,10 +147,16 @@ class Setup:
         config = self.model.config
         whole = decoder_shape(
             config, self.dtype, bytes_per_weight=weight_bytes(self.weights, self.sparse),
-            expert_bytes=weight_bytes(self.weights, self.sparse), head_bytes=WEIGHT_FORMATS[self.dtype].bytes,
+            expert_bytes=weight_bytes(self.expert_weights, self.sparse), head_bytes=WEIGHT_FORMATS[self.dtype].bytes,
         )
         whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled), window_kv_bytes=None)
         return whole.shard(self.ranks) if self.ranks > 1 else whole
+
+    @property
+    def expert_weights(self) -> str:
+        """The checkpoint's own format of experts, unless another is asked for. Only a GPU keeps it."""
+        stored = self.model.expert_format if self.device.kind == "cuda" and self.weights == self.dtype else ""
+        return stored or self.weights
 
     @property
     def kv_dtype(self) -> str:
@@ -216,6 +225,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     if four_bits:
         weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
         products[:, :-1] += weights * many[:, None] * FOUR_BIT_EXPANDED / (device.bandwidth * FOUR_BIT_EXPANDS)
+    if setup.model.experts is not None and WEIGHT_FORMATS[setup.expert_weights].bits == 4 and device.kind == "cuda":
+        products[:, EXPERTS] = _four_bit_experts(setup, steps, wide, paced) + steps.product_calls[:, EXPERTS] * kernel
     narrow_kv = setup.kv != "auto" and device.kind == "cuda"
     reads_kv, computes_kv = (constants.narrow_kv_read, constants.narrow_kv_compute) if narrow_kv else (1.0, 1.0)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
@@ -232,6 +243,19 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
         "communication": steps.collectives * link.latency + ring * steps.collective_bytes / link.bandwidth,
         "step": np.full(len(steps), constants.step_s),
     }
+
+
+def _four_bit_experts(setup: Setup, steps: Steps, wide: float, paced: np.ndarray) -> np.ndarray:
+    """Seconds without the kernels' own: reading and unpacking overlap, and computing with both."""
+    used, experts, hidden = setup.used, setup.shape.experts, setup.model.config.hidden_size
+    assert experts is not None
+    unpacked, padded = four_bit_experts.work(experts, hidden, steps.tokens)
+    flops = steps.product_flops[:, EXPERTS]
+    layers = flops / np.maximum(2 * 3 * hidden * experts.width * experts.used * steps.tokens, 1)     # the last has fewer tokens
+    unpacking = layers * unpacked / (four_bit_experts.unpacks_per_second(wide) * paced)
+    reading = steps.product_bytes[:, EXPERTS] / (setup.device.bandwidth * used.linear_read)
+    computing = flops * padded / (wide * used.linear_compute * FOUR_BIT_COMPUTE * paced)
+    return _both(np.maximum(reading, unpacking), computing, used.overlap)
 
 
 def paces(setup: Setup, steps: Steps, steady: bool = False) -> np.ndarray:

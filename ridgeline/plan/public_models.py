@@ -22,6 +22,7 @@ from ridgeline.quant.layout import stored_kind
 class PlannedModel:
     name: str
     config: ModelConfig
+    expert_format: str = ""          # in which the checkpoint has its experts, where its other weights are wide
 
     @property
     def experts(self) -> Experts | None:
@@ -103,7 +104,8 @@ def _qwen3_moe(*sizes: int, expert: int) -> dict[str, Any]:
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     return _config("GptOss", "gpt_oss", (2880, 2880, layers, 64, 8), 201088, 131072, head_dim=64, num_local_experts=experts,
-                   num_experts_per_tok=4, sliding_window=128, layer_types=kinds, attention_bias=True)
+                   num_experts_per_tok=4, sliding_window=128, layer_types=kinds, attention_bias=True,
+                   quantization_config={"quant_method": "mxfp4"})
 
 
 def _deepseek(version: str, sizes: tuple[int, ...], vocab: int, **more: Any) -> dict[str, Any]:
@@ -224,8 +226,11 @@ def _checkpoint_format(path: Path) -> str | None:
 
 
 def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
-    """As the engine reads it. Formats are chosen here, and no size depends on them."""
-    return PlannedModel(name, hf_model_config({**raw, "quantization_config": None}, {}, where=where or name))
+    """As the engine reads it. Formats are chosen here, and no size depends on them: but MXFP4 is of experts alone."""
+    config = hf_model_config({**raw, "quantization_config": None}, {}, where=where or name)
+    stored = raw.get("quantization_config")
+    experts_alone = isinstance(stored, dict) and stored.get("quant_method") == "mxfp4" and config.experts is not None
+    return PlannedModel(name, config, "mxfp4" if experts_alone else "")
 
 
 def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:

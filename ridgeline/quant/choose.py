@@ -15,6 +15,8 @@ from ridgeline.quant.scheme import Scheme
 
 logger = get_logger("quant")
 
+EXPERTS = ".experts."                # in the path of what the experts of a layer have
+
 
 class Chosen(Protocol):
     """models/checkpoints/linear_formats.py's choice for a linear."""
@@ -28,20 +30,34 @@ class Chosen(Protocol):
     @property
     def differs(self) -> tuple[str, ...]: ...
 
+    @property
+    def expands(self) -> tuple[str, ...]: ...
+
 
 def schemes(formats: Callable[[str], Chosen], plain: Scheme) -> Callable[[str], Scheme]:
     """By a linear's path. Linears of one format share a scheme object."""
     made: dict[tuple[WeightFormat, bool], Scheme] = {}
     said: set[tuple[str, ...]] = set()
 
+    def say(once: tuple[str, ...], text: str, *values: object) -> None:
+        if once not in said:
+            said.add(once)
+            logger.info(text, *values)
+
     def scheme(path: str) -> Scheme:
         chosen = formats(path)
-        if chosen.differs and chosen.differs not in said:
-            said.add(chosen.differs)
+        if chosen.differs:
             kept = "the model's dtype" if chosen.format is None else chosen.format.name
-            logger.info("%s: its parts are stored as %s and kept together as %s", path, ", ".join(chosen.differs), kept)
+            say(chosen.differs, "%s: its parts are stored as %s and kept together as %s", path, ", ".join(chosen.differs), kept)
+        if chosen.expands:
+            say(("experts", *chosen.expands), "experts stored as %s are expanded to the model's dtype: the kernels of experts do "
+                "not multiply by these codes on this device", " and ".join(chosen.expands))
         if chosen.format is None:
             return plain
+        if chosen.format.grid in GRIDS and not plain.keeps_blocks and EXPERTS not in path:
+            # On a GPU. Experts have other kernels.
+            say(("4-bit",), "4-bit weights: steps of more than about 100 tokens take longer than with 16-bit ones, unlike with "
+                "fp8")
         key = (chosen.format, chosen.made)
         if key not in made:
             made[key] = make(chosen.format, chosen.made, plain)
@@ -54,7 +70,5 @@ def make(format: WeightFormat, made: bool, plain: Scheme) -> Scheme:
     if quantises_rows(format):
         return Fp8(plain, made, format)
     if format.grid in GRIDS:
-        if not plain.keeps_blocks:                       # a GPU
-            logger.info("4-bit weights: steps of more than about 100 tokens take longer than with 16-bit ones, unlike with fp8")
         return Packed(format, plain, made)
     return Quantised(format, plain, made)

@@ -49,7 +49,7 @@ class Norm(Protocol):
 
 
 class Scheme(Protocol):
-    keeps_blocks: bool               # keeps weights as a GGUF file packs them
+    keeps_blocks: bool               # takes the blocks of a GGUF file as they are (the native CPU kernels alone)
 
     def create(
         self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,

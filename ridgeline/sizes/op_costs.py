@@ -186,6 +186,13 @@ ROTARY_WRITE_CASES = (
 def visible_pairs(query_len: int, kv_len: int, window: int | None) -> int:
     """How many (query, key) pairs of a row the mask lets through: sum over queries of min(own position + 1, window)."""
     first = kv_len - query_len + 1                       # keys that the first query sees without a window
+    if window is not None and window < 0:                # chunks of -window positions: each query sees those of its own
+        def before(count: int) -> int:
+            """Pairs of the first `count` queries of a row."""
+            whole, rest = divmod(count, -window)
+            return whole * (-window * (1 - window) // 2) + rest * (rest + 1) // 2
+
+        return before(kv_len) - before(kv_len - query_len)
     if window is None or window >= kv_len:
         return query_len * (first + kv_len) // 2
     growing = max(0, window - first)                     # queries that still see everything before them
@@ -194,6 +201,8 @@ def visible_pairs(query_len: int, kv_len: int, window: int | None) -> int:
 
 def visible_keys(query_len: int, kv_len: int, window: int | None) -> int:
     """How many KV positions at least one query of a row sees."""
+    if window is not None and window < 0:
+        return kv_len - (kv_len - query_len) // -window * -window
     return kv_len if window is None else min(kv_len, query_len + window - 1)
 
 
@@ -290,6 +299,9 @@ PAGED_ATTENTION_CASES = (
     Case("softcap", _attention([(1, 7), (1, 12), (4, 10), (5, 5)], softcap=3.0)),
     Case("window-softcap", _attention([(1, 13), (1, 15), (7, 12)], window=6, softcap=2.0)),
     Case("long", _attention([(1, 75), (40, 70), (2, 3)])),               # several tiles of keys and of queries
+    # Chunks: rows that end inside one, at its end and behind it; queries of several chunks in one tile.
+    Case("chunks", _attention([(1, 14), (1, 15), (1, 16), (1, 3), (6, 17), (9, 9)], window=-5)),
+    Case("long-chunks", _attention([(1, 90), (1, 41), (40, 80), (45, 45)], window=-20)),
     Case("long-window", _attention([(1, 90), (40, 80), (45, 45)], window=20)),
     # Wide heads have narrow tiles of keys: a whole tile may lie behind the window of the tile's last query.
     Case("wide-window", _attention([(70, 75)], heads=1, kv_heads=1, head_dim=144, window=3)),

@@ -14,7 +14,8 @@ import pytest
 from gguf_writer import write_gguf
 
 from ridgeline.errors import ConfigError, ModelError
-from ridgeline.models.model_config import FAMILIES, hf_model_config, kv_groups, load_model_config
+from ridgeline.models.families.all_families import FAMILIES
+from ridgeline.models.model_config import hf_model_config, kv_groups, load_model_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
@@ -220,7 +221,24 @@ def test_kv_heads_per_rank() -> None:
 
 def test_family_names_are_unique() -> None:
     names = [name for family in FAMILIES for name in (family.name, *family.architectures)]
-    assert len(names) == len(set(names))
+    # Of this one, the type of its language model says which family it is.
+    assert {name for name in names if names.count(name) > 1} == {"Mistral3ForConditionalGeneration"}
+
+
+def test_the_type_of_the_language_model_chooses_between_families() -> None:
+    both = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": LLAMA | {"model_type": "mistral"}}
+    assert hf_model_config(both, {}).family.name == "mistral"
+    scaling = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64}
+    text = LLAMA | {"model_type": "ministral3", "rope_parameters": scaling}
+    found = hf_model_config(both | {"text_config": text}, {})
+    assert found.family.name == "ministral3" and found.temperature is not None and found.temperature.every == 64
+
+
+def test_positions_of_images_are_those_of_text() -> None:
+    """Qwen2.5-VL rotates by three positions, which are the same one for text."""
+    scaling = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    raw = LLAMA | {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    assert hf_model_config(raw | {"rope_scaling": scaling}, {}).ropes == hf_model_config(raw, {}).ropes
 
 
 def test_no_torch() -> None:

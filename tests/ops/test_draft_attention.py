@@ -67,6 +67,8 @@ CASES: dict[str, tuple[list[tuple[int, int]], int, dict[str, Any]]] = {      # r
     "window": ([(4, 60), (1, 33), (6, 9), (2, 90)], 4, {"window": 21}),
     "window, several shares": ([(6, 500), (1, 400), (3, 350)], 3, {"window": 210, "block_size": 16}),
     "narrow window": ([(9, 40), (4, 30)], 2, {"window": 2}),
+    "chunks": ([(4, 62), (1, 41), (6, 9), (2, 90), (1, 0)], 5, {"window": -20}),
+    "chunks, several shares": ([(6, 403), (1, 400), (3, 350)], 3, {"window": -200, "block_size": 16}),
     "soft cap": ([(4, 60), (2, 300)], 2, {"softcap": 3.0}),
     "window and soft cap": ([(4, 60), (2, 300)], 2, {"softcap": 2.0, "window": 100}),
     "one head each": ([(5, 30), (2, 8)], 2, {"heads": 2}),
@@ -81,7 +83,8 @@ CASES: dict[str, tuple[list[tuple[int, int]], int, dict[str, Any]]] = {      # r
 }
 # What the others hold, too, apart or smaller: on a GPU always, in the interpreter with the slow tests.
 REPEATED = {
-    "one row", "all new", "window, several shares", "narrow window", "window and soft cap", "one head each", "sixteen bits",
+    "one row", "all new", "window, several shares", "chunks, several shares",
+    "narrow window", "window and soft cap", "one head each", "sixteen bits",
     "sixteen bits, one row", "eight bits, window",
 }
 

@@ -468,7 +468,8 @@ def naive_attention(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Ten
             position = int(kv_len[row]) - (end - begin) + token - begin
             if position < 0:
                 continue                                 # a padding row
-            oldest = 0 if options["window"] is None else max(0, position - options["window"] + 1)
+            window = options["window"] or 10**9
+            oldest = max(0, position - window + 1) if window > 0 else position // -window * -window
             places = [(int(table[row][p // size]), p % size) for p in range(oldest, position + 1)]
             blocks, offsets = map(list, zip(*places, strict=True))
             for head in range(q.shape[1]):

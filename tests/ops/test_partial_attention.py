@@ -13,7 +13,9 @@ SIZE, HEADS, KV_HEADS, DIM = 3, 6, 2, 8                  # SIZE: tokens of a blo
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (7, None, True), (2, 5.0, False)])
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [
+    (None, None, False), (7, None, True), (2, 5.0, False), (-6, None, False),
+])
 def test_parts_add_up(ranks: int, window: int | None, softcap: float | None, sinks: bool) -> None:
     generator = torch.Generator().manual_seed(ranks)
 

@@ -172,7 +172,7 @@ def test_invariant_gemm_compiles(outputs: int, splits: int) -> None:
 
 
 ATTENTION_HELPERS = (
-    "from_sinks",
+    "from_sinks", "oldest_key",
     "share_of", "load_query", "load_tile", "in_compute_type", "fold_tile", "attend_keys", "first_blocks", "fetch_tile",
     "merge_shares", "from_sinks", "queries_of", "member_offset", "fold_prefix", "prepared", "in_runs", "partner_of", "angles",
     "norm_weights", "load_heads", "turned", "scales_of", "store_scaled", "store_newest", "slot_of", "load_pairs",
@@ -231,6 +231,8 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
         ),
         pytest.param("prefill_kernel", "bf16", "bf16", {}, marks=slow),
         ("prefill_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096, "SINKS": True}),
+        pytest.param("prefill_kernel", "bf16", "bf16", {"WINDOW": -8192}, marks=slow),
+        pytest.param("decode_kernel", "bf16", "bf16", {"WINDOW": -8192}, marks=slow),
         pytest.param("prefix_kernel", "bf16", "bf16", {}, marks=slow),
         pytest.param("prefix_kernel", "bf16", "fp8e4nv", {}, marks=slow),
     ],

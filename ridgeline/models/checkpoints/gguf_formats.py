@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe
-from ridgeline.models.family import Family
+from ridgeline.models.family import GGUF_STACKED, Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.quant.format import Scales, WeightFormat
 from ridgeline.quant.layout import matrix_bytes, plain_bytes, stored_kind
@@ -32,11 +32,16 @@ RECIPES = {
 
 
 def gguf_quantisation(file: GGUFFile) -> Quantisation | None:
-    """None: no linear is packed."""
-    found = {
-        name.removesuffix(".weight"): RECIPES[tensor.type] for name, tensor in file.tensors.items()
-        if tensor.type in RECIPES and name.endswith(".weight") and not name.startswith("token_embd")
-    }
+    """None: no linear is packed. Experts have names of their own, as when their tensors are taken apart (regrouped.py)."""
+    found: dict[str, Recipe] = {}
+    for name, tensor in file.tensors.items():
+        if tensor.type not in RECIPES or not name.endswith(".weight") or name.startswith("token_embd"):
+            continue
+        stacked = re.fullmatch(GGUF_STACKED.pattern, name)
+        names = [name] if stacked is None else [
+            stacked.expand(GGUF_STACKED.name).format(expert) for expert in range(tensor.shape[0])
+        ]
+        found |= dict.fromkeys((each.removesuffix(".weight") for each in names), RECIPES[tensor.type])
     return Quantisation("gguf", (), by_name=found) if found else None
 
 

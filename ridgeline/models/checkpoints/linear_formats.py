@@ -43,6 +43,7 @@ class Chosen:
     format: WeightFormat | None      # None: the model's dtype
     made: bool = False               # while loading, from plain numbers
     differs: tuple[str, ...] = ()    # formats of parts that had to be brought to one
+    expands: tuple[str, ...] = ()    # of experts: formats in which they are stored, and not kept
 
 
 def linears(config: ModelConfig, ranks: int = 1) -> Iterator[LinearShape]:
@@ -173,8 +174,12 @@ class LinearFormats:
         format = formats[0]
         known = format is not None and all(other == format for other in formats)
         if format is None or not (self.keeps_experts and known and all(_multiplies(format, shape) for shape in shapes)):
-            return Chosen(None)
+            return Chosen(None, expands=self._stored_experts(shapes))
         return Chosen(format, made=both[0].made)
+
+    def _stored_experts(self, shapes: list[LinearShape]) -> tuple[str, ...]:
+        found = [each for shape in shapes for each in self.of_parts(shape) if each is not None] if not self.rules else []
+        return tuple(sorted({format.name for format in found}))
 
     def _choose(self, path: str) -> Chosen:
         if path in self._experts:

@@ -1,5 +1,8 @@
-"""Every family that this engine runs."""
+"""Every family that this engine runs, and how one is found by the name that a checkpoint gives it."""
 
+from collections.abc import Callable, Sequence
+
+from ridgeline.errors import ModelError
 from ridgeline.models.families.cohere import COHERE, COHERE2
 from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3
 from ridgeline.models.families.exaone import EXAONE4
@@ -7,16 +10,41 @@ from ridgeline.models.families.gemma import GEMMA2, GEMMA3
 from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE
 from ridgeline.models.families.gpt_oss import GPT_OSS
 from ridgeline.models.families.granite import GRANITE, GRANITE_MOE
-from ridgeline.models.families.llama import ARCEE, ERNIE, LLAMA, SEED_OSS, SMOLLM3
-from ridgeline.models.families.mistral import MISTRAL, MIXTRAL
+from ridgeline.models.families.llama import ARCEE, ERNIE, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
+from ridgeline.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from ridgeline.models.families.nemotron import NEMOTRON
 from ridgeline.models.families.olmo import OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3
 from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from ridgeline.models.families.starcoder2 import STARCODER2
+from ridgeline.models.family import Family
 
 FAMILIES = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, OLMO2, OLMO3, GRANITE, GLM, GLM4, COHERE,
-    COHERE2, STARCODER2, EXAONE4, NEMOTRON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE,
-    GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3,
+    LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, OLMO2, OLMO3, GRANITE,
+    GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE,
+    LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3,
 )
+
+
+def family_of(
+    architecture: object, known: Callable[[Family], Sequence[str]], where: str, language_model: object = None
+) -> Family:
+    """`language_model`: the type of a checkpoint's language model, where several families have the same name."""
+    found = [family for family in FAMILIES if architecture in known(family)]
+    if found:
+        return next((family for family in found if family.name == language_model), found[0])
+    names = [name for family in FAMILIES for name in known(family)]
+    supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
+    raise ModelError(f"{where}: architecture {architecture!r} is not supported; supported: {supported}")
+
+
+def gguf_family(architecture: object, score: str | None, where: str) -> Family:
+    """GGUF has one name for families that differ in their experts: Mixtral is a llama with experts, DeepSeek-V3 a deepseek2 with
+    sigmoid scores. `score`: of a file with experts, "" where it does not say."""
+    kind = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
+    for family in FAMILIES:
+        rule = family.experts
+        if family.gguf == kind.gguf and (score is None if rule is None else score is not None and score in ("", rule.score)):
+            return family
+    experts = "without experts" if score is None else f"with experts of {score} scores"
+    raise ModelError(f"{where}: {kind.gguf} {experts} is not supported")

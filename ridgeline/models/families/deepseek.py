@@ -2,7 +2,16 @@
 without experts): latent attention, shared experts beside the chosen ones, plain MLPs in the first layers. V3 chooses by sigmoid
 scores with a bias, among the best groups."""
 
-from ridgeline.models.family import EXPERT_NAMES, LLAMA_NAMES, NEXT_TOKEN_LAYER, ROPE_TENSORS, ExpertRule, Family
+from ridgeline.models.family import (
+    EXPERT_NAMES,
+    GGUF_EXPERT_NAMES,
+    GGUF_NAMES,
+    LLAMA_NAMES,
+    NEXT_TOKEN_LAYER,
+    ROPE_TENSORS,
+    ExpertRule,
+    Family,
+)
 
 LATENT_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".qkv" not in target} | {
     "model.layers.{}.self_attn.q_proj": "layers.{}.attention.qkv:q",
@@ -12,6 +21,17 @@ LATENT_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".qkv" n
     "model.layers.{}.self_attn.kv_a_layernorm": "layers.{}.attention.kv_norm",
     "model.layers.{}.self_attn.q_b_proj": "layers.{}.attention.q_up",
     "model.layers.{}.self_attn.kv_b_proj": "layers.{}.attention.kv_up",
+}
+
+GGUF_LATENT_NAMES = {name: target for name, target in GGUF_NAMES.items() if ".attention." not in target} | {
+    "blk.{}.attn_q": "layers.{}.attention.qkv:q",
+    "blk.{}.attn_q_a": "layers.{}.attention.qkv:q_down",
+    "blk.{}.attn_kv_a_mqa": "layers.{}.attention.qkv:kv_down",
+    "blk.{}.attn_q_a_norm": "layers.{}.attention.q_norm",
+    "blk.{}.attn_kv_a_norm": "layers.{}.attention.kv_norm",
+    "blk.{}.attn_q_b": "layers.{}.attention.q_up",
+    "blk.{}.attn_kv_b": "layers.{}.attention.kv_up",     # newer files have it in two parts (regrouped.py)
+    "blk.{}.attn_output": "layers.{}.attention.output",
 }
 
 DEEPSEEK_V3_EXPERTS = ExpertRule(score="sigmoid", choice_bias=True, groups=True, group_score="best two", scaled=True)
@@ -25,21 +45,25 @@ DEEPSEEK_EXPERT_NAMES = EXPERT_NAMES | {
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
     architectures=("DeepseekV2ForCausalLM",),
+    gguf="deepseek2",
     latent=True,
     interleaved=True,
     experts=ExpertRule(groups=True, scaled=True),
     defaults={"rms_norm_eps": 1e-6},
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
+    gguf_names=GGUF_LATENT_NAMES | GGUF_EXPERT_NAMES,
 )
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM",),
+    gguf="deepseek2",
     latent=True,
     interleaved=True,
     experts=DEEPSEEK_V3_EXPERTS,
     defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": True},
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
+    gguf_names=GGUF_LATENT_NAMES | GGUF_EXPERT_NAMES,
     ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),           # MTP, for drafts
 )
 

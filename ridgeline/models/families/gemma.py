@@ -2,7 +2,7 @@
 layers. Gemma-2 caps its scores and logits; Gemma-3 has q/k norms and a rope of its own for layers with a window.
 """
 
-from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, Family
+from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, TEXT_PREFIXES, VISION_TENSORS, Family
 
 # Here "post_attention_layernorm" is what its name says; in Llama it is the norm before the MLP.
 SANDWICH_NAMES = {
@@ -37,7 +37,6 @@ GEMMA2 = Family(
 
 GEMMA3 = Family(
     name="gemma3",
-    # The second one also sees images: its language model is served, its vision tower left in the file.
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     gguf="gemma3",
     activation="gelu_tanh",
@@ -64,6 +63,6 @@ GEMMA3 = Family(
         "rope_local_base_freq": 10_000.0,
     },
     names=LLAMA_NAMES | QK_NORM_NAMES | SANDWICH_NAMES,
-    prefixes={"language_model.": "", "model.language_model.": "model."},
-    ignored=(*ROPE_TENSORS, r"(model\.)?vision_tower\..*", r"(model\.)?multi_modal_projector\..*"),
+    prefixes=TEXT_PREFIXES,
+    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )

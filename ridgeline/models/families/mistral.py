@@ -1,12 +1,36 @@
-"""Mistral: Llama with a sliding window on every layer. Mixtral: with a mixture of experts."""
+"""Mistral: Llama with a sliding window on every layer. Ministral 3: queries that grow with their position. Mixtral: a mixture of
+experts."""
 
-from ridgeline.models.family import GGUF_EXPERT_NAMES, GGUF_NAMES, LLAMA_NAMES, ExpertRule, Family
+from ridgeline.models.family import (
+    GGUF_EXPERT_NAMES,
+    GGUF_NAMES,
+    LLAMA_NAMES,
+    ROPE_TENSORS,
+    TEXT_PREFIXES,
+    VISION_TENSORS,
+    ExpertRule,
+    Family,
+)
+
+# Its language model may be that of either family below: text_config says which.
+WITH_VISION = "Mistral3ForConditionalGeneration"
 
 MISTRAL = Family(
     name="mistral",
-    architectures=("MistralForCausalLM",),
+    architectures=("MistralForCausalLM", WITH_VISION),
     window="all",
     defaults={"sliding_window": 4096},
+    prefixes=TEXT_PREFIXES,
+    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
+)
+
+MINISTRAL3 = Family(
+    name="ministral3",
+    architectures=("Ministral3ForCausalLM", WITH_VISION),
+    temperature="all",
+    window="all",
+    prefixes=TEXT_PREFIXES,
+    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )
 
 MIXTRAL = Family(

@@ -7,6 +7,9 @@ from ridgeline.models.family import (
     GGUF_NAMES,
     LLAMA_NAMES,
     QK_NORM_NAMES,
+    ROPE_TENSORS,
+    TEXT_PREFIXES,
+    VISION_TENSORS,
     ExpertRule,
     Family,
 )
@@ -15,7 +18,9 @@ WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 
 QWEN2 = Family(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM",),
+    architectures=("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    prefixes=TEXT_PREFIXES,
+    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
     gguf="qwen2",
     qkv_bias=True,
     spelled={"attention_out_bias": ""},
@@ -25,7 +30,9 @@ QWEN2 = Family(
 
 QWEN3 = Family(
     name="qwen3",
-    architectures=("Qwen3ForCausalLM",),
+    architectures=("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
+    prefixes=TEXT_PREFIXES,
+    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
     gguf="qwen3",
     qk_norm=True,
     window="upper",
@@ -36,6 +43,7 @@ QWEN3 = Family(
 QWEN2_MOE = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
+    gguf="qwen2moe",
     spelled={"attention_out_bias": "", "attention_bias": "qkv_bias"},
     experts=ExpertRule(shared_gate=True),
     only={"use_sliding_window": False},
@@ -46,6 +54,7 @@ QWEN2_MOE = Family(
         "model.layers.{}.mlp.shared_expert.up_proj": "layers.{}.mlp.shared.gate_up:up",
         "model.layers.{}.mlp.shared_expert.down_proj": "layers.{}.mlp.shared.down",
     },
+    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )
 
 QWEN3_MOE = Family(

@@ -202,7 +202,7 @@ def device_shares(
     """
     read = np.array(lengths, np.int32)
     if window is not None:
-        read = np.minimum(read, window + queries - 1)
+        read = np.minimum(read, abs(window) + queries - 1)
     if prefix is not None:
         read = read - prefix.prefix_len.cpu().numpy()[: len(read)]
     return _on_device(share_out(read, programs_at_once(sm_count(device), kv_heads), deterministic), device)

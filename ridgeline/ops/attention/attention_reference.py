@@ -143,17 +143,21 @@ def _attend_decode(
     rows, heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     longest, shortest = max(kv_len_host), min(kv_len_host)
-    span = longest if window is None else min(longest, window)
+    span = longest if window is None else min(longest, abs(window))
     positions = torch.arange(span, device=q.device)                          # [span], the same for all rows …
     if longest > span:
         positions = positions + (kv_len.unsqueeze(1) - span).clamp_(min=0)   # … or [R, span]: each row's window
     blocks = block_table.gather(1, (positions // block_size).expand(rows, span))
     slots = blocks * block_size + positions % block_size
     mask = None
-    if shortest < span:
-        # Padding reads the row's first visible slot again, which holds real numbers, and hides it.
+    if shortest < span or (window or 0) < 0:
+        # What is hidden reads the row's newest slot again, which holds real numbers.
+        last = (kv_len.unsqueeze(1) - 1).clamp_(min=0)   # of padding, nothing is used
         mask = positions < kv_len.unsqueeze(1)
-        slots = torch.where(mask, slots, slots[:, :1])
+        if window is not None and window < 0:
+            mask = mask & (positions >= last - last % -window)
+        newest = block_table.gather(1, last // block_size) * block_size + last % block_size
+        slots = torch.where(mask, slots, newest)
         mask = mask.view(rows, 1, 1, span)
     slots = slots.view(-1)
     k = _gather_slots(k_cache, slots).view(rows, span, kv_heads, head_dim)
@@ -162,6 +166,13 @@ def _attend_decode(
     sinks = None if sinks is None else sinks.view(1, kv_heads, -1, 1)
     out = _attend(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, False, scale, softcap, sinks)
     return out.reshape(rows, heads, head_dim)
+
+
+def oldest_position(position: int, window: int | None) -> int:
+    """That the query at this position sees: the first of its window or, with a negative one, of its chunk."""
+    if window is None:
+        return 0
+    return max(0, position - window + 1) if window > 0 else position - position % -window
 
 
 def _attend_row(
@@ -173,7 +184,7 @@ def _attend_row(
     block_size, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     start = kv_len - queries                                                 # position of the first query
-    first = 0 if window is None else max(0, start - window + 1)              # oldest position that any query sees
+    first = oldest_position(start, window)                                   # … and the oldest that any query sees
     blocks = blocks[first // block_size : -(-kv_len // block_size)]
     skipped = first - first % block_size
     k = k_cache.index_select(0, blocks).view(-1, kv_heads, head_dim)[first - skipped : kv_len - skipped]
@@ -187,22 +198,22 @@ def _attend_row(
     # KV heads stand where the batch does, and each is repeated over its group without a copy.
     q = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = k[:, None].expand(-1, group, -1, -1), v[:, None].expand(-1, group, -1, -1)
-    if start == 0 and (window is None or window >= kv_len) and softcap is None and sinks is None:
+    if start == 0 and (window is None or abs(window) >= kv_len) and softcap is None and sinks is None:
         out = _attend(q, k, v, None, True, scale, None)
         return out.permute(2, 0, 1, 3).reshape(queries, heads, head_dim)
     pieces = []
     piece = max(16, MASK_ELEMENTS // k.shape[2])
     if window is not None:
-        piece = min(piece, max(window, 128))             # or most of the scores would lie behind the window
+        piece = min(piece, max(abs(window), 128))        # or most of the scores would lie behind the window
     for begin in range(0, queries, piece):
         end = min(begin + piece, queries)
-        low = first if window is None else max(first, start + begin - window + 1)
+        low = oldest_position(start + begin, window)
         high = start + end
         position = torch.arange(start + begin, start + end, device=q.device).unsqueeze(1)
         key = torch.arange(low, high, device=q.device)
         mask = key <= position
         if window is not None:
-            mask &= key > position - window
+            mask &= key > position - window if window > 0 else key >= position - position % -window
         seen = slice(low - first, high - first)
         out = _attend(q[:, :, begin:end], k[:, :, seen], v[:, :, seen], mask, False, scale, softcap, own)
         pieces.append(out.permute(2, 0, 1, 3).reshape(end - begin, heads, head_dim))

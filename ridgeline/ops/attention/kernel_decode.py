@@ -56,6 +56,17 @@ def prepared(q, score_scale, NARROW: tl.constexpr, UPCAST: tl.constexpr):  # typ
 
 
 @triton_kernel()
+def oldest_key(position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first key that a query sees: of its window, or with a negative WINDOW of its chunk of that many positions."""
+    oldest = position * 0
+    if WINDOW > 0:
+        oldest = tl.maximum(position - (WINDOW - 1), 0)
+    if WINDOW < 0:
+        oldest = position - position % -WINDOW
+    return oldest
+
+
+@triton_kernel()
 def fold_tile(  # type: ignore[no-untyped-def]
     scores, v, odd_v, maximum, total, accumulated, odd, key, position, k_scale_ptr, v_scale_ptr, score_scale, softcap,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, K_SCALED: tl.constexpr, V_SCALED: tl.constexpr,
@@ -74,8 +85,8 @@ def fold_tile(  # type: ignore[no-untyped-def]
         scores *= row_scale
     if MASKED:
         visible = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        if WINDOW != 0:
+            visible = visible & (key[None, :] >= oldest_key(position, WINDOW)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     if V_SCALED:
         # Weights are multiplied with the scales of their values, and must then be in the range of float16. So the maximum is
@@ -210,7 +221,7 @@ def attend_keys(  # type: ignore[no-untyped-def]
             odd_v = v
         wide_block = block.to(tl.int64)
         block = tl.load(table_ptr + tl.minimum(key + TILE_KEYS, limit - 1) // BLOCK_SIZE)
-        if MASKED and WINDOW > 0:                        # a share ends before the position of its queries
+        if MASKED and WINDOW != 0:                       # a share ends before the position of its queries
             key = tl.where(key < limit, key, 2147483647)
         maximum, total, accumulated, odd = fold_tile(
             scores, v, odd_v, maximum, total, accumulated, odd, key, position,
@@ -491,8 +502,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         first = tl.load(prefix_len_ptr + row)
         used_prefix = tl.cdiv(first, share_of(first, prefix_shares, MINIMUM_PREFIX, TILE_PREFIX))
     token, queries = queries_of(query_start_ptr, row, QUERIES)
-    if WINDOW > 0:
-        first = tl.maximum(kv_len - WINDOW - (queries - 1), 0)
+    if WINDOW != 0:
+        first = oldest_key(tl.maximum(kv_len - queries, 0), WINDOW)
     used = tl.cdiv(kv_len - first, size)
     share = item - first_item
 

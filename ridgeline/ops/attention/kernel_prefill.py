@@ -13,6 +13,7 @@ from ridgeline.ops.attention.kernel_decode import (
     first_blocks,
     from_sinks,
     load_query,
+    oldest_key,
     share_of,
 )
 from ridgeline.ops.registry import tl, triton_kernel
@@ -81,12 +82,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     last_position = tl.minimum(first_position + TILE_TOKENS, kv_len) - 1
     begin = 0
     limit = last_position + 1
-    if WINDOW > 0:
-        begin = tl.maximum(first_position - WINDOW + 1, 0)
+    if WINDOW != 0:
+        begin = oldest_key(tl.maximum(first_position, 0), WINDOW)
     block = first_blocks(table_ptr, begin, limit, BLOCK_SIZE, TILE_KEYS)
-    if WINDOW > 0:
-        # The tiles in which some key is behind the window of the last query.
-        edge = tl.minimum(tl.maximum(last_position - WINDOW + 1 - begin, 0), limit - begin)
+    if WINDOW != 0:
+        # The tiles in which some key is behind the window of the last query, or in the chunk before its own.
+        edge = tl.minimum(tl.maximum(oldest_key(tl.maximum(last_position, 0), WINDOW) - begin, 0), limit - begin)
         edge = tl.minimum(begin + tl.cdiv(edge, TILE_KEYS) * TILE_KEYS, limit)
         maximum, total, accumulated, _, block = attend_keys(
             q, q, maximum, total, accumulated, accumulated, k_ptr, v_ptr, table_ptr, k_scale_ptr, v_scale_ptr,

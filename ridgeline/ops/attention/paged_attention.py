@@ -1,7 +1,8 @@
 """Paged attention: causal attention of a ragged batch over the paged KV cache, for prefill, chunked prefill, decode and drafts.
 
 Query j of row r sits at KV position kv_len[r] - query_len[r] + j and sees the positions up to its own; with a window W
-only the W last of them. Slots that no query of the row sees are never read: they may hold anything, NaN included.
+only the W last of them, with a negative one those of its own chunk of -W positions. Slots that no query of the row sees are never
+read: they may hold anything, NaN included.
 The definition is attention_reference.py, the launches of the Triton kernels are attention_launch.py. Callers compute
 positions, apply rope and decide which blocks are shared.
 """
@@ -23,7 +24,7 @@ from ridgeline.ops.attention.attention_arguments import (
     shared_prefix,
 )
 from ridgeline.ops.attention.attention_launch import paged_attention_triton
-from ridgeline.ops.attention.attention_reference import paged_attention_reference
+from ridgeline.ops.attention.attention_reference import oldest_position, paged_attention_reference
 from ridgeline.ops.attention.prefill_tiles import cut_queries
 from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
@@ -171,7 +172,7 @@ def _filled_pages(
     for row, (query_len, length) in enumerate(rows):
         own = blocks[used : used + needed[row]]
         used += needed[row]
-        oldest = 0 if window is None else max(0, length - query_len - window + 1)
+        oldest = oldest_position(length - query_len, window)
         if row in first_of:
             owner, oldest = first_of[row]
             table[row, : oldest // block_size] = table[owner, : oldest // block_size]

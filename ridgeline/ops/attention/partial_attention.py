@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ridgeline.ops.attention.attention_reference import oldest_position
+
 
 def slots_here(slots: Tensor, block_size: int, rank: int, ranks: int) -> Tensor:
     """Where this rank writes a token: `slots` count positions of whole blocks, of which every rank has `block_size`. Tokens of
@@ -42,7 +44,7 @@ def partial_attention(
         queries = slice(query_start[row], query_start[row + 1])
         count = query_start[row + 1] - query_start[row]
         seen = length - count + torch.arange(count, device=q.device)         # position of each query
-        first = 0 if window is None else max(0, -(-(length - count - window + 1 - rank) // ranks))
+        first = max(0, -(-(oldest_position(length - count, window) - rank) // ranks))
         here = torch.arange(first, max(first, -(-(length - rank) // ranks)), device=q.device)
         if not count or not len(here):
             continue
@@ -56,7 +58,8 @@ def partial_attention(
         position = here * ranks + rank
         hidden = position[None, :] > seen[:, None]
         if window is not None:
-            hidden |= position[None, :] <= seen[:, None] - window
+            oldest = seen - window + 1 if window > 0 else seen - seen % -window
+            hidden |= position[None, :] < oldest[:, None]
         scores.masked_fill_(hidden[:, None, None, :], -torch.inf)
         sums = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1))

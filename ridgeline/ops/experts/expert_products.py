@@ -255,8 +255,8 @@ def experts_triton(
     reads: Tensor | None = None, elsewhere: bool = False, shared: tuple[Tensor, Tensor] | None = None, invariant: bool = False,
 ) -> Tensor:
     if shared is not None:
-        biased = gate_up_bias is not None or down_bias is not None
-        return _with_shared(x, gate_up, down, chosen, weights, kind, biased, limit, alpha, reads, elsewhere, shared)
+        assert gate_up_bias is None and down_bias is None and limit is None
+        return _with_shared(x, gate_up, down, chosen, weights, kind, alpha, reads, elsewhere, shared)
     tokens, used = chosen.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not tokens:
@@ -280,18 +280,17 @@ def experts_triton(
 
 
 def _with_shared(
-    x: Tensor, gate_up: Matrices, down: Matrices, chosen: Tensor, weights: Tensor, kind: str, biased: bool, limit: float | None,
-    alpha: float, reads: Tensor | None, elsewhere: bool, shared: tuple[Tensor, Tensor],
+    x: Tensor, gate_up: Matrices, down: Matrices, chosen: Tensor, weights: Tensor, kind: str, alpha: float,
+    reads: Tensor | None, elsewhere: bool, shared: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """In the kernels of few tokens where they take it, else one after the other."""
-    assert not biased and limit is None
+    """In the kernels of few tokens where they take it, else one after the other. Such experts have no biases and no limit."""
     if not isinstance(gate_up, PackedWeight) and not isinstance(down, PackedWeight) and len(x) and not elsewhere:
         up, back = as_codes(gate_up), as_codes(down)
-        if serves(chosen.shape[0], chosen.shape[1], len(back.weight)) and shared_parts(up, back, shared, biased):
+        if serves(chosen.shape[0], chosen.shape[1], len(back.weight)) and shared_parts(up, back, shared):
             rows = x if x.stride(-1) == 1 else x.contiguous()
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            return experts_few(rows, up, back, chosen, weights, out, kind, (None, None), limit, alpha, reads, shared)
-    out = experts_triton(x, gate_up, down, chosen, weights, kind, None, None, limit, alpha, reads, elsewhere)
+            return experts_few(rows, up, back, chosen, weights, out, kind, (None, None), None, alpha, reads, shared)
+    out = experts_triton(x, gate_up, down, chosen, weights, kind, None, None, None, alpha, reads, elsewhere)
     return out.add_(F.linear(gated_activation(F.linear(x, shared[0]), kind), shared[1]))
 
 

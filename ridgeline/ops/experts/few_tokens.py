@@ -223,11 +223,10 @@ def _step(inputs: int) -> int:
     return next((size for size in (2048, 1024, 512) if cdiv(inputs, size) * size <= 1.1 * inputs), 512)
 
 
-def shared_parts(gate_up: Codes, down: Codes, shared: tuple[Tensor, Tensor], biased: bool) -> int:
-    """How many experts wide the shared one is, if the kernels take it as so many more; else 0. Experts have numbers and no
-    biases then."""
+def shared_parts(gate_up: Codes, down: Codes, shared: tuple[Tensor, Tensor]) -> int:
+    """How many experts wide the shared one is, if the kernels take it as so many more; else 0. Experts are numbers then."""
     width, wide = down.weight.shape[2], shared[1].shape[1]
-    plain = gate_up.grid == "" and shared[0].dtype == gate_up.weight.dtype and not biased
+    plain = gate_up.grid == "" and shared[0].dtype == gate_up.weight.dtype
     return wide // width if plain and wide % width == 0 and shared[0].is_contiguous() and shared[1].is_contiguous() else 0
 
 

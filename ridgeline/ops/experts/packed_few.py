@@ -93,7 +93,7 @@ def _added(sums, memory, GROUPS: gl.constexpr, WARPS: gl.constexpr):  # type: ig
 
 @gluon_kernel()
 def _visited(chosen_ptr, reads_ptr, pairs, PAIRS: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """As few_tokens.py's visited_experts."""
+    """As few_tokens.py's visited_experts, which Gluon cannot call: there every tensor needs a layout."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
     row, column = gl.arange(0, PAIRS, gl.SliceLayout(1, layout)), gl.arange(0, PAIRS, gl.SliceLayout(0, layout))
     mine = gl.load(chosen_ptr + row, mask=row < pairs, other=-1)[:, None]

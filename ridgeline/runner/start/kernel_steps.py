@@ -148,13 +148,13 @@ def collect_kernels(
 
 
 def _one_of_each(model: Decoder) -> list[int]:
-    """The first layer, which adds nothing to a stream; of those between one with each window and each set of weight formats; the
-    last, of few tokens."""
+    """The first layer, which adds nothing to a stream; of those between one with each window, with and without a rope, and each
+    set of weight formats; the last, of few tokens."""
     kinds = []
     for number, layer in zip(model.numbers_here, model.layers, strict=True):
         linears = [module for module in layer.modules() if isinstance(module, Linear)]
-        window = model.config.windows[number]
-        kinds.append((window, *(id(linear.scheme) for linear in linears)))       # linears of one format share a scheme
+        seen = model.config.windows[number], model.config.ropes[number].turns
+        kinds.append((*seen, *(id(linear.scheme) for linear in linears)))       # linears of one format share a scheme
     first = {kind: number for number, kind in reversed(list(enumerate(kinds))) if number}
     return sorted({0, len(kinds) - 1, *first.values()})
 

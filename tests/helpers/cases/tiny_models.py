@@ -56,6 +56,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", {"rope_parameters": YARN, "num_key_value_heads": 4, "head_dim": 8}),
     "smollm2": ("Llama", {"rope_parameters": PLAIN, "hidden_size": 72, "num_attention_heads": 9,
                           "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "ministral3": ("Ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.4}, "sliding_window": WINDOW,
+                                  "head_dim": 16}),
     "mistral": ("Mistral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "head_dim": 16}),
     "qwen2": ("Qwen2", {"rope_parameters": PLAIN, "use_sliding_window": True, "sliding_window": WINDOW,
                         "max_window_layers": 1}),
@@ -111,6 +113,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
                              "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
                              "topk_group": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
                              "routed_scaling_factor": 1.7}),
+    "llama4": ("Llama4", {"rope_parameters": LLAMA3, "head_dim": 16, "attention_chunk_size": WINDOW, "floor_scale": 8,
+                          "attn_scale": 0.3, "num_local_experts": 5, "num_experts_per_tok": 1, "intermediate_size": 20,
+                          "intermediate_size_mlp": 36, "num_hidden_layers": 5, "moe_layers": [0, 1, 3, 4],
+                          "no_rope_layers": [1, 0, 1, 0, 1]}),
     "gpt_oss": ("GptOss", {"rope_parameters": YARN | {"truncate": False}, "head_dim": 16, "num_local_experts": 6,
                            "num_experts_per_tok": 2, "intermediate_size": 20, "sliding_window": WINDOW, "swiglu_limit": 1.5}),
 }
@@ -144,7 +150,7 @@ def build_config(name: str, **overrides: Any) -> Any:
     import transformers  # takes seconds: only for the tests that need it
 
     kind, differences = CHECKPOINTS[name]
-    config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    config_class = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Llama4") else f"{kind}Config")
     eager = EAGER_EXPERTS if any("expert" in name for name in differences) else {}
     return config_class(**BASE | eager | differences | overrides)
 

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 HELPERS = {
-    kernel_decode: ("fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "member_offset",
+    kernel_decode: ("oldest_key", "fetch_tile", "first_blocks", "fold_tile", "in_compute_type", "load_tile", "member_offset",
                     "merge_shares", "slot_of",
                     "scales_of", "store_scaled"),
     kernel_latent: ("absorbed_query", "block_of", "attend_latents", "attend_keys_first", "tile_of_row", "load_heads_tile",

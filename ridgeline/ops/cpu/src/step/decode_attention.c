@@ -140,7 +140,7 @@ static void attend_any(const Cache *cache, const float *q, const int32_t *table,
 /* Of one row's positions, those that its query sees. */
 static inline int64_t first_seen(const Decode *job, int64_t row) {
     int64_t length = job->kv_len[row];
-    return job->window > 0 && length > job->window ? length - job->window : 0;
+    return oldest_seen(length - 1, job->window);
 }
 
 static inline Part part_of(const Decode *job, int64_t row, int64_t split) {

@@ -14,6 +14,12 @@ typedef struct {
     float scale, softcap;
 } Cache;
 
+/* The oldest position that a query sees: all with window 0, the last ones with a window, those of its chunk with a negative one. */
+static inline int64_t oldest_seen(int64_t position, int64_t window) {
+    if (window < 0) return position - position % -window;
+    return window > 0 && position >= window ? position - window + 1 : 0;
+}
+
 /* e^x of a score less the largest one. Below e^-60 it is nothing beside the 1 that is always in the sum, and is left out: products
    of such weights would be subnormal numbers, which take a processor a hundred cycles each. NaN stays NaN. */
 #define LEAST -60.0f

@@ -66,7 +66,7 @@ static inline __attribute__((always_inline)) void tile_weights(
     float *shrink) {
     for (int r = 0; r < ROWS; r++) {
         Lanes *row = (Lanes *)(scores + r * KEYS), top = (Lanes){0} + softmax->largest[r];
-        int32_t last = (int32_t)(block->position[r] - tile), first = window > 0 ? last - (int32_t)window + 1 : 0;
+        int32_t last = (int32_t)(block->position[r] - tile), first = (int32_t)(oldest_seen(block->position[r], window) - tile);
         for (int c = 0; c < KEYS / LANES; c++) {
             row[c] = row[c] * cache->scale;
             if (cache->softcap > 0.0f) row[c] = capped(row[c], cache->softcap);
@@ -111,13 +111,13 @@ static inline __attribute__((always_inline)) void add_values(
 static void attend_tile(const Cache *cache, const QueryBlock *block, Softmax *softmax, const float *keys,
                         const float **values, int64_t tile, int64_t window) {
     int64_t oldest = block->position[0], newest = block->position[ROWS - 1];
-    int64_t low = window > 0 && oldest - window + 1 > tile ? oldest - window + 1 - tile : 0;
+    int64_t seen = oldest_seen(oldest, window), low = seen > tile ? seen - tile : 0;
     int64_t high = newest + 1 - tile < KEYS ? newest + 1 - tile : KEYS;
     if (low >= high) return;
     float scores[ROWS * KEYS] __attribute__((aligned(64))), shrink[ROWS];
     for (int64_t j = low / PANEL * PANEL; j < high; j += PANEL)
         panel_scores(block, keys + j * cache->width, cache->width, scores + j);
-    if (oldest + 1 - tile >= KEYS && (window <= 0 || newest - window < tile))
+    if (oldest + 1 - tile >= KEYS && oldest_seen(newest, window) <= tile)
         tile_weights(cache, block, softmax, tile, window, 0, scores, shrink);
     else
         tile_weights(cache, block, softmax, tile, window, 1, scores, shrink);
@@ -150,7 +150,7 @@ static void prefill_task(void *with, int64_t task) {
     }
     int64_t count = (queries - begin < job->most ? queries - begin : job->most) * group;
     int64_t blocks = (count + ROWS - 1) / ROWS, start = job->kv_len[row] - queries + begin;
-    int64_t end = start + (count - 1) / group + 1, first = window > 0 && start + 1 > window ? start + 1 - window : 0;
+    int64_t end = start + (count - 1) / group + 1, first = oldest_seen(start, window);
     const int32_t *table = job->table + (job->table_rows ? job->table_rows[row] : row) * job->table_stride;
     float spare[MAX_HEAD] __attribute__((aligned(64))), keys[KEYS * MAX_HEAD] __attribute__((aligned(64)));
     float wide_values[KEYS * MAX_HEAD] __attribute__((aligned(64)));

@@ -1,0 +1,112 @@
+"""Tensors that a file groups in another way than the model's linears: as one matrix for each linear, and for each expert.
+
+So matching, sharding and dequantising see every checkpoint alike. Two rules:
+- a tensor that holds the same parameter of all experts, [experts, …], is taken apart;
+- a GGUF file of a latent model has its widening of keys and values as two tensors, one of them transposed: they are joined.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints.quantised_source import RawSource, Stored
+from ridgeline.models.family import FusedExperts
+
+
+class SplitExperts:
+    def __init__(self, source: RawSource, rules: tuple[FusedExperts, ...]) -> None:
+        self.source = source
+        self.tensors: dict[str, Stored] = {}
+        self._parts: dict[str, tuple[str, int, FusedExperts]] = {}       # our name -> the tensor, the expert, and how it lies
+        self._last: tuple[str, bool, Tensor] | None = None       # all experts of a tensor are read one after the other
+        for name, stored in source.tensors.items():
+            self._add(name, stored, rules)
+
+    def _add(self, name: str, stored: Stored, rules: tuple[FusedExperts, ...]) -> None:
+        for rule in rules:
+            found = re.fullmatch(rule.pattern, name)
+            if found is None:
+                continue
+            if len(stored.shape) < 2:
+                raise ModelError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}: no room for several experts")
+            count, *shape = stored.shape
+            if rule.transposed:
+                shape[:2] = shape[1::-1]
+            each = replace(stored, shape=tuple(shape), nbytes=stored.nbytes // max(1, count))
+            for expert in range(count):
+                single = found.expand(rule.name).format(expert)
+                self.tensors[single], self._parts[single] = each, (name, expert, rule)
+            return
+        self.tensors[name] = stored
+
+    def read(self, name: str, into: Tensor | None) -> Tensor:
+        """As numbers."""
+        if name not in self._parts:
+            return self.source.read(name, into)
+        return self._part(name, as_stored=False)
+
+    def stored(self, name: str) -> Tensor:
+        """As it lies in the file."""
+        return self.source.stored(name) if name not in self._parts else self._part(name, as_stored=True)
+
+    def _part(self, name: str, as_stored: bool) -> Tensor:
+        fused, expert, rule = self._parts[name]
+        if self._last is None or self._last[:2] != (fused, as_stored):
+            whole = self.source.stored(fused) if as_stored else self.source.read(fused, None)
+            self._last = (fused, as_stored, whole)
+        part = self._last[2][expert]
+        if rule.transposed:
+            part = part.transpose(0, 1)
+        return torch.cat((part[0::2], part[1::2])) if rule.paired else part
+
+
+_KEYS = re.compile(r"(blk\.\d+)\.attn_k_b\.weight")
+_ONE_ROW = re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight")
+
+
+class JoinedLatents:
+    """A GGUF file's `attn_k_b` [heads, rank, nope] and `attn_v_b` [heads, value, rank] as `attn_kv_b` [heads · (nope + value),
+    rank], which older files store; and the gate of a shared expert, a vector there, as a matrix of one row."""
+
+    def __init__(self, source: RawSource) -> None:
+        self.source = source
+        self.tensors: dict[str, Stored] = {}
+        self._parts: dict[str, tuple[str, str]] = {}             # our name -> keys, values
+        taken = {f"{found[1]}.attn_v_b.weight" for name in source.tensors if (found := _KEYS.fullmatch(name))}
+        for name, stored in source.tensors.items():
+            found = _KEYS.fullmatch(name)
+            if found is not None:
+                self._join(found[1], stored)
+            elif _ONE_ROW.fullmatch(name) and len(stored.shape) == 1:
+                self.tensors[name] = replace(stored, shape=(1, *stored.shape))
+            elif name not in taken:
+                self.tensors[name] = stored
+
+    def _join(self, layer: str, keys: Stored) -> None:
+        names = (f"{layer}.attn_k_b.weight", f"{layer}.attn_v_b.weight")
+        values = self.source.tensors.get(names[1])
+        if values is None:
+            raise ModelError(f"{keys.file}: there is no tensor {names[1]}, which belongs to {names[0]}")
+        if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != (values.shape[0], values.shape[2]):
+            shapes = f"{list(keys.shape)} and {list(values.shape)}"
+            raise ModelError(f"{keys.file}: tensors {names[0]} and {names[1]} have shapes {shapes}, which do not belong together")
+        heads, rank, nope = keys.shape
+        joined = f"{layer}.attn_kv_b.weight"
+        self.tensors[joined] = replace(
+            keys, shape=(heads * (nope + values.shape[1]), rank), nbytes=keys.nbytes + values.nbytes
+        )
+        self._parts[joined] = names
+
+    def read(self, name: str, into: Tensor | None) -> Tensor:
+        if name in self._parts:
+            keys, values = (self.source.read(part, None) for part in self._parts[name])
+            return torch.cat((keys.transpose(1, 2), values.to(keys.dtype)), dim=1).flatten(0, 1)
+        return self.source.read(name, into).view(self.tensors[name].shape)
+
+    def stored(self, name: str) -> Tensor:
+        return self.source.stored(name)

@@ -1,0 +1,61 @@
+"""Mixtures in plan: their records on an H200 are predicted, and experts of 4 bits are unpacked as their kernels do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ridgeline.plan import four_bit_experts
+from ridgeline.plan.capacity import model_bytes
+from ridgeline.plan.check import BAR, check
+from ridgeline.plan.prediction import EXPERTS, FOUR_BIT_COMPUTE, Setup
+from ridgeline.plan.public_models import find_model
+from ridgeline.plan.records import read_record
+from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
+from ridgeline.sizes.hardware import find_device
+
+RECORDS = Path(__file__).parents[2] / "benchmarks/first-run-h200"
+
+
+def setup(**more: object) -> Setup:
+    return Setup(model=find_model("gpt-oss-20b"), device=find_device("H200"), **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite"])
+def test_the_records_of_mixtures_are_predicted(name: str) -> None:
+    barred = [each for each in check(read_record(RECORDS / f"offline-{name}.json", {})) if each.barred]
+    assert len(barred) >= 2 and all(abs(each.error) <= BAR for each in barred), barred
+
+
+@pytest.mark.parametrize(("tokens", "micros"), [(1, 31.1), (128, 232), (512, 426.7), (2048, 1298.8), (8192, 3655)])
+def test_packed_experts_take_what_their_op_takes(tokens: int, micros: float) -> None:
+    """benchmarks/studies/experts: the op alone, of one layer. Two tokens are 24 % faster than this says: their kernel has
+    as many CTAs for each pair and twice the pairs, so that its last wave is fuller."""
+    made = setup()
+    steps = gather(made.shape, [count_rows(made.shape, decode_rows(tokens, 8))], made.model)
+    unpacked, padded = four_bit_experts.work(made.model.experts, 2880, np.array([float(tokens)]))  # type: ignore[arg-type]
+    wide, used = made.device.rate("bfloat16"), made.used
+    seconds = unpacked / four_bit_experts.unpacks_per_second(wide)
+    flops = steps.product_flops[:, EXPERTS] / made.model.config.num_layers
+    computing = flops * padded / (wide * used.linear_compute * FOUR_BIT_COMPUTE)
+    both = (seconds**used.overlap + computing**used.overlap) ** (1 / used.overlap)
+    found = float(both[0]) + 2 * used.kernel_one_s
+    assert abs(found / (micros / 1e6) - 1) < 0.15
+
+
+def test_experts_have_the_checkpoints_format_unless_another_is_asked_for() -> None:
+    assert setup().expert_weights == "mxfp4" and setup(weights="fp8").expert_weights == "fp8"
+    assert Setup(model=find_model("qwen3-30b-a3b"), device=find_device("H200")).expert_weights == "bfloat16"
+    # As the engine's ledger has it, in the record of the run.
+    assert abs(model_bytes(setup().model, setup()) / 15_075_298_432 - 1) < 1e-3
+
+
+def test_every_pair_of_few_tokens_is_unpacked_and_experts_of_many_fill_tiles() -> None:
+    experts = find_model("gpt-oss-20b").experts
+    assert experts is not None
+    assert four_bit_experts.tiles(experts, np.array([1.0, 8.0])).tolist() == [4, 32]
+    assert four_bit_experts.tile_rows(np.array([32.0, 512, 2048, 8192]), 32).tolist() == [16, 32, 64, 128]
+    many = four_bit_experts.tiles(experts, np.array([8192.0]))[0]
+    assert 8192 * 4 / 128 < many < 1.1 * 8192 * 4 / 128
