@@ -128,7 +128,7 @@ class Calibration:
         self._scheme = Tapped()
         self._renamer = Renamer(model.config, gguf=False)
         self._made: tuple[object, Decoder] | None = None
-        self.largest_kv = [0.0, 0.0]                     # magnitudes of the keys and values that `observe` saw last
+        self.largest_kv = [0.0, 0.0]                     # magnitudes of the keys and values of the layer that `move_on` left
 
     @torch.inference_mode()
     def begin(self) -> None:
@@ -161,7 +161,7 @@ class Calibration:
         """The inputs of each linear of the current layer, by its path in a decoder of one layer."""
         decoder = self._decoder(self.layer)
         self._fill(decoder, weights)
-        self._scheme.noted, self._scheme.moments, self.largest_kv = {}, moments, [0.0, 0.0]
+        self._scheme.noted, self._scheme.moments = {}, moments
         self._scheme.most_rows = -(-SAMPLE // len(self.groups))
         for group, stream in zip(self.groups, self.streams, strict=True):
             self._forward(decoder, group, stream.clone())
@@ -206,6 +206,7 @@ class Calibration:
         """Through the current layer with these weights, to the next one."""
         decoder = self._decoder(self.layer)
         self._fill(decoder, weights)
+        self.largest_kv = [0.0, 0.0]
         self.streams = [self._forward(decoder, group, stream) for group, stream in zip(self.groups, self.streams, strict=True)]
         self.layer += 1
 
@@ -217,8 +218,7 @@ class Calibration:
         kv = LayerKV(torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device))
         with _exact_kernels(self.device):
             out, residual = decoder.layers[0](stream, None, _batch(counts, pages, self.device), kv)
-        if self._scheme.noted is not None:
-            self.largest_kv = [max(old, float(new.abs().amax())) for old, new in zip(self.largest_kv, (kv.k, kv.v), strict=True)]
+        self.largest_kv = [max(old, float(new.abs().amax())) for old, new in zip(self.largest_kv, (kv.k, kv.v), strict=True)]
         return out if residual is None else out + residual
 
     # ── a stopped run ────────────────────────────────────────────────────────────────────────────────────────────────

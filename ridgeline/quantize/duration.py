@@ -25,6 +25,7 @@ from ridgeline.quantize.methods.rounding import expanded, rounded
 from ridgeline.quantize.methods.scale_search import SHRINKS, STRENGTHS
 from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
+from ridgeline.quantize.recipes import READ_TEXT
 
 ROWS = 256                           # of a matrix, that are rounded to see how long it takes; on a GPU all of them
 TOKENS = 512                         # that run through that layer
@@ -162,7 +163,7 @@ def _calibrated(
     """`changed`: layers that are quantised. Text runs through all of them."""
     tokens = sum(len(sequence) for group in calibration.groups for sequence in group)
     methods = {linear.method for linear in linears}
-    passes = 2.0 + (2 * len(calibration.groups[0]) * 256 / tokens if methods & set(SEARCHES) else 0)
+    passes = 1.0 + bool(methods & set(READ_TEXT)) + (2 * len(calibration.groups[0]) * 256 / tokens if methods & set(SEARCHES) else 0)
     found = {"forward": per_token * (passes * tokens * layers)}
     # Linears that read the same inputs share a Hessian: one for each fused matrix.
     sizes = {linear.fused: linear.inputs for linear in linears if linear.method in MOMENTS}
