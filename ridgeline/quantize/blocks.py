@@ -124,7 +124,9 @@ class _Rounding:
         if linear.method not in READ_TEXT or self._calibration is None:
             return rounded(values, linear.format, self._largest[linear.fused])
         path = self._calibration.linear_of(linear.weight)
-        inputs = self._observed[path]
+        inputs = self._observed.get(path)
+        if inputs is None:
+            return self._without_text(linear, values)
         if linear.method == "static":
             codes = rounded(values, linear.format)
             top = inputs.largest.amax().clamp_min(SMALLEST) / HALF_RANGE[linear.format.grid]
@@ -139,6 +141,13 @@ class _Rounding:
         if linear.method == "awq" and not linear.fused.endswith(QKV):     # scores need large q and k
             values = clipped(values, linear.format, inputs.sample)
         return rounded(values, linear.format)
+
+    def _without_text(self, linear: Linear, values: Tensor) -> Rounded:
+        """An expert that no token of the text has chosen."""
+        assert linear.format is not None
+        if linear.method == "static":
+            raise ModelError("no token of the calibration text reaches this expert: give more --calibration-tokens")
+        return rounded(values, linear.format) if linear.quantised else {WEIGHT: magnitude_sparse(values)}
 
     def _factor(self, path: str, ordered: bool) -> InverseFactor:
         if (path, ordered) not in self._factors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ridgeline.evaluate import rounded_inputs
 from ridgeline.evaluate.needle import DEPTHS, TRIALS
 from ridgeline.evaluate.speed import ANSWER, PROMPT, TIMES
 from ridgeline.evaluate.task import Task
+from ridgeline.models.checkpoints.linear_formats import EXPERTS
 from ridgeline.quant.format import WeightFormat
 from ridgeline.quantize.calibration import SAMPLE, Calibration
 from ridgeline.quantize.ct_writer import Linear
@@ -108,7 +110,8 @@ def forecast(
     """`folder`: where the output is made. `timer`: a test's own."""
     layers = model.config.num_layers
     changed = sorted({linear.layer for linear in linears if linear.layer is not None and linear.format is not None})
-    first = changed[0] if changed else 0                 # those before it are kept
+    counts = Counter(linear.layer for linear in linears if linear.format is not None)
+    first = max(changed, key=lambda layer: counts[layer]) if changed else 0      # not one that is kept, nor one without experts
     names = model.names(first)
     values: dict[str, Tensor] = {}
 
@@ -126,7 +129,10 @@ def forecast(
         per_token = _forward(model, probe, values, timer) * (1 / TOKENS)
     if calibration is not None:
         parts |= _calibrated(mine, calibration, per_token, layers, len(changed), device, timer)
-    rounding = [_rounding(linear, values[linear.weight], timer) for linear in mine]
+    alike: dict[object, list[Linear]] = {}               # experts are many
+    for linear in mine:
+        alike.setdefault((linear.inputs, linear.outputs, linear.format, linear.method), []).append(linear)
+    rounding = [_rounding(same[0], values[same[0].weight], timer) * len(same) for same in alike.values()]
     share = len([linear for linear in linears if linear.format is not None]) / max(len(mine), 1)     # some layers may be kept
     parts["round"] = sum(rounding, Spent()) * (share if mine else 0)
     total = sum(parts.values(), Spent())
@@ -165,16 +171,19 @@ def _calibrated(
     methods = {linear.method for linear in linears}
     passes = 1.0 + bool(methods & set(READ_TEXT)) + (2 * len(calibration.groups[0]) * 256 / tokens if methods & set(SEARCHES) else 0)
     found = {"forward": per_token * (passes * tokens * layers)}
-    # Linears that read the same inputs share a Hessian: one for each fused matrix.
+    # Linears that read the same inputs share a Hessian: one for each fused matrix. A token visits few of the experts.
+    experts = calibration.model.config.experts
+    visited = 1.0 if experts is None else experts.used / experts.count
     sizes = {linear.fused: linear.inputs for linear in linears if linear.method in MOMENTS}
     for size in set(sizes.values()):
-        small, count = min(size, INPUTS), list(sizes.values()).count(size)
+        small, those = min(size, INPUTS), [fused for fused, inputs in sizes.items() if inputs == size]
+        count, reads = len(those), sum(visited if EXPERTS in fused else 1.0 for fused in those)
         x, sums = torch.randn(TOKENS, small, device=device), torch.zeros(small, small, device=device)
         gathered = timer(lambda x=x, sums=sums: sums.addmm_(x.t(), x))   # type: ignore[misc]
         hessian = x.t() @ x + torch.eye(small, device=device)
         factored = Spent() if methods == {"wanda"} else timer(lambda hessian=hessian: InverseFactor(hessian))   # type: ignore[misc]
         grown = size / small
-        found["hessian"] = found.get("hessian", Spent()) + gathered * (grown**2 * tokens / TOKENS * count * changed)
+        found["hessian"] = found.get("hessian", Spent()) + gathered * (grown**2 * tokens / TOKENS * reads * changed)
         found["factor"] = found.get("factor", Spent()) + factored * (grown**3 * count * changed)
     return found
 

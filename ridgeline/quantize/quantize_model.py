@@ -304,6 +304,8 @@ def _notes(model: PlainModel, linears: list[Linear], kv: str, rounds: bool) -> l
                      "compute; on a CPU this engine keeps more of them." if rounds else
                      f"the figures were measured with activations as they are; an engine that rounds them to {words}, as the "
                      "file asks for, adds an error that these figures do not hold.")
+    if kinds and rounds and model.config.experts is not None:
+        notes.append("the activations of the experts were not rounded: that error is not in the figures.")
     if kv:
         notes.append(f"the file has scales for a KV cache in {kv}; the figures were measured with KV in the model's dtype.")
     return notes
