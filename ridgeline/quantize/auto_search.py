@@ -27,7 +27,7 @@ OPTIONS = ("int4-gptq", "int4-gptq-asym/32", "fp8")
 TRIES = 4
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
 MARGIN = 0.93                        # of the limit that the next try aims at
-TOKENS = 512                         # of the calibration text, to measure what linears cost
+PASSAGES = 2                         # of the calibration text, to measure what linears cost: every linear reads them alone
 
 
 def option_recipe(option: str, base: QuantizeRecipe) -> QuantizeRecipe:

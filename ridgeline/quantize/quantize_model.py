@@ -157,7 +157,7 @@ def _search(job: Job) -> dict[str, Any]:
         raise ConfigError(f"{job.out} exists already: choose another --out, or delete it")
     fastest = auto_search.parse_fastest(job.fastest) if job.fastest else None
     kept = job.out.with_name(f"{job.out.name}.costs.json")
-    passages = _passages(job, max(auto_search.TOKENS, FEWEST_TOKENS))
+    passages = _passages(job, FEWEST_TOKENS)[: auto_search.PASSAGES]
     units = auto_search.measured_units(job.model, job.recipe, passages, kept, job.show)
     tries: list[tuple[Path, dict[str, Any]]] = []
 

@@ -138,3 +138,18 @@ def test_what_experts_cannot_have_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="experts of a layer must have one format"):
         made(plain, tmp_path / "out", str(recipe))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "two.yaml"]
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("mixtral", "int4-gptq"), ("qwen3_moe", "int4-rtn-asym"), ("qwen3_moe", "int4-gptq")])
+def test_transformers_computes_the_same_logits(family: str, recipe: str, tmp_path: Path) -> None:
+    """As it loads by default, with one size of groups for all linears: of several, it takes one for all experts."""
+    pytest.importorskip("compressed_tensors")
+    transformers = pytest.importorskip("transformers")
+    plain, out = saved(family, tmp_path / "plain"), tmp_path / "out"
+    quantize(Job(model=plain, recipe=read_recipe(recipe, group=32), out=out, show=False))
+    theirs, missed = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
+    assert not missed["missing_keys"] and not missed["unexpected_keys"]
+    tokens = SEQUENCES[0]
+    with torch.no_grad():
+        logits = theirs(torch.tensor([tokens])).logits[0]
+    assert torch.allclose(teacher_forced_logits(load(out), tokens, len(tokens)), logits, atol=1e-4)
