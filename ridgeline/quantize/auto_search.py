@@ -25,6 +25,7 @@ from ridgeline.sizes.hardware import DEVICES, Device
 # From small to large; the linears keep the model's dtype after the last.
 OPTIONS = ("int4-gptq", "int4-gptq-asym/32", "fp8")
 TRIES = 4
+FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
 MARGIN = 0.93                        # of the limit that the next try aims at
 PASSAGES = 2                         # of the calibration text, to measure what linears cost: every linear reads them alone
@@ -117,7 +118,7 @@ def search(
     """`make` writes an output and returns its card. Returns the card of the smallest (or fastest) that met the limits: the one
     with the largest budget."""
     most = sum(unit.costs[0] for unit in units)          # everything at the fewest bits
-    budget = min(limits.get("kl", most), most)
+    budget = min(limits.get("kl", most) * FIRST, most)
     best: dict[str, Any] | None = None
     spent = 0.0
     nearest: tuple[float, dict[str, Any]] | None = None

@@ -5,8 +5,9 @@
 
 s = 1 is tried as well, so that neither is worse on the sample than rounding to nearest.
 
-Another device, or another number of threads, sums in another order, and what was observed differs in its last bits. So s is
-rounded to steps of 2^(1/4), and a candidate must be better by more than such differences: the same file is written.
+Another device, or another number of threads, sums in another order, and what was observed differs in its last bits. Activations
+that are rounded make a jump of that. So SmoothQuant's s is rounded to steps of 2^(1/4), and a candidate must be better by more
+than such jumps: the same file is written.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def _best(fold: Fold, tried: Iterator[Tensor], weights: Weights, sample: Tensor,
     expected = [sample @ values.t() for values, _ in wide]
     best, least = torch.ones_like(fold.narrow(sample[0])), torch.tensor(torch.inf)
     for number, candidate in enumerate((best, *tried)):
-        scales = in_steps(candidate / (candidate.amax() * candidate.amin()).sqrt()) if number else candidate
+        scales = candidate / (candidate.amax() * candidate.amin()).sqrt() if number else candidate
+        scales = in_steps(scales) if rounds_x else scales
         each = fold.wide(scales)
         x = sample / each
         x = int8_tokens(x) if rounds_x else x
@@ -63,7 +65,7 @@ def _best(fold: Fold, tried: Iterator[Tensor], weights: Weights, sample: Tensor,
             (x @ expanded(rounded(values * each, format), format, values.shape[1]).t() - product).pow(2).sum()
             for (values, format), product in zip(wide, expected, strict=True)
         ]).sum()
-        if error < least * BETTER:
+        if error < least * (BETTER if rounds_x else 1):
             best, least = scales, error
     return best
 
