@@ -23,7 +23,7 @@ from ridgeline.quantize.sensitivity import PLAIN_BYTES, Unit, measure
 from ridgeline.sizes.hardware import DEVICES, Device
 
 # From small to large; the linears keep the model's dtype after the last.
-OPTIONS = ("int4-gptq", "int4-gptq-asym/32", "fp8")
+OPTIONS = ("int4-gptq", "nvfp4", "int4-gptq-asym/32", "fp8")
 TRIES = 4
 FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
