@@ -20,7 +20,7 @@ from ridgeline.evaluate.speed import ANSWER, PROMPT, TIMES
 from ridgeline.evaluate.task import Task
 from ridgeline.models.checkpoints.linear_formats import EXPERTS
 from ridgeline.quant.format import WeightFormat
-from ridgeline.quantize.calibration import SAMPLE, Calibration
+from ridgeline.quantize.calibration import CONTEXT, SAMPLE, Calibration
 from ridgeline.quantize.ct_writer import Linear
 from ridgeline.quantize.methods.gptq_rounding import BLOCK, InverseFactor, gptq_rounded
 from ridgeline.quantize.methods.rounding import expanded, rounded
@@ -169,7 +169,9 @@ def _calibrated(
     """`changed`: layers that are quantised. Text runs through all of them."""
     tokens = sum(len(sequence) for group in calibration.groups for sequence in group)
     methods = {linear.method for linear in linears}
-    passes = 1.0 + bool(methods & set(READ_TEXT)) + (2 * len(calibration.groups[0]) * 256 / tokens if methods & set(SEARCHES) else 0)
+    passes = 1.0 + bool(methods & set(READ_TEXT))
+    if methods & set(SEARCHES):
+        passes += 2 * len(calibration.groups[0]) * CONTEXT / tokens
     found = {"forward": per_token * (passes * tokens * layers)}
     # Linears that read the same inputs share a Hessian: one for each fused matrix. A token visits few of the experts.
     experts = calibration.model.config.experts

@@ -134,6 +134,7 @@ def _forecast(
         return None
     by_name = {linear.weight: linear for linear in linears if linear.format is not None}
     size = sum(block_bytes(model, by_name, block) for block in model.blocks)
+    space.require_room(size)
     found = forecast(model, linears, calibration, job.card, size, space.folder, device())
     if job.show:
         say(found.words())

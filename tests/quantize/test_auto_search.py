@@ -208,7 +208,8 @@ def test_the_search_is_within_five_percent_of_every_combination(tmp_path: Path) 
     assert len(free) == 3
     every = []
     for options in itertools.product(range(len(auto_search.OPTIONS) + 1), repeat=len(free)):
-        rules = {module: None if option == len(auto_search.OPTIONS) else auto_search.option_recipe(auto_search.OPTIONS[option], base).rules[0]
+        rules = {module: None if option == len(auto_search.OPTIONS)
+                 else auto_search.option_recipe(auto_search.OPTIONS[option], base).rules[0]
                  for unit, option in zip(free, options, strict=True) for module in unit.modules}
         every.append(make(exact_recipe("auto", rules, base)))
     kls = sorted(card["quality"]["slices"]["prose"]["kl"] for card in every)

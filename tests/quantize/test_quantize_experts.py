@@ -75,7 +75,7 @@ def test_the_engine_loads_experts_as_their_rounded_weights(family: str, recipe: 
 
 
 def test_an_expert_is_calibrated_by_the_tokens_that_choose_it(tmp_path: Path) -> None:
-    """Against the experts of transformers: what reaches gate_up and down of each."""
+    """Those tokens alone, and together all tokens as often as each chooses; what reaches down is of that expert."""
     plain = saved("mixtral", tmp_path / "plain")
     model, numbers = PlainModel(plain), tensors(plain)
     run = Calibration(model, SEQUENCES)
@@ -83,15 +83,14 @@ def test_an_expert_is_calibrated_by_the_tokens_that_choose_it(tmp_path: Path) ->
     values = {name: model.read(name) for name in model.names(0)}
     observed = run.observe(values)
     layer = load(plain).layers[0]
-    x = torch.cat([stream for stream in run.streams])
     path = "model.layers.0.block_sparse_moe"
     routed = observed["layers.0.mlp.router"].moments     # of all tokens: the experts' parts of it, each token by two of them
-    assert routed is not None and len(x) == sum(map(len, SEQUENCES))
+    assert routed is not None
     parts = [observed.get(f"layers.0.mlp.experts.{expert}.gate_up") for expert in range(layer.mlp.spec.count)]
     total = sum((part.moments for part in parts if part is not None and part.moments is not None), torch.zeros_like(routed))
     torch.testing.assert_close(total, layer.mlp.spec.used * routed, rtol=1e-4, atol=1e-3)
     for expert, part in enumerate(parts):
-        if part is None or len(part.sample) > 1000:
+        if part is None:
             continue
         gate, up = (part.sample @ numbers[f"{path}.experts.{expert}.{name}.weight"].t() for name in ("w1", "w3"))
         wide = torch.nn.functional.silu(gate) * up
@@ -140,7 +139,9 @@ def test_what_experts_cannot_have_is_one_line(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "two.yaml"]
 
 
-@pytest.mark.parametrize(("family", "recipe"), [("mixtral", "int4-gptq"), ("qwen3_moe", "int4-rtn-asym"), ("qwen3_moe", "int4-gptq")])
+@pytest.mark.parametrize(("family", "recipe"), [
+    ("mixtral", "int4-gptq"), ("qwen3_moe", "int4-rtn-asym"), ("qwen3_moe", "int4-gptq"),
+])
 def test_transformers_computes_the_same_logits(family: str, recipe: str, tmp_path: Path) -> None:
     """As it loads by default, with one size of groups for all linears: of several, it takes one for all experts."""
     pytest.importorskip("compressed_tensors")
