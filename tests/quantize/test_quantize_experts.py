@@ -23,7 +23,7 @@ from ridgeline.quantize.recipes import read_recipe
 
 SEQUENCES = [random_tokens(24, seed=number) for number in range(9)]
 WIDTHS: dict[str, dict[str, Any]] = {                    # groups of 32 divide them
-    "mixtral": {}, "olmoe": {"intermediate_size": 32},
+    "mixtral": {}, "olmoe": {"intermediate_size": 32}, "glm4_moe": {"moe_intermediate_size": 32},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}, "qwen3_moe": {"moe_intermediate_size": 32},
 }
 
@@ -48,6 +48,7 @@ def made(plain: Path, out: Path, recipe: str) -> Path:
 
 @pytest.mark.parametrize(("family", "recipe"), [
     ("mixtral", "int4-rtn"), ("mixtral", "fp8"), ("olmoe", "mxfp4"), ("qwen2_moe", "int4-rtn-asym"), ("qwen3_moe", "nvfp4"),
+    ("glm4_moe", "int4-rtn"),
 ])
 def test_the_engine_loads_experts_as_their_rounded_weights(family: str, recipe: str, tmp_path: Path) -> None:
     plain = saved(family, tmp_path / "plain")
