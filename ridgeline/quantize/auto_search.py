@@ -28,7 +28,7 @@ TRIES = 4
 FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
 MARGIN = 0.93                        # of the limit that the next try aims at
-PASSAGES = 2                         # of the calibration text, to measure what linears cost: every linear reads them alone
+PASSAGES = 1                         # of the calibration text, to measure what linears cost: it is read once for each linear
 
 
 def option_recipe(option: str, base: QuantizeRecipe) -> QuantizeRecipe:
@@ -128,7 +128,13 @@ def search(
         if recipe is None or str(recipe) in tried:
             break
         tried.add(str(recipe))
-        card = make(recipe)
+        try:
+            card = make(recipe)
+        except KeyboardInterrupt:
+            if best is None:
+                raise
+            say("stopped: the smallest that met the limits so far is kept")
+            break
         share, size = excess(card, limits), card["size"]["output_bytes"]
         say(f"try {number + 1}: {size / 1e9:.3f} GB, the worst slice is at {share:.0%} of its limit")
         if share <= 1 and budget > spent:                # a larger budget never takes more bytes or time

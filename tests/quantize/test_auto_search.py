@@ -114,6 +114,19 @@ def test_the_search_corrects_its_budget_by_the_card(factor: float) -> None:
     assert found["size"]["output_bytes"] <= 1.1 * least
 
 
+def test_a_search_that_is_stopped_keeps_what_met_the_limits() -> None:
+    cards = iter([card_of(1e6, 0.02)])
+
+    def make(recipe: Any) -> dict[str, Any]:
+        for card in cards:
+            return card
+        raise KeyboardInterrupt
+
+    assert search(UNITS, {"kl": 0.1}, AUTO, make)["size"]["output_bytes"] == 1e6
+    with pytest.raises(KeyboardInterrupt):
+        search(UNITS, {"kl": 0.1}, AUTO, make)
+
+
 def test_figures_that_are_not_numbers_meet_no_limit() -> None:
     assert excess(card_of(1e6, float("nan")), {"kl": 0.1, "ppl": 0.1}) == float("inf")
 
