@@ -22,7 +22,7 @@ from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
 from ridgeline.quantize.sensitivity import PLAIN_BYTES, Unit, measure
 from ridgeline.sizes.hardware import DEVICES, Device
 
-# From small to large; the linears keep the model's dtype after the last.
+# From small to large, with scales in 16 bits; the linears keep the model's dtype after the last.
 OPTIONS = ("int4-gptq", "nvfp4", "int4-gptq-asym/32", "fp8")
 TRIES = 4
 FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text

@@ -140,15 +140,14 @@ def test_what_experts_cannot_have_is_one_line(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "two.yaml"]
 
 
-@pytest.mark.parametrize(("family", "recipe"), [
-    ("mixtral", "int4-gptq"), ("qwen3_moe", "int4-rtn-asym"), ("qwen3_moe", "int4-gptq"),
-])
-def test_transformers_computes_the_same_logits(family: str, recipe: str, tmp_path: Path) -> None:
-    """As it loads by default, with one size of groups for all linears: of several, it takes one for all experts."""
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_transformers_computes_the_same_logits(family: str, tmp_path: Path) -> None:
+    """As it loads by default, with one size of groups for all linears: of several, it takes one for all experts. Experts with
+    zero points it does not load."""
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
     plain, out = saved(family, tmp_path / "plain"), tmp_path / "out"
-    quantize(Job(model=plain, recipe=read_recipe(recipe, group=32), out=out, show=False))
+    quantize(Job(model=plain, recipe=read_recipe("int4-gptq", group=32), out=out, show=False))
     theirs, missed = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not missed["missing_keys"] and not missed["unexpected_keys"]
     tokens = SEQUENCES[0]
