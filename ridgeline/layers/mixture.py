@@ -8,6 +8,7 @@ every rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,6 +113,7 @@ class Mixture(nn.Module):
         self.shared = SharedExpert(spec.hidden_size, spec.shared, place.inside("shared")) if spec.shared else None
         self.invariant = type(self.router.scheme) is Invariant
         self.reads: Tensor | None = None                 # int32 [1]: the experts that the newest step has read
+        self.tap: Callable[[Tensor, Tensor], None] | None = None     # sees tokens and their experts: calibration (quantize/)
         self.shared_gate: Linear | None = None
         if spec.shared_gate:
             self.shared_gate = Linear({"": whole(1)}, whole(spec.hidden_size), False, place.inside("shared_gate"))
@@ -147,6 +149,8 @@ class Mixture(nn.Module):
     ) -> Tensor:
         """`source`: the stream and the norm that x was made with, where they are known."""
         spec, weights = self.spec, self.experts
+        if self.tap is not None:
+            self.tap(x, chosen)
         chosen = weights.local(chosen) if weights.divided else chosen
         gate_up, down = weights.matrices
         beside = self._beside(x, gate_up)

@@ -45,7 +45,7 @@ def write_blocks(
         for place in left:
             tick(place, space.blocks)
             block = model.blocks[place]
-            tensors, errors = _block(model, by_name, block, calibration, bool(kv), device)
+            tensors, errors = _block(model, by_name, block, calibration, device)
             if kv and calibration is not None and block != OUTSIDE:
                 tensors |= _kv_scales(calibration, linears, block, kv)
             space.add_errors(errors)
@@ -58,14 +58,14 @@ def write_blocks(
 
 @torch.inference_mode()
 def _block(
-    model: PlainModel, by_name: dict[str, Linear], block: int, calibration: Calibration | None, watches_kv: bool, device: str
+    model: PlainModel, by_name: dict[str, Linear], block: int, calibration: Calibration | None, device: str
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What is written, and by module the error of its weights as a share of their size."""
     values = {name: model.read(name).to(device) for name in model.names(block)}
     dtypes = {name: tensor.dtype for name, tensor in values.items()}
     runs = calibration if block != OUTSIDE else None
     mine = {name: by_name[name] for name in values if name in by_name}
-    rounding = _Rounding(runs, mine, values, watches_kv)
+    rounding = _Rounding(runs, mine, values)
     found: dict[str, Tensor] = {}
     errors: dict[str, float] = {}
     for name in list(values):
@@ -90,7 +90,8 @@ def _block(
 
 
 def _kv_scales(calibration: Calibration, linears: list[Linear], layer: int, kv: str) -> dict[str, Tensor]:
-    """One number for the keys of a layer and one for its values, also where its linears are kept: readers want all or none."""
+    """One number for the keys of a layer and one for its values, also where its linears are kept: readers want all or none.
+    Of what the written weights give: AWQ and SmoothQuant move scales out of v."""
     attention = next(linear for linear in linears if linear.layer == layer and linear.fused.endswith(QKV))
     path, dtype = attention.module.rpartition(".")[0], getattr(torch, attention.dtype)
     largest = LARGEST if kv == "fp8" else 127.0
@@ -101,15 +102,13 @@ def _kv_scales(calibration: Calibration, linears: list[Linear], layer: int, kv: 
 class _Rounding:
     """By each linear's method. Linears that read the same inputs share what was observed of them."""
 
-    def __init__(
-        self, calibration: Calibration | None, linears: dict[str, Linear], values: dict[str, Tensor], watches_kv: bool
-    ) -> None:
+    def __init__(self, calibration: Calibration | None, linears: dict[str, Linear], values: dict[str, Tensor]) -> None:
         """`values`: of all tensors of the block. Methods that move scales change them."""
         self._calibration, self._observed = calibration, dict[str, Inputs]()
         self._factors: dict[tuple[str, bool], InverseFactor] = {}
         self._largest: dict[str, float] = {}
         methods = {linear.method for linear in linears.values()}
-        if calibration is not None and (watches_kv or methods & set(READ_TEXT)):
+        if calibration is not None and methods & set(READ_TEXT):
             self._observed = calibration.observe(values, moments=bool(methods & {"gptq", "wanda", "sparsegpt"}))
             chosen = list(_chosen_scales(calibration, linears, values, self._observed))
             if chosen:
@@ -125,7 +124,9 @@ class _Rounding:
         if linear.method not in READ_TEXT or self._calibration is None:
             return rounded(values, linear.format, self._largest[linear.fused])
         path = self._calibration.linear_of(linear.weight)
-        inputs = self._observed[path]
+        inputs = self._observed.get(path)
+        if inputs is None:
+            return self._without_text(linear, values)
         if linear.method == "static":
             codes = rounded(values, linear.format)
             top = inputs.largest.amax().clamp_min(SMALLEST) / HALF_RANGE[linear.format.grid]
@@ -140,6 +141,13 @@ class _Rounding:
         if linear.method == "awq" and not linear.fused.endswith(QKV):     # scores need large q and k
             values = clipped(values, linear.format, inputs.sample)
         return rounded(values, linear.format)
+
+    def _without_text(self, linear: Linear, values: Tensor) -> Rounded:
+        """An expert that no token of the text has chosen."""
+        assert linear.format is not None
+        if linear.method == "static":
+            raise ModelError("no token of the calibration text reaches this expert: give more --calibration-tokens")
+        return rounded(values, linear.format) if linear.quantised else {WEIGHT: magnitude_sparse(values)}
 
     def _factor(self, path: str, ordered: bool) -> InverseFactor:
         if (path, ordered) not in self._factors:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,10 @@ from ridgeline.errors import ConfigError
 from ridgeline.evaluate.texts import default_text, passages, read_text
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.layers.kv import LayerKV
+from ridgeline.layers.mixture import Mixture
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Renamer, model_pieces
+from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.registry import set_kernels
 from ridgeline.quant.scheme import Unquantised
 from ridgeline.quantize.plain_model import PlainModel
@@ -36,6 +38,7 @@ FEWEST_TOKENS = 1024
 ROWS = 8                             # passages that are computed together
 PAGE = 16                            # tokens of a KV block
 SAMPLE = 1024                        # tokens whose inputs are kept, for methods that search scales
+ITS_EXPERTS = "layers.0.mlp.experts" # their path in a decoder of one layer
 SPLIT = 2                            # the default text: this part of it calibrates, the rest judges
 
 
@@ -85,28 +88,39 @@ class Inputs:
 class Tapped(Unquantised):
     """Plain products that note their inputs, while `noted` is a dictionary."""
 
-    noted: dict[nn.Module, list[Inputs]] | None = None
+    noted: dict[nn.Module | str, Noted] | None = None
     moments = True
     most_rows = SAMPLE               # of each call, that join the sample
 
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
-        if self.noted is not None:
-            wide = x.float()
-            sizes = wide.abs()
-            before = self.noted.setdefault(linear, [])
-            sums = wide.new_zeros(x.shape[1], x.shape[1]) if self.moments and not before else None
-            if self.moments:
-                (before[0].moments if before else sums).addmm_(wide.t(), wide)      # type: ignore[union-attr]
-            rows = torch.linspace(0, len(x) - 1, min(self.most_rows, len(x)), device=x.device).long()
-            before.append(Inputs(sizes.sum(0), sizes.amax(0), sums, wide[rows]))
+        self.note(linear, x)
         return super().apply(linear, x, batch)
 
+    def note(self, linear: nn.Module | str, x: Tensor) -> None:
+        """`linear`: of an expert, its path."""
+        if self.noted is None:
+            return
+        wide = x.float()
+        sizes = wide.abs()
+        before = self.noted.setdefault(linear, Noted())
+        if self.moments:
+            if before.moments is None:
+                before.moments = wide.new_zeros(x.shape[1], x.shape[1])
+            before.moments.addmm_(wide.t(), wide)
+        rows = torch.linspace(0, len(x) - 1, min(self.most_rows, len(x)), device=x.device).long()
+        before.tokens += len(x)
+        before.parts.append((sizes.sum(0), sizes.amax(0), wide[rows]))
 
-def _together(found: list[Inputs], tokens: int) -> Inputs:
-    return Inputs(
-        torch.stack([each.mean for each in found]).sum(0) / tokens, torch.stack([each.largest for each in found]).amax(0),
-        found[0].moments, torch.cat([each.sample for each in found]),
-    )
+
+@dataclass(slots=True)
+class Noted:
+    tokens: int = 0
+    moments: Tensor | None = None
+    parts: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)     # of each call: Σ |x|, max |x|, a sample
+
+    def together(self) -> Inputs:
+        sums, largest, samples = zip(*self.parts, strict=True)
+        return Inputs(torch.stack(sums).sum(0) / self.tokens, torch.stack(largest).amax(0), self.moments, torch.cat(samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +142,7 @@ class Calibration:
         self._scheme = Tapped()
         self._renamer = Renamer(model.config, gguf=False)
         self._made: tuple[object, Decoder] | None = None
-        self.largest_kv = [0.0, 0.0]                     # magnitudes of the keys and values that `observe` saw last
+        self.largest_kv = [0.0, 0.0]                     # magnitudes of the keys and values of the layer that `move_on` left
 
     @torch.inference_mode()
     def begin(self) -> None:
@@ -139,10 +153,13 @@ class Calibration:
         self.streams = [(table[each].float() * scale).to(self.device) for each in tokens]
 
     def _decoder(self, layer: int) -> Decoder:
-        config = self.model.config
-        kind = (config.windows[layer], config.ropes[layer])
+        config, experts = self.model.config, self.model.config.experts
+        if experts is not None:
+            experts = replace(experts, dense=(0,) if layer in experts.dense else ())
+        kind = (config.windows[layer], config.ropes[layer], experts)
         if self._made is None or self._made[0] != kind:
-            one = replace(config, num_layers=1, windows=kind[:1], ropes=kind[1:], quantisation=None, vocab_size=1, tied=True)
+            one = replace(config, num_layers=1, windows=kind[:1], ropes=kind[1:2], experts=experts, quantisation=None,
+                          vocab_size=1, tied=True)
             self._made = kind, Decoder(one, Communicator(), torch.float32, self.device, CONTEXT, lambda path: self._scheme)
         return self._made[1]
 
@@ -158,16 +175,31 @@ class Calibration:
 
     @torch.inference_mode()
     def observe(self, weights: Mapping[str, Tensor], moments: bool = True) -> dict[str, Inputs]:
-        """The inputs of each linear of the current layer, by its path in a decoder of one layer."""
+        """The inputs of each linear of the current layer, by its path in a decoder of one layer. An expert that no token has
+        chosen is not there."""
         decoder = self._decoder(self.layer)
         self._fill(decoder, weights)
-        self._scheme.noted, self._scheme.moments, self.largest_kv = {}, moments, [0.0, 0.0]
+        self._scheme.noted, self._scheme.moments = {}, moments
         self._scheme.most_rows = -(-SAMPLE // len(self.groups))
+        mixture = decoder.layers[0].mlp
+        if isinstance(mixture, Mixture):
+            mixture.tap = lambda x, chosen: self._note_experts(mixture, x, chosen)
         for group, stream in zip(self.groups, self.streams, strict=True):
             self._forward(decoder, group, stream.clone())
+        if isinstance(mixture, Mixture):
+            mixture.tap = None
         found, self._scheme.noted = self._scheme.noted, None
-        tokens = sum(len(stream) for stream in self.streams)
-        return {path: _together(found[module], tokens) for path, module in decoder.named_modules() if module in found}
+        paths: dict[nn.Module | str, str] = {module: path for path, module in decoder.named_modules()}
+        return {paths.get(linear, str(linear)): noted.together() for linear, noted in found.items()}
+
+    def _note_experts(self, mixture: Mixture, x: Tensor, chosen: Tensor) -> None:
+        """Of each expert, the tokens that chose it."""
+        gate_up = mixture.experts.numbers()["gate_up"]
+        for expert, matrix in enumerate(gate_up):
+            mine = x[(chosen == expert).any(1)]
+            if len(mine):
+                self._scheme.note(f"{ITS_EXPERTS}.{expert}.gate_up", mine)
+                self._scheme.note(f"{ITS_EXPERTS}.{expert}.down", gated_activation(mine @ matrix.t(), mixture.spec.activation))
 
     @torch.inference_mode()
     def output(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -206,6 +238,7 @@ class Calibration:
         """Through the current layer with these weights, to the next one."""
         decoder = self._decoder(self.layer)
         self._fill(decoder, weights)
+        self.largest_kv = [0.0, 0.0]
         self.streams = [self._forward(decoder, group, stream) for group, stream in zip(self.groups, self.streams, strict=True)]
         self.layer += 1
 
@@ -217,8 +250,7 @@ class Calibration:
         kv = LayerKV(torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device))
         with _exact_kernels(self.device):
             out, residual = decoder.layers[0](stream, None, _batch(counts, pages, self.device), kv)
-        if self._scheme.noted is not None:
-            self.largest_kv = [max(old, float(new.abs().amax())) for old, new in zip(self.largest_kv, (kv.k, kv.v), strict=True)]
+        self.largest_kv = [max(old, float(new.abs().amax())) for old, new in zip(self.largest_kv, (kv.k, kv.v), strict=True)]
         return out if residual is None else out + residual
 
     # ── a stopped run ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,14 +18,16 @@ from ridgeline.evaluate import rounded_inputs
 from ridgeline.evaluate.needle import DEPTHS, TRIALS
 from ridgeline.evaluate.speed import ANSWER, PROMPT, TIMES
 from ridgeline.evaluate.task import Task
+from ridgeline.models.checkpoints.linear_formats import EXPERTS
 from ridgeline.quant.format import WeightFormat
-from ridgeline.quantize.calibration import SAMPLE, Calibration
+from ridgeline.quantize.calibration import CONTEXT, SAMPLE, Calibration
 from ridgeline.quantize.ct_writer import Linear
 from ridgeline.quantize.methods.gptq_rounding import BLOCK, InverseFactor, gptq_rounded
 from ridgeline.quantize.methods.rounding import expanded, rounded
 from ridgeline.quantize.methods.scale_search import SHRINKS, STRENGTHS
 from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
+from ridgeline.quantize.recipes import READ_TEXT
 
 ROWS = 256                           # of a matrix, that are rounded to see how long it takes; on a GPU all of them
 TOKENS = 512                         # that run through that layer
@@ -107,7 +110,8 @@ def forecast(
     """`folder`: where the output is made. `timer`: a test's own."""
     layers = model.config.num_layers
     changed = sorted({linear.layer for linear in linears if linear.layer is not None and linear.format is not None})
-    first = changed[0] if changed else 0                 # those before it are kept
+    counts = Counter(linear.layer for linear in linears if linear.format is not None)
+    first = max(changed, key=lambda layer: counts[layer]) if changed else 0      # not one that is kept, nor one without experts
     names = model.names(first)
     values: dict[str, Tensor] = {}
 
@@ -125,7 +129,10 @@ def forecast(
         per_token = _forward(model, probe, values, timer) * (1 / TOKENS)
     if calibration is not None:
         parts |= _calibrated(mine, calibration, per_token, layers, len(changed), device, timer)
-    rounding = [_rounding(linear, values[linear.weight], timer) for linear in mine]
+    alike: dict[object, list[Linear]] = {}               # experts are many
+    for linear in mine:
+        alike.setdefault((linear.inputs, linear.outputs, linear.format, linear.method), []).append(linear)
+    rounding = [_rounding(same[0], values[same[0].weight], timer) * len(same) for same in alike.values()]
     share = len([linear for linear in linears if linear.format is not None]) / max(len(mine), 1)     # some layers may be kept
     parts["round"] = sum(rounding, Spent()) * (share if mine else 0)
     total = sum(parts.values(), Spent())
@@ -162,18 +169,23 @@ def _calibrated(
     """`changed`: layers that are quantised. Text runs through all of them."""
     tokens = sum(len(sequence) for group in calibration.groups for sequence in group)
     methods = {linear.method for linear in linears}
-    passes = 2.0 + (2 * len(calibration.groups[0]) * 256 / tokens if methods & set(SEARCHES) else 0)
+    passes = 1.0 + bool(methods & set(READ_TEXT))
+    if methods & set(SEARCHES):
+        passes += 2 * len(calibration.groups[0]) * CONTEXT / tokens
     found = {"forward": per_token * (passes * tokens * layers)}
-    # Linears that read the same inputs share a Hessian: one for each fused matrix.
+    # Linears that read the same inputs share a Hessian: one for each fused matrix. A token visits few of the experts.
+    experts = calibration.model.config.experts
+    visited = 1.0 if experts is None else experts.used / experts.count
     sizes = {linear.fused: linear.inputs for linear in linears if linear.method in MOMENTS}
     for size in set(sizes.values()):
-        small, count = min(size, INPUTS), list(sizes.values()).count(size)
+        small, those = min(size, INPUTS), [fused for fused, inputs in sizes.items() if inputs == size]
+        count, reads = len(those), sum(visited if EXPERTS in fused else 1.0 for fused in those)
         x, sums = torch.randn(TOKENS, small, device=device), torch.zeros(small, small, device=device)
         gathered = timer(lambda x=x, sums=sums: sums.addmm_(x.t(), x))   # type: ignore[misc]
         hessian = x.t() @ x + torch.eye(small, device=device)
         factored = Spent() if methods == {"wanda"} else timer(lambda hessian=hessian: InverseFactor(hessian))   # type: ignore[misc]
         grown = size / small
-        found["hessian"] = found.get("hessian", Spent()) + gathered * (grown**2 * tokens / TOKENS * count * changed)
+        found["hessian"] = found.get("hessian", Spent()) + gathered * (grown**2 * tokens / TOKENS * reads * changed)
         found["factor"] = found.get("factor", Spent()) + factored * (grown**3 * count * changed)
     return found
 

@@ -6,6 +6,7 @@ the usual order. A checkpoint that is quantised already is refused: rounding twi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.checkpoints.linear_formats import HEAD
 from ridgeline.models.model_config import load_model_config
 from ridgeline.models.weights import GGUFSource, Renamer, SafetensorsSource, deinterleaved, open_checkpoint
 from ridgeline.quantize.ct_writer import Linear
-from ridgeline.quantize.recipes import QuantizeRecipe, stored_scales
+from ridgeline.quantize.recipes import MOVES_SCALES, Choice, QuantizeRecipe, stored_scales
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 OUTSIDE = -1                         # the block of everything that belongs to no layer
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
-_LINEARS = re.compile(r"layers\.\d+\.(attention\.(qkv|output)|mlp\.(gate_up|up|down))\.weight:\w*")
+_LINEARS = re.compile(r"layers\.\d+\.(attention\.(qkv|output)|mlp\.((experts\.\d+|shared)\.)?(gate_up|up|down))\.weight:\w*")
+_ROUTERS = re.compile(r"layers\.\d+\.mlp\.(router|shared_gate)\.weight:")
+_EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts)\.\d+\.")
+ROUTER = Choice(None, reason="it chooses experts")
 GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -36,20 +40,29 @@ class PlainModel:
             raise ModelError(
                 f"{path.name} is quantised already ({stored.method}): give the checkpoint that it was made from, in 16 or 32 bits"
             )
-        if self.config.experts is not None or self.config.latent is not None:
-            what = "mixtures of experts" if self.config.experts is not None else "models with latent attention"
-            raise ModelError(f"{path.name}: {what} cannot be quantised by this command yet; serve with --quantization instead")
+        if self.config.latent is not None:
+            raise ModelError(f"{path.name}: models with latent attention cannot be quantised by this command yet; serve with "
+                             "--quantization instead")
         if self.gguf and self.config.family.name not in GGUF_FAMILIES:
             raise ModelError(
                 f"{path.name}: GGUF files of {self.config.family.name} cannot be written as a Hugging Face directory yet "
                 f"(only {', '.join(GGUF_FAMILIES)}): give the model's directory with config.json"
             )
         self.source: SafetensorsSource | GGUFSource = open_checkpoint(path)
+        if self.config.experts is not None:
+            self._check_experts()
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self._renamer = Renamer(self.config, self.gguf)
         self._names = self._hf_names()                   # HF name -> as stored
         self.others = any(name.startswith(tuple(self.config.family.prefixes)) for name in self._names) or any(
             self._renamer.pieces_of(stored) is None for stored in self._names.values())
+
+    def _check_experts(self) -> None:
+        """Other engines want codes under the name of each expert."""
+        for name in self.source.tensors:
+            if any(re.fullmatch(rule.pattern, name) for rule in self.config.family.fused_experts):
+                raise ModelError(f"{self.path.name}: tensor {name} holds all experts of a layer, which this command cannot "
+                                 "quantise yet; serve with --quantization instead")
 
     def _hf_names(self) -> dict[str, str]:
         if not self.gguf:
@@ -103,20 +116,29 @@ class PlainModel:
 
     def linears(self, recipe: QuantizeRecipe) -> list[Linear]:
         """All linears of the decoder with what the recipe makes of them, in order."""
-        return list(self._linears(recipe))
+        found = list(self._linears(recipe))
+        _check_alike(found)
+        return found
 
     def _linears(self, recipe: QuantizeRecipe) -> Iterator[Linear]:
         for name, stored in self._names.items():
             pieces = self._renamer.pieces_of(stored) or [""]
             head = pieces[0].startswith(f"{HEAD}.weight")
-            if not head and not _LINEARS.fullmatch(pieces[0]):
+            routes = _ROUTERS.fullmatch(pieces[0]) is not None
+            if not head and not routes and not _LINEARS.fullmatch(pieces[0]):
                 continue
             outputs, inputs = self.shape(name)
             module, layer = name.removesuffix(".weight"), None if head else self._layer(name)
-            choice = recipe.choose(module, inputs, layer, self.config.num_layers)
+            divided = self._expert_inputs() if _EXPERT.match(pieces[0]) else inputs
+            choice = ROUTER if routes else recipe.choose(module, divided, layer, self.config.num_layers)
             format = None if choice.format is None else stored_scales(choice.format, self._scale_dtype())
             yield Linear(module, outputs, inputs, layer, format, choice.method, choice.reason,
                          pieces[0].partition(":")[0], self._scale_dtype())
+
+    def _expert_inputs(self) -> int:
+        """What a group must divide: gate_up and down of experts get one format, as kernels want it."""
+        assert self.config.experts is not None
+        return math.gcd(self.config.hidden_size, self.config.experts.width)
 
     def _scale_dtype(self) -> str:
         return self.config.dtype if self.config.dtype in ("bfloat16", "float16", "float32") else "float32"
@@ -138,3 +160,15 @@ class PlainModel:
         self.source.__exit__()
 
 
+def _check_alike(linears: list[Linear]) -> None:
+    """The experts of a layer are one set of matrices in the engine, and its norm writes for the router, too."""
+    kinds: dict[str, tuple[str, object]] = {}
+    for linear in linears:
+        found = _EXPERT.match(linear.fused)
+        if found is None:
+            continue
+        if linear.method in MOVES_SCALES and linear.format is not None:
+            raise ConfigError(f"{linear.method} cannot move scales into experts, whose router reads the same inputs: use gptq")
+        module, format = kinds.setdefault(found[1], (linear.module, linear.format))
+        if format != linear.format:
+            raise ConfigError(f"the experts of a layer must have one format: {module} and {linear.module} have two")

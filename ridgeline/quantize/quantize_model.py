@@ -134,6 +134,7 @@ def _forecast(
         return None
     by_name = {linear.weight: linear for linear in linears if linear.format is not None}
     size = sum(block_bytes(model, by_name, block) for block in model.blocks)
+    space.require_room(size)
     found = forecast(model, linears, calibration, job.card, size, space.folder, device())
     if job.show:
         say(found.words())
@@ -157,7 +158,7 @@ def _search(job: Job) -> dict[str, Any]:
         raise ConfigError(f"{job.out} exists already: choose another --out, or delete it")
     fastest = auto_search.parse_fastest(job.fastest) if job.fastest else None
     kept = job.out.with_name(f"{job.out.name}.costs.json")
-    passages = _passages(job, max(auto_search.TOKENS, FEWEST_TOKENS))
+    passages = _passages(job, FEWEST_TOKENS)[: auto_search.PASSAGES]
     units = auto_search.measured_units(job.model, job.recipe, passages, kept, job.show)
     tries: list[tuple[Path, dict[str, Any]]] = []
 
@@ -304,6 +305,8 @@ def _notes(model: PlainModel, linears: list[Linear], kv: str, rounds: bool) -> l
                      "compute; on a CPU this engine keeps more of them." if rounds else
                      f"the figures were measured with activations as they are; an engine that rounds them to {words}, as the "
                      "file asks for, adds an error that these figures do not hold.")
+    if kinds and rounds and model.config.experts is not None:
+        notes.append("the activations of the experts were not rounded: that error is not in the figures.")
     if kv:
         notes.append(f"the file has scales for a KV cache in {kv}; the figures were measured with KV in the model's dtype.")
     return notes

@@ -19,6 +19,7 @@ from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, GROUPS, INT8_ROW, MXFP4, 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 SPARSE = ("magnitude", "wanda", "sparsegpt")                             # methods of 2:4
 READ_TEXT = ("gptq", "awq", "smoothquant", "wanda", "sparsegpt", "static")           # methods that need calibration text
+MOVES_SCALES = ("awq", "smoothquant")                                     # methods that change what writes a linear's inputs
 KV_FORMATS = ("fp8", "int8")         # that scales of the KV cache can be for
 OWN_TEXT = "model"                   # instead of a file to calibrate with: what the model itself writes
 HEAD = "lm_head"

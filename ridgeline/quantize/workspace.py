@@ -90,6 +90,8 @@ class Workspace:
     def require_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
         if needed + SPARE > free:
+            if not any(self.is_done(block) for block in range(self.blocks)):
+                shutil.rmtree(self.folder)
             raise ConfigError(
                 f"no room for the output: it needs {needed / 1e9:.2f} GB, {self.folder.parent} has {free / 1e9:.2f} GB free"
             )

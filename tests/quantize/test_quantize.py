@@ -180,7 +180,7 @@ def test_too_little_room_is_said_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 40, 1 << 40, 1 << 20))
     with pytest.raises(ConfigError, match="no room for the output"):
         quantize(job(plain, tmp_path / "out"))
-    assert not list((tmp_path / "out.part").glob("*.safetensors"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_up_is_one_line_and_the_run_can_go_on(
@@ -259,7 +259,7 @@ def test_a_recipe_that_fits_no_linear_says_why(plain: Path, tmp_path: Path) -> N
         quantize(job(plain, tmp_path / "out", keep=["proj"]))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
 def test_what_cannot_be_quantised_yet_is_one_line(family: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be quantised by this command yet"):
+    with pytest.raises(ModelError, match=r"cannot (be quantised by this command|quantise) yet"):
         PlainModel(save_checkpoint(family, tmp_path / family))

@@ -86,9 +86,11 @@ def test_a_scale_for_each_output_is_nearer_than_one_for_all(rows: str, whole: st
     assert error[rows] < 0.5 * error[whole]
 
 
-@pytest.mark.parametrize(("kv", "largest"), [("fp8", 448.0), ("int8", 127.0)])
-def test_kv_scales_are_written_and_loaded(kv: str, largest: float, plain: Path, tmp_path: Path) -> None:
-    found, config = made(plain, tmp_path / "out", "fp8", kv=kv)
+@pytest.mark.parametrize(("kv", "largest", "recipe"), [("fp8", 448.0, "fp8"), ("int8", 127.0, "int4-awq"),
+                                                       ("fp8", 448.0, "w8a8-smooth")])
+def test_kv_scales_are_of_what_the_output_computes(kv: str, largest: float, recipe: str, plain: Path, tmp_path: Path) -> None:
+    """With the codes that were written, and after AWQ and SmoothQuant have moved scales from v to o."""
+    found, config = made(plain, tmp_path / "out", recipe, kv=kv)
     assert config["kv_cache_scheme"]["type"] == {"fp8": "float", "int8": "int"}[kv]
     loaded = load_model_config(tmp_path / "out")
     assert loaded.quantisation is not None and loaded.quantisation.kv_format == kv
@@ -97,7 +99,11 @@ def test_kv_scales_are_written_and_loaded(kv: str, largest: float, plain: Path, 
     model = PlainModel(plain)
     run = Calibration(model, SEQUENCES)
     run.begin()
-    run.observe({name: model.read(name) for name in model.names(0)})
+    first, values = load(tmp_path / "out").layers[0], {name: model.read(name) for name in model.names(0)}
+    attention = "model.layers.0.self_attn.{}_proj.weight"
+    sizes = [len(values[attention.format(part)]) for part in "qkv"]
+    values |= dict(zip(map(attention.format, "qkv"), first.attention.qkv.weight.split(sizes), strict=True))
+    run.move_on(values | {"model.layers.0.input_layernorm.weight": first.attention_norm.weight})
     assert scales[0] == pytest.approx([top / largest for top in run.largest_kv], rel=1e-2) and min(run.largest_kv) > 0
     model.close()
     assert "model.layers.1.self_attn.v_scale" in found

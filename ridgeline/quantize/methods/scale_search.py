@@ -4,6 +4,10 @@
     SmoothQuant:  s = max|x|^a / max|w|^(1 − a)                     the same, with x / s rounded to 8 bits for each token
 
 s = 1 is tried as well, so that neither is worse on the sample than rounding to nearest.
+
+Another device, or another number of threads, sums in another order, and what was observed differs in its last bits. Activations
+that are rounded make a jump of that. So SmoothQuant's s is rounded to steps of 2^(1/4), and a candidate must be better by more
+than such jumps: the same file is written.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from ridgeline.quantize.methods.rounding import expanded, rounded
 STRENGTHS = tuple(step / 10 for step in range(1, 11))
 SHRINKS = tuple(1 - step / 20 for step in range(1, 11))                  # of the largest magnitude of a group
 SMALLEST = 1e-4
+STEPS = (1.0, 2**0.25, 2**0.5, 2**0.75)                                  # of a scale within a power of two
+BETTER = 1 - 1e-4                                                        # of the least error so far
 Weights = Sequence[tuple[Tensor, WeightFormat]]                          # of the linears that read the same inputs
 
 
@@ -51,6 +57,7 @@ def _best(fold: Fold, tried: Iterator[Tensor], weights: Weights, sample: Tensor,
     best, least = torch.ones_like(fold.narrow(sample[0])), torch.tensor(torch.inf)
     for number, candidate in enumerate((best, *tried)):
         scales = candidate / (candidate.amax() * candidate.amin()).sqrt() if number else candidate
+        scales = in_steps(scales) if rounds_x else scales
         each = fold.wide(scales)
         x = sample / each
         x = int8_tokens(x) if rounds_x else x
@@ -58,9 +65,16 @@ def _best(fold: Fold, tried: Iterator[Tensor], weights: Weights, sample: Tensor,
             (x @ expanded(rounded(values * each, format), format, values.shape[1]).t() - product).pow(2).sum()
             for (values, format), product in zip(wide, expected, strict=True)
         ]).sum()
-        if error < least:
+        if error < least * (BETTER if rounds_x else 1):
             best, least = scales, error
     return best
+
+
+def in_steps(scales: Tensor) -> Tensor:
+    """The nearest power of 2^(1/4), from a table: exp2 itself differs between devices."""
+    steps = (scales.log2() * len(STEPS)).round().long()
+    table = torch.tensor(STEPS, device=scales.device)
+    return torch.ldexp(table[steps % len(STEPS)], steps.div(len(STEPS), rounding_mode="floor"))
 
 
 def _sizes(values: Tensor, format: WeightFormat) -> Tensor:
