@@ -10,6 +10,7 @@ processes of one machine share, so a time that the engine took can be subtracted
 
 from __future__ import annotations
 
+import resource
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -43,7 +44,7 @@ _RECENT = 512                        # requests whose times are kept one by one
 _STEPS = 64                          # whose median a step is compared with …
 _EVERY = 16                          # … and after how many steps that median is taken anew
 _SLOW = 3.0                          # times the median
-_MANY_FAULTS = 4096                  # page faults that count as an allocation: 16 MiB
+MANY_FAULTS = (16 << 20) // resource.getpagesize()      # page faults that count as an allocation: 16 MiB
 
 
 class Histogram:
@@ -144,7 +145,7 @@ _CAUSES: tuple[tuple[str, Callable[[Step, float], bool]], ...] = (
     ("garbage_collection", lambda step, half: step.collecting > half),
     ("kernel_compile", lambda step, half: step.compiled > 0),
     ("graph_recording", lambda step, half: step.recorded > 0),
-    ("allocation", lambda step, half: step.allocated > 0 or step.faults >= _MANY_FAULTS),
+    ("allocation", lambda step, half: step.allocated > 0 or step.faults >= MANY_FAULTS),
     ("disk_reads", lambda step, half: step.read_faults > 0),         # of the model's file, or of swapped memory
     ("processor_taken", lambda step, half: step.waiting > half),
     ("new_requests", lambda step, half: step.between > half and step.added > 0),

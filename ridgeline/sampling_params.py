@@ -193,12 +193,7 @@ class SamplingParams:
         self._number("frequency_penalty", -2.0, 2.0)
         if self.seed is not None:
             self._integer("seed", -(2**63), 2**63 - 1, hint=" (-1 or none: a different one each time)")
-        if self.max_tokens is not None:
-            self._integer("max_tokens", 1, 2**31 - 1)
-        self._integer("min_tokens", 0, 2**31 - 1)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            message = f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})"
-            raise BadRequest(message, field="min_tokens")
+        self._lengths()
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_LOGPROBS)
@@ -224,6 +219,14 @@ class SamplingParams:
             raise BadRequest("bad_words must hold more than blanks", field="bad_words")
         self._tokens()
         self._drafts()
+
+    def _lengths(self) -> None:
+        if self.max_tokens is not None:
+            self._integer("max_tokens", 1, 2**31 - 1)
+        self._integer("min_tokens", 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            message = f"min_tokens ({self.min_tokens}) must not be greater than max_tokens ({self.max_tokens})"
+            raise BadRequest(message, field="min_tokens")
 
     def _prompt(self) -> None:
         """What concerns the prompt."""

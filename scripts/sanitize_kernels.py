@@ -122,7 +122,8 @@ def main() -> None:
             for name, words in (chosen | {"fault": [CASES, f"fault:{tool}"]}).items()}
     outcomes: dict[str, Outcome] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        for name, outcome in zip(work, pool.map(lambda words: run(words, deadline), work.values()), strict=True):
+        ended = pool.map(lambda words: run(words, deadline - time.monotonic()), work.values())
+        for name, outcome in zip(work, ended, strict=True):
             outcomes[name] = outcome
             print(f"{name}: {outcome.state} {' '.join(sorted(outcome.found))} ({outcome.seconds:.0f} s)", flush=True)
             if outcome.state != "clean" and not name.endswith(" fault"):
@@ -162,14 +163,14 @@ def programs(listed: list[str]) -> dict[str, list[str]]:
     return {" ".join(names): [CASES, *names] for names in ([[each] for each in reversed(parts)] + groups) if names} | TESTS
 
 
-def run(words: list[str], deadline: float) -> Outcome:
+def run(words: list[str], seconds: float) -> Outcome:
     begun = time.monotonic()
-    if begun >= deadline:
+    if seconds <= 0:
         return Outcome("not begun, the time was over")
     process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                start_new_session=True)
     try:
-        log, _ = process.communicate(timeout=deadline - begun)
+        log, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)           # the tool and what it runs
         log, _ = process.communicate()

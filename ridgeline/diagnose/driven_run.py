@@ -22,13 +22,11 @@ from ridgeline.bench.workload.workloads import Asked
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import EngineDead
 from ridgeline.messages import Request, StepPlan, StepResult, TokenDelta
-from ridgeline.metrics import HAPPENED
+from ridgeline.metrics import HAPPENED, MANY_FAULTS
 from ridgeline.roofline.parts import StepRows
 from ridgeline.roofline.slow import StepTimes
 from ridgeline.roofline.steps import PHASES, StepRecorder
 from ridgeline.sampling_params import SamplingParams
-
-_MANY_FAULTS = 4096                  # page faults that count as one allocation: 16 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class StepLog(StepRecorder):
         if self._on_gpu:
             allocated = torch.cuda.memory_stats().get("num_device_alloc", 0)
         else:
-            allocated = resource.getrusage(resource.RUSAGE_SELF).ru_minflt // _MANY_FAULTS
+            allocated = resource.getrusage(resource.RUSAGE_SELF).ru_minflt // MANY_FAULTS
         return (counters.prompt_tokens, counters.preemptions, HAPPENED["kernel_compile"], HAPPENED["graph_recording"],
                 allocated, time.thread_time(), time.monotonic())
 

@@ -135,14 +135,15 @@ def _user_cache() -> Path:
 
 
 def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as info:
-            for line in info:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return _platform.machine()
+    """As /proc/cpuinfo names it. On aarch64 it gives only numbers, of the maker and of the core: two kinds of core must not share
+    measured peaks."""
+    fields: dict[str, str] = {}
+    with suppress(OSError), open("/proc/cpuinfo") as info:
+        for line in info:
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    numbers = [fields[name] for name in ("CPU implementer", "CPU part") if name in fields]
+    return fields.get("model name") or " ".join([_platform.machine(), *numbers])
 
 
 def available_memory() -> int:

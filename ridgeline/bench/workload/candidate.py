@@ -128,6 +128,14 @@ def results(function: Callable[..., Any], call: Call, outputs: set[int]) -> list
 # ── the checks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _poison(reference: Callable[..., Any], first: Call, second: Call, outputs: set[int]) -> None:
+    """Outputs that the definition never reads hold NaN before a call: a candidate that leaves a place out shows."""
+    if outputs and _writes_only(reference, first, outputs):
+        for place in outputs:
+            for call in (first, second):
+                poison_where_written(reference, call, place)
+
+
 def check(
     op: Op[Any, Any], candidate: Implementation, case: Case, dtype: str, device: str, seed: int, slack: float = 1.0
 ) -> list[Fault]:
@@ -150,10 +158,7 @@ def check(
     always = writes & _written(reference, _copy(first, wide=True))
     outputs = {place for place in always if _tensors(first)[place].element_size() > 1}
     expected = [results(reference, _copy(call, wide=True), outputs) for call in (first, second)]
-    if outputs and _writes_only(reference, first, outputs):
-        for place in outputs:
-            for call in (first, second):
-                poison_where_written(reference, call, place)
+    _poison(reference, first, second, outputs)
     current = op.choose(Site(device, getattr(torch, dtype), first[0][0].shape[-1])).function
     may_change = writes | _written(current, inputs(2))
     may_share = _aliases(reference, inputs(2)) | _aliases(current, inputs(2))

@@ -36,7 +36,7 @@ from ridgeline.engine.core.stats import StatsKeeper
 from ridgeline.engine.ipc import FROM_ENGINE, Stats
 from ridgeline.errors import BadRequest
 from ridgeline.messages import Request, StepPlan
-from ridgeline.metrics import EngineStats, Histogram, ServingMetrics, Step, StepWatch
+from ridgeline.metrics import MANY_FAULTS, EngineStats, Histogram, ServingMetrics, Step, StepWatch
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.observe.prometheus import families, timings, written
@@ -198,7 +198,8 @@ def step(seconds: float, **facts: Any) -> Step:
         ({"between": 0.03}, "between_steps"),
         ({"preemptions": 2, "prompt_tokens": 9}, "preemption"),
         ({"allocated": 1, "prompt_tokens": 9}, "allocation"),
-        ({"faults": 5000}, "allocation"),
+        ({"faults": MANY_FAULTS}, "allocation"),
+        ({"faults": MANY_FAULTS - 1, "prompt_tokens": 9}, "prompt_tokens"),
         ({"faults": 50, "read_faults": 3}, "disk_reads"),
         ({"waiting": 0.03, "between": 0.03}, "processor_taken"),
         ({"waiting": 0.003, "prompt_tokens": 9}, "prompt_tokens"),
