@@ -115,7 +115,8 @@ def make_runner(
         if config.graphs:
             capped = model_config.final_softcap is not None
             forward = GraphForward(
-                eager, config.max_num_seqs, config.max_num_batched_tokens, model_config.vocab_size,
+                eager, config.max_num_seqs, config.max_num_batched_tokens,
+                model_config.vocab_size if model.head is None else model.head.shard.filled,
                 torch.float32 if capped else dtype, device, config.graph_bytes, verified, comm.size == 1,
             )
         elif _runs_programs(config, device, dtype):
