@@ -90,8 +90,8 @@ def meet(
     if shape.pipeline > 1:
         stages = ProcessStage(shape.stage(rank), shape.pipeline, rank + shape.tensor, rank - shape.tensor)
     mesh = ProcessMesh(tensor, stages, tensor if divide_experts else ALONE, rank, tensor if divide_context else ALONE)
-    # NCCL's kernels wait for a rank that has left until each rank aborts its own communicator, which CUDA graphs hold. Stages have
-    # groups of their own, and steps in flight elsewhere. A port of rank 0 may not be free again.
+    # NCCL's kernels wait for a rank that has left until each rank aborts its own communicator, which CUDA graphs hold. Stages
+    # have groups of their own, and steps in flight elsewhere. A port of rank 0 may not be free again.
     if backend == "gloo" and not far and shape.pipeline == 1:
         mesh._connect = connect
     return mesh
