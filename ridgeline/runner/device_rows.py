@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeline.layers.batch import Batch, GroupBatch, Runs
 from ridgeline.messages import StepPlan, Want
+from ridgeline.ops.attention.attention_arguments import OwnKernel
 from ridgeline.ops.attention.split_kv import DeviceShares
 from ridgeline.ops.sampling.noise import to_device
 from ridgeline.runner.attention_schedule import AttentionSchedule
@@ -226,7 +227,8 @@ class DeviceRows:
         where what a graph reads ends."""
         rows, kv_len, num_decodes = layout.rows, numbers.kv_len, layout.num_decodes
         on_cpu, tables, schedule, staging = self.device.type == "cpu", self.tables, self.schedule, self._staging
-        goes_on = None if num_decodes == len(rows) else self._goes_on(plan, layout)
+        own_kernel = self._own_kernel(layout, numbers) if on_cpu and layout.width is None else ()
+        goes_on = None if num_decodes == len(rows) and not own_kernel else self._goes_on(plan, layout)
         staging.begin()
         changes = tables.changes(staging)
         places, lengths, slots = self._put_moving(numbers.positions, kv_len, numbers.slots)
@@ -273,12 +275,24 @@ class DeviceRows:
             runs=runs,
             table_rows=table_rows,
             query_tiles=query_tiles,
+            own_kernel=own_kernel,
             work=schedule.work(num_decodes, layout.longest, layout.queries, older),
             workspace=schedule.workspace,
         )
         if goes_on is not None:
             batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_table_rows, last_shares)
         return batch, end
+
+    def _own_kernel(self, layout: _Layout, numbers: _Numbers) -> tuple[OwnKernel, ...]:
+        prompt, ends = self.tables.num_prompt[layout.rows], numbers.ends
+        starts, decodes = ends - layout.counts, self._arange[: len(ends)] < layout.num_decodes
+        found = []
+        for place in np.flatnonzero(np.where(decodes, starts < prompt, ends > prompt)).tolist():
+            of_prompt, start = bool(decodes[place]), int(starts[place])
+            position = start if of_prompt else max(start, int(prompt[place]))
+            first = int(numbers.query_start[place]) + position - start
+            found.append(OwnKernel(first, int(ends[place]) - position, int(layout.rows[place]), position, of_prompt))
+        return tuple(found)
 
     def _runs(self, layout: _Layout, borders: Tensor, rows: Tensor) -> Runs:
         """In a graph all tokens have logits, so that they are the rows' own."""
@@ -425,6 +439,7 @@ class DeviceRows:
                 groups=[GroupBatch(each.slots, each.block_table) for each in batch.groups],
                 table_rows=table_rows,
                 query_tiles=None,
+                own_kernel=(),
             )
         return replace(
             batch,
