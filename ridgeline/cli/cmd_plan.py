@@ -174,7 +174,7 @@ def _device(args: argparse.Namespace) -> Device:
     return replace(found, link=read_link(args.comm, "all_reduce")) if args.comm else found
 
 
-def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
+def _check_division(args: argparse.Namespace, model: PlannedModel, device: Device) -> None:
     if min(args.count, args.most, args.stages, args.nodes) < 1:
         raise ConfigError(
             f"--count, --pipeline-parallel-size, --most and --nodes must be at least 1, got {args.count}, {args.stages}, "
@@ -184,9 +184,13 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
         raise ConfigError(f"--decode-context-parallel-size must be 1 or --count, {args.count}, got {args.context}")
     if args.expert_parallel and (model.experts is None or args.count == 1):
         raise ConfigError("--enable-expert-parallel needs a model with experts and a --count of at least 2")
-    args.stages = args.nodes if args.stages == 1 else args.stages        # ranks of a stage stay on one machine
-    if args.count * args.stages > 1 and not device.link.latency:
+    if args.count * max(args.stages, args.nodes) > 1 and not device.link.latency:
         raise ConfigError(f"no interconnect is known for {device.name}: --count must be 1, got {args.count}")
+
+
+def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
+    _check_division(args, model, device)
+    stages = args.nodes if args.stages == 1 else args.stages             # ranks of a stage stay on one machine
     if args.draft_model and not args.drafts:
         raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
     if args.price is not None and not 0 <= args.price < float("inf"):
@@ -195,9 +199,9 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     # A GPU keeps quantised weights packed; a CPU reads only a GGUF file's blocks as they are.
     stored = packed_format(args.model) if device.kind != "cpu" or args.model.endswith(".gguf") else None
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # both refuse what cannot be divided
-    stage_layers(model.config.num_layers, 0, args.stages)
+    stage_layers(model.config.num_layers, 0, stages)
     return Setup(
-        model=model, device=device, ranks=args.count, stages=args.stages, dtype=dtype, weights=args.weights or stored or dtype,
+        model=model, device=device, ranks=args.count, stages=stages, dtype=dtype, weights=args.weights or stored or dtype,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
         stage_link=_stage_link(args), expert_parallel=args.expert_parallel, context_parallel=args.context > 1, nodes=args.nodes,

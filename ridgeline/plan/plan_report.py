@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -356,7 +356,7 @@ def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, f"best for latency: {divided(fastest)}; for throughput per device: {divided(cheapest)}"]
 
 
-def divided(row: dict[str, Any]) -> str:
+def divided(row: Mapping[str, Any]) -> str:
     words = [f"{row['ranks']} ranks" if row["ranks"] > 1 else "one rank"]
     words += [f"{row['stages']} stages"] if row["stages"] > 1 else []
     return " × ".join(words) + (" with whole experts" if row["experts"] else "")

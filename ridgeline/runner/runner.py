@@ -119,8 +119,7 @@ class Runner:
         landing = self._landings.pop() if self._landings else Landing(self.rows.max_rows, self.rows.device)
         landing.start()
         self.rows.late.behind = self._has_unknown_lengths()
-        if self._comm.stages.count > 1 and self.model.stage.last:
-            self._settle_rows(plan.rows)
+        self._settle_rows(plan.rows)
         self._apply(plan)
         key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
         work = self._work
@@ -155,6 +154,8 @@ class Runner:
 
     def _settle_rows(self, rows: np.ndarray) -> None:
         """In a pipeline a row comes again when rank 0 has its result. Another rank of the last stage may collect that later."""
+        if self._comm.stages.count == 1 or not self.model.stage.last:
+            return
         for step in self._steps:
             positions = step.work.positions
             if positions is not None and not step.settled and np.isin(positions.rows, rows).any():

@@ -167,7 +167,7 @@ DRAFTS = '{"method": "auto", "num_speculative_tokens": 3, "adaptive": false}'
     {"tensor_parallel_size": 2},
     *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in (
         {"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "speculative_config": DRAFTS},
-        {"pipeline_parallel_size": 4, "speculative_config": DRAFTS}, {"tensor_parallel_size": 2, "speculative_config": DRAFTS},
+        {"pipeline_parallel_size": 3, "speculative_config": DRAFTS}, {"tensor_parallel_size": 2, "speculative_config": DRAFTS},
     )),
 ], ids=lambda mesh: "-".join(map(str, mesh.values())))
 def test_ranks_sample_what_one_rank_samples(mesh: dict[str, Any], tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def paged_attention_reference(
     k_scale: Tensor | None = None,       # float32 [blocks, block_size, KH] of quantised caches
     v_scale: Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
-    own_kernel: Sequence[OwnKernel] = (),
+    own_kernel: Sequence[OwnKernel] | None = None,
     sinks: Tensor | None = None,         # [H]: of every head a score without a value, beside those of the keys
     out: Tensor | None = None,           # where the result goes; None: into a new tensor
 ) -> Tensor:

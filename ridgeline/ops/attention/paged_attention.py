@@ -55,11 +55,7 @@ def paged_attention_native(
             q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
             kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows, **options,
         )
-    decodes = rows
-    if work is not None:
-        decodes = work.num_decodes
-    elif tokens != rows:
-        decodes = leading_decodes(query_start_host or query_start.tolist())
+    decodes = _leading_decodes(tokens, rows, work, query_start_host, query_start)
     out = torch.empty(q.shape, dtype=q.dtype) if into is None else into
     half = int(k_cache.dtype == torch.float16)
     shape = (kv_heads, heads // kv_heads, head_dim, block_size, block_table.stride(0), q.stride(0))
@@ -82,15 +78,28 @@ def paged_attention_native(
             kv_len[decodes:].data_ptr(), out.data_ptr(), half, rows - decodes, *shape, *how,
         )
     for each in own_kernel:
-        end = each.first + each.count
-        lengths = torch.arange(each.position + 1, each.position + each.count + 1, dtype=torch.int32)
-        paged_attention_native(
-            q[each.first : end], k_cache, v_cache, block_table, torch.arange(each.count + 1, dtype=torch.int32), lengths,
-            scale=scale, window=window, softcap=softcap, work=AttentionWork(0 if each.of_prompt else each.count, 1),
-            kv_len_host=lengths.tolist(), table_rows=torch.full((each.count,), each.line, dtype=torch.int32),
-            into=out[each.first : end],
-        )
+        _by_own_kernel(each, q, k_cache, v_cache, block_table, out, scale=scale, window=window, softcap=softcap)
     return out
+
+
+def _leading_decodes(
+    tokens: int, rows: int, work: AttentionWork | None, query_start_host: list[int] | None, query_start: Tensor
+) -> int:
+    if work is not None:
+        return work.num_decodes
+    return rows if tokens == rows else leading_decodes(query_start_host or query_start.tolist())
+
+
+def _by_own_kernel(
+    each: OwnKernel, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, out: Tensor, **how: Any
+) -> None:
+    end = each.first + each.count
+    lengths = torch.arange(each.position + 1, each.position + each.count + 1, dtype=torch.int32)
+    paged_attention_native(
+        q[each.first : end], k_cache, v_cache, block_table, torch.arange(each.count + 1, dtype=torch.int32), lengths,
+        work=AttentionWork(0 if each.of_prompt else each.count, 1), kv_len_host=lengths.tolist(),
+        table_rows=torch.full((each.count,), each.line, dtype=torch.int32), into=out[each.first : end], **how,
+    )
 
 
 def _is_readable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:

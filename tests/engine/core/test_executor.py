@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cramped_rank
 import numpy as np
 import psutil
 import pytest
@@ -28,6 +28,7 @@ from ridgeline.distributed.meet import meet
 from ridgeline.engine.core import executor as executor_module
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.ipc import PLAN, PREPARE, RUN, STOP
+from ridgeline.engine.ranks import rank as rank_module
 from ridgeline.engine.ranks import rank_processes as ranks_module
 from ridgeline.engine.ranks import rank_watch
 from ridgeline.engine.ranks.rank import run_plans
@@ -250,6 +251,34 @@ def test_rank_zero_that_fails_takes_the_others_along(model: Path, monkeypatch: p
         start(model)
 
 
+def plant(steps: dict[int, str]) -> None:
+    """In this process: the n-th step that is submitted has no memory at this place: before its first collective, between two of
+    them, or behind the last."""
+    seen, where = [0], [""]
+    submit, sample, logits_here = Runner.submit, Runner.sample, Decoder.logits_here
+
+    def fail(place: str) -> None:
+        if where[0] == place:
+            where[0] = ""
+            raise MemoryError(f"planted at {place}")
+
+    def submitting(self: Runner, plan: Any) -> None:
+        seen[0] += 1
+        where[0] = steps.get(seen[0], "")
+        fail("begin")
+        submit(self, plan)
+
+    def heading(self: Decoder, rows: Any) -> Any:
+        fail("middle")
+        return logits_here(self, rows)
+
+    def sampling(self: Runner, masks: Any = None) -> None:
+        sample(self, masks)
+        fail("end")
+
+    Runner.submit, Runner.sample, Decoder.logits_here = submitting, sampling, heading    # type: ignore[method-assign]
+
+
 def answers_of(core: EngineCore) -> dict[str, list[int]]:
     """Of requests of several kinds, two at a time, to their end."""
     kinds: tuple[dict[str, Any], ...] = (
@@ -283,14 +312,20 @@ def test_all_ranks_drop_the_step_that_one_has_no_memory_for(
 
     def start_child(module: str, given: str, environment: dict[str, str]) -> Any:
         assert module == "ridgeline.engine.ranks.rank"
-        return children.start_child("cramped_rank", given, json.dumps(faults), environment=environment)
+        return children.start_child("test_executor", given, json.dumps(faults), environment=environment)
 
     for owner, name in ((Runner, "submit"), (Runner, "sample"), (Decoder, "logits_here")):
         monkeypatch.setattr(owner, name, getattr(owner, name))       # back to these afterwards
     monkeypatch.setattr(ranks_module, "start_child", start_child)
     core = EngineCore.start(EngineConfig.of(**options, tensor_parallel_size=ranks))
-    cramped_rank.plant({int(step): place for step, place in faults.get("0", {}).items()})
+    plant({int(step): place for step, place in faults.get("0", {}).items()})
     assert answers_of(core) == expected
     failures = {int(step) for each in faults.values() for step in each}
     assert core.scheduler.counters.out_of_memory == len(failures)
     core.close()
+
+
+if __name__ == "__main__":                           # a rank with faults of its own
+    faults_here = json.loads(sys.argv[2]).get(str(json.loads(sys.argv[1])["rank"]), {})
+    plant({int(step): place for step, place in faults_here.items()})
+    sys.exit(rank_module.main(sys.argv[1]))
