@@ -66,7 +66,7 @@ TECHNIQUES = (
     Technique(
         "speculation", {"speculative_config": "auto"}, {"speculative_config": ""}, "bytes", True,
         "several tokens a step where drafts are right: the weights are read once for all of them",
-        "scheduler/drafts/controller.py", excludes=("pipeline parallelism",),
+        "scheduler/drafts/controller.py",
     ),
     Technique(
         "quantised weights", {"quantization": "fp8"}, {"quantization": "none"}, "bytes", False,

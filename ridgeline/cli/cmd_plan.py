@@ -98,9 +98,17 @@ def _add_machine(machine: argparse._ArgumentGroup) -> None:
                          help="tensor parallelism: devices that share every layer (default: 1)")
     machine.add_argument("--pipeline-parallel-size", "--pp", dest="stages", type=int, default=1, metavar="N",
                          help="stages of a pipeline, each with that many devices (default: 1)")
+    machine.add_argument("--enable-expert-parallel", "--ep", dest="expert_parallel", action="store_true",
+                         help="expert parallelism: each of the devices that share a layer has whole experts")
+    machine.add_argument("--decode-context-parallel-size", "--dcp", dest="context", type=int, default=1, metavar="N",
+                         help="context parallelism: devices that divide the KV cache by positions; 1 or as --count (default: 1)")
+    machine.add_argument("--nodes", type=int, default=1, metavar="N",
+                         help="machines, each with whole stages of the pipeline (default: 1)")
     machine.add_argument("--comm", metavar="RECORD", help="record of `bench comm`: the link between devices, instead of --gpu's")
-    machine.add_argument("--stage-comm", metavar="RECORD", help="… and between stages, where these are on several machines")
-    machine.add_argument("--most", type=int, default=8, metavar="N", help="largest number of devices to consider (default: 8)")
+    machine.add_argument("--stage-comm", metavar="RECORD",
+                         help="… and between stages on several machines (default: InfiniBand of 400 Gbit/s)")
+    machine.add_argument("--most", type=int, default=8, metavar="N",
+                         help="largest number of devices of a machine to consider (default: 8)")
     machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",
                          help="share of a device's memory to use (default: 0.9)")
     machine.add_argument("--price", type=float, metavar="DOLLARS", help="price of one device per hour")
@@ -139,7 +147,7 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
     if traffic.context > longest:
         raise ConfigError(f"{tokens_in} tokens in and {tokens_out} out are more than {model.name}'s context of {longest}")
     setup = _setup(args, model, device)
-    most = max(args.most, args.count) if device.link.latency else args.count
+    most = max(args.most, args.count) * setup.nodes if device.link.latency else args.count
     slo = parse_slo(args.slo) if args.slo else objective.slo if objective else None
     if args.slo and objective:
         objective = replace(objective, slo=parse_slo(args.slo))
@@ -166,13 +174,23 @@ def _device(args: argparse.Namespace) -> Device:
     return replace(found, link=read_link(args.comm, "all_reduce")) if args.comm else found
 
 
-def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
-    if args.count < 1 or args.most < 1 or args.stages < 1:
+def _check_division(args: argparse.Namespace, model: PlannedModel, device: Device) -> None:
+    if min(args.count, args.most, args.stages, args.nodes) < 1:
         raise ConfigError(
-            f"--count, --pipeline-parallel-size and --most must be at least 1, got {args.count}, {args.stages} and {args.most}"
+            f"--count, --pipeline-parallel-size, --most and --nodes must be at least 1, got {args.count}, {args.stages}, "
+            f"{args.most} and {args.nodes}"
         )
-    if args.count * args.stages > 1 and not device.link.latency:
+    if args.context not in (1, args.count):
+        raise ConfigError(f"--decode-context-parallel-size must be 1 or --count, {args.count}, got {args.context}")
+    if args.expert_parallel and (model.experts is None or args.count == 1):
+        raise ConfigError("--enable-expert-parallel needs a model with experts and a --count of at least 2")
+    if args.count * max(args.stages, args.nodes) > 1 and not device.link.latency:
         raise ConfigError(f"no interconnect is known for {device.name}: --count must be 1, got {args.count}")
+
+
+def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
+    _check_division(args, model, device)
+    stages = args.nodes if args.stages == 1 else args.stages             # ranks of a stage stay on one machine
     if args.draft_model and not args.drafts:
         raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
     if args.price is not None and not 0 <= args.price < float("inf"):
@@ -181,17 +199,18 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     # A GPU keeps quantised weights packed; a CPU reads only a GGUF file's blocks as they are.
     stored = packed_format(args.model) if device.kind != "cpu" or args.model.endswith(".gguf") else None
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # both refuse what cannot be divided
-    stage_layers(model.config.num_layers, 0, args.stages)
+    stage_layers(model.config.num_layers, 0, stages)
     return Setup(
-        model=model, device=device, ranks=args.count, stages=args.stages, dtype=dtype, weights=args.weights or stored or dtype,
+        model=model, device=device, ranks=args.count, stages=stages, dtype=dtype, weights=args.weights or stored or dtype,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
-        stage_link=_stage_link(args),
+        stage_link=_stage_link(args), expert_parallel=args.expert_parallel, context_parallel=args.context > 1, nodes=args.nodes,
+        node_link=read_link(args.stage_comm, "send") if args.stage_comm and args.nodes > 1 else None,
     )
 
 
 def _stage_link(args: argparse.Namespace) -> Link | None:
-    measured = args.stage_comm or args.comm
+    measured = (args.stage_comm if args.nodes == 1 else None) or args.comm
     return read_link(measured, "send") if measured else None
 
 

@@ -74,6 +74,18 @@ class Communicator:
         """Rank 0's decision, on every rank: where a clock decides, they would differ."""
         return decision
 
+    @property
+    def can_rejoin(self) -> bool:
+        """Can ranks leave the mesh in the middle of a step, and meet again?"""
+        return False
+
+    def leave(self) -> None:
+        """Collectives of ranks that wait for this one fail at once."""
+
+    def rejoin(self, name: str) -> None:
+        """Meet the others again, all of which give the same new name. Layers keep their axes."""
+        raise AssertionError("one rank alone leaves nobody")
+
     def give_up(self) -> None:
         """From another thread: end what waits for a rank that is gone."""
 

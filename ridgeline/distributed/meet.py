@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +30,19 @@ class ProcessMesh(Communicator):
         return bool(said.item())
 
     _abort: threading.Thread | None = None
+    _connect: Callable[[str], None] | None = None        # with the ranks that use the same name, where that can be done again
+
+    @property
+    def can_rejoin(self) -> bool:
+        return self._connect is not None
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def rejoin(self, name: str) -> None:
+        assert self._connect is not None
+        self._connect(name)
 
     def give_up(self) -> None:
         """gloo notices by itself. NCCL's kernels wait for the other rank until they are told not to. Its communicators end when
@@ -59,10 +73,12 @@ def meet(
         raise ConfigError(f"rank must be in 0..{shape.size - 1}, got {rank}")
     far, limit = str(store).startswith("tcp://"), timedelta(seconds=timeout_seconds)
     _prepare_environment(rank, shape.size, backend, far)
-    dist.init_process_group(
-        backend, init_method=str(store) if far else f"file://{store}", rank=rank, world_size=shape.size,
-        timeout=limit,
-    )
+
+    def connect(name: str = "") -> None:
+        where = str(store) if far else f"file://{store}{name}"
+        dist.init_process_group(backend, init_method=where, rank=rank, world_size=shape.size, timeout=limit)
+
+    connect()
     tensor: Axis = ALONE
     if shape.tensor > 1:
         # Every rank takes part in making the group of every stage.
@@ -73,7 +89,12 @@ def meet(
     stages: Stage = WHOLE
     if shape.pipeline > 1:
         stages = ProcessStage(shape.stage(rank), shape.pipeline, rank + shape.tensor, rank - shape.tensor)
-    return ProcessMesh(tensor, stages, tensor if divide_experts else ALONE, rank, tensor if divide_context else ALONE)
+    mesh = ProcessMesh(tensor, stages, tensor if divide_experts else ALONE, rank, tensor if divide_context else ALONE)
+    # NCCL's kernels wait for a rank that has left until each rank aborts its own communicator, which CUDA graphs hold. Stages
+    # have groups of their own, and steps in flight elsewhere. A port of rank 0 may not be free again.
+    if backend == "gloo" and not far and shape.pipeline == 1:
+        mesh._connect = connect
+    return mesh
 
 
 def _prepare_environment(rank: int, size: int, backend: str, far: bool) -> None:

@@ -198,16 +198,18 @@ FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)
 # -- messages between ranks ---------------------------------------------------------------------------------------------
 
 class Said(msgspec.Struct):
-    """What rows have sampled."""
+    """What rows have sampled on the last stage."""
 
     rows: np.ndarray
-    tokens: np.ndarray
+    tokens: np.ndarray               # the newest of each
+    lengths: np.ndarray              # tokens of each in the cache: rejected drafts are not among them
 
 
 # The first frame of a message to a rank says what it is.
 RUN = b"run"                         # this plan
-SAID = b"said"                       # to the first stage: tokens of the last one, before the next plan that has these rows
+SAID = b"said"                       # to earlier stages: tokens of the last one, before the next plan that has these rows
 PREPARE = b"prepare"                 # no plan comes for a moment: capture one more CUDA graph, all ranks the same
+AGAIN = b"again"                     # a step did not fit into the memory of some rank: forget all rows, and meet under this name
 STOP = b"stop"
 PLAN: Codec[StepPlan] = Codec(StepPlan)
 SAID_TOKENS: Codec[Said] = Codec(Said)

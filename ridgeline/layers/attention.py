@@ -145,5 +145,6 @@ class Attention(nn.Module):
             table_rows=batch.table_rows, work=batch.work, prefix=group.prefix, shares=group.shares,
             query_tiles=batch.query_tiles, workspace=batch.workspace,
             k_scale=kv.k_scale, v_scale=kv.v_scale, sinks=None if self.sinks is None else self.sinks.weight,
+            **({"own_kernel": batch.own_kernel} if batch.own_kernel else {}),
         )
         return out.flatten(1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ridgeline.ops.attention.attention_arguments import AttentionWork, AttentionWorkspace, SharedPrefix
+from ridgeline.ops.attention.attention_arguments import AttentionWork, AttentionWorkspace, OwnKernel, SharedPrefix
 from ridgeline.ops.attention.split_kv import DeviceShares
 
 
@@ -57,4 +57,5 @@ class Batch:
     query_tiles: Tensor | None = None            # int32 [N, 4]: query tiles of the prefill kernel; None: the kernel needs none
     sampled: Batch | None = None                 # the rows with logits, one query each, for the last layer; None: all
     workspace: AttentionWorkspace | None = None  # scratch of attention, made once
+    own_kernel: tuple[OwnKernel, ...] = ()       # on a CPU: tokens of answers among prompts, of prompts among decodes
     work: AttentionWork | None = None            # the step's shape, as the host knows it; None: see the host lists above

@@ -9,6 +9,7 @@ from ridgeline.distributed.sharding import even_shard, whole
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.linear import Linear, Placement
 from ridgeline.ops.cpu.matrix import Matrix
+from ridgeline.ops.sampling.divided_logits import Division
 from ridgeline.ops.vocabulary_ends import embedding
 from ridgeline.quant.cpu_packed import CpuPacked, Kept
 from ridgeline.quant.piece import Piece
@@ -76,6 +77,7 @@ class LMHead(Linear):
         shard = even_shard(vocab_size, place.comm.rank, place.comm.size)
         super().__init__({"": shard}, whole(hidden_size), False, place, tied)
         self.comm, self.shard = place.comm, shard
+        self.division = Division(shard.start, shard.size, shard.total, place.comm.size, place.comm.all_gather)
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
         logits = self.comm.all_gather(super().forward(x, batch))

@@ -56,13 +56,14 @@ class Capacity:
         made = on_cpu and setup.weights in ("int8", "int4") and not config.packed and config.quantisation is None
         options = EngineConfig.of(
             gpu_memory_utilization=utilization, tensor_parallel_size=setup.ranks, pipeline_parallel_size=setup.stages,
+            decode_context_parallel_size=setup.ranks if setup.context_parallel else 1,
             quantization=setup.weights if made else "none",
         )
         facts = DeviceFacts(
             "cpu" if on_cpu else "cuda", setup.device.usable * (setup.devices if on_cpu else 1), (setup.dtype,),
             0 if on_cpu else RUNTIME,
         )
-        groups = kv_groups(config, BLOCK_SIZE, setup.ranks)
+        groups = kv_groups(config, BLOCK_SIZE, setup.ranks, setup.ranks if setup.context_parallel else 1)
         memory = Memory.of(options, facts, config, setup.dtype, groups, setup.wide_kv, context, setup.graphs, budget)
         if not on_cpu:
             rotation = memory.weights - fullest_weight_bytes(config, setup.dtype, facts.kind, options.parallel.mesh)
@@ -80,6 +81,8 @@ class Capacity:
         slots = sum(len(group.layers) for group in self.groups) / max(len(group.layers) for group in self.groups)
         copies = 1 if self.setup.model.config.latent is not None else self.setup.ranks   # every rank has the whole latent
         copies *= self.setup.stages                      # of a part of the layers
+        if self.setup.context_parallel:                  # a block has as many positions on each rank, and everything once
+            copies = self.setup.stages
         return (self.memory.per_block * slots * copies + self.draft_per_block * self.setup.ranks) / BLOCK_SIZE
 
     def blocks(self, batch: int) -> int:

@@ -17,8 +17,17 @@ from dataclasses import dataclass, replace
 
 from ridgeline.errors import ConfigError
 from ridgeline.plan.capacity import Capacity, possible_ranks
+from ridgeline.plan.division import possible_stages
 from ridgeline.plan.precision import compute_format, weight_bytes
-from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup, decode_seconds, hop_seconds, rows_seconds
+from ridgeline.plan.prediction import (
+    MOST_ROWS,
+    STEP_TOKENS,
+    Setup,
+    decode_seconds,
+    hop_seconds,
+    rows_seconds,
+    stage_bubble,
+)
 from ridgeline.plan.workload_steps import Row, decode_rows
 from ridgeline.roofline.step_cost import expected_tokens
 from ridgeline.sizes.abilities import MOST_RANKS
@@ -103,16 +112,17 @@ def operate(setup: Setup, batch: int, traffic: Traffic, budget: int = STEP_TOKEN
 
 def _pipelined(setup: Setup, batch: int, traffic: Traffic, budget: int) -> Point:
     """As many steps at once as there are stages, each with its part of the rows. A step takes as long as if one device had all
-    layers, and the way between the stages."""
+    layers, and the way between the stages; where every stage has work, it waits for the slowest of them."""
     part = math.ceil(batch / setup.stages)
-    one = operate(replace(setup, stages=1), part, traffic, budget)
+    one = operate(replace(setup, stages=1, nodes=1), part, traffic, budget)
+    wait = stage_bubble(setup, part, traffic.mean_context) if batch >= setup.stages else 1.0
     hop, tokens = hop_seconds(setup, part), expected_tokens(setup.acceptance, setup.drafts)
     chunks = math.ceil(traffic.tokens_in * (1 - traffic.hit_rate) / max(1, budget - part)) or 1
     prompt = hop_seconds(setup, min(budget, traffic.tokens_in)) * chunks
-    rate = batch * tokens / (part * tokens / one.tok_s + hop)
+    rate = batch * tokens / max(part * tokens / one.tok_s + hop, wait * part * tokens / one.tok_s)
     return Point(
-        setup, batch, ttft=one.ttft + prompt, tpot=one.tpot + hop / tokens, prefill=one.prefill + prompt, prompt=one.prompt,
-        tok_s=rate, requests_s=rate / traffic.tokens_out,
+        setup, batch, ttft=one.ttft + prompt, tpot=max(one.tpot + hop / tokens, wait * one.tpot), prefill=one.prefill + prompt,
+        prompt=one.prompt, tok_s=rate, requests_s=rate / traffic.tokens_out,
     )
 
 
@@ -194,24 +204,44 @@ def devices_for(
     if not 0 < rate < math.inf:
         raise ConfigError(f"rate must be above 0, got {rate}")
     answers = []
-    for ranks in possible_ranks(setup.model, most_ranks, setup.stages) if any_engine else ranks_here(setup, most_ranks):
-        point = best_point(replace(setup, ranks=ranks), traffic, slo, utilization)
+    for divided in layouts(setup, most_ranks, any_engine):
+        point = best_point(divided, traffic, slo, utilization)
         if point is not None:
             answers.append(Answer(point, math.ceil(rate / (MOST_LOAD * point.requests_s)), rate))
     return sorted(answers, key=lambda answer: (answer.devices, answer.point.tpot))
 
 
-def ranks_here(setup: Setup, most: int) -> list[int]:
-    """Numbers of ranks that this engine runs on such a device, and what was asked for."""
-    return [ranks for ranks in possible_ranks(setup.model, most, setup.stages)
-            if ranks * setup.stages <= MOST_RANKS.get(setup.device.kind, 1) or ranks == setup.ranks]
+def layouts(setup: Setup, most: int, any_engine: bool = True) -> list[Setup]:
+    """The model divided among more or fewer devices, at most so many. Without `any_engine` as this engine can on such a device,
+    and as was asked for."""
+    limit = MOST_RANKS.get(setup.device.kind, 1)
+    return [
+        _with_ranks(setup, ranks) for ranks in possible_ranks(setup.model, most, setup.stages)
+        if any_engine or ranks * setup.stages <= limit or ranks == setup.ranks
+    ]
+
+
+def _with_ranks(setup: Setup, ranks: int) -> Setup:
+    several = ranks > 1
+    whole, positions = setup.expert_parallel and several, setup.context_parallel and several
+    return replace(setup, ranks=ranks, expert_parallel=whole, context_parallel=positions)
+
+
+def _all_layouts(setup: Setup, most: int) -> list[Setup]:
+    """Also in other numbers of stages, and with whole experts on each rank."""
+    found = []
+    for stages in possible_stages(setup.model.config.num_layers, setup.nodes, setup.stages, most):
+        for each in layouts(replace(setup, stages=stages), most):
+            found.append(each)
+            if each.ranks > 1 and each.model.experts is not None and not each.expert_parallel:
+                found.append(replace(each, expert_parallel=True))
+    return found
 
 
 def by_ranks(setup: Setup, traffic: Traffic, most: int, utilization: float = 0.9) -> list[tuple[Point, Point]]:
-    """For every number of ranks on which it fits: with one request, and with as many as the memory holds."""
+    """For every division with which it fits: with one request, and with as many as the memory holds."""
     found = []
-    for ranks in possible_ranks(setup.model, most, setup.stages):
-        sharded = replace(setup, ranks=ranks)
+    for sharded in _all_layouts(setup, most):
         largest = min(Capacity.of(sharded, traffic.context, utilization).largest_batch(MOST_ROWS), MOST_ROWS)
         if largest:
             found.append((operate(sharded, 1, traffic), operate(sharded, largest, traffic)))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ridgeline.plan.plan_report import TAKEN, summary, text
+from ridgeline.plan.plan_report import TAKEN, divided, summary, text
 from ridgeline.process import platform
 from ridgeline.report import web_page
 from ridgeline.report.plots import Limit, Series, axis, plot, plot_grid
@@ -146,7 +146,7 @@ def _objective(told: Row) -> list[str]:
 def _ranks(row: Row) -> dict[str, str]:
     one, many = row["one"], row["many"]
     return {
-        "devices": str(row["ranks"]), "TPOT of one request, ms": f"{one['tpot'] * 1e3:,.2f}",
+        "division": divided(row), "TPOT of one request, ms": f"{one['tpot'] * 1e3:,.2f}",
         "largest batch": f"{many['batch']:,}", "tok/s": _rate(many["tok_s"]),
         "tok/s per device": _rate(many["tok_s_device"]), "in this engine": "not yet" if one["missing"] else "yes",
     }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ridgeline.plan.capacity import Capacity, textbook
+from ridgeline.plan.division import all_reduce_seconds, all_to_all_seconds, expert_loads
 from ridgeline.plan.operation import (
     MOST_LOAD,
     Answer,
@@ -22,7 +25,7 @@ from ridgeline.plan.operation import (
     table,
 )
 from ridgeline.plan.precision import WEIGHT_FORMATS, support
-from ridgeline.plan.prediction import MOST_ROWS, Setup, proposal_seconds, step_parts
+from ridgeline.plan.prediction import MOST_ROWS, Setup, proposal_seconds, stage_bubble, step_parts
 from ridgeline.plan.search import (
     OBJECTIVES,
     Objective,
@@ -71,7 +74,7 @@ def answer(question: Question) -> dict[str, Any]:
     told: dict[str, Any] = {
         "model": setup.model.name, "parameters": setup.model.parameters, "active_parameters": setup.model.active_parameters,
         "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks, "devices": setup.devices,
-        "stages": setup.stages,
+        "stages": setup.stages, "nodes": setup.nodes, "division": _division(setup, traffic),
         "kv_heads": setup.model.config.num_kv_heads,
         "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
@@ -89,7 +92,8 @@ def answer(question: Question) -> dict[str, Any]:
         told["saturation_batch"] = saturation_batch(points)
         told["step_parts"] = {str(batch): _parts(setup, batch, traffic) for batch in dict.fromkeys((1, largest))}
     told["by_ranks"] = [
-        {"ranks": one.setup.ranks, "one": _point(one, question.price), "many": _point(many, question.price)}
+        {"ranks": one.setup.ranks, "stages": one.setup.stages, "experts": one.setup.expert_parallel,
+         "one": _point(one, question.price), "many": _point(many, question.price)}
         for one, many in by_ranks(setup, traffic, question.most_ranks, question.utilization)
     ]
     told["techniques"] = [
@@ -117,13 +121,15 @@ def objectives(question: Question) -> dict[str, Any]:
     """The best setup for each objective, or for the one that was asked for."""
     asked = [question.objective] if question.objective else list(OBJECTIVES.values())
     found: dict[str, Any] = {}
+    known: dict[tuple[Traffic, bool], list[Point]] = {}  # objectives may differ in what they look for alone
     for objective in asked:
         (given_in, given_out), own = question.given, objective.traffic
         traffic = Traffic(given_in or own.tokens_in, given_out or own.tokens_out, question.traffic.hit_rate)
-        points = candidates(
-            question.setup, traffic, question.most_ranks, objective.lossy, question.utilization, question.any_engine
-        )
-        point = best(points, objective)
+        if (key := (traffic, objective.lossy)) not in known:
+            known[key] = candidates(
+                question.setup, traffic, question.most_ranks, objective.lossy, question.utilization, question.any_engine
+            )
+        point = best(known[key], objective)
         found[objective.name] = {
             "what": objective.what, "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out,
             "hit_rate": traffic.hit_rate, "best": _point(point, question.price) if point else None,
@@ -205,6 +211,7 @@ def text(told: dict[str, Any]) -> str:
         f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"
         + (f", {told['hit_rate']:.0%} of the prompt cached" if told["hit_rate"] else ""),
         *_uneven(told),
+        *told["division"],
         *([f"not in this engine yet: {', '.join(told['missing'])}"] * bool(told["missing"])),
         *([f"this machine is busy: other programs had {told['taken']:.0%} of its cores while it was measured, so it looks "
            "slower than it is when quiet"] * (told["taken"] > TAKEN)),
@@ -339,14 +346,49 @@ def _step(parts: dict[str, dict[str, float]]) -> list[str]:
 def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
         return ["it does not fit on any number of devices considered"]
-    lines = [f"{'ranks':>6}{'TPOT ms at 1':>14}{'largest batch':>15}{'tok/s':>11}{'per device':>12}"]
+    lines = [f"{'ranks':>6}{'stages':>8}{'TPOT ms at 1':>14}{'largest batch':>15}{'tok/s':>11}{'per device':>12}"]
     for row in rows:
         one, many = row["one"], row["many"]
-        lines.append(f"{row['ranks']:>6}{one['tpot'] * 1e3:>14.2f}{many['batch']:>15,}{_rate(many['tok_s']):>11}"
-                     f"{_rate(many['tok_s_device']):>12}")
-    fastest = min(rows, key=lambda row: row["one"]["tpot"])["ranks"]
-    cheapest = max(rows, key=lambda row: row["many"]["tok_s_device"])["ranks"]
-    return [*lines, f"best tensor parallelism: {fastest} for latency, {cheapest} for throughput per device"]
+        lines.append(f"{row['ranks']:>6}{row['stages']:>8}{one['tpot'] * 1e3:>14.2f}{many['batch']:>15,}"
+                     f"{_rate(many['tok_s']):>11}{_rate(many['tok_s_device']):>12}{'  whole experts' if row['experts'] else ''}")
+    fastest = min(rows, key=lambda row: row["one"]["tpot"])
+    cheapest = max(rows, key=lambda row: row["many"]["tok_s_device"])
+    return [*lines, f"best for latency: {divided(fastest)}; for throughput per device: {divided(cheapest)}"]
+
+
+def divided(row: Mapping[str, Any]) -> str:
+    words = [f"{row['ranks']} ranks" if row["ranks"] > 1 else "one rank"]
+    words += [f"{row['stages']} stages"] if row["stages"] > 1 else []
+    return " × ".join(words) + (" with whole experts" if row["experts"] else "")
+
+
+def _division(setup: Setup, traffic: Traffic) -> list[str]:
+    """What is to be known of a plan for several devices."""
+    if setup.devices == 1:
+        return []
+    lines = [] if setup.device.kind == "cpu" else [
+        "several devices: links as their data sheets have them or as `bench comm` measured them; no speed of this engine on "
+        "several GPUs is measured"
+    ]
+    if setup.context_parallel:
+        lines.append("divided contexts: memory is right, time is not: attention over a part of a context has no kernel yet")
+    experts = setup.model.experts
+    if experts is not None and setup.expert_parallel:
+        rows, element = 64, WEIGHT_FORMATS[setup.dtype].bytes
+        computed, read = expert_loads(experts, setup.ranks, np.array([float(rows)]))
+        size = rows * setup.model.config.hidden_size * element
+        told = [seconds * 1e6 for seconds in (
+            all_reduce_seconds(setup.device.link, setup.ranks, size),
+            2 * all_to_all_seconds(setup.device.link, setup.ranks, size * experts.used / setup.ranks),
+        )]
+        lines.append(f"whole experts: with {rows} rows the fullest rank computes {computed[0]:.2f} × and reads {read[0]:.2f} × "
+                     f"an even share; an all-reduce of {told[0]:.0f} µs a layer adds the parts up (ranks with requests of "
+                     f"their own would need two all-to-alls, {told[1]:.0f} µs: not in this engine)")
+    if setup.stages > 1:
+        part = math.ceil(64 / setup.stages)
+        lost = stage_bubble(setup, part, traffic.mean_context) - 1
+        lines.append(f"stages: with 64 rows they wait {lost:.0%} of the time for the slowest, mostly the one with the head")
+    return lines
 
 
 def _techniques(rows: Sequence[dict[str, Any]]) -> list[str]:

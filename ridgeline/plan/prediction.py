@@ -4,6 +4,7 @@
     attention   read + compute + calls · its own time: decodes read, prefill and shared prefixes compute, one after the other
     layer       norms, rotation, activation: a time that grows with the rows, and the bytes that do not fit in caches
     all-reduce  latency + 2 (n − 1)/n · bytes / link
+    experts     whole ones on each rank: the time of the rank with the most (division.py)
     clock       the power limit lowers the clock of a device that has computed for a while (`paces`)
     step        the sum, sampling and copies; the host schedules and launches the next step in parallel, again ^p
 
@@ -24,6 +25,7 @@ import numpy as np
 from ridgeline.config import declared_options
 from ridgeline.errors import ConfigError
 from ridgeline.plan import four_bit_experts
+from ridgeline.plan.division import bubble, expert_loads
 from ridgeline.plan.precision import WEIGHT_FORMATS, compute_format, kv_bytes, weight_bytes
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.plan.workload_steps import (
@@ -40,7 +42,7 @@ from ridgeline.plan.workload_steps import (
 from ridgeline.resolve import GPU_ROWS, GPU_STEP_TOKENS
 from ridgeline.roofline.step_cost import DecoderShape, decoder_shape
 from ridgeline.sizes.graph_shapes import decode_sizes
-from ridgeline.sizes.hardware import Device, Link
+from ridgeline.sizes.hardware import INFINIBAND, Device, Link
 from ridgeline.sizes.kv_format import KVFormat, cache_dtype
 from ridgeline.techniques import turned_off
 
@@ -122,7 +124,11 @@ class Setup:
     acceptance: float = 0.0          # … each taken with this probability if those before it are
     draft_model: PlannedModel | None = None              # who proposes; None: at no cost, as n-grams do
     derate: float = 1.0              # what production leaves of the speed
-    stage_link: Link | None = None   # between stages, where they are farther from each other than the devices of one
+    stage_link: Link | None = None   # between stages; None: as between the devices of one
+    expert_parallel: bool = False    # ranks have whole experts
+    context_parallel: bool = False   # ranks divide the KV cache by positions
+    nodes: int = 1                   # machines; stages are divided among them …
+    node_link: Link | None = None    # … with this link between them; None: InfiniBand
     constants: Constants | None = None
 
     def __post_init__(self) -> None:
@@ -131,6 +137,9 @@ class Setup:
         if not 0 <= self.acceptance <= 1 or self.drafts < 0:
             raise ConfigError(f"speculation needs an acceptance between 0 and 1, got {self.acceptance}, and no negative "
                               f"number of drafts, got {self.drafts}")
+        if self.nodes > self.stages:
+            raise ConfigError(f"{self.nodes} machines need as many stages (--pipeline-parallel-size), got {self.stages}: ranks "
+                              "of a stage stay on one machine")
         if self.weights not in WEIGHT_FORMATS:
             raise ConfigError(f"weights in {self.weights}: known are {', '.join(WEIGHT_FORMATS)}")
 
@@ -170,7 +179,10 @@ class Setup:
     @property
     def graphs(self) -> bool:
         """Do decode steps use CUDA graphs? The engine's own list of techniques says with what they work."""
-        options = _ENGINE_DEFAULTS | {"tensor_parallel_size": self.ranks, "pipeline_parallel_size": self.stages}
+        options = _ENGINE_DEFAULTS | {
+            "tensor_parallel_size": self.ranks, "pipeline_parallel_size": self.stages,
+            "decode_context_parallel_size": self.ranks if self.context_parallel else 1,
+        }
         return self.device.kind == "cuda" and "CUDA graphs" not in turned_off(options, self.device.kind)
 
     @property
@@ -182,7 +194,10 @@ class Setup:
 
     @property
     def label(self) -> str:
-        words = [f"{self.devices} × {self.device.name}"] + ([f"{self.stages} stages"] if self.stages > 1 else [])
+        words = [f"{self.devices} × {self.device.name}"] + ([f"{self.nodes} machines"] if self.nodes > 1 else [])
+        words += [f"{self.stages} stages"] if self.stages > 1 else []
+        words += ["whole experts"] if self.expert_parallel else []
+        words += ["divided contexts"] if self.context_parallel else []
         words += [f"{self.weights} weights{' 2:4' if self.sparse else ''}"]
         words += [f"{self.kv} KV"] if self.kv != "auto" else []
         words += [f"{self.drafts} drafts"] if self.drafts else []
@@ -220,13 +235,15 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     four_bits = WEIGHT_FORMATS[setup.weights].bits == 4 and device.kind == "cuda" and format == setup.dtype
     many = steps.tokens > FOUR_BIT_ROWS
     kept = np.where(many, 1.0, FOUR_BIT_COMPUTE) if four_bits else 1.0
-    products = _both(steps.product_bytes / reads, steps.product_flops / (rates * (paced * kept)[:, None]), p)
+    bytes_read, flops = _of_fullest_rank(setup, steps)
+    products = _both(bytes_read / reads, flops / (rates * (paced * kept)[:, None]), p)
     products += steps.product_calls * kernel[:, None]
     if four_bits:
         weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
         products[:, :-1] += weights * many[:, None] * FOUR_BIT_EXPANDED / (device.bandwidth * FOUR_BIT_EXPANDS)
     if setup.model.experts is not None and WEIGHT_FORMATS[setup.expert_weights].bits == 4 and device.kind == "cuda":
-        products[:, EXPERTS] = _four_bit_experts(setup, steps, wide, paced) + steps.product_calls[:, EXPERTS] * kernel
+        products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
+        products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * kernel
     narrow_kv = setup.kv != "auto" and device.kind == "cuda"
     reads_kv, computes_kv = (constants.narrow_kv_read, constants.narrow_kv_compute) if narrow_kv else (1.0, 1.0)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
@@ -245,7 +262,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     }
 
 
-def _four_bit_experts(setup: Setup, steps: Steps, wide: float, paced: np.ndarray) -> np.ndarray:
+def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: float, paced: np.ndarray) -> np.ndarray:
     """Seconds without the kernels' own: reading and unpacking overlap, and computing with both."""
     used, experts, hidden = setup.used, setup.shape.experts, setup.model.config.hidden_size
     assert experts is not None
@@ -253,9 +270,20 @@ def _four_bit_experts(setup: Setup, steps: Steps, wide: float, paced: np.ndarray
     flops = steps.product_flops[:, EXPERTS]
     layers = flops / np.maximum(2 * 3 * hidden * experts.width * experts.used * steps.tokens, 1)     # the last has fewer tokens
     unpacking = layers * unpacked / (four_bit_experts.unpacks_per_second(wide) * paced)
-    reading = steps.product_bytes[:, EXPERTS] / (setup.device.bandwidth * used.linear_read)
+    reading = bytes_read / (setup.device.bandwidth * used.linear_read)
     computing = flops * padded / (wide * used.linear_compute * FOUR_BIT_COMPUTE * paced)
     return _both(np.maximum(reading, unpacking), computing, used.overlap)
+
+
+def _of_fullest_rank(setup: Setup, steps: Steps) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and FLOPs of the products, where all ranks wait for the one with the most work of whole experts."""
+    experts = setup.model.experts
+    if not setup.expert_parallel or experts is None or setup.ranks == 1:
+        return steps.product_bytes, steps.product_flops
+    computed, read = expert_loads(experts, setup.ranks, steps.tokens)
+    scale_bytes, scale_flops = np.ones(steps.product_bytes.shape), np.ones(steps.product_bytes.shape)
+    scale_bytes[:, EXPERTS], scale_flops[:, EXPERTS] = read, computed
+    return steps.product_bytes * scale_bytes, steps.product_flops * scale_flops
 
 
 def paces(setup: Setup, steps: Steps, steady: bool = False) -> np.ndarray:
@@ -310,8 +338,9 @@ def _both(read: np.ndarray, compute: np.ndarray, p: float) -> np.ndarray:
 
 def rows_seconds(setup: Setup, rows: list[Row], padded_to: int = 0) -> float:
     """One step of these rows, of many like it."""
-    counts = count_rows(setup.shape, rows, padded_to=padded_to)
-    return float(step_seconds(setup, gather(setup.shape, [counts], setup.model), steady=True)[0])
+    shape = setup.shape
+    counts = count_rows(shape, rows, padded_to=padded_to)
+    return float(step_seconds(setup, gather(shape, [counts], setup.model), steady=True)[0])
 
 
 # ── what a user sees ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -341,9 +370,19 @@ def decode_seconds(setup: Setup, batch: int, context: int) -> float:
 
 def hop_seconds(setup: Setup, tokens: int) -> float:
     """What a step of a pipeline waits for its stream, on its way through all stages."""
-    link = setup.stage_link or setup.device.link
+    near, far = setup.stage_link or setup.device.link, setup.node_link or INFINIBAND
     size = tokens * setup.model.config.hidden_size * WEIGHT_FORMATS[setup.dtype].bytes
-    return (setup.stages - 1) * (link.latency + size / link.bandwidth)
+    hops = [near] * (setup.stages - setup.nodes) + [far] * (setup.nodes - 1)
+    return sum(link.latency + size / link.bandwidth for link in hops)
+
+
+def stage_bubble(setup: Setup, batch: int, context: int) -> float:
+    """Factor on the time of decode steps of `batch` rows each, one on every stage."""
+    one = replace(setup, stages=1, nodes=1)
+    steps = gather(one.shape, [count_rows(one.shape, decode_rows(batch, context, setup.drafts))], one.model)
+    parts = {name: float(seconds[0]) for name, seconds in step_parts(one, steps).items()}
+    ends = parts.pop("head") + parts.pop("step")
+    return bubble(setup.model.config.num_layers, setup.stages, sum(parts.values()), ends)
 
 
 def proposal_seconds(setup: Setup, batch: int, context: int) -> float:

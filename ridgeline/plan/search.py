@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ridgeline.plan.capacity import Capacity, possible_ranks
-from ridgeline.plan.operation import Point, Slo, Traffic, batches, operate
+from ridgeline.plan.capacity import Capacity
+from ridgeline.plan.operation import Point, Slo, Traffic, batches, layouts, operate
 from ridgeline.plan.precision import signal_to_noise
 from ridgeline.plan.prediction import MOST_ROWS, Setup
 from ridgeline.plan.public_models import PlannedModel
@@ -140,8 +140,6 @@ def missing(setup: Setup) -> set[str]:
         found.add("2:4 sparsity")
     if setup.drafts and setup.draft_model is not None and setup.stages > 1:
         found.add("a draft model in a pipeline")
-    if setup.drafts and setup.stages > 1:
-        found.add("drafts in a pipeline")
     if setup.devices > MOST_RANKS.get(device.kind, 1):
         found.add("several devices")
     return found
@@ -156,9 +154,9 @@ def candidates(
     if lossy:
         formats += [(weights, kv) for weights in (setup.weights, "fp8", "int4") for kv in (setup.kv, "fp8")]
     found = []
-    for ranks in possible_ranks(setup.model, most_ranks, setup.stages):
+    for divided in layouts(setup, most_ranks):
         for weights, kv in dict.fromkeys(formats):
-            made = replace(setup, ranks=ranks, weights=weights, kv=kv)
+            made = replace(divided, weights=weights, kv=kv)
             if not any_engine and not missing(made) <= missing(setup):
                 continue
             largest = min(Capacity.of(made, traffic.context, utilization).largest_batch(MOST_ROWS), MOST_ROWS)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeline.layers.batch import Batch, GroupBatch, Runs
 from ridgeline.messages import StepPlan, Want
+from ridgeline.ops.attention.attention_arguments import OwnKernel
 from ridgeline.ops.attention.split_kv import DeviceShares
 from ridgeline.ops.sampling.noise import to_device
 from ridgeline.runner.attention_schedule import AttentionSchedule
@@ -63,6 +64,7 @@ class _Numbers:
     token_rows: np.ndarray           # by token, padding included
     newest: np.ndarray | None = None # with drafts: by token, the row whose newest token it is …
     where: np.ndarray | None = None  # … and the tokens that are guesses
+    own_kernel: tuple[OwnKernel, ...] = ()
 
 
 @dataclass(slots=True)
@@ -197,6 +199,7 @@ class DeviceRows:
         kv_len[layout.live] = ends[layout.live]
         last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
         found = _Numbers(tokens, positions, slots, query_start, ends, kv_len, last, rows[layout.sampled], alone, token_rows)
+        found.own_kernel = self._own_kernel(layout, found)
         if layout.width is not None:
             assert guesses is not None
             self._add_drafts(layout, found, layout.width, guesses)
@@ -226,7 +229,7 @@ class DeviceRows:
         where what a graph reads ends."""
         rows, kv_len, num_decodes = layout.rows, numbers.kv_len, layout.num_decodes
         on_cpu, tables, schedule, staging = self.device.type == "cpu", self.tables, self.schedule, self._staging
-        goes_on = None if num_decodes == len(rows) else self._goes_on(plan, layout)
+        goes_on = self._goes_on(plan, layout, numbers)
         staging.begin()
         changes = tables.changes(staging)
         places, lengths, slots = self._put_moving(numbers.positions, kv_len, numbers.slots)
@@ -269,16 +272,29 @@ class DeviceRows:
             picks=layout.picks,
             device_picks=picks,
             last_rows=last_rows,
-            newest=newest,
-            runs=runs,
+            newest=newest, runs=runs,
             table_rows=table_rows,
             query_tiles=query_tiles,
+            own_kernel=numbers.own_kernel,
             work=schedule.work(num_decodes, layout.longest, layout.queries, older),
             workspace=schedule.workspace,
         )
         if goes_on is not None:
             batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_table_rows, last_shares)
         return batch, end
+
+    def _own_kernel(self, layout: _Layout, numbers: _Numbers) -> tuple[OwnKernel, ...]:
+        if self.device.type != "cpu" or layout.width is not None:
+            return ()
+        prompt, ends = self.tables.num_prompt[layout.rows], numbers.ends
+        starts, decodes = ends - layout.counts, self._arange[: len(ends)] < layout.num_decodes
+        found = []
+        for place in np.flatnonzero(np.where(decodes, starts < prompt, ends > prompt)).tolist():
+            of_prompt, start = bool(decodes[place]), int(starts[place])
+            position = start if of_prompt else max(start, int(prompt[place]))
+            first = int(numbers.query_start[place]) + position - start
+            found.append(OwnKernel(first, int(ends[place]) - position, int(layout.rows[place]), position, of_prompt))
+        return tuple(found)
 
     def _runs(self, layout: _Layout, borders: Tensor, rows: Tensor) -> Runs:
         """In a graph all tokens have logits, so that they are the rows' own."""
@@ -403,9 +419,11 @@ class DeviceRows:
             wanted = np.append(wanted, np.full(missing, num_rows))
         return _Layout(rows, counts, live, wanted, picks, num_decodes, num_tokens, longest)
 
-    def _goes_on(self, plan: StepPlan, layout: _Layout) -> np.ndarray | None:
+    def _goes_on(self, plan: StepPlan, layout: _Layout, numbers: _Numbers) -> np.ndarray | None:
         """The rows that the last layer has to go on with, where it is not with every token. Where results may not depend on who
         else is there, it always is: other requests may want all of it."""
+        if layout.num_decodes == len(layout.rows) and not numbers.own_kernel:
+            return None
         if self.schedule.deterministic or layout.width is not None or (plan.want & EVERY_HIDDEN).any():
             return None
         return self._arange[: len(layout.rows)][layout.sampled]
@@ -425,6 +443,7 @@ class DeviceRows:
                 groups=[GroupBatch(each.slots, each.block_table) for each in batch.groups],
                 table_rows=table_rows,
                 query_tiles=None,
+                own_kernel=(),
             )
         return replace(
             batch,

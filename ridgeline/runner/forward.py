@@ -17,6 +17,7 @@ from ridgeline.layers.kv import LayerKV
 from ridgeline.messages import StepPlan
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.sampling.accept import accept
+from ridgeline.ops.sampling.divided_logits import best_here, elect
 from ridgeline.ops.sampling.greedy import greedy as choose_greedy
 from ridgeline.runner.to_host import after_tokens, greedy_bytes
 from ridgeline.sizes.graph_shapes import Shape
@@ -29,7 +30,7 @@ class Computed:
     """What a step's forward pass leaves on the device. S rows of the batch sample."""
 
     hidden: Tensor | None            # [T, hidden], where all of it was computed and no graph did it
-    logits: Tensor | None            # [S, vocabulary]; None if the greedy tokens suffice, or no row samples
+    logits: Tensor | None            # [S, ids of this rank]; None if the greedy tokens suffice, or no row samples
     # uint8: first int64 [S], the best token of every row, in `last_token` already; last bool [S], no finite logits. Of a step
     # with drafts: of every position; and between the two int64 [N], how many drafts of each row are accepted.
     greedy: Tensor | None = None
@@ -97,7 +98,7 @@ class EagerForward:
         if batch.sampled is None and num_sampled < len(hidden):
             rows = hidden.index_select(0, batch.logits_index)
         if not greedy:
-            return Computed(hidden, self._model.logits(rows))
+            return Computed(hidden, self._model.logits_here(rows))
 
         def choose(tokens: Tensor, failed: Tensor, sample_rows: Tensor | None) -> None:
             self._choose(rows, tokens, failed, sample_rows)
@@ -114,7 +115,7 @@ class EagerForward:
             choose_greedy(self._model.logits(rows), tokens, failed, sample_rows, last_token)
             return
         best = best_here(self._model.logits_here(rows), head.shard.start, failed)
-        elect(head.comm.all_gather(best).unflatten(-1, (head.comm.size, 2)), tokens, failed)
+        elect(head.division.pairs(best[:, None]), tokens, failed)
         if sample_rows is not None:
             self._last_token.index_copy_(0, sample_rows, tokens)
 
@@ -135,24 +136,3 @@ def best_tokens(choose: Choose, batch: Batch, room: Tensor, last_token: Tensor, 
             surplus, last_token, batch.tokens, tokens, failed, batch.logits_index, runs.start, runs.rows, accepted, runs.longest
         )
     return found
-
-
-def best_here(logits: Tensor, first: int, failed: Tensor) -> Tensor:
-    """[S, 2]: the largest of these logits and its id, which is `first` plus its column; NaN where a row has no finite one.
-    `failed` is scratch."""
-    wide = torch.promote_types(logits.dtype, torch.float32)              # holds every id exactly: below 2**24
-    if not logits.shape[1]:                                              # more ranks than ids
-        return torch.tensor([-torch.inf, 0.0], dtype=wide, device=logits.device).repeat(len(logits), 1)
-    # Zeros: while launches are only collected (ops/compile_ahead.py), they are read as columns.
-    column = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    choose_greedy(logits, column, failed)
-    value = logits.gather(1, column[:, None])[:, 0].to(wide).masked_fill_(failed, torch.nan)
-    return torch.stack((value, (column + first).to(wide)), dim=-1)
-
-
-def elect(best: Tensor, tokens: Tensor, failed: Tensor) -> None:
-    """Of every rank's best [S, ranks, 2], the largest into `tokens`; the first of equals, as among one rank's ids."""
-    rank = best[..., 0].argmax(dim=-1)                                   # a NaN counts as the largest
-    value, token = best.gather(1, rank[:, None, None].expand(-1, 1, 2))[:, 0].unbind(-1)
-    torch.logical_not(value.isfinite(), out=failed)
-    tokens.copy_(token.nan_to_num_(0.0)).masked_fill_(failed, 0)

@@ -1,4 +1,4 @@
-"""Which errors say that a step did not fit into memory, and nothing worse. Knows what torch and the driver raise."""
+"""Which errors say that a step did not fit into memory, and nothing worse. Knows what torch, the driver and gloo raise."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """A collective over gloo failed because another rank has left: perhaps for want of memory."""
+    return isinstance(error, RuntimeError) and "gloo" in str(error)

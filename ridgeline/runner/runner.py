@@ -19,6 +19,7 @@ from ridgeline.layers.batch import Batch
 from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
 from ridgeline.metrics import HAPPENED
 from ridgeline.models.decoder import Decoder
+from ridgeline.ops.sampling.divided_logits import enough
 from ridgeline.ops.sampling.logprobs import logprobs as token_logprobs
 from ridgeline.ops.sampling.noise import to_device
 from ridgeline.runner.device_rows import EVERY_HIDDEN, TOKEN, DeviceRows
@@ -123,6 +124,7 @@ class Runner:
         landing = self._landings.pop() if self._landings else Landing(self.rows.max_rows, self.rows.device)
         landing.start()
         self.rows.late.behind = self._has_unknown_lengths()
+        self._settle_rows(plan.rows)
         self._apply(plan)
         plan = self.drafter.complete(plan)
         key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
@@ -157,8 +159,20 @@ class Runner:
                 self._hear(step)
 
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
-        """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1."""
+        """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1. In a
+        pipeline more are in flight, but none has a row of the next one (Scheduler._is_free)."""
+        if self._comm.stages.count > 1:
+            return False
         return any(step.work.positions is not None and not step.settled for step in self._steps if step is not newest)
+
+    def _settle_rows(self, rows: np.ndarray) -> None:
+        """In a pipeline a row comes again when rank 0 has its result. Another rank of the last stage may collect that later."""
+        if self._comm.stages.count == 1 or not self.model.stage.last:
+            return
+        for step in self._steps:
+            positions = step.work.positions
+            if positions is not None and not step.settled and np.isin(positions.rows, rows).any():
+                self._settle(step, positions)
 
     def _work_of(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> _Work:
         samples = plan.want & TOKEN
@@ -172,9 +186,11 @@ class Runner:
             work.positions = Positions.of(plan, places, work.guesses)
         return work
 
-    def said(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """On the first stage: what these rows have sampled on the last one, to go on from."""
+    def said(self, rows: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """On a stage before the last one: what these rows have sampled there, to go on from, and how long they are without the
+        drafts that were rejected."""
         device = self.rows.device
+        self.rows.settle(rows, self.rows.length[rows] - lengths)
         self.rows.last_token.index_copy_(0, to_device(rows.astype(np.int64), device), to_device(tokens.astype(np.int64), device))
 
     def remove(self, rows: np.ndarray) -> None:
@@ -275,6 +291,8 @@ class Runner:
             # Where the step before was taken in between submit and now, the sampler's numbers are the true ones already.
             behind = self.rows.late.behind and (step.prepared is not None or self._has_unknown_lengths(step))
             late = self.rows.late.surplus.index_select(0, sample_rows) if behind else None
+            if self._comm.tensor.size > 1:
+                logits = self._enough(step, logits, late)
             if step.work.positions is not None:
                 self._verify(step, step.work.positions, logits, allowed, late)
             else:
@@ -286,6 +304,16 @@ class Runner:
         step.landing.stop()
         step.waited = self._comm.waited - step.waited
         step.computed = _NOTHING                         # it may hold much memory
+
+    def _enough(self, step: _Step, here: Tensor, late: Tensor | None) -> Tensor:
+        """Logits of all ids, from those of each rank; where a row needs only some of them, the others are -inf."""
+        assert self.model.head is not None
+        rows, offsets = step.work.rows, np.zeros(len(step.work.rows), np.int64)
+        if step.work.positions is not None:
+            rows, offsets = step.work.positions.each()
+        how = self._sampler.choices(rows, offsets) if step.prepared is None else step.prepared.how
+        needs_all = self._sampler.edits(rows) | np.isin(rows, list(self._num_logprobs))
+        return enough(here, how, needs_all, self.model.head.division, late)
 
     def _verify(
         self, step: _Step, positions: Positions, logits: Tensor, masks: Tensor | None, late: Tensor | None
@@ -402,9 +430,11 @@ class Runner:
         step.landing.wait()
         plan = step.plan
         new = step.new = _New(np.full((len(plan.rows), 1), -1, np.int32), step.work.num_new)
-        if step.work.positions is not None:
+        if not self.model.stage.last:
+            pass                                         # the last one says what was sampled
+        elif step.work.positions is not None:
             new = step.new = self._verified(step, step.work.positions)
-        elif len(step.work.places) and self.model.stage.last:
+        elif len(step.work.places):
             self._take_tokens(step, new)
         if self.drafter.active:
             there = np.flatnonzero(step.stays == self.rows.stays(plan.rows))

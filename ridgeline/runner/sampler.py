@@ -268,10 +268,14 @@ class Sampler:
     def sample_ahead(self, logits: Tensor, rows: np.ndarray, offsets: np.ndarray, late: Tensor | None = None) -> Sampled:
         """A token for each of the logits [S, V], of rows that edit none: `offsets` [S] tokens after the row's next one. The rows
         stay as they are until `said_ahead`. `late`: see `sample`."""
+        tokens, failed = sample(logits, self.choices(rows, offsets), late=late)
+        return Sampled(tokens, failed)
+
+    def choices(self, rows: np.ndarray, offsets: np.ndarray | int = 0) -> np.ndarray:
+        """CHOICE: how these rows choose the token that is `offsets` after their next one."""
         how = self._choice[rows]
         how["index"] += offsets
-        tokens, failed = sample(logits, how, late=late)
-        return Sampled(tokens, failed)
+        return how
 
     def said_ahead(self, rows: np.ndarray, counts: np.ndarray) -> None:
         """These rows have said so many more tokens than is counted. With drafts in flight that is the most they can have said;

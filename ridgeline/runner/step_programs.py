@@ -62,7 +62,7 @@ class ProgramForward:
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         rows = len(batch.tokens)
-        if not self._decodes or len(batch.logits_index) != rows or is_marked():
+        if not self._decodes or len(batch.logits_index) != rows or batch.own_kernel or is_marked():
             return self.eager.run(batch, greedy)
         key = (rows, greedy)
         found = self._recorded.get(key)

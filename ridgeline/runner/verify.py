@@ -49,6 +49,11 @@ class Positions:
         own = 1 + width
         return cls(plan.rows[places].astype(np.int64), width, table, np.cumsum(own) - own, int(own.sum()), entries)
 
+    def each(self) -> tuple[np.ndarray, np.ndarray]:
+        """The row of each position, and how many of that row come before it."""
+        own = 1 + self.width
+        return np.repeat(self.rows, own), np.arange(self.count) - np.repeat(self.first, own)
+
 
 @dataclass(slots=True)
 class Verified:

@@ -135,8 +135,9 @@ def _forward(
     eager, dtype = EagerForward(model, buffers.layers(), rows.last_token, rows.late.surplus), getattr(torch, config.dtype)
     if config.graphs and (beside is None or isinstance(beside, GraphForward)):
         logits = torch.float32 if model.config.final_softcap is not None else dtype
+        vocab = model.config.vocab_size if model.head is None else model.head.shard.filled
         return GraphForward(
-            eager, config.max_num_seqs, config.max_num_batched_tokens, model.config.vocab_size, logits, rows.device,
+            eager, config.max_num_seqs, config.max_num_batched_tokens, vocab, logits, rows.device,
             config.graph_bytes, verified, comm.size == 1, beside if isinstance(beside, GraphForward) else None,
         )
     if _runs_programs(config, rows.device, dtype):

@@ -30,8 +30,9 @@ class NarrowFormat:
 WEIGHT_FORMATS = (
     NarrowFormat("fp8", "quantization", 1.0, "fp8", "float8_e4m3fn", dtypes=("bfloat16",)),
 )
-# Devices that share every layer, by kind. Several GPUs give the tokens of one; until their speed is measured, one is recommended.
-MOST_RANKS = {"cuda": 1, "cpu": 8}
+# Devices that one engine divides a model among, by kind: 8 GPUs of a machine, on 8 machines. Their tokens are those of one device
+# (tests/models/test_mesh.py, tests/runner/test_gpu_ranks.py); their speed is not measured, and `plan` says so.
+MOST_RANKS = {"cuda": 64, "cpu": 8}
 KV_FORMATS = (
     NarrowFormat("fp8", "kv_cache_dtype", 1.0, "fp8"),
     NarrowFormat("int8", "kv_cache_dtype", 1.0, ""),

@@ -34,6 +34,7 @@ NVLINK2, NVLINK3 = Link(150 * GB, 10e-6), Link(300 * GB, 10e-6)
 NVLINK4, NVLINK5 = Link(450 * GB, 10e-6), Link(900 * GB, 10e-6)
 XGMI = Link(448 * GB, 12e-6)         # MI300X: seven links of 64 GB/s
 PCIE3, PCIE4, PCIE5 = Link(16 * GB, 25e-6), Link(32 * GB, 25e-6), Link(64 * GB, 25e-6)
+INFINIBAND = Link(50 * GB, 20e-6)    # between machines: one NDR port of 400 Gbit/s for each device; the latency is assumed
 NO_LINK = Link(float("inf"), 0.0)    # there is only one of them
 
 

@@ -40,8 +40,8 @@ OWN_LAWS = ("quantised KV", "quantised weights", "expert parallelism", "context 
 TECHNIQUES = tuple(each for each in ALL if each.device in ("", DEVICE) and each.name not in OWN_LAWS)
 if DEVICE == "cuda" and torch.cuda.device_count() < 2:   # two ranks on one GPU: tests/runner/test_gpu_ranks.py
     TECHNIQUES = tuple(each for each in TECHNIQUES if each.name not in ("tensor parallelism", "pipeline parallelism"))
-# Others cannot work with these (speculation with pipeline stages): they have their laws alone and in the pairs that can be.
-APART = {name for technique in TECHNIQUES for name in technique.excludes if name not in OWN_LAWS}
+# Stages of divided layers are four processes: too slow for every law. Pipelines have their laws alone and in pairs.
+APART = {"pipeline parallelism"}
 TOGETHER = tuple(technique for technique in TECHNIQUES if technique.name not in APART)
 OFF: dict[str, Any] = {name: value for technique in ALL for name, value in technique.off.items()}
 PLAIN = OFF | {
@@ -195,7 +195,8 @@ def test_technique_alone(technique: Technique, name: str, models: dict[str, Path
 
 @pytest.mark.reliability("P-07")
 @pytest.mark.parametrize("pair", [
-    pytest.param(pair, marks=slow, id=" + ".join(each.name for each in pair)) for pair in itertools.combinations(TECHNIQUES, 2)
+    pytest.param(pair, marks=[] if {each.name for each in pair} == {"speculation", "pipeline parallelism"} else slow,
+                 id=" + ".join(each.name for each in pair)) for pair in itertools.combinations(TECHNIQUES, 2)
     if pair[0].name not in pair[1].excludes and pair[1].name not in pair[0].excludes
 ])
 def test_techniques_in_pairs(pair: tuple[Technique, Technique], models: dict[str, Path], reference: dict[str, Any]) -> None:

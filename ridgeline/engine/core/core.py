@@ -68,7 +68,8 @@ class EngineCore:
         self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
         # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. Of a GPU the
         # host knows them with the result; until then the device keeps the lengths (runner/row_tables.py).
-        self._device_knows_first = config.device != "cpu"
+        # In a pipeline the host knows them before it plans the row again.
+        self._device_knows_first = config.device != "cpu" and config.options.parallel.pipeline_parallel_size == 1
 
     @classmethod
     def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:

@@ -40,9 +40,6 @@ def make_drafter(config: ResolvedConfig) -> Drafter:
     asked = draft_options(config.options.execution.speculative_config)
     if not asked.on:
         return NoDrafter()
-    if config.options.parallel.pipeline_parallel_size > 1:
-        logger.warning("pipeline_parallel_size: no drafts, for the first stage does not know how many were accepted")
-        return NoDrafter()
     if config.options.execution.deterministic and config.device != "cpu":
         logger.warning("deterministic: no drafts on a GPU, whose attention cuts the keys of a row with drafts in another way")
         return NoDrafter()

@@ -68,6 +68,7 @@ class RankedExecutor:
         self._comm: ProcessMesh | None = None
         self._forward: Forward | None = None
         self._graphs, self._prepared = config.graphs, False      # is nothing left to prepare since the last step?
+        self._starts = 0                                 # how often all have started over
         self._end = weakref.finalize(self, ranks.end)    # also without close(): at exit at the latest
 
         def watched(done: int, total: int) -> None:
@@ -90,6 +91,7 @@ class RankedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._prepared = False
         self._ranks.check()
+        self._ranks.require_memory()
         self._ranks.send(RUN, PLAN.encode(plan))
         with self._ranks.named():
             self.runner.submit(plan)
@@ -117,7 +119,17 @@ class RankedExecutor:
         return more
 
     def start_over(self) -> bool:
-        return False                                     # the others wait for this one, in the middle of a layer
+        """Ranks wait for each other in the middle of a layer: all leave the mesh, and meet again."""
+        if self._comm is None or not self._comm.can_rejoin:
+            return False
+        self._starts += 1
+        name = f"again-{self._starts}"
+        self._comm.leave()
+        self.runner.start_over()
+        self._ranks.start_over(name)
+        with self._ranks.named():
+            self._comm.rejoin(name)
+        return True
 
     def close(self) -> None:
         if self._forward is not None:
@@ -163,11 +175,20 @@ class PipelineExecutor(RankedExecutor):
                 self.runner.submit(plan)
                 self.runner.sample(self._masks.popleft())
         result = super().collect()
-        new = np.flatnonzero(result.num_new)
-        if len(new):
-            said = Said(plan.rows[new], result.tokens[new, 0])
-            self._ranks.send(SAID, SAID_TOKENS.encode(said), to=self._ranks.shape.of_stage(0))
+        self._say(plan, result)
         return result
+
+    def _say(self, plan: StepPlan, result: StepResult) -> None:
+        """The first stage goes on from sampled tokens. With drafts all stages want to know how many were accepted. Rows that a
+        later plan has given to other sequences are left out."""
+        taken = [added.row for later in self._flights for added in later.added]
+        new = np.flatnonzero((result.num_new > 0) & ~np.isin(plan.rows, taken))
+        if not len(new):
+            return
+        shape = self._ranks.shape
+        said = Said(plan.rows[new], result.tokens[new, result.num_new[new] - 1], result.lengths[new])
+        stages = range(1 if plan.width is None else shape.pipeline - 1)
+        self._ranks.send(SAID, SAID_TOKENS.encode(said), to=[rank for stage in stages for rank in shape.of_stage(stage)])
 
 
 def join(config: ResolvedConfig, rank: int, given: Mapping[str, Any]) -> ProcessMesh:

@@ -19,7 +19,8 @@ import zmq
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.core.executor import join
-from ridgeline.engine.ipc import PLAN, PREPARE, RUN, SAID, SAID_TOKENS, STOP
+from ridgeline.engine.ipc import AGAIN, PLAN, PREPARE, RUN, SAID, SAID_TOKENS, STOP
+from ridgeline.engine.ranks.rank_processes import DROPPED
 from ridgeline.engine.ranks.rank_watch import BEAT_SECONDS
 from ridgeline.engine.ranks.rank_wire import connect
 from ridgeline.engine.ranks.ray_ranks import KEYS
@@ -27,6 +28,7 @@ from ridgeline.errors import one_line
 from ridgeline.process.children import erase_variable
 from ridgeline.process.orphans import end_with_parent
 from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.runner.memory_errors import is_lost_peer, is_out_of_memory
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.worker import make_runner
 
@@ -89,7 +91,7 @@ def obey(given: dict[str, Any], link: Link) -> None:
         link.live(comm)
         link.report("loaded")
         try:
-            run_plans(runner, link)
+            run_plans(runner, link, comm)
         finally:
             runner.forward.release()
             runner.drafter.release()
@@ -97,13 +99,13 @@ def obey(given: dict[str, Any], link: Link) -> None:
         comm.close()
 
 
-def run_plans(runner: Runner, link: Link) -> None:
-    depth, in_flight = runner.rows.depth, 0
+def run_plans(runner: Runner, link: Link, comm: Communicator) -> None:
+    depth, in_flight, has_left = runner.rows.depth, 0, False
     while (message := link.receive())[0] != STOP:
         what, frame = message
         if what == SAID:
             said = SAID_TOKENS.decode(frame)
-            runner.said(said.rows, said.tokens)
+            runner.said(said.rows, said.tokens, said.lengths)
             continue
         if what == PREPARE:
             for _ in range(in_flight):                   # rank 0 has collected these
@@ -111,14 +113,37 @@ def run_plans(runner: Runner, link: Link) -> None:
             in_flight = 0
             runner.prepare()
             continue
+        if what == AGAIN:
+            _start_over(runner, link, comm, frame.decode())
+            in_flight, has_left = 0, False
+            continue
         assert what == RUN
-        runner.submit(PLAN.decode(frame))
-        runner.sample()
+        if has_left:                                     # rank 0 did not know yet
+            continue
+        try:
+            runner.submit(PLAN.decode(frame))
+            runner.sample()
+        except Exception as error:
+            if not comm.can_rejoin or not (is_out_of_memory(error) or is_lost_peer(error)):
+                raise
+            if is_out_of_memory(error):
+                link.report(DROPPED, one_line(error))
+            comm.leave()                                 # others that wait for this one notice; rank 0 says how to go on
+            has_left = True
+            continue
         in_flight += 1
         link.steps += 1
         if in_flight > depth:                            # as late as on rank 0: the device is not waited for before
             runner.collect()
             in_flight -= 1
+
+
+def _start_over(runner: Runner, link: Link, comm: Communicator, name: str) -> None:
+    """As rank 0 does: the newest step is dropped on all ranks, and all rows with it."""
+    comm.leave()
+    runner.start_over()
+    link.report(name)
+    comm.rejoin(name)
 
 
 def main(settings: str) -> int:

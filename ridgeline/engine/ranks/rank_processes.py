@@ -13,18 +13,20 @@ from typing import Any, Protocol
 import zmq
 
 from ridgeline.distributed.comm import Communicator
-from ridgeline.engine.ipc import STOP
+from ridgeline.engine.ipc import AGAIN, STOP
 from ridgeline.engine.ranks.rank_watch import Process, RankWatch
 from ridgeline.engine.ranks.rank_wire import LocalWire, Wire
 from ridgeline.engine.ranks.ray_ranks import RayLauncher
 from ridgeline.errors import EngineDead, one_line
 from ridgeline.process.children import child_environment, start_child
 from ridgeline.resolve import ResolvedConfig
+from ridgeline.runner.memory_errors import is_out_of_memory
 
 _POLL_MS = 100                       # how often ranks are looked at while one waits for them
 _SEND_SECONDS = 10.0                 # a rank that takes no plan for so long is lost
 _QUIET_SECONDS = 4.0                 # after that, a rank on another machine that is gone has missed its beats
 _LEAVE_SECONDS = 5.0                 # what ranks get to end by themselves
+DROPPED = "out of memory"            # a rank says: this step did not fit, and it has left the mesh
 
 
 class Launcher(Protocol):
@@ -80,6 +82,7 @@ class Ranks:
         self._children: dict[int, Process] = {}
         self._watch: RankWatch | None = None
         self._reached: dict[int, str] = {}               # rank -> the last thing it said it had done
+        self._dropped = ""                               # why a rank has dropped the newest step
         try:
             self._start(config)
         except BaseException:
@@ -116,10 +119,24 @@ class Ranks:
         if self._watch is not None and self._watch.lost:
             self.check()
 
+    def require_memory(self, cause: BaseException | None = None) -> None:
+        """MemoryError if a rank is known to have dropped the newest step; see `check`."""
+        if self._dropped:
+            raise MemoryError(self._dropped) from cause
+
+    def start_over(self, name: str) -> None:
+        """Until every rank has left the mesh, to meet again under this name."""
+        self.send(AGAIN, name.encode())
+        self.wait(name)
+        self._dropped = ""
+
     def check(self) -> None:
         """EngineDead when a rank has ended, with its own last words if it had any."""
         while self._reports.poll(0):
             rank, reached, reason = json.loads(self._reports.recv())
+            if reached == DROPPED:
+                self._dropped = f"rank {rank}: {reason}"
+                continue
             if reason:
                 raise EngineDead(self._first_to_end() or f"rank {rank} failed: {reason}")
             self._reached[rank] = reached
@@ -164,6 +181,8 @@ class Ranks:
         try:
             yield
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             # The connection may break a moment before the process is gone, and longer before Ray knows of it.
             deadline = time.monotonic() + (_QUIET_SECONDS if self._launcher.own_address else 1.0)
             while time.monotonic() < deadline:
@@ -171,6 +190,7 @@ class Ranks:
                     self.check()
                 except EngineDead as reason:
                     raise reason from error
+                self.require_memory(error)
                 time.sleep(_POLL_MS / 1000)
             if self._watch is not None and (quiet := self._watch.quiet()):
                 raise EngineDead(f"rank {quiet[0]} cannot be reached: {one_line(error)}") from error

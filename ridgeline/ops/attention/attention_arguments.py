@@ -33,6 +33,20 @@ class AttentionWork:
     queries: int = 1                 # of a decode row: 1, or with drafts as many as any of them has
 
 
+@dataclass(frozen=True, slots=True)
+class OwnKernel:
+    """Queries of a row, one after the other, that do not go to the kernel which their step's shape suggests. On a CPU the kernels
+    of decodes and of prompts add up in different orders, and activations that are rounded to 8 bits make much of that. So a token
+    goes to the same kernel whenever it is computed: one of an answer as a decode, also when the answer goes on elsewhere; one of
+    a prompt as a prompt, also when it is the only one that is left."""
+
+    first: int                       # of the step's tokens
+    count: int
+    line: int                        # of the block table
+    position: int                    # of the first
+    of_prompt: bool
+
+
 def work_of(query_start: list[int]) -> AttentionWork:
     """From the prefix sums of queries per row."""
     decodes = leading_decodes(query_start)

@@ -6,12 +6,13 @@ Decodes of similar length are gathered and computed together; other rows one at 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops.attention.attention_arguments import AttentionWork, AttentionWorkspace, SharedPrefix
+from ridgeline.ops.attention.attention_arguments import AttentionWork, AttentionWorkspace, OwnKernel, SharedPrefix
 from ridgeline.ops.attention.split_kv import DeviceShares
 
 # Decode rows are gathered together, padded to the longest of them. Rows of different length are split into groups in
@@ -42,13 +43,14 @@ def paged_attention_reference(
     k_scale: Tensor | None = None,       # float32 [blocks, block_size, KH] of quantised caches
     v_scale: Tensor | None = None,
     workspace: AttentionWorkspace | None = None,
+    own_kernel: Sequence[OwnKernel] | None = None,
     sinks: Tensor | None = None,         # [H]: of every head a score without a value, beside those of the keys
     out: Tensor | None = None,           # where the result goes; None: into a new tensor
 ) -> Tensor:
     """softmax(softcap(scale * q k^T) + mask) v -> [T, H, D]. A row without keys (padding) gives zeros, and queries behind those
     of all rows (padding, too) give anything.
 
-    `work`, `prefix`, `shares`, `query_tiles` and `workspace` serve the kernels; they do not change the result.
+    `work`, `prefix`, `shares`, `query_tiles`, `workspace` and `own_kernel` serve the kernels; they do not change the result.
     """
     kv_len_host = kv_len.tolist() if kv_len_host is None else kv_len_host
     query_start_host = query_start.tolist() if query_start_host is None else query_start_host

@@ -10,6 +10,7 @@ positions, apply rope and decide which blocks are shared.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ridgeline.ops.attention.attention_arguments import (
     AttentionWork,
+    OwnKernel,
     device_shares,
     leading_decodes,
     quantise_kv,
@@ -44,19 +46,18 @@ def paged_attention_native(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, query_start: Tensor, kv_len: Tensor,
     *, scale: float, window: int | None = None, softcap: float | None = None, work: AttentionWork | None = None,
     query_start_host: list[int] | None = None, kv_len_host: list[int] | None = None, table_rows: Tensor | None = None,
-    **options: Any,
+    own_kernel: Sequence[OwnKernel] = (), into: Tensor | None = None, **options: Any,
 ) -> Tensor:
-    """The cache is read where it lies: by one kernel for the leading decodes, by another for the rows after them."""
+    """The cache is read where it lies: by one kernel for the leading decodes, by another for the rows after them; then, for
+    `own_kernel`, by the other one."""
     (tokens, heads, head_dim), rows, (block_size, kv_heads) = q.shape, len(kv_len), k_cache.shape[1:3]
     if not _is_readable(q, k_cache, v_cache, block_table) or any(options.get(name) is not None for name in NOT_NATIVE):
         return paged_attention_reference(
             q, k_cache, v_cache, block_table, query_start, kv_len, query_start_host=query_start_host,
             kv_len_host=kv_len_host, scale=scale, window=window, softcap=softcap, table_rows=table_rows, **options,
         )
-    decodes = rows
-    if tokens != rows:
-        decodes = leading_decodes(query_start_host or query_start.tolist()) if work is None else work.num_decodes
-    out = torch.empty(q.shape, dtype=q.dtype)
+    decodes = _leading_decodes(tokens, rows, work, query_start_host, query_start)
+    out = torch.empty(q.shape, dtype=q.dtype) if into is None else into
     half = int(k_cache.dtype == torch.float16)
     shape = (kv_heads, heads // kv_heads, head_dim, block_size, block_table.stride(0), q.stride(0))
     how = (window or 0, scale, softcap or 0.0)
@@ -77,7 +78,29 @@ def paged_attention_native(
             *caches, table.data_ptr(), lines and lines + decodes * 4, query_start[decodes:].data_ptr(),
             kv_len[decodes:].data_ptr(), out.data_ptr(), half, rows - decodes, *shape, *how,
         )
+    for each in own_kernel:
+        _by_own_kernel(each, q, k_cache, v_cache, block_table, out, scale=scale, window=window, softcap=softcap)
     return out
+
+
+def _leading_decodes(
+    tokens: int, rows: int, work: AttentionWork | None, query_start_host: list[int] | None, query_start: Tensor
+) -> int:
+    if work is not None:
+        return work.num_decodes
+    return rows if tokens == rows else leading_decodes(query_start_host or query_start.tolist())
+
+
+def _by_own_kernel(
+    each: OwnKernel, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, out: Tensor, **how: Any
+) -> None:
+    end = each.first + each.count
+    lengths = torch.arange(each.position + 1, each.position + each.count + 1, dtype=torch.int32)
+    paged_attention_native(
+        q[each.first : end], k_cache, v_cache, block_table, torch.arange(each.count + 1, dtype=torch.int32), lengths,
+        work=AttentionWork(0 if each.of_prompt else each.count, 1), kv_len_host=lengths.tolist(),
+        table_rows=torch.full((each.count,), each.line, dtype=torch.int32), into=out[each.first : end], **how,
+    )
 
 
 def _is_readable(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,20 +18,26 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
+from ridgeline.distributed.comm import Communicator
 from ridgeline.distributed.meet import meet
 from ridgeline.engine.core import executor as executor_module
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.ipc import PLAN, PREPARE, RUN, STOP
+from ridgeline.engine.ranks import rank as rank_module
 from ridgeline.engine.ranks import rank_processes as ranks_module
 from ridgeline.engine.ranks import rank_watch
 from ridgeline.engine.ranks.rank import run_plans
 from ridgeline.errors import EngineDead
 from ridgeline.messages import Request, StepPlan
+from ridgeline.models.decoder import Decoder
+from ridgeline.process import children
 from ridgeline.resolve import ResolvedConfig
+from ridgeline.runner.runner import Runner
 from ridgeline.sampling_params import SamplingParams
 
 
@@ -103,7 +111,7 @@ def test_a_rank_prepares_when_it_is_told_to() -> None:
     plan = PLAN.encode(StepPlan(0, none, [], none.reshape(0, 4), none, none, none.astype(np.int8)))
     frames = iter([(RUN, plan), (PREPARE, b""), (RUN, plan), (STOP, b"")])
     runner = Steps()
-    run_plans(runner, SimpleNamespace(receive=lambda: next(frames), steps=0))        # type: ignore[arg-type]
+    run_plans(runner, SimpleNamespace(receive=lambda: next(frames), steps=0), Communicator())        # type: ignore[arg-type]
     assert runner.calls == ["submit", "sample", "collect", "prepare", "submit", "sample"]
 
 
@@ -241,3 +249,83 @@ def test_rank_zero_that_fails_takes_the_others_along(model: Path, monkeypatch: p
     monkeypatch.setattr(ranks_module, "_LEAVE_SECONDS", 0.5)
     with pytest.raises(RuntimeError, match="no memory here"):
         start(model)
+
+
+def plant(steps: dict[int, str]) -> None:
+    """In this process: the n-th step that is submitted has no memory at this place: before its first collective, between two of
+    them, or behind the last."""
+    seen, where = [0], [""]
+    submit, sample, logits_here = Runner.submit, Runner.sample, Decoder.logits_here
+
+    def fail(place: str) -> None:
+        if where[0] == place:
+            where[0] = ""
+            raise MemoryError(f"planted at {place}")
+
+    def submitting(self: Runner, plan: Any) -> None:
+        seen[0] += 1
+        where[0] = steps.get(seen[0], "")
+        fail("begin")
+        submit(self, plan)
+
+    def heading(self: Decoder, rows: Any) -> Any:
+        fail("middle")
+        return logits_here(self, rows)
+
+    def sampling(self: Runner, masks: Any = None) -> None:
+        sample(self, masks)
+        fail("end")
+
+    Runner.submit, Runner.sample, Decoder.logits_here = submitting, sampling, heading    # type: ignore[method-assign]
+
+
+def answers_of(core: EngineCore) -> dict[str, list[int]]:
+    """Of requests of several kinds, two at a time, to their end."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 5}, {"temperature": 1.0, "presence_penalty": 0.5},
+    )
+    for number, kind in enumerate(kinds):
+        core.add(Request(str(number), [5 + number, 6, 7], SamplingParams(seed=number, max_tokens=14, ignore_eos=True, **kind)))
+    found: dict[str, list[int]] = {}
+    while core.has_work:
+        for delta in core.step():
+            assert not delta.error
+            found.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return found
+
+
+@pytest.mark.reliability("R-08")
+@pytest.mark.parametrize(("ranks", "faults"), [
+    (2, {"1": {"3": "middle", "8": "begin", "13": "end"}}),
+    pytest.param(2, {"0": {"3": "begin", "8": "end"}, "1": {"5": "end"}}, marks=pytest.mark.slow),
+    pytest.param(4, {"2": {"4": "middle"}, "3": {"4": "middle", "9": "end"}, "0": {"12": "middle"}}, marks=pytest.mark.slow),
+])
+def test_all_ranks_drop_the_step_that_one_has_no_memory_for(
+    ranks: int, faults: dict[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its begin, between two collectives, or behind the last: the engine goes on, and every answer is the same."""
+    path = save_checkpoint("llama", tmp_path, dtype=torch.float64, tie_word_embeddings=False)
+    options = {"model": str(path), "dtype": "float64", "max_num_seqs": 2, "num_gpu_blocks_override": 20, "device": "cpu"}
+    alone = EngineCore.start(EngineConfig.of(**options))
+    expected = answers_of(alone)
+    alone.close()
+
+    def start_child(module: str, given: str, environment: dict[str, str]) -> Any:
+        assert module == "ridgeline.engine.ranks.rank"
+        return children.start_child("test_executor", given, json.dumps(faults), environment=environment)
+
+    for owner, name in ((Runner, "submit"), (Runner, "sample"), (Decoder, "logits_here")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))       # back to these afterwards
+    monkeypatch.setattr(ranks_module, "start_child", start_child)
+    core = EngineCore.start(EngineConfig.of(**options, tensor_parallel_size=ranks))
+    plant({int(step): place for step, place in faults.get("0", {}).items()})
+    assert answers_of(core) == expected
+    failures = {int(step) for each in faults.values() for step in each}
+    assert core.scheduler.counters.out_of_memory == len(failures)
+    core.close()
+
+
+if __name__ == "__main__":                           # a rank with faults of its own
+    faults_here = json.loads(sys.argv[2]).get(str(json.loads(sys.argv[1])["rank"]), {})
+    plant({int(step): place for step, place in faults_here.items()})
+    sys.exit(rank_module.main(sys.argv[1]))
