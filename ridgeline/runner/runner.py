@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.layers.batch import Batch
-from ridgeline.messages import Logprobs, StepPlan, StepResult, Want
+from ridgeline.messages import StepPlan, StepResult, Want
 from ridgeline.metrics import HAPPENED
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.sampling.divided_logits import enough
@@ -28,7 +28,7 @@ from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.proposers.draft_model import NoDraftModel, Spent
 from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Prepared, Sampler
-from ridgeline.runner.to_host import Fetched, Landing, send_beside
+from ridgeline.runner.to_host import Fetched, Landing, as_logprobs, logprobs_of, send_beside
 from ridgeline.runner.verify import Positions, verify
 from ridgeline.sizes.graph_shapes import Shape
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
@@ -403,8 +403,8 @@ class Runner:
             tokens=new.tokens,
             num_new=new.counts,
             lengths=step.lengths,
-            logprobs=_logprobs_of(step) if step.logprobs is not None else {},
-            prompt_logprobs={place: _as_logprobs(fetched) for place, fetched in step.prompt_logprobs.items()},
+            logprobs=logprobs_of(step.asked, step.logprobs, step.listed, step.listed_logprobs),
+            prompt_logprobs={place: as_logprobs(fetched) for place, fetched in step.prompt_logprobs.items()},
             hidden={place: fetched.arrays()[0] for place, fetched in step.hidden.items()},
             failed=new.failed,
             overconstrained=new.overconstrained,
@@ -483,46 +483,3 @@ class _New:
     failed: dict[int, str] = field(default_factory=dict)
     overconstrained: list[int] = field(default_factory=list)
     rejected: int = 0
-
-
-def _logprobs_of(step: _Step) -> dict[int, Logprobs]:
-    """By place; of all positions that were sampled there."""
-    assert step.logprobs is not None
-    whole = _as_logprobs(step.logprobs)
-    each = [_one(whole, index, count) for index, (_, count) in enumerate(step.asked)]
-    if step.listed_logprobs is not None:
-        _add_listed(step, each)
-    found: dict[int, Logprobs] = {}
-    for (place, _), one in zip(step.asked, each, strict=True):
-        found[place] = one if place not in found else _joined(found[place], one)
-    return found
-
-
-def _joined(*parts: Logprobs) -> Logprobs:
-    names = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
-    return Logprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-
-def _as_logprobs(fetched: Fetched) -> Logprobs:
-    tokens, logprobs, ranks, top_ids, top_logprobs = fetched.arrays()
-    return Logprobs(
-        tokens.astype(np.int32), logprobs.astype(np.float32), ranks.astype(np.int32), top_ids.astype(np.int32),
-        top_logprobs.astype(np.float32),
-    )
-
-
-def _add_listed(step: _Step, logprobs: list[Logprobs]) -> None:
-    assert step.listed_logprobs is not None
-    values = step.listed_logprobs.arrays()[0]
-    for each, ids, row in zip(logprobs, step.listed, values, strict=True):
-        if len(ids):
-            each.top_ids = ids[None].astype(np.int32)
-            each.top_logprobs = row[None, : len(ids)].astype(np.float32)
-
-
-def _one(whole: Logprobs, index: int, count: int) -> Logprobs:
-    here = slice(index, index + 1)
-    return Logprobs(
-        whole.token_ids[here], whole.logprobs[here], whole.ranks[here], whole.top_ids[here, :count],
-        whole.top_logprobs[here, :count],
-    )

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.messages import Logprobs
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED
 from ridgeline.sizes.sampling_costs import mask_bytes
 
 _ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others
+
 
 def after_tokens(count: int) -> int:
     """Bytes of so many tokens in `Computed.greedy`."""
@@ -137,3 +139,44 @@ def reserve_masks(rows: int, vocab: int, device: torch.device) -> None:
 @functools.cache
 def _beside(device: torch.device) -> _Beside:
     return _Beside(device)
+
+
+def logprobs_of(
+    asked: list[tuple[int, int]], fetched: Fetched | None, listed: list[np.ndarray], listed_logprobs: Fetched | None
+) -> dict[int, Logprobs]:
+    """By place; of all positions that were sampled there, if any asked. `asked`: of each position its place, and how many
+    alternatives; `listed`: tokens that each lists, with their log-probabilities, if any does."""
+    if fetched is None:
+        return {}
+    whole = as_logprobs(fetched)
+    each = [_one(whole, index, count) for index, (_, count) in enumerate(asked)]
+    if listed_logprobs is not None:
+        for one, ids, row in zip(each, listed, listed_logprobs.arrays()[0], strict=True):
+            if len(ids):
+                one.top_ids = ids[None].astype(np.int32)
+                one.top_logprobs = row[None, : len(ids)].astype(np.float32)
+    found: dict[int, Logprobs] = {}
+    for (place, _), one in zip(asked, each, strict=True):
+        found[place] = one if place not in found else _joined(found[place], one)
+    return found
+
+
+def _joined(*parts: Logprobs) -> Logprobs:
+    names = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
+    return Logprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def as_logprobs(fetched: Fetched) -> Logprobs:
+    tokens, logprobs, ranks, top_ids, top_logprobs = fetched.arrays()
+    return Logprobs(
+        tokens.astype(np.int32), logprobs.astype(np.float32), ranks.astype(np.int32), top_ids.astype(np.int32),
+        top_logprobs.astype(np.float32),
+    )
+
+
+def _one(whole: Logprobs, index: int, count: int) -> Logprobs:
+    here = slice(index, index + 1)
+    return Logprobs(
+        whole.token_ids[here], whole.logprobs[here], whole.ranks[here], whole.top_ids[here, :count],
+        whole.top_logprobs[here, :count],
+    )
