@@ -85,7 +85,7 @@ def compute_format(device: Device, weights: str, dtype: str) -> str:
 def support(device: Device) -> dict[str, str]:
     """By format: native, or what it is emulated with."""
     told = {}
-    for name, found in WEIGHT_FORMATS.items():
+    for name in WEIGHT_FORMATS:
         if compute_format(device, name, device.wide) == name:
             told[name] = "native"
         else:

@@ -78,7 +78,8 @@ def random_part(generator: torch.Generator, kind: str, outputs: int, inputs: int
     elif kind in BLOCKS:
         part.put_blocks(random_blocks(generator, kind, outputs, inputs))
     else:
-        codes = torch.randint(16 if kind not in ("INT8", "E4M3") else 256, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        values = 256 if kind in ("INT8", "E4M3") else 16
+        codes = torch.randint(values, (outputs, inputs), generator=generator, dtype=torch.uint8)
         if kind == "E4M3":
             codes = torch.where(codes & 127 == 127, 0, codes)            # its NaN
         groups = -(-inputs // group)

@@ -44,7 +44,8 @@ ALWAYS Floats halves_of(Bytes codes, int place, int bits) {
 }
 ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
     __m256i x = _mm256_srli_epi32(codes, 8 * place);                 /* permutations look at the three low bits */
-    Floats low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), x), high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), x);
+    Floats low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), x);
+    Floats high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), x);
     return _mm256_blendv_ps(low, high, (Floats)_mm256_slli_epi32(x, 28));
 }
 

@@ -43,7 +43,7 @@ static const Format FORMATS[KINDS] = {
 };
 
 /* Codes that stand for floating-point numbers. e4m3 and e2m1 become a float16 by moving their bits: the sign to the top, exponent
-   and fraction next to it. It is the number but for a power of two, subnormal ones included. (NaN of e4m3 is not kept in tiles.) */
+   and fraction next to it. It is the number but for a power of two, also of subnormal ones. NaN of e4m3 is not kept in tiles. */
 ALWAYS int is_floating(int kind) { return kind == E4M3 || kind == E2M1; }
 #define HALF_SHIFT(bits) ((bits) == 8 ? 7 : 9)
 #define HALF_POWER(bits) ((bits) == 8 ? 256.0f : 16384.0f)
