@@ -9,6 +9,8 @@ from ridgeline.process import platform
 from ridgeline.roofline.peaks import MachineKey, cached_peaks
 from ridgeline.sizes.hardware import Device
 
+PACKED = ("int4", "int8")            # rates of the native kernels, which only an engine measures
+
 
 def best_known(measured: Device) -> Device:
     """With the peaks that an engine has remembered, where those are better than what was measured just now."""
@@ -17,9 +19,11 @@ def best_known(measured: Device) -> Device:
     except importlib.metadata.PackageNotFoundError:
         return measured
     peaks = cached_peaks(MachineKey(f"{platform.cpu_name()} x{platform.cpu_count()}", "", version))
-    if peaks is None or (peaks.read_bytes_s <= measured.bandwidth and peaks.rate("float32") <= measured.rate("float32")):
+    if peaks is None:
         return measured
+    packed = {name: rate for name, rate in peaks.flops_s.items() if name in PACKED}
+    better = peaks.read_bytes_s > measured.bandwidth or peaks.rate("float32") > measured.rate("float32")
     return replace(
-        measured, bandwidth=max(measured.bandwidth, peaks.read_bytes_s), taken=0.0,
-        flops={"float32": max(measured.rate("float32"), peaks.rate("float32"))},
+        measured, bandwidth=max(measured.bandwidth, peaks.read_bytes_s), taken=0.0 if better else measured.taken,
+        flops={"float32": max(measured.rate("float32"), peaks.rate("float32"))} | packed,
     )

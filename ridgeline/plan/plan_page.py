@@ -77,7 +77,7 @@ def _device(told: Row) -> str:
 
 
 def _lead(told: dict[str, Any]) -> list[str]:
-    kv = told["dtype"] if told["kv"] == "auto" else told["kv"]
+    kv = told["kv_dtype"] if told["kv"] == "auto" else told["kv"]
     first, *rest = (f"{line[:1].upper()}{line[1:]}." for line in summary(told))
     said = [
         paragraph(first, "lead" if told["fits"] else "alarm"), *map(paragraph, rest),

@@ -76,7 +76,8 @@ def answer(question: Question) -> dict[str, Any]:
         "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks, "devices": setup.devices,
         "stages": setup.stages, "nodes": setup.nodes, "division": _division(setup, traffic),
         "kv_heads": setup.model.config.num_kv_heads,
-        "weights": setup.weights, "kv": setup.kv, "dtype": setup.dtype, "sparse": setup.sparse, "derate": setup.derate,
+        "weights": setup.weights, "kv": setup.kv, "kv_dtype": setup.kv_dtype, "dtype": setup.dtype, "sparse": setup.sparse,
+        "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
         "formats": support(setup.device), "missing_formats": _missing_formats(setup),
         "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
@@ -206,7 +207,7 @@ def text(told: dict[str, Any]) -> str:
         "",
         f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['devices']} × {told['device']}: "
         f"weights in {told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
-        f"{told['dtype'] if told['kv'] == 'auto' else told['kv']}"
+        f"{told['kv_dtype'] if told['kv'] == 'auto' else told['kv']}"
         + (f", derated to {told['derate']:.0%}" if told["derate"] < 1 else ""),
         f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"
         + (f", {told['hit_rate']:.0%} of the prompt cached" if told["hit_rate"] else ""),

@@ -63,6 +63,11 @@ FP8_READ, FP8_COMPUTE = 0.97, 0.73
 FOUR_BIT_COMPUTE, FOUR_BIT_ROWS, FOUR_BIT_EXPANDED, FOUR_BIT_EXPANDS = 0.64, 768, 2.516, 0.7
 
 
+# Packed weights on a CPU: a tile is unpacked once for this many rows, which costs as much as multiplying it by one more
+# (docs/cpu.md). The rate of packed products is measured with many rows.
+TILE_ROWS = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Constants:
     """Shares of the data sheet, and seconds."""
@@ -118,6 +123,7 @@ class Setup:
     stages: int = 1                  # of a pipeline, each with that many devices
     dtype: str = "bfloat16"          # of activations, and of whatever has no format of its own
     weights: str = "bfloat16"        # of the layers' linears; embedding, head and norms stay in dtype
+    stored: float | None = None      # bytes of a weight in a file whose packed matrices, the head too, are kept as they are
     kv: str = "auto"
     sparse: bool = False             # 2:4, in the layers' linears
     drafts: int = 0                  # tokens proposed per step …
@@ -154,9 +160,10 @@ class Setup:
     @property
     def shape(self) -> DecoderShape:
         config = self.model.config
+        each = self.stored or weight_bytes(self.weights, self.sparse)
         whole = decoder_shape(
-            config, self.dtype, bytes_per_weight=weight_bytes(self.weights, self.sparse),
-            expert_bytes=weight_bytes(self.expert_weights, self.sparse), head_bytes=WEIGHT_FORMATS[self.dtype].bytes,
+            config, self.dtype, bytes_per_weight=each, expert_bytes=self.stored or weight_bytes(self.expert_weights, self.sparse),
+            head_bytes=self.stored or WEIGHT_FORMATS[self.dtype].bytes,
         )
         whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled), window_kv_bytes=None)
         return whole.shard(self.ranks) if self.ranks > 1 else whole
@@ -225,9 +232,9 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda":
         narrow = FP8_READ if setup.weights == "fp8" else NARROW_READ
     rate *= FP8_COMPUTE if format == "fp8" else 1.0
-    # The head stays wide.
+    # The head stays wide, but for a file's own.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
-    rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [wide]) * constants.linear_compute
+    rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.stored else wide]) * constants.linear_compute
     paced = np.broadcast_to(pace, len(steps))
     grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
@@ -235,6 +242,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     four_bits = WEIGHT_FORMATS[setup.weights].bits == 4 and device.kind == "cuda" and format == setup.dtype
     many = steps.tokens > FOUR_BIT_ROWS
     kept = np.where(many, 1.0, FOUR_BIT_COMPUTE) if four_bits else 1.0
+    if device.kind == "cpu" and format == setup.weights and format != setup.dtype:
+        kept = (1 + 1 / TILE_ROWS) / (1 + np.ceil(steps.tokens / TILE_ROWS) / np.maximum(steps.tokens, 1))
     bytes_read, flops = _of_fullest_rank(setup, steps)
     products = _both(bytes_read / reads, flops / (rates * (paced * kept)[:, None]), p)
     products += steps.product_calls * kernel[:, None]

@@ -16,6 +16,7 @@ from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
 from ridgeline.quant.layout import stored_kind
+from ridgeline.sizes.abilities import packed_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def packed_format(name: str) -> str | None:
             tensor.nbytes if stored_kind(tensor.type) != "F32" else 4 * math.prod(tensor.shape) for tensor in matrices
         )
     bits = 8 * read / max(1, numbers)
-    return "int4" if bits < 6.5 else "int8" if bits < 12 else None
+    return packed_width(bits) or None
 
 
 def _checkpoint_format(path: Path) -> str | None:

@@ -18,6 +18,7 @@ from ridgeline.plan.precision import WEIGHT_FORMATS
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
 from ridgeline.plan.public_models import CONFIGS, find_model
 from ridgeline.plan.workload_steps import Lengths
+from ridgeline.sizes.abilities import packed_width
 from ridgeline.sizes.hardware import NO_LINK, Device, Link, data_sheet
 
 # Measured peaks of the card that the constants refer to, TB/s and TFLOP/s.
@@ -220,8 +221,9 @@ def _cpu(raw: dict[str, Any]) -> Record:
         for row in rows if row.first_seconds
     )
     bandwidth = figures["read_bandwidth_gb_s"] * 1e9
-    device = Device("CPU", 0, bandwidth, {"float32": rate / 0.8}, NO_LINK, kind="cpu")
-    # The engine multiplies the file's own blocks: of SmolLM2's, 0.72 bytes a weight. Prompts alone say nothing of them.
-    packed = min(formats - {None}, default=4.0) < 1
-    setup = Setup(model=model, device=device, dtype="float32", weights="int4" if packed else "float32")
+    # The engine multiplies the file's own blocks. Prompts alone say nothing of their width.
+    stored = min(formats - {None}, default=4.0)
+    width = packed_width(8 * stored)
+    device = Device("CPU", 0, bandwidth, {"float32": rate / 0.8, **({width: rate / 0.8} if width else {})}, NO_LINK, kind="cpu")
+    setup = Setup(model=model, device=device, dtype="float32", weights=width or "float32", stored=stored if width else None)
     return Record(workload["model"], setup, rows, 512, 128)

@@ -6,8 +6,8 @@
 
 Imports run in one thread of Python, so everything else is taken off that thread:
 
-    compiling torch's sources        which every start does where their byte code is not kept: in images that were made
-                                     without it and tell Python not to write it, or where this user may not write. There
+    compiling sources                torch's and ours, which every start does where their byte code is not kept: in images that
+                                     were made without it and tell Python not to write it, or where this user may not write. There
                                      it is kept in the cache directory (`byte_code_folder`), for our processes alone
     the driver                       makes its context of the first GPU beside the imports, in a thread
     Triton's library                 400 MB, of which a hash is part of every name in its cache: made in another thread
@@ -138,14 +138,18 @@ def byte_code_folder() -> Path | None:
     spec = importlib.util.find_spec("torch")
     if sys.pycache_prefix is not None or spec is None or spec.origin is None:
         return None
-    source = Path(spec.origin)
-    beside = source.with_name("__pycache__") / f"{source.stem}.{sys.implementation.cache_tag}.pyc"
-    if beside.exists() or (not sys.dont_write_bytecode and os.access(source.parent, os.W_OK)):
+    if _has_byte_code(Path(spec.origin)) and _has_byte_code(Path(__file__)):     # ours may be a checkout that was never compiled
         return None
     try:
         return platform.cache_dir() / "bytecode"         # files are named by Python's version, and checked by their source's time
     except ConfigError:
         return None                                      # no cache directory to be used
+
+
+def _has_byte_code(source: Path) -> bool:
+    """Whether Python finds byte code beside a source, or may write it there."""
+    beside = source.with_name("__pycache__") / f"{source.stem}.{sys.implementation.cache_tag}.pyc"
+    return beside.exists() or (not sys.dont_write_bytecode and os.access(source.parent, os.W_OK))
 
 
 def keep_byte_code() -> None:

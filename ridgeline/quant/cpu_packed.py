@@ -16,7 +16,7 @@ from ridgeline.distributed.sharding import Shard
 from ridgeline.ops.cpu import native
 from ridgeline.ops.cpu.matrix import NUMBERS, Matrix, Part
 from ridgeline.ops.linear.gguf_blocks import block_linear
-from ridgeline.ops.quantised.codes import unpacked_codes
+from ridgeline.ops.quantised.codes import e8m0_numbers, unpacked_codes
 from ridgeline.ops.quantised.expand import MIDDLE, QuantisedWeight, spread
 from ridgeline.ops.registry import kernels_are_used
 from ridgeline.quant.layout import fewest_outputs, tile_kind
@@ -71,7 +71,7 @@ def _numbers_part(values: Tensor) -> Part:
 def codes_part(weight: QuantisedWeight) -> Part | None:
     """Codes with scales, in tiles; None: tiles do not hold such codes."""
     found = tile_kind(weight.grid, weight.block, weight.inputs)
-    if found is None or weight.outer_block[0] != 1 or weight.e8m0:
+    if found is None or weight.outer_block[0] != 1:
         return None
     kind, span = found
     outputs, groups = weight.weight.shape[0], -(-weight.inputs // (32 * span))
@@ -81,9 +81,9 @@ def codes_part(weight: QuantisedWeight) -> Part | None:
         for inner, outer in ((weight.scale, weight.outer), (weight.offset, weight.offset_outer))
     )
     assert scale is not None
-    if kind == "INT8":
-        if offset is not None or weight.zero is not None:
-            return None
+    if kind != "INT4":
+        if offset is not None or weight.zero is not None or bool((codes.view(torch.uint8) & 127 == 127).any() and kind == "E4M3"):
+            return None                                  # 127 is e4m3's NaN
     elif offset is None:
         zero = weight.zero.float().view(outputs, groups) if weight.zero is not None else MIDDLE[weight.grid]
         offset = -zero * scale
@@ -94,7 +94,8 @@ def codes_part(weight: QuantisedWeight) -> Part | None:
 
 def _of_groups(weight: QuantisedWeight, inner: Tensor, outer: Tensor | None, outputs: int, groups: int) -> Tensor:
     """Scales or offsets, their outer scales multiplied out: float32 [outputs, groups]"""
-    values = inner.float().view(outputs, groups)
+    values = e8m0_numbers(inner, torch.float32) if weight.e8m0 else inner.float()
+    values = values.view(-1, groups).repeat_interleave(weight.block[0], dim=0)[:outputs]
     if outer is None:
         return values
     each = weight.outer_block[1] // weight.block[1] if weight.outer_block[1] else 0

@@ -3,7 +3,7 @@ with a scale for each block of 128 by 128; from a checkpoint, or made while a 16
 
 On a GPU with tensor cores for them a linear keeps the codes, and ops/linear/fp8_linear.py multiplies by them. On an older GPU,
 and for a shape that is no multiple of 16, they stay too, and each product expands them (quantised.py). A CPU multiplies by
-int8 codes (cpu_packed.py); e4m3 is expanded once, after loading, so that the same numbers are computed at the usual speed.
+the codes, too (cpu_packed.py), e4m3 with float32 activations.
 """
 
 from __future__ import annotations

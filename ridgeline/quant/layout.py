@@ -20,10 +20,12 @@ from ridgeline.quant.format import WeightFormat
 _TILES = {
     "Q4_0": (4, 0, 2, 1), "Q4_1": (4, 0, 4, 1), "Q5_0": (5, 0, 2, 1), "Q5_1": (5, 0, 4, 1), "Q8_0": (8, 0, 2, 1),
     "Q4_K": (4, 2, 4, 8), "Q5_K": (5, 2, 4, 8), "Q6_K": (6, 2, 2, 8), "INT4": (4, 0, 8, 0), "INT8": (8, 0, 4, 0),
+    "E4M3": (8, 0, 4, 0), "E2M1": (4, 0, 4, 0), "NF4": (4, 0, 4, 0),
     "F16": (16, 0, 0, 1), "BF16": (16, 0, 0, 1), "F32": (32, 0, 0, 1),
 }
 NUMBER_KINDS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
-STORED_KINDS = frozenset(_TILES) - {"INT4", "INT8", *NUMBER_KINDS.values()}      # blocks of GGUF files
+CODE_KINDS = {"int8": "INT8", "uint4": "INT4", "ternary": "INT4", "e4m3": "E4M3", "e2m1": "E2M1", "nf4": "NF4"}     # by grid
+STORED_KINDS = frozenset(_TILES) - {*CODE_KINDS.values(), *NUMBER_KINDS.values()}        # blocks of GGUF files
 
 
 def fewest_outputs(machine: str = "") -> int:
@@ -44,8 +46,8 @@ def stored_kind(type: str) -> str:
 def tile_kind(grid: str, block: tuple[int, int], inputs: int) -> tuple[str, int] | None:
     """(kind, tiles that share a scale) in which codes with scales for such blocks of (outputs, inputs) are kept; None: they are
     expanded."""
-    kind = {"int8": "INT8", "uint4": "INT4", "ternary": "INT4"}.get(grid)
-    if kind is None or block[0] != 1 or block[1] % 32:
+    kind = CODE_KINDS.get(grid)
+    if kind is None or block[1] % 32 or (kind == "INT4" and block[0] != 1):
         return None
     return kind, block[1] // 32 or -(-inputs // 32)
 
@@ -53,7 +55,7 @@ def tile_kind(grid: str, block: tuple[int, int], inputs: int) -> tuple[str, int]
 def format_kind(format: WeightFormat, inputs: int) -> tuple[str, int] | None:
     """The same of a weight format."""
     scales = format.scales
-    if scales is None or scales.dtype == "e8m0" or (format.grid == "int8" and scales.zero is not None):
+    if scales is None or (CODE_KINDS.get(format.grid) != "INT4" and scales.zero is not None):
         return None
     if scales.outer is not None and scales.outer.block[0] != 1:
         return None
@@ -61,7 +63,7 @@ def format_kind(format: WeightFormat, inputs: int) -> tuple[str, int] | None:
 
 
 def matrix_bytes(kind: str, outputs: int, inputs: int, span: int = 1) -> int:
-    """Of a matrix in tiles, or of a part of it; `span`: of INT4 and INT8."""
+    """Of a matrix in tiles, or of a part of it; `span`: of codes that are not blocks."""
     bits, inner, outer, shared = _TILES[kind]
     tiles = -(-inputs // 32)
     group = 16 * (tiles * (4 * bits + inner) + -(-tiles // (shared or span)) * outer)

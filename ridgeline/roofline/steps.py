@@ -24,6 +24,8 @@ _PREFILL, _DECODE, _MIXED = range(3)
 REMEMBERED = 512                     # points kept; and steps noted before they are folded unasked
 _EVERY_HIDDEN = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)
 _IS_LINEAR = np.array([name in LINEARS for name in OPS])
+_IS_PACKED = np.array([name in (*LINEARS, "head") for name in OPS])
+_PACKED = ("int4", "int8")           # products of a CPU with packed weights: of the head, too
 _IS_MATRIX = np.array([float(name in (*LINEARS, "experts", "attention", "head")) for name in OPS])
 # Norms and activations are part of their neighbours' kernels wherever launching matters.
 _IS_LAUNCHED = np.array([float(name not in ("norms", "activation")) for name in OPS])
@@ -237,7 +239,8 @@ class StepRecorder:
 
     def rates(self, peaks: MachinePeaks) -> np.ndarray:
         """FLOP/s by op."""
-        return np.where(_IS_LINEAR, peaks.flops_s.get(self.linear_dtype, peaks.rate(self.dtype)), peaks.rate(self.dtype))
+        narrow = _IS_PACKED if self.linear_dtype in _PACKED else _IS_LINEAR
+        return np.where(narrow, peaks.flops_s.get(self.linear_dtype, peaks.rate(self.dtype)), peaks.rate(self.dtype))
 
     def _keep_points(self, at: np.ndarray, phases: np.ndarray, table: np.ndarray) -> None:
         moved = table[_PLACE["weights"] : _PLACE["activations"] + 1].sum(axis=0)

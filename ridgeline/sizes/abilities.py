@@ -57,6 +57,11 @@ def distinct(formats: Iterable[NarrowFormat]) -> list[NarrowFormat]:
     return list(found.values())
 
 
+def packed_width(bits: float) -> str:
+    """The width that a CPU's products with packed weights are measured at, by the bits of a weight; empty: they are numbers."""
+    return "int4" if bits < 6.5 else "int8" if bits < 12 else ""
+
+
 def matrix_dtype(quantization: str, kind: str, dtype: str) -> str:
     """What the matrix products of layers are computed in."""
     found = next((each for each in WEIGHT_FORMATS if each.name == quantization and kind in each.kinds), None)

@@ -456,7 +456,7 @@ BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K
 def block_linear_cost(
     *, tokens: int, inputs: int, outputs: int, kind: str, bias: bool, integers: bool, element_bytes: int
 ) -> Cost:
-    each = {"INT4": 24 / 32, "INT8": 36 / 32, "F16": 2, "BF16": 2, "F32": 4}
+    each = {"INT4": 24 / 32, "INT8": 36 / 32, "E4M3": 36 / 32, "E2M1": 20 / 32, "NF4": 20 / 32, "F16": 2, "BF16": 2, "F32": 4}
     weight_bytes = BLOCK_BYTES[kind] / (256 if kind.endswith("_K") else 32) if kind in BLOCK_BYTES else each[kind]
     return linear_cost(
         tokens=tokens, inputs=inputs, outputs=outputs, weight_bytes=weight_bytes, element_bytes=element_bytes
@@ -467,7 +467,7 @@ BLOCK_LINEAR_CASES = tuple(
     Case(f"{kind}-{'int8' if integers else 'float32'}-{name}", {
         "tokens": tokens, "inputs": inputs, "outputs": outputs, "kind": kind, "bias": outputs % 2 == 1, "integers": integers,
     }, dtypes=("float32",), timed=outputs == 3072)
-    for kind in (*BLOCK_BYTES, "INT4", "INT8", "F16", "BF16", "F32")
+    for kind in (*BLOCK_BYTES, "INT4", "INT8", "E4M3", "E2M1", "NF4", "F16", "BF16", "F32")
     for integers in (True, False)
     for name, tokens, inputs, outputs in (
         ("one", 1, 256, 1), ("odd", 7, 512, 9), ("eight", 8, 256, 36), ("many-odd", 15, 768, 49),

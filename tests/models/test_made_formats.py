@@ -149,7 +149,9 @@ def test_reasons_and_refusals(tmp_path: Path) -> None:
     fp8, _ = save_quantised("ct-fp8-channel", tmp_path / "fp8")
     assert "awq checkpoint: kept as uint4-32, and multiplied as stored" in resolved(awq, "cpu").reasons["quantization"]
     nf4, _ = save_quantised("bnb-nf4", tmp_path / "nf4")
-    assert "bitsandbytes checkpoint: a CPU expands the weights to float32" in resolved(nf4, "cpu").reasons["quantization"]
+    assert "bitsandbytes checkpoint: kept as nf4-64, and multiplied as stored" in resolved(nf4, "cpu").reasons["quantization"]
+    nvfp4, _ = save_quantised("ct-nvfp4", tmp_path / "nvfp4")
+    assert "a CPU expands the weights to float32" in resolved(nvfp4, "cpu").reasons["quantization"]
     assert "bitsandbytes checkpoint: kept packed as nf4-64, which saves memory; the" in resolved(nf4).reasons["quantization"]
     assert resolved(awq, quantization="awq").memory == resolved(awq).memory
     assert resolved(fp8).dtype == "bfloat16"

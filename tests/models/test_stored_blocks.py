@@ -175,10 +175,10 @@ def test_16_bit_numbers_of_a_checkpoint_stay_16_bit(name: str, dtype: torch.dtyp
         assert torch.equal(numbers, expected[found]), found
 
 
-def _codes(grid: str, group: int, zero: str | None, outer: bool, reordered: bool) -> QuantisedWeight:
+def _codes(grid: str, group: int, zero: str | None, outer: bool, reordered: bool, rows: int = 1) -> QuantisedWeight:
     (_, weight, _), _ = quantised_linear.inputs(
         torch.Generator().manual_seed(3), torch.float32, "cpu", tokens=1, inputs=256, outputs=37, bias=False, grid=grid,
-        block=(1, group), zero=zero, outer=outer, reordered=reordered,
+        block=(rows, group), zero=zero, outer=outer, reordered=reordered,
     )
     return weight
 
@@ -187,6 +187,8 @@ def _codes(grid: str, group: int, zero: str | None, outer: bool, reordered: bool
     ("int8", 0, None, False, False), ("int8", 32, None, False, False), ("int8", 128, None, True, False),
     ("uint4", 128, None, False, False), ("uint4", 64, "code", False, False), ("uint4", 32, "offset", True, False),
     ("uint4", 128, "code", False, True), ("ternary", 64, None, False, False), ("uint4", 0, None, False, False),
+    ("e4m3", 0, None, False, False), ("e4m3", 128, None, False, False), ("e2m1", 32, None, False, False),
+    ("nf4", 64, None, True, False),
 ])
 def test_codes_with_scales_go_into_tiles(grid: str, group: int, zero: str | None, outer: bool, reordered: bool) -> None:
     """The product is that of the numbers that the codes stand for, the memory that of the codes."""
@@ -199,21 +201,33 @@ def test_codes_with_scales_go_into_tiles(grid: str, group: int, zero: str | None
     assert scheme.take_codes(linear, weight) and linear.weight is None
     numbers = expand(weight, torch.float32)
     torch.testing.assert_close(scheme.numbers(linear), numbers, rtol=1e-5, atol=1e-6)
-    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(scheme.apply(linear, x, None), x @ numbers.T, rtol=1e-4, atol=1e-4)
+    for rows in (5, 37):                                 # few, and more than share an unpacked tile
+        x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
+        torch.testing.assert_close(scheme.apply(linear, x, None), x @ numbers.T, rtol=1e-4, atol=1e-4)
     kind, span = tile_kind(grid, (1, group), 256) or ("", 0)
-    assert scheme.extra_bytes(linear) == matrix_bytes(kind, 37, 256, span) <= (8 if grid == "int8" else 6) / 8 * 48 * 256 * 1.13
+    bits = 8 if grid in ("int8", "e4m3") else 6
+    assert scheme.extra_bytes(linear) == matrix_bytes(kind, 37, 256, span) <= bits / 8 * 48 * 256 * 1.13
+
+
+def test_scales_of_blocks_are_those_of_their_outputs() -> None:
+    """e4m3 with a scale for 16 by 128 weights: a tile has one for each output. Its NaN has no place in a tile."""
+    weight = _codes("e4m3", 128, None, False, False, rows=16)
+    linear, scheme = torch.nn.Module(), CpuPacked(1, integers=True)
+    assert scheme.take_codes(linear, weight)
+    torch.testing.assert_close(scheme.numbers(linear), expand(weight, torch.float32), rtol=0, atol=0)
+    weight.weight.view(torch.uint8)[3, 5] = 255
+    assert not scheme.take_codes(linear, weight)
 
 
 @pytest.mark.parametrize(("grid", "group", "zero"), [
-    ("int8", 128, "offset"), ("uint4", 16, None), ("e2m1", 32, None), ("q6", 32, None),
+    ("int8", 128, "offset"), ("uint4", 16, None), ("e2m1", 16, None), ("q6", 32, None),
 ])
 def test_other_codes_are_left_to_be_expanded(grid: str, group: int, zero: str | None) -> None:
     linear = torch.nn.Module()
     assert not CpuPacked(1, integers=True).take_codes(linear, _codes(grid, group, zero, False, False))
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "fp8-block", "mxfp4"])
 def test_codes_made_while_loading_stay_codes(quantization: str, tmp_path: Path) -> None:
     path = save_checkpoint("llama", tmp_path, dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
     config = load_model_config(path)
@@ -223,8 +237,8 @@ def test_codes_made_while_loading_stay_codes(quantization: str, tmp_path: Path) 
     load_weights(model, path, config)
     assert model.weight_bytes == weight_bytes(config, "float32", "cpu", 1, quantization)
     found = model.layers[1].mlp.gate_up.matrix
-    kind = {"int8": "INT8", "int4": "INT4"}.get(quantization)
-    assert (found.parts[0].kind if found is not None else None) == kind
+    kinds = {"int8": "INT8", "int4": "INT4", "fp8": "E4M3", "fp8-block": "E4M3", "mxfp4": "E2M1"}
+    assert found.parts[0].kind == kinds[quantization]
 
 
 @pytest.mark.parametrize(("dialect", "kind"), [("ct-w8a8", "INT8"), ("awq", "INT4"), ("gptq-desc-act", "INT4")])

@@ -17,9 +17,10 @@ from ridgeline.plan import own_cpu
 from ridgeline.plan.capacity import Capacity
 from ridgeline.plan.operation import Slo, Traffic, devices_for, operate
 from ridgeline.plan.plan_report import Question, answer, objectives, text
-from ridgeline.plan.prediction import Setup, decode_seconds
+from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, step_parts
 from ridgeline.plan.public_models import find_model, packed_format
 from ridgeline.plan.search import candidates, effects, missing
+from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.process.platform import CoreSeconds
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.peaks import MachinePeaks
@@ -167,6 +168,24 @@ def test_blocks_are_planned_as_they_are_kept(stored: str, planned: str, tmp_path
     assert packed_format(str(path)) == planned
 
 
+def test_packed_products_have_a_rate_of_their_own_and_the_head_is_packed_too() -> None:
+    """Of a file whose weights take 0.72 bytes: its bytes bind one row, its products many, and one row unpacks for itself."""
+    fast = replace(CPU, flops={"float32": 100e9, "int4": 400e9})
+    packed = Setup(model=find_model("smollm2-135m"), device=fast, dtype="float32", weights="int4", stored=0.72)
+    assert packed.shape.head_bytes == packed.shape.weight_bytes == 0.72
+    wide_head, slow = replace(packed, stored=None), replace(packed, device=CPU)
+    read = 0.72 * packed.model.parameters / (fast.bandwidth * packed.used.linear_read)
+    assert read < decode_seconds(packed, 1, 8) < decode_seconds(wide_head, 1, 8)
+    assert prefill_seconds(slow, 512) > 1.5 * prefill_seconds(packed, 512)
+    free = replace(packed, device=replace(fast, bandwidth=1e15))
+    free = replace(free, constants=replace(free.used, kernel_one_s=0.0, kernel_many_s=0.0))
+    one, eight = (
+        step_parts(free, gather(free.shape, [count_rows(free.shape, decode_rows(rows, 8))], free.model))["linears"][0]
+        for rows in (1, 8)
+    )
+    assert eight / one == pytest.approx((8 + 1) / (1 + 1), rel=0.01)
+
+
 def test_a_busy_machine_is_called_busy() -> None:
     quiet = Question(Setup(model=find_model("smollm2-135m"), device=CPU, dtype="float32", weights="float32"), Traffic(64, 16), 1)
     busy = replace(quiet, setup=replace(quiet.setup, device=replace(CPU, taken=0.83)))
@@ -183,9 +202,10 @@ def test_what_others_take_is_what_the_machine_did_beside_this_process(monkeypatc
 
 
 def test_peaks_that_an_engine_has_remembered_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = MachinePeaks("x", 37e9, {"float32": 73e9}, 1e-6, "then")
+    known = MachinePeaks("x", 37e9, {"float32": 73e9, "bfloat16": 9e9, "int4": 250e9, "int8": 150e9}, 1e-6, "then")
     monkeypatch.setattr(own_cpu, "cached_peaks", lambda key: known)
     found = own_cpu.best_known(replace(CPU, bandwidth=17e9, taken=0.8))
-    assert (found.bandwidth, found.flops["float32"], found.taken) == (37e9, 100e9, 0.0), "the better of each"
+    assert (found.bandwidth, found.taken) == (37e9, 0.0), "the better of each"
+    assert found.flops == {"float32": 100e9, "int4": 250e9, "int8": 150e9}
     monkeypatch.setattr(own_cpu, "cached_peaks", lambda key: None)
     assert own_cpu.best_known(replace(CPU, taken=0.8)).taken == 0.8

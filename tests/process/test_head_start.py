@@ -184,7 +184,8 @@ def place(tmp_path: Path) -> dict[str, str]:
     """An installation with a torch of one line and an empty cache."""
     (tmp_path / "site" / "torch").mkdir(parents=True)
     (tmp_path / "site" / "torch" / "__init__.py").write_text("print('imported')\n")
-    return {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "RIDGELINE_CACHE": str(tmp_path / "cache")}
+    path = f"{tmp_path / 'site'}:{ROOT}"
+    return {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "RIDGELINE_CACHE": str(tmp_path / "cache")}     # not the current directory
 
 
 KEPT = "from ridgeline.process import head_start; print(head_start.byte_code_folder())"
@@ -192,6 +193,10 @@ KEPT = "from ridgeline.process import head_start; print(head_start.byte_code_fol
 
 def test_byte_code_is_kept_in_our_cache_where_nobody_else_would(tmp_path: Path, place: dict[str, str]) -> None:
     told = place | {"PYTHONDONTWRITEBYTECODE": "1"}
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "ridgeline" / "process", tmp_path / "site" / "ridgeline" / "process", ignore=without)
+    for file in (ROOT / "ridgeline").glob("*.py"):
+        shutil.copy(file, tmp_path / "site" / "ridgeline")
     assert child(KEPT, **told) == [str(tmp_path / "cache" / "bytecode")]
     assert child(KEPT, PYTHONPYCACHEPREFIX=str(tmp_path / "chosen"), **told) == ["None"]
     assert child(KEPT, "PYTHONDONTWRITEBYTECODE", **place) == ["None"]       # Python writes it beside the source
@@ -200,7 +205,9 @@ def test_byte_code_is_kept_in_our_cache_where_nobody_else_would(tmp_path: Path, 
     (tmp_path / "cache").chmod(0o700)
     child("import torch", "PYTHONDONTWRITEBYTECODE", **place)
     assert list((tmp_path / "site" / "torch" / "__pycache__").glob("*.pyc"))
-    assert child(KEPT, **told) == ["None"]                                   # it lies beside the source already
+    assert child(KEPT, **told) == ["None"]                                   # it lies beside the sources already
+    shutil.rmtree(tmp_path / "site" / "ridgeline" / "process" / "__pycache__")
+    assert child(KEPT, **told) == [str(tmp_path / "cache" / "bytecode")]     # torch's does, ours does not
 
 
 def test_children_are_told_and_so_are_theirs(tmp_path: Path, place: dict[str, str]) -> None:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ridgeline.ops.cpu import native
 
-KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT4", "INT8", "F16", "BF16", "F32")  # as in tiles.h
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "INT4", "INT8",  # as in tiles.h
+         "E4M3", "E2M1", "NF4", "F16", "BF16", "F32")
 BLOCKS = frozenset(KINDS[:8])        # that a GGUF file stores
+INTEGERS = BLOCKS | {"INT4", "INT8"}                     # whose products may be with activations in 8 bits
 NUMBERS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 _SPANS = {"Q4_K": 8, "Q5_K": 8, "Q6_K": 8}
 
@@ -28,7 +30,7 @@ class _Segment(ctypes.Structure):
 
 
 class Part:
-    """Outputs of one kind. `span`: tiles of 32 inputs that share a scale, of INT4 and INT8."""
+    """Outputs of one kind. `span`: tiles of 32 inputs that share a scale, of codes that are not blocks."""
 
     def __init__(self, kind: str, rows: int, inputs: int, span: int = 1) -> None:
         self.kind, self.rows, self.inputs = kind, rows, inputs

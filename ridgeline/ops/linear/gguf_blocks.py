@@ -1,4 +1,4 @@
-"""The linear with weights that stay packed on a CPU: GGUF's blocks, int4 and int8 groups, 16-bit numbers.
+"""The linear with weights that stay packed on a CPU: GGUF's blocks, codes with scales for groups, 16-bit numbers.
 
 A decode step on a CPU is bound by reading weights, so they are multiplied as they are stored (ops/cpu/matrix.py). Activations are
 float32, or integers: of every 32 the largest becomes 127, and products are sums of integers. With float32 activations the result
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.ops.cpu import native
-from ridgeline.ops.cpu.matrix import BLOCKS, NUMBERS, Matrix, Part
+from ridgeline.ops.cpu.matrix import BLOCKS, INTEGERS, NUMBERS, Matrix, Part
 from ridgeline.ops.registry import Implementation, Op, Tolerance
 from ridgeline.sizes.op_costs import BLOCK_BYTES, BLOCK_LINEAR_CASES, block_linear_cost
 
@@ -24,11 +24,11 @@ GROUP = 32                           # activations that share a scale
 
 
 def block_linear_reference(x: Tensor, matrix: Matrix, bias: Tensor | None = None, integers: bool = False) -> Tensor:
-    """x [T, inputs] -> x w^T + bias, [T, outputs]; `integers`: x is rounded to 8 bits where w is packed"""
+    """x [T, inputs] -> x w^T + bias, [T, outputs]; `integers`: x is rounded to 8 bits where the codes of w are integers"""
     rounded_x = rounded(x) if integers else x
     weights = matrix.numbers().to(x.dtype).split([part.rows for part in matrix.parts])
     parts = [
-        F.linear(x if part.kind in NUMBERS.values() else rounded_x, weight)
+        F.linear(rounded_x if part.kind in INTEGERS else x, weight)
         for part, weight in zip(matrix.parts, weights, strict=True)
     ]
     out = torch.cat(parts, dim=1)
@@ -62,6 +62,9 @@ def block_linear_native(x: Tensor, matrix: Matrix, bias: Tensor | None = None, i
 # ── declaration ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+_SPREAD = {"INT4": 10, "INT8": 74, "E4M3": 150, "E2M1": 3, "NF4": 0.6}      # of random codes
+
+
 def random_part(generator: torch.Generator, kind: str, outputs: int, inputs: int, group: int = 32) -> Part:
     """Weights of a size that keeps sums near 1."""
     def random(*shape: int) -> Tensor:
@@ -75,10 +78,13 @@ def random_part(generator: torch.Generator, kind: str, outputs: int, inputs: int
     elif kind in BLOCKS:
         part.put_blocks(random_blocks(generator, kind, outputs, inputs))
     else:
-        codes = torch.randint(256 if kind == "INT8" else 16, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        values = 256 if kind in ("INT8", "E4M3") else 16
+        codes = torch.randint(values, (outputs, inputs), generator=generator, dtype=torch.uint8)
+        if kind == "E4M3":
+            codes = torch.where(codes & 127 == 127, 0, codes)            # its NaN
         groups = -(-inputs // group)
-        scale = (torch.rand(outputs, groups, generator=generator) + 0.5) * size / (74 if kind == "INT8" else 10)
-        part.put_codes(codes, scale, None if kind == "INT8" else random(outputs, groups) * size / 2)
+        scale = (torch.rand(outputs, groups, generator=generator) + 0.5) * size / _SPREAD[kind]
+        part.put_codes(codes, scale, random(outputs, groups) * size / 2 if kind == "INT4" else None)
     return part
 
 

@@ -17,6 +17,9 @@ from typing import Any
 import torch
 
 from ridgeline.errors import ConfigError
+from ridgeline.ops.cpu import native
+from ridgeline.ops.cpu.matrix import Matrix, Part
+from ridgeline.ops.linear.gguf_blocks import block_linear_native
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.roofline.peaks import MachineKey, MachinePeaks, cached_peaks, remember
@@ -25,6 +28,9 @@ logger = get_logger("peaks")
 
 MATRIX = {"cuda": 8192, "cpu": 1024}         # side of the square product
 BUFFER = {"cuda": 2**32, "cpu": 2**29}       # bytes that are read
+# Products of a CPU with packed weights, by the name of their width: a type of block, and its bytes for 32 weights.
+PACKED = {"int4": ("Q4_0", 18), "int8": ("Q8_0", 34)}
+PACKED_ROWS = 64                             # of activations: as many as share an unpacked tile, several times
 _SPARE = 2**30                               # bytes of a GPU that measuring leaves alone
 _AGAIN_SECONDS = 600.0                       # between two measurements, however often the peaks are beaten
 
@@ -39,7 +45,7 @@ def machine_peaks(device: str, again: bool = False) -> MachinePeaks:
     """The peaks of this device, from the cache directory if they were measured before."""
     key = machine_key(device)
     known = cached_peaks(key)
-    if known is not None and not again:
+    if known is not None and not again and _rates_on(device) <= known.flops_s.keys():
         return known
     meter = PeakMeter(device, key, known)
     while meter.prepare():
@@ -66,7 +72,7 @@ class PeakMeter:
         """One that has nothing to do where the peaks are known."""
         key = machine_key(device)
         meter = cls(device, key, cached_peaks(key))
-        if meter.peaks is not None:
+        if meter.peaks is not None and _rates_on(device) <= meter.peaks.flops_s.keys():
             meter._pieces = iter(())
         return meter
 
@@ -153,7 +159,14 @@ def _pieces(device: str) -> Iterator[tuple[str, Callable[[], float]]]:
     else:
         for dtype in platform.cpu_fast_dtypes():
             yield dtype, partial(_matrix_rate, device, getattr(torch, dtype))
+        for name in _rates_on(device):
+            yield name, partial(_packed_rate, *PACKED[name])
     yield "launch", lambda: _launch_time(device)
+
+
+def _rates_on(device: str) -> set[str]:
+    """Of packed products, which older files of peaks do not have."""
+    return set(PACKED) if device == "cpu" and native.library() is not None else set()
 
 
 def _buffer_bytes(device: str) -> int:
@@ -206,6 +219,15 @@ def _matrix_rate(device: str, dtype: torch.dtype) -> float:
         return 2 * side**3 / min(_times(lambda: torch.mm(a, b, out=out), device, 5, calls))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def _packed_rate(kind: str, block: int) -> float:
+    """With activations in 8 bits, by the native kernels."""
+    side = MATRIX["cpu"]
+    part = Part(kind, side, side)
+    part.put_blocks(torch.full((side, side // 32 * block), 0x33, dtype=torch.uint8))     # their scale is 0.22
+    matrix, x = Matrix([part]), torch.ones(PACKED_ROWS, side)
+    return 2 * PACKED_ROWS * side**2 / min(_times(lambda: block_linear_native(x, matrix, integers=True), "cpu", 10))
 
 
 def _fp8_rate() -> float:

@@ -21,9 +21,12 @@ static double rounded(const float *x, int64_t inputs, int64_t k) {
     return nearbyint((double)x[k] * inverse) * scale;
 }
 
+/* Kinds that are filled from codes and scales. */
+static int has_codes(int64_t kind) { return kind >= INT4 && kind < F16; }
+
 /* Two parts of a linear, random bytes as blocks, against the numbers that they stand for. */
 static void check_packed(int kind, int64_t inputs, int64_t span) {
-    enum { OUTPUTS = 21, MOST_TOKENS = 15 };
+    enum { OUTPUTS = 21, MOST_TOKENS = 29 };               /* more rows than are multiplied at a time */
     Segment parts[2] = {{0, kind, OUTPUTS, inputs, span}, {0, Q8_0, 5, inputs, 1}};
     int64_t widths[2], numbers[OUTPUTS + 5];
     for (int part = 0; part < 2; part++) {
@@ -31,11 +34,11 @@ static void check_packed(int kind, int64_t inputs, int64_t span) {
         to->data = aligned_alloc(64, ridgeline_matrix_bytes(to));
         memset(to->data, 0, ridgeline_matrix_bytes(to));
         int64_t each = FORMATS[to->kind].span == 8 ? 256 : 32, blocks = (inputs + each - 1) / each;
-        widths[part] = to->kind == INT4 || to->kind == INT8 ? inputs : blocks * BLOCK_BYTES[to->kind];
+        widths[part] = has_codes(to->kind) ? inputs : blocks * BLOCK_BYTES[to->kind];
         uint8_t *from = malloc(to->rows * widths[part]);
         for (int64_t i = 0; i < to->rows * widths[part]; i++) {
             state = state * 6364136223846793005u + 1442695040888963407u;
-            from[i] = (uint8_t)(state >> 33) & (to->kind == INT4 ? 15 : 255);
+            from[i] = (uint8_t)(state >> 33) & (has_codes(to->kind) && FORMATS[to->kind].bits == 4 ? 15 : 255);
         }
         static const uint16_t HALF_NUMBERS[3] = {0x1E66, 0x9C66, 0x0301};     /* small numbers, one negative, one subnormal */
         for (int64_t row = 0; row < to->rows; row++)
@@ -51,7 +54,7 @@ static void check_packed(int kind, int64_t inputs, int64_t span) {
                 else memcpy(from + i, to->kind == F16 ? (uint8_t *)&(uint16_t){(uint16_t)(0x3000 | (from[i] & 255))} : (uint8_t *)&made + 2, 2);
             }
         }
-        if (to->kind == INT4 || to->kind == INT8) {
+        if (has_codes(to->kind)) {
             int64_t spans = ((inputs + 31) / 32 + span - 1) / span;
             float *scale = noises(to->rows * spans), *offset = noises(to->rows * spans);
             ridgeline_relay_codes(to, from, scale, offset);
@@ -65,11 +68,11 @@ static void check_packed(int kind, int64_t inputs, int64_t span) {
     for (int64_t o = 0; o < outputs; o++) numbers[o] = o;
     ridgeline_matrix_rows(parts, numbers, w, outputs, 1.0f);
     for (int integers = 0; integers < 2; integers++)
-        for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += 7) {
+        for (int64_t tokens = 1; tokens <= MOST_TOKENS; tokens += 14) {
             KERNEL(packed_linear)(parts, 2, x, bias, out, tokens, inputs, outputs, inputs, integers);
             for (int64_t i = 0; i < tokens * outputs; i++) {
                 const float *row = x + i / outputs * inputs, *weights = w + i % outputs * inputs;
-                int exact = !integers || (i % outputs < OUTPUTS && kind >= F16);
+                int exact = !integers || (i % outputs < OUTPUTS && kind >= E4M3);
                 double sum = bias[i % outputs], size = 1.0;      /* what cancels has its rounding errors, too */
                 for (int64_t k = 0; k < inputs; k++) {
                     double term = (exact ? row[k] : rounded(row, inputs, k)) * weights[k];
@@ -86,7 +89,7 @@ static void check_packed(int kind, int64_t inputs, int64_t span) {
 static void check_products(void) {
     enum { INPUTS = 157, OUTPUTS = 11 };
     for (int kind = 0; kind < KINDS; kind++)
-        if (kind == INT4 || kind == INT8) check_packed(kind, 157, 1), check_packed(kind, 256, 4);
+        if (has_codes(kind)) check_packed(kind, 157, 1), check_packed(kind, 256, 4);
         else check_packed(kind, FORMATS[kind].span == 8 ? 512 : 160, FORMATS[kind].span);
     float *x = noises(INPUTS), *bias = noises(OUTPUTS), *w = noises(OUTPUTS * INPUTS), out[OUTPUTS];
     KERNEL(linear_row)(x, w, bias, out, INPUTS, OUTPUTS);

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ridgeline.ops.cpu import native
 from ridgeline.process import platform
 from ridgeline.roofline.peaks import MachineKey, MachinePeaks, cached_peaks, remember
 from ridgeline.runner.start import measure_peaks
@@ -16,6 +17,7 @@ H200 = MachinePeaks("NVIDIA H200", 4.38e12, {"bfloat16": 793e12, "float32": 50e1
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    native.library()                                     # from the usual cache
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
     monkeypatch.setitem(measure_peaks.MATRIX, "cpu", 32)
     monkeypatch.setitem(measure_peaks.BUFFER, "cpu", 2**16)
@@ -31,6 +33,21 @@ def test_peaks_are_measured_once_and_remembered(tmp_path: Path) -> None:
     assert measure_peaks.machine_peaks("cpu").device == first.device             # cut short: measured again
 
 
+@pytest.mark.skipif(native.library() is None, reason="no native kernels")
+def test_peaks_without_the_rates_of_packed_products_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older engine has remembered them."""
+    first = measure_peaks.machine_peaks("cpu")
+    assert {"int4", "int8"} <= first.flops_s.keys() and min(first.flops_s.values()) > 0
+    remember(measure_peaks.machine_key("cpu"), replace(first, flops_s={"float32": 1e18}))
+    again = measure_peaks.PeakMeter.remembering("cpu")
+    while again.prepare():
+        pass
+    assert again.peaks is not None and {"int4", "int8"} <= again.peaks.flops_s.keys() and again.peaks.rate("float32") == 1e18
+    monkeypatch.setattr(native, "library", lambda: None)                 # without a compiler there are none
+    remember(measure_peaks.machine_key("cpu"), replace(first, flops_s={"float32": 1e18}))
+    assert not measure_peaks.PeakMeter.remembering("cpu").prepare()
+
+
 def test_another_driver_or_torch_is_another_machine(tmp_path: Path) -> None:
     key = MachineKey("NVIDIA H200", "cuda13000", "2.11.0+cu130")
     remember(key, H200)
@@ -43,7 +60,8 @@ def test_another_driver_or_torch_is_another_machine(tmp_path: Path) -> None:
 def test_an_engine_measures_in_its_spare_moments(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = measure_peaks.PeakMeter.remembering("cpu")
     assert meter.peaks is None
-    pieces, wanted = 0, 2 + len(platform.cpu_fast_dtypes())             # read, each dtype, launch
+    packed = 2 if native.library() is not None else 0
+    pieces, wanted = 0, 2 + len(platform.cpu_fast_dtypes()) + packed     # read, each dtype, packed products, launch
     while meter.prepare():
         pieces += 1
         assert (meter.peaks is not None) == (pieces == wanted)

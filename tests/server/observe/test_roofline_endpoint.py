@@ -378,6 +378,9 @@ def test_products_of_narrow_weights_count_at_their_own_rate() -> None:
     assert set(wide.rates(peaks)) == {800e12}
     unmeasured = MachinePeaks("x", 4e12, {"float32": 50e12, "bfloat16": 800e12}, 1e-6, "now")
     assert set(narrow.rates(unmeasured)) == {800e12}
+    cpu = MachinePeaks("x", 2e10, {"float32": 1e11, "int4": 3e11}, 1e-6, "now")  # the blocks of a file: the head is packed, too
+    packed = dict(zip(OPS, StepRecorder(LLAMA_8B, "float32", linear_dtype="int4").rates(cpu).tolist(), strict=True))
+    assert packed["gate_up"] == packed["head"] == 3e11 and packed["attention"] == 1e11
 
 
 def test_a_front_end_says_how_busy_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,22 +61,9 @@ static void prepare_rows(void *with, int64_t task) {
         }
 }
 
-/* Room for the codes of one block of rows, kept by the calling thread. */
-static void *room(int64_t bytes) {
-    static __thread void *kept;
-    static __thread int64_t size;
-    if (bytes > size) {
-        free(kept);
-        size = (bytes + 4095) / 4096 * 4096;
-        kept = aligned_alloc(64, size);
-        if (!kept) abort();
-    }
-    return kept;
-}
-
 static void prepare(Activations *x, int64_t rows, int64_t inputs, int pairs) {
     int64_t tiles = rows * x->tiles, codes = tiles * DEEP, facts = tiles * (int64_t)sizeof(Facts);
-    uint8_t *at = room(codes + facts + (pairs ? 2 * codes : 0));
+    uint8_t *at = room(PREPARED, codes + facts + (pairs ? 2 * codes : 0));
     x->codes = (int8_t *)at;
     x->facts = (const Facts *)(at + codes);
     x->pairs = pairs ? (const int16_t *)(at + codes + facts) : 0;

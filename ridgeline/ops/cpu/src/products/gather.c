@@ -31,6 +31,12 @@ static inline int code_at(const uint8_t *codes, int bits, int64_t row, int k) {
     return code;
 }
 
+/* What a code of e4m3 or e2m1 stands for. */
+static float floating(int code, int bits) {
+    int low = code & ((1 << (bits - 1)) - 1), sign = code >> (bits - 1) & 1;
+    return half((uint16_t)(sign << 15 | low << HALF_SHIFT(bits))) * HALF_POWER(bits);
+}
+
 static float half_at(const uint8_t *head, int64_t place) {
     uint16_t bits;
     memcpy(&bits, head + 2 * place, 2);
@@ -52,7 +58,8 @@ static void row_numbers(const Segment *segment, int64_t place, float *to) {
                 *out = number_at(codes + (k * ROWS + row) * (bits / 8), kind);
                 continue;
             }
-            float code = (float)code_at(codes, bits, row, k);
+            int number = code_at(codes, bits, row, k);
+            float code = kind == NF4 ? NF4_NUMBERS[number] : is_floating(kind) ? floating(number, bits) : (float)number;
             if (style == K_SIGNED) {
                 float scale = (float)(int8_t)inner[k / 16 * ROWS + row] * half_at(head, row);
                 *out = (code - FORMATS[kind].middle) * scale;

@@ -35,6 +35,20 @@ ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
     return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(codes, 8 * place), _mm256_set1_epi32(255)));
 }
 
+/* The float16 that byte `place` of every four becomes (tiles.h), as a float; and its number of sixteen. */
+ALWAYS Floats halves_of(Bytes codes, int place, int bits) {
+    __m256i x = _mm256_srli_epi32(codes, 8 * place), low = _mm256_set1_epi32((1 << (bits - 1)) - 1);
+    __m256i sign = _mm256_slli_epi32(_mm256_andnot_si256(low, _mm256_and_si256(x, _mm256_set1_epi32(255))), 16 - bits);
+    __m256i half = _mm256_or_si256(sign, _mm256_slli_epi32(_mm256_and_si256(x, low), HALF_SHIFT(bits)));
+    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+}
+ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
+    __m256i x = _mm256_srli_epi32(codes, 8 * place);                 /* permutations look at the three low bits */
+    Floats low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), x);
+    Floats high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), x);
+    return _mm256_blendv_ps(low, high, (Floats)_mm256_slli_epi32(x, 28));
+}
+
 ALWAYS Bytes four_of(const int8_t *from) { return _mm256_set1_epi32(*(const int32_t *)from); }
 
 ALWAYS void widen(Bytes x, Bytes *even, Bytes *odd) {

@@ -38,6 +38,17 @@ ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(codes, 8 * place), _mm512_set1_epi32(255)));
 }
 
+/* The float16 that byte `place` of every four becomes (tiles.h), as a float; and its number of sixteen. */
+ALWAYS Floats halves_of(Bytes codes, int place, int bits) {
+    __m512i x = _mm512_srli_epi32(codes, 8 * place), low = _mm512_set1_epi32((1 << (bits - 1)) - 1);
+    __m512i sign = _mm512_slli_epi32(_mm512_andnot_si512(low, _mm512_and_si512(x, _mm512_set1_epi32(255))), 16 - bits);
+    __m512i half = _mm512_or_si512(sign, _mm512_slli_epi32(_mm512_and_si512(x, low), HALF_SHIFT(bits)));
+    return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(half));
+}
+ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8 * place), _mm512_loadu_ps(table));     /* by the four low bits */
+}
+
 ALWAYS Bytes four_of(const int8_t *from) { return _mm512_set1_epi32(*(const int32_t *)from); }
 
 #if defined(PAIRS)

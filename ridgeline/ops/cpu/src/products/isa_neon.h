@@ -42,6 +42,19 @@ ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
     return vcvtq_f32_u32(vandq_u32(words, vdupq_n_u32(255)));
 }
 
+/* The float16 that byte `place` of every four becomes (tiles.h), as a float; and its number of sixteen. */
+ALWAYS Floats halves_of(Bytes codes, int place, int bits) {
+    uint32x4_t x = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(codes), vdupq_n_s32(-8 * place)), vdupq_n_u32(255));
+    uint32x4_t low = vandq_u32(x, vdupq_n_u32((1u << (bits - 1)) - 1));
+    uint32x4_t sign = vshlq_u32(veorq_u32(x, low), vdupq_n_s32(16 - bits));
+    return vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(vorrq_u32(sign, vshlq_u32(low, vdupq_n_s32(HALF_SHIFT(bits)))))));
+}
+ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
+    uint32x4_t x = vandq_u32(vshlq_u32(vreinterpretq_u32_u8(codes), vdupq_n_s32(-8 * place)), vdupq_n_u32(15));
+    uint8x16_t bytes = vreinterpretq_u8_u32(vmlaq_u32(vdupq_n_u32(0x03020100), x, vdupq_n_u32(0x04040404)));
+    return vreinterpretq_f32_u8(vqtbl4q_u8(vld1q_u8_x4((const uint8_t *)table), bytes));
+}
+
 /* Codes of up to 7 bits and signed bytes are both signed numbers. */
 ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x, int quads) {
     int32x4_t total = vdupq_n_s32(0);

@@ -56,6 +56,19 @@ ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
     return __builtin_convertvector(words, Floats);
 }
 
+/* The float16 that byte `place` of every four becomes (tiles.h), as a float; and its number of sixteen. */
+ALWAYS Floats halves_of(Bytes codes, int place, int bits) {
+    Floats found;
+    for (int i = 0; i < 4; i++) {
+        unsigned x = codes[4 * i + place], low = x & ((1u << (bits - 1)) - 1);
+        found[i] = half((uint16_t)((x ^ low) << (16 - bits) | low << HALF_SHIFT(bits)));
+    }
+    return found;
+}
+ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
+    return (Floats){table[codes[place]], table[codes[4 + place]], table[codes[8 + place]], table[codes[12 + place]]};
+}
+
 ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x, int quads) {
     Words total = {0};
     (void)bits;

@@ -27,6 +27,20 @@
 
 #define BLOCK 256                    /* rows of activations that are prepared at a time */
 
+/* Memory of this thread: for the codes of one block of rows, or for the numbers of a register of outputs. */
+enum Use { PREPARED, EXPANDED };
+static void *room(enum Use use, int64_t bytes) {
+    static __thread void *kept[2];
+    static __thread int64_t size[2];
+    if (bytes > size[use]) {
+        free(kept[use]);
+        size[use] = (bytes + 4095) / 4096 * 4096;
+        kept[use] = aligned_alloc(64, size[use]);
+        if (!kept[use]) abort();
+    }
+    return kept[use];
+}
+
 /* The codes of a tile, as 8 registers of quads; `part` is the number of the register of outputs. */
 ALWAYS void unpack(int bits, const uint8_t *from, int part, Bytes codes[8]) {
     from += part * WIDE * 4;
@@ -158,13 +172,15 @@ ALWAYS void expand_tile(int kind, const Group *group, int64_t t, int64_t span, i
     Bytes codes[8];
     unpack(bits, from, part, codes);
     const uint8_t *head = group->heads + t / span * head_bytes(style);
-    const Scale scale = scales_of(style, format.middle, head, group->inner + t * inner_bytes(style), part);
+    Scale scale = scales_of(style, format.middle, head, group->inner + t * inner_bytes(style), part);
+    if (is_floating(kind)) scale.scale[0] = times(scale.scale[0], all(HALF_POWER(bits)));
     #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
         #pragma GCC unroll 4
         for (int place = 0; place < 4; place++) {
             const int second = style == K_SIGNED && i >= 4;
-            Floats weight = numbers_of(codes[i], place, bits == 8);
+            Floats weight = is_floating(kind) ? halves_of(codes[i], place, bits)
+                          : kind == NF4 ? found_in(NF4_NUMBERS, codes[i], place) : numbers_of(codes[i], place, bits == 8);
             if (has_offset(style, bits)) weight = plus_times(scale.offset[second], weight, scale.scale[second]);
             else weight = times(weight, scale.scale[second]);
             store(to + (4 * i + place) * WIDE, weight);
@@ -177,10 +193,11 @@ typedef void (*Expand)(const Group *, int64_t, int64_t, int, float *);
         expand_tile(KIND, group, t, span, part, to); \
     }
 EXPANDS(Q4_0) EXPANDS(Q4_1) EXPANDS(Q5_0) EXPANDS(Q5_1) EXPANDS(Q8_0) EXPANDS(Q4_K) EXPANDS(Q5_K) EXPANDS(Q6_K)
-EXPANDS(INT4) EXPANDS(INT8)
+EXPANDS(INT4) EXPANDS(INT8) EXPANDS(E4M3) EXPANDS(E2M1) EXPANDS(NF4)
 static const Expand EXPAND[KINDS] = {
     [Q4_0] = expand_Q4_0, [Q4_1] = expand_Q4_1, [Q5_0] = expand_Q5_0, [Q5_1] = expand_Q5_1, [Q8_0] = expand_Q8_0,
     [Q4_K] = expand_Q4_K, [Q5_K] = expand_Q5_K, [Q6_K] = expand_Q6_K, [INT4] = expand_INT4, [INT8] = expand_INT8,
+    [E4M3] = expand_E4M3, [E2M1] = expand_E2M1, [NF4] = expand_NF4,
 };
 
 /* `count` rows of float32 activations against packed weights: the numbers that they stand for. */
@@ -281,13 +298,39 @@ ALWAYS void group_rows(const Job *job, int kind, const Segment *segment, int64_t
         group_rows(job, KIND, segment, number, first, row, end); \
     }
 OF_KIND(Q4_0) OF_KIND(Q4_1) OF_KIND(Q5_0) OF_KIND(Q5_1) OF_KIND(Q8_0) OF_KIND(Q4_K) OF_KIND(Q5_K) OF_KIND(Q6_K)
-OF_KIND(INT4) OF_KIND(INT8) OF_KIND(KINDS)
+OF_KIND(INT4) OF_KIND(INT8)
+OF_KIND(KINDS)                       /* float32 activations */
 
 typedef void (*RowsOf)(const Job *, const Segment *, int64_t, int64_t, int64_t, int64_t);
 static const RowsOf ROWS_OF[KINDS] = {
     [Q4_0] = rows_Q4_0, [Q4_1] = rows_Q4_1, [Q5_0] = rows_Q5_0, [Q5_1] = rows_Q5_1, [Q8_0] = rows_Q8_0, [Q4_K] = rows_Q4_K,
     [Q5_K] = rows_Q5_K, [Q6_K] = rows_Q6_K, [INT4] = rows_INT4, [INT8] = rows_INT8,
 };
+
+/* Many rows of float32 activations against one group: its numbers are expanded once for all of them. */
+static void expanded_rows(const Job *job, const Segment *segment, int64_t number, int64_t first, int64_t row, int64_t end) {
+    const Group group = group_at(segment, number);
+    const int64_t left = segment->rows - number * ROWS;
+    const Activations *x = job->x;
+    float *numbers = room(EXPANDED, x->tiles * DEEP * WIDE * (int64_t)sizeof(float));
+    for (int part = 0; part < ROWS / WIDE && left > part * WIDE; part++) {
+        for (int64_t t = 0; t < x->tiles; t++)
+            EXPAND[segment->kind](&group, t, segment->span, part, numbers + t * DEEP * WIDE);
+        int64_t at = row;
+        #define SOME(COUNT) \
+            for (; at + COUNT <= end; at += COUNT) { \
+                Floats sums[MOST]; \
+                for (int m = 0; m < COUNT; m++) sums[m] = zeros(); \
+                add_tile(numbers, WIDE, x->numbers + at * x->stride, x->stride, segment->inputs, COUNT, sums); \
+                put(job, sums, at, first + part * WIDE, left - part * WIDE, COUNT); \
+            }
+#if MOST >= 8
+        SOME(8)
+#endif
+        SOME(4) SOME(2) SOME(1)
+        #undef SOME
+    }
+}
 
 /* Inputs whose weights, of two registers of outputs, stay in the L1 cache while all rows are multiplied by them. */
 #define PANEL(kind) ((16 << 10) / (FORMATS[kind].bits / 8) / (2 * WIDE))
@@ -368,7 +411,8 @@ static void do_groups(void *with, int64_t task) {
                 g += groups - 1;
                 continue;
             }
-            RowsOf rows_of = job->integers ? ROWS_OF[segment->kind] : rows_KINDS;
+            RowsOf rows_of = last - row > 2 * MOST ? expanded_rows : rows_KINDS;
+            if (job->integers && ROWS_OF[segment->kind]) rows_of = ROWS_OF[segment->kind];
             rows_of(job, segment, number, first, row, last);
         }
     }
@@ -389,9 +433,11 @@ static void multiply(Job *job) {
    integers: x is rounded to 8 bits, each 32 with a scale. */
 void KERNEL(packed_linear)(const Segment *segments, int64_t count, const float *x, const float *bias, float *out, int64_t rows,
                            int64_t inputs, int64_t outputs, int64_t x_stride, int64_t integers) {
-    int pairs = 0;
+    int pairs = 0, codes = 0;
+    for (int64_t s = 0; s < count; s++) codes |= ROWS_OF[segments[s].kind] != 0;
+    integers = integers && codes;                        /* other kinds are multiplied by numbers */
 #if defined(PAIRS)
-    for (int64_t s = 0; s < count; s++) pairs |= FORMATS[segments[s].kind].bits == 8;
+    for (int64_t s = 0; s < count; s++) pairs |= ROWS_OF[segments[s].kind] && FORMATS[segments[s].kind].bits == 8;
 #endif
     for (int64_t row = 0; row < rows; row += BLOCK) {
         int64_t block = rows - row < BLOCK ? rows - row : BLOCK;

@@ -24,7 +24,7 @@
 #define ALWAYS static inline __attribute__((always_inline))
 
 /* Numbered as in ops/cpu/matrix.py. */
-enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4, INT8, F16, BF16, F32, KINDS };
+enum Kind { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4, INT8, E4M3, E2M1, NF4, F16, BF16, F32, KINDS };
 
 /* How scales are stored: heads in 16 or 32 bits, with offsets or without; K types have two levels. */
 enum Style { HALF, HALF_OFFSET, K_OFFSET, K_SIGNED, FULL, FULL_OFFSET, NONE };
@@ -38,7 +38,20 @@ static const Format FORMATS[KINDS] = {
     [Q4_0] = {4, HALF, 1, 8.0f}, [Q4_1] = {4, HALF_OFFSET, 1, 0.0f}, [Q5_0] = {5, HALF, 1, 16.0f},
     [Q5_1] = {5, HALF_OFFSET, 1, 0.0f}, [Q8_0] = {8, HALF, 1, 0.0f}, [Q4_K] = {4, K_OFFSET, 8, 0.0f},
     [Q5_K] = {5, K_OFFSET, 8, 0.0f}, [Q6_K] = {6, K_SIGNED, 8, 32.0f}, [INT4] = {4, FULL_OFFSET, 0, 0.0f},
-    [INT8] = {8, FULL, 0, 0.0f}, [F16] = {16, NONE, 1, 0.0f}, [BF16] = {16, NONE, 1, 0.0f}, [F32] = {32, NONE, 1, 0.0f},
+    [INT8] = {8, FULL, 0, 0.0f}, [E4M3] = {8, FULL, 0, 0.0f}, [E2M1] = {4, FULL, 0, 0.0f}, [NF4] = {4, FULL, 0, 0.0f},
+    [F16] = {16, NONE, 1, 0.0f}, [BF16] = {16, NONE, 1, 0.0f}, [F32] = {32, NONE, 1, 0.0f},
+};
+
+/* Codes that stand for floating-point numbers. e4m3 and e2m1 become a float16 by moving their bits: the sign to the top, exponent
+   and fraction next to it. It is the number but for a power of two, also of subnormal ones. NaN of e4m3 is not kept in tiles. */
+ALWAYS int is_floating(int kind) { return kind == E4M3 || kind == E2M1; }
+#define HALF_SHIFT(bits) ((bits) == 8 ? 7 : 9)
+#define HALF_POWER(bits) ((bits) == 8 ? 256.0f : 16384.0f)
+
+static const float NF4_NUMBERS[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
 };
 
 /* Bytes of a tile's codes, of its inner scales, and of a head. */
