@@ -24,6 +24,7 @@ _UNKNOWN = 2                         # times as many are computed before a step 
 _ROUND = 64                          # GEMMs are fastest with whole tiles
 _FEWEST_SCORED = 8                   # scored tokens that are always allowed …
 _UNKNOWN_SCORED = 16                 # … and as many before any was measured
+_SCORED_SECONDS = 0.1                # most that they take of a step: large chunks gain them nothing
 
 
 # FLOP rate of attention relative to that of the model's GEMMs (measured on a GPU, prompts of 2k to 16k).
@@ -82,7 +83,7 @@ class MeasuredStepTime:
         if not self._per_scored:
             return min(budget, _UNKNOWN_SCORED)
         per_scored = _median(self._per_scored)
-        fit = self._for_prompts(num_decodes) / per_scored if per_scored else budget
+        fit = min(self._for_prompts(num_decodes), _SCORED_SECONDS) / per_scored if per_scored else budget
         return int(min(budget, max(_FEWEST_SCORED, fit)))
 
     def _for_prompts(self, num_decodes: int) -> float:
