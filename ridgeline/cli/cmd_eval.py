@@ -19,8 +19,9 @@ from ridgeline.errors import ConfigError
 from ridgeline.evaluate.eval_report import table
 from ridgeline.evaluate.quality_gate import GATES, judge, parse_gate, require_gate
 from ridgeline.evaluate.slices import SLICES
-from ridgeline.evaluate.task import EMBEDDED, Task, check_save_path
+from ridgeline.evaluate.task import Task, check_save_path
 from ridgeline.evaluate.texts import DEFAULT_TEXT
+from ridgeline.process import embedded
 
 FAILED_GATE = 3
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens", type=int, default=default.tokens,
                        help="approximate number of scored tokens per slice (default: %(default)s)")
     group.add_argument("--reference", default="", metavar="MODEL|FILE",
-                       help=f"compare with this model ({EMBEDDED}: the embedded one), or with logits in a file")
+                       help=f"compare with this model ({embedded.SHORT_NAME}: the embedded one), or with logits in a file")
     group.add_argument("--reference-set", nargs="+", default=[], metavar="NAME=VALUE",
                        help="engine options of the reference, such as dtype=float32 kernels=reference")
     group.add_argument("--save-reference", default="", metavar="FILE", help="save this model's logits, for a later --reference")

@@ -19,8 +19,9 @@ from ridgeline.evaluate.reference import ReferenceFile, file_bytes, is_reference
 from ridgeline.evaluate.scoring import Scorer, Scores
 from ridgeline.evaluate.slices import SLICES
 from ridgeline.evaluate.speed import ANSWER, measure_speed
-from ridgeline.evaluate.task import EMBEDDED, Task
+from ridgeline.evaluate.task import Task
 from ridgeline.evaluate.texts import DEFAULT_TEXT, Passage, default_text, fingerprint, passages, read_text
+from ridgeline.process import embedded
 from ridgeline.process.progress import progress_bar
 from ridgeline.quant.format import Activation
 from ridgeline.resolve import model_path
@@ -153,7 +154,7 @@ def _reference(
         yield file, file.name
         return
     taken = {name: options[name] for name in _SHARED if name in options}
-    with _scorer(taken | own | {"model": "" if given == EMBEDDED else given}, longest, show) as scorer:
+    with _scorer(taken | own | {"model": "" if given == embedded.SHORT_NAME else given}, longest, show) as scorer:
         yield scorer, scorer.path.name if not own else f"{scorer.path.name} ({_as_words(own)})"
 
 

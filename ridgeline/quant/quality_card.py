@@ -44,7 +44,7 @@ def find_card(model: Path) -> CardFound | None:
         line = summary_line(card)
         present = {each.name for each in output_files(model)}
         wrong = sorted(present ^ set(expected)) or [name for name in expected if not _has(model / name, expected[name])]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         return CardFound(f"{CARD} cannot be read ({type(error).__name__}): it is ignored", False, {})
     if wrong:
         return CardFound(f"{CARD} does not belong to these weights ({wrong[0]} has another hash): it is ignored", False, card)

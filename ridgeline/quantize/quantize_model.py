@@ -23,7 +23,7 @@ from ridgeline.bench.lab.record import commit
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate import needle
 from ridgeline.evaluate.evaluation import evaluate, slice_texts
-from ridgeline.evaluate.task import EMBEDDED, Task
+from ridgeline.evaluate.task import Task
 from ridgeline.evaluate.texts import DEFAULT_TEXT, fingerprint
 from ridgeline.process import embedded, platform
 from ridgeline.quant import quality_card
@@ -252,7 +252,7 @@ def not_quantised_said(model: PlainModel, linears: list[Linear]) -> list[str]:
 def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) -> dict[str, Any]:
     """Measured with the engine that serves: the output against the input, on the same tokens."""
     assert job.card is not None
-    given = EMBEDDED if job.model == embedded.find() else str(job.model)
+    given = embedded.SHORT_NAME if job.model == embedded.find() else str(job.model)
     task, judged = job.card, folder / "judged.writing"
     if not task.text:                                    # not what may have calibrated
         judged.write_text(halves()[1], encoding="utf-8")

@@ -33,6 +33,7 @@ from ridgeline.ops.sampling.sample import (
 )
 from ridgeline.sizes.sampling_costs import KNOWN_IDS, edited_rows
 
+LONG_LIST = 512                      # more allowed ids than these are kept as a mask of the vocabulary
 GREEDY_BELOW = 1e-5                  # a lower temperature is greedy: dividing by it would overflow
 
 # What a row does to its logits before a token is chosen.
@@ -92,6 +93,42 @@ class _RowLists:
         return places[chosen], *(column[chosen] for column in columns)
 
 
+class _Masks:
+    """Long lists of allowed ids, each as a mask of what it forbids. The answers of one request share theirs."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._by_row: dict[int, np.ndarray] = {}
+        self._newest: tuple[list[int], np.ndarray] | None = None
+        self._vocab_size = vocab_size
+
+    def put(self, row: int, ids: list[int]) -> None:
+        if self._newest is None or self._newest[0] is not ids:
+            forbidden = np.ones(self._vocab_size, np.bool_)
+            forbidden[ids] = False
+            self._newest = ids, forbidden
+        self._by_row[row] = self._newest[1]
+
+    def drop(self, row: int) -> None:
+        self._by_row.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: np.ndarray) -> np.ndarray:
+        """Forbid in the logits of these rows what their lists do not allow. bool [R]: rows without a long list."""
+        shared: dict[int, list[int]] = {}
+        others = np.ones(len(rows), np.bool_)
+        for place, row in enumerate(rows.tolist() if self._by_row else ()):
+            if row in self._by_row:
+                others[place] = False
+                shared.setdefault(id(self._by_row[row]), []).append(place)
+        for places in shared.values():
+            forbidden = to_device(self._by_row[int(rows[places[0]])], logits.device)
+            if len(places) == len(rows):
+                logits.masked_fill_(forbidden, -torch.inf)
+            else:
+                where = to_device(np.array(places), logits.device)
+                logits.index_copy_(0, where, logits.index_select(0, where).masked_fill_(forbidden, -torch.inf))
+        return others
+
+
 def _concatenate(parts: tuple[np.ndarray, ...]) -> np.ndarray:
     """Along the entries; lists of tokens are right-aligned and padded with -1."""
     if parts[0].ndim == 1:
@@ -120,6 +157,7 @@ class Sampler:
         self._plain = np.zeros(max_rows, np.bool_)           # rows that have taken their best id from the first on
         self._place = np.full(max_rows, -1)                  # row -> place in the batch, while one is sampled
         self._allowed, self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(4))
+        self._forbidden = _Masks(vocab_size)
         # For rows with penalties or bad words: the prompt's distinct ids and then the answer, and how often each is in the
         # answer. A row's unused columns repeat its first id, which is harmless where each occurrence of an id says the same.
         self._known = torch.zeros((max_rows, KNOWN_IDS), dtype=torch.int64, device=self._device)
@@ -145,7 +183,10 @@ class Sampler:
             params.typical_p,
         )
         if params.allowed_token_ids is not None:
-            self._allowed.put(row, np.array(params.allowed_token_ids, np.int64))
+            if len(params.allowed_token_ids) > LONG_LIST:
+                self._forbidden.put(row, params.allowed_token_ids)
+            else:
+                self._allowed.put(row, np.array(params.allowed_token_ids, np.int64))
         if added.bad_words_token_ids:
             self._put_bad_words(row, added.bad_words_token_ids)
         if params.logit_bias:
@@ -170,7 +211,7 @@ class Sampler:
         self._plain[row] = not edited and params.temperature < GREEDY_BELOW and index >= min_tokens
 
     def remove_row(self, row: int) -> None:
-        for lists in (self._allowed, self._bad_words, self._stops, self._biases):
+        for lists in (self._allowed, self._forbidden, self._bad_words, self._stops, self._biases):
             lists.drop(row)
 
     def _put_bad_words(self, row: int, words: list[list[int]]) -> None:
@@ -303,9 +344,9 @@ class Sampler:
     ) -> None:
         place = self._place
         place[rows] = np.arange(len(rows))
-        if edit["allowed"].any():
+        if edit["allowed"].any() and (few := edit["allowed"] & self._forbidden.apply(logits, rows)).any():
             where, ids = self._to_device(*self._allowed.select(place))
-            keep_only(logits, to_device(np.flatnonzero(edit["allowed"]), self._device), where, ids)
+            keep_only(logits, to_device(np.flatnonzero(few), self._device), where, ids)
         if edit["bad_words"].any():
             self._forbid_bad_words(logits, rows, how, edit)
         if too_early.any():

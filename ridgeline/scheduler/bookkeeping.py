@@ -90,6 +90,7 @@ class InFlight:
     num_pairs: int                   # (query, key) pairs of those
     constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
     drafts: DraftPlan | None = None
+    num_scored: int = 0              # of the prompt tokens, those with log-probabilities
 
     @property
     def num_tokens(self) -> int:

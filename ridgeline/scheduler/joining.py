@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager
+from ridgeline.messages import Want
 from ridgeline.scheduler import fairness
 from ridgeline.scheduler.bookkeeping import SchedulerCounters, SchedulerLimits
 from ridgeline.scheduler.policy import rank
-from ridgeline.scheduler.running import Running
+from ridgeline.scheduler.running import Running, wanted
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import StepTimeModel
 from ridgeline.scheduler.waiting_queue import WaitingQueue
@@ -47,6 +48,7 @@ class Joining:
         self.fair = limits.chunked_prefill               # a prompt that is computed whole cannot lend a part of a step
         self.finds_prefixes = True
         self.time_model = time_model
+        self.scored_weight = 1                           # prompt tokens that a token with log-probabilities counts as, this step
         self._limits = limits
         self._manager = manager
         self._running = running
@@ -68,7 +70,7 @@ class Joining:
                 unready.append(waiting.pop())
                 continue
             hit = self._hit(sequence)
-            cut = _prompt(sequence, hit.num_tokens)
+            cut = self._prompt(sequence, hit.num_tokens)
             others = min(joined.places - len(joined.rows), self._limits.max_rows - len(running.rows)) - 1
             if self.fair and cut.rest > joined.budget and (shorter := self.go_ahead(cut, others)):
                 shares = fairness.share([cut, *(prompt for _, prompt in shorter)], joined.budget)
@@ -94,8 +96,8 @@ class Joining:
         promised = self._running.promised(table.ranked())
         if not self._has_room(self._hit(first), len(first.tokens), promised):
             return []
-        self._look_up([sequence for sequence in waiting if not fairness.overtakes(_prompt(sequence), cut)])
-        short = [(prompt, sequence) for sequence in waiting if fairness.overtakes(prompt := _prompt(sequence), cut)]
+        self._look_up([sequence for sequence in waiting if not fairness.overtakes(self._prompt(sequence), cut)])
+        short = [(prompt, sequence) for sequence in waiting if fairness.overtakes(prompt := self._prompt(sequence), cut)]
         short = heapq.nsmallest(places, short, key=lambda each: (each[0].priority, each[0].rest, each[0].order))
         found: list[tuple[Sequence, fairness.Prompt]] = []
         for _, sequence in short:
@@ -103,7 +105,7 @@ class Joining:
             if not self._has_room(hit, len(sequence.tokens), promised):
                 break
             promised += self._needed(hit, len(sequence.tokens)) + len(self._manager.groups)
-            if fairness.overtakes(prompt := _prompt(sequence, hit.num_tokens), cut):
+            if fairness.overtakes(prompt := self._prompt(sequence, hit.num_tokens), cut):
                 found.append((sequence, prompt))
         return sorted(found, key=lambda each: each[1][:2])
 
@@ -135,6 +137,7 @@ class Joining:
         if hit.num_tokens and chunked:                           # it goes on where tokens weigh more
             fits = self.time_model.prompt_tokens(joined.num_decodes, hit.num_tokens, joined.room)
             most = max(1, min(allowed, fits * allowed // joined.room))   # its share of what is left
+        most = max(1, most // self._weight(sequence))
         count = min(rest, most) if chunked else rest
         if count > allowed:
             return 0
@@ -167,8 +170,16 @@ class Joining:
     def _needed(self, hit: Hit, known: int) -> int:
         return self._manager.blocks_beyond(hit, known, self._limits.max_step_tokens)
 
+    def weigh(self, num_decodes: int, budget: int) -> None:
+        """What a token with prompt log-probabilities counts as, in a step with that budget for prompts."""
+        if self._limits.chunked_prefill:                 # a prompt that is computed whole is computed whatever it costs
+            self.scored_weight = max(1, -(-budget // max(1, self.time_model.scored_tokens(num_decodes, budget))))
 
-def _prompt(sequence: Sequence, num_cached: int | None = None) -> fairness.Prompt:
-    """By what the prefix cache held when it was last asked, unless that is given."""
-    found = sequence.prefill.found if num_cached is None else num_cached
-    return fairness.Prompt(sequence.turn.priority, sequence.turn.order, len(sequence.tokens) - found)
+    def _weight(self, sequence: Sequence) -> int:
+        return self.scored_weight if wanted(sequence) & Want.PROMPT_LOGPROBS else 1
+
+    def _prompt(self, sequence: Sequence, num_cached: int | None = None) -> fairness.Prompt:
+        """By what the prefix cache held when it was last asked, unless that is given."""
+        found = sequence.prefill.found if num_cached is None else num_cached
+        rest = (len(sequence.tokens) - found) * self._weight(sequence)
+        return fairness.Prompt(sequence.turn.priority, sequence.turn.order, rest)

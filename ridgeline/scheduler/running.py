@@ -15,6 +15,7 @@ from ridgeline.scheduler.row_table import Rows
 from ridgeline.scheduler.sequence import Sequence
 
 ON_SAMPLED = np.int8(Want.TOKEN | Want.LOGPROBS | Want.HIDDEN)   # what comes with the last known token
+SCORED = np.int8(Want.PROMPT_LOGPROBS)                           # prompt tokens that cost the head and passes over its logits
 ON_PROMPT = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN_SUM)      # what comes with every prompt token
 
 

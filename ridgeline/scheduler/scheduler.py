@@ -33,7 +33,7 @@ from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import Admission, ContinuousBatching
-from ridgeline.scheduler.running import ON_PROMPT, ON_SAMPLED, Running, row_added
+from ridgeline.scheduler.running import ON_PROMPT, ON_SAMPLED, SCORED, Running, row_added
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import NoTimeModel, StepTimeModel
 from ridgeline.scheduler.waiting_queue import WaitingQueue
@@ -261,10 +261,12 @@ class Scheduler:
         if not whole:
             order = np.argsort(prefill, kind="stable")
             rows, need = rows[order], need[order]
-            before = np.cumsum(need) - need
-            tokens = np.minimum(need, np.maximum(0, budget - before))
-            if self._joining.fair and num_decodes < budget < before[-1] + need[-1]:
-                tokens[num_decodes:], ahead = self._share(rows[num_decodes:], need[num_decodes:], budget - num_decodes)
+            cost = need * self._weight(rows, need)
+            before = np.cumsum(cost) - cost
+            given = np.minimum(cost, np.maximum(0, budget - before))
+            if self._joining.fair and num_decodes < budget < before[-1] + cost[-1]:
+                given[num_decodes:], ahead = self._share(rows[num_decodes:], cost[num_decodes:], budget - num_decodes)
+            tokens = np.maximum(given * need // cost, given > 0)
 
         short = self._grow_rows(rows, tokens)
         if short:
@@ -275,7 +277,12 @@ class Scheduler:
             rows, tokens = rows[some], tokens[some]
             for place in np.nonzero(tokens > 1)[0].tolist():     # of prompts: no row has drafts yet
                 self._running.publish_later(int(rows[place]), int(tokens[place]))
-        return rows, tokens, budget - int(tokens.sum()), None if short else ahead
+        spent = int(tokens.sum()) if whole else int((tokens * self._weight(rows, tokens)).sum())
+        return rows, tokens, budget - spent, None if short else ahead
+
+    def _weight(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """int [R]: what one of these tokens counts as, where a row computes more than one."""
+        return np.where((self._running.rows.want[rows] & SCORED).astype(bool) & (tokens > 1), self._joining.scored_weight, 1)
 
     def _is_free(self, rows: np.ndarray, need: np.ndarray) -> np.ndarray:
         """bool [R], in a pipeline: rows that may compute although steps are in flight. A row whose newest token is sampled in one
@@ -317,7 +324,9 @@ class Scheduler:
         """Token budget of a step: the limit, or the decodes and as many prompt tokens as the step time allows. `position`: the
         last one at which a prompt goes on."""
         most = self._most_tokens
-        return min(most, num_decodes + max(1, self._joining.time_model.prompt_tokens(num_decodes, position, most)))
+        for_prompts = max(1, self._joining.time_model.prompt_tokens(num_decodes, position, most))
+        self._joining.weigh(num_decodes, for_prompts)
+        return min(most, num_decodes + for_prompts)
 
     @property
     def _most_tokens(self) -> int:
@@ -424,10 +433,13 @@ class Scheduler:
         total = int(tokens.sum())
         num_decodes = int(np.count_nonzero(decodes))
         decode_tokens = num_decodes if drafts is None else int(tokens[decodes].sum())
-        num_pairs = int(((starts + ends) * tokens)[~decodes].sum()) // 2 if total > decode_tokens else 0
+        num_pairs = num_scored = 0
+        if total > decode_tokens:
+            num_pairs = int(((starts + ends) * tokens)[~decodes].sum()) // 2
+            num_scored = int(tokens[(steady.want & SCORED).astype(bool)].sum())
         self._flights.append(InFlight(
             self._step, rows, self._running.rows.stay[rows], ends, sampled, steady.sequences, num_decodes,
-            total - decode_tokens, num_pairs, steady.constrained, drafts,
+            total - decode_tokens, num_pairs, steady.constrained, drafts, num_scored,
         ))
         self.manager.pool.submitted(self._step)
         table, counters = self._running.rows, self.counters
@@ -464,7 +476,9 @@ class Scheduler:
         counters.rejected_tokens += result.rejected
         counters.prompt_tokens += flight.num_prompt_tokens
         seconds = result.device_seconds - result.draft_seconds - result.catch_up_seconds         # of the model itself
-        self._joining.time_model.observe(flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, seconds)
+        self._joining.time_model.observe(
+            flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, seconds, flight.num_scored
+        )
         self.manager.pool.retired(flight.step)
         if self.drafter.active and not flight.num_prompt_tokens and result.typical:
             queries = 1 if flight.drafts is None else 1 + int(flight.drafts.width.max())

@@ -6,7 +6,8 @@ numbers are medians of the last steps, so they follow the model, the machine and
 
 A prompt token costs its GEMMs, which are always the same, and its attention, which grows with the keys before it: a token in
 the middle of a long prompt costs several at the beginning of a short one. So tokens are counted by weight: `alike` keys
-weigh as much as one more token.
+weigh as much as one more token. A token with prompt log-probabilities ("scored") also costs the head and passes over the
+vocabulary, which may be a hundred times its GEMMs in a small model: the time of such tokens is learned apart.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _SHARE = 0.25                        # of the target time that prompts get at le
 FEWEST = {"cuda": 256, "cpu": 128}
 _UNKNOWN = 2                         # times as many are computed before a step was measured
 _ROUND = 64                          # GEMMs are fastest with whole tiles
+_FEWEST_SCORED = 8                   # scored tokens that are always allowed …
+_UNKNOWN_SCORED = 16                 # … and as many before any was measured
+_SCORED_SECONDS = 0.1                # most that they take of a step: large chunks gain them nothing
 
 
 # FLOP rate of attention relative to that of the model's GEMMs (measured on a GPU, prompts of 2k to 16k).
@@ -31,8 +35,13 @@ class StepTimeModel(Protocol):
     def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
         """Most prompt tokens of a step with that many decodes, where prompts go on at `position`."""
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
-        """The time of a step. `num_pairs`: (query, key) pairs of its prompt tokens."""
+    def scored_tokens(self, num_decodes: int, budget: int) -> int:
+        """Most of these prompt tokens that may be scored in a step with that many decodes and no other prompt tokens."""
+
+    def observe(
+        self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float, num_scored: int = 0
+    ) -> None:
+        """The time of a step. `num_pairs`: (query, key) pairs of its prompt tokens; `num_scored` of the tokens were scored."""
 
 
 class NoTimeModel:
@@ -41,7 +50,12 @@ class NoTimeModel:
     def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
         return budget
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
+    def scored_tokens(self, num_decodes: int, budget: int) -> int:
+        return budget
+
+    def observe(
+        self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float, num_scored: int = 0
+    ) -> None:
         """It learns nothing."""
 
 
@@ -52,6 +66,7 @@ class MeasuredStepTime:
         self._alike = alike                                          # keys whose attention costs as much as a token's GEMMs
         self._decode: deque[float] = deque(maxlen=_REMEMBERED)       # seconds of the last steps without prompts
         self._per_weight: deque[float] = deque(maxlen=_REMEMBERED)   # seconds that a prompt token without keys adds
+        self._per_scored: deque[float] = deque(maxlen=_REMEMBERED)   # seconds that a scored token adds, its GEMMs among them
 
     def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
         """Also for a prompt alone: a request that arrives next waits for the step that runs, and for one that is planned.
@@ -61,9 +76,19 @@ class MeasuredStepTime:
         per_weight = _median(self._per_weight)
         if not per_weight:                               # steps are only planned, and take no time
             return budget
-        rest = max(self._target - (_median(self._decode) if num_decodes else 0.0), _SHARE * self._target)
-        fit = self._tokens(rest / per_weight, position)
+        fit = self._tokens(self._for_prompts(num_decodes) / per_weight, position)
         return max(self._fewest, fit - fit % _ROUND)
+
+    def scored_tokens(self, num_decodes: int, budget: int) -> int:
+        if not self._per_scored:
+            return min(budget, _UNKNOWN_SCORED)
+        per_scored = _median(self._per_scored)
+        fit = min(self._for_prompts(num_decodes), _SCORED_SECONDS) / per_scored if per_scored else budget
+        return int(min(budget, max(_FEWEST_SCORED, fit)))
+
+    def _for_prompts(self, num_decodes: int) -> float:
+        """Seconds of a step that prompts may take."""
+        return max(self._target - (_median(self._decode) if num_decodes else 0.0), _SHARE * self._target)
 
     def _tokens(self, weight: float, position: int) -> int:
         """The number n of tokens from a position on with this weight: n + (n position + n²/2) / alike."""
@@ -72,12 +97,19 @@ class MeasuredStepTime:
         first = self._alike + position
         return int(math.sqrt(first * first + 2 * self._alike * weight) - first)
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
+    def observe(
+        self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float, num_scored: int = 0
+    ) -> None:
         if num_prompt_tokens == 0:
             self._decode.append(seconds)
+            return
+        rest = max(seconds - (_median(self._decode) if num_decodes else 0.0), _SHARE * seconds)
+        if num_scored:
+            if num_scored >= _FEWEST_SCORED:
+                others = _median(self._per_weight) * (num_prompt_tokens - num_scored)
+                self._per_scored.append(max(rest - others, _SHARE * rest) / num_scored)
         elif num_prompt_tokens >= self._fewest:
-            rest = seconds - (_median(self._decode) if num_decodes else 0.0)
-            self._per_weight.append(max(rest, _SHARE * seconds) / (num_prompt_tokens + num_pairs / self._alike))
+            self._per_weight.append(rest / (num_prompt_tokens + num_pairs / self._alike))
 
 
 def keys_like_a_token(matrices: list[tuple[int, int, int]], num_layers: int, num_heads: int, head_dim: int) -> float:

@@ -23,6 +23,7 @@ MAX_ID = 1 << 24                     # where the model does not say how many tok
 SPARE_IDS = 1 << 20                  # that a tokenizer may have beyond those of the model
 MAX_GROWTH = 128.0                   # characters that a normalizer may make of one; the longest of Unicode's own has 18
 MAX_NORMALIZED = 64_000_000          # characters of one text after it
+MAX_AROUND = 1_024                   # tokens that every text gets before and behind it; models have up to three
 MAX_BLANKS = 500_000                 # in a row; patterns go back over them, and the library panics at 10,000,000 steps back
 _UNICODE_GROWTH = 18.0
 
@@ -32,6 +33,8 @@ class _Facts(msgspec.Struct):
 
     added_tokens: Any = None
     normalizer: Any = None
+    decoder: Any = None
+    post_processor: Any = None
 
 
 def read_tokenizer(file: Path) -> tuple[str, float]:
@@ -49,11 +52,30 @@ def read_tokenizer(file: Path) -> tuple[str, float]:
         raise ModelError(f"{file}: not a tokenizer: {' '.join(str(error).split())[:200]}") from None
     listed = facts.added_tokens if isinstance(facts.added_tokens, list) else []
     require_few_added((str(each.get("content", "")) for each in listed if isinstance(each, dict)), str(file))
-    growth = _growth(facts.normalizer)
-    if growth > MAX_GROWTH:
-        words = f"its normalizer makes up to {growth:,.0f} characters of one"
-        raise ModelError(f"{file}: {words}; at most {MAX_GROWTH:.0f} are allowed")
+    for name, step in (("decoder", facts.decoder), ("normalizer", facts.normalizer)):
+        growth = _growth(step)
+        if growth > MAX_GROWTH:
+            words = f"its {name} makes up to {growth:,.0f} characters of one"
+            raise ModelError(f"{file}: {words}; at most {MAX_GROWTH:.0f} are allowed")
+    around = _tokens_around(facts.post_processor)
+    if around > MAX_AROUND:
+        raise ModelError(f"{file}: its post_processor adds {around:,} tokens to every text; at most {MAX_AROUND:,} are allowed")
     return text, growth
+
+
+def _tokens_around(processor: Any) -> int:
+    """The tokens that a template adds to every text. Wrong types are left to the library, which refuses them."""
+    if not isinstance(processor, dict):
+        return 0
+    if isinstance(several := processor.get("processors"), list):
+        return sum(map(_tokens_around, several))
+    pieces, known = processor.get("single"), processor.get("special_tokens")
+    if not isinstance(pieces, list) or not isinstance(known, dict):
+        return 0
+    ids = {name: each.get("ids") for name, each in known.items() if isinstance(each, dict)}
+    sizes = {name: len(each) for name, each in ids.items() if isinstance(each, list)}
+    named = [piece.get("SpecialToken") for piece in pieces if isinstance(piece, dict)]
+    return sum(sizes.get(str(each.get("id")), 1) for each in named if isinstance(each, dict))
 
 
 def require_few_added(contents: Iterable[str], where: str) -> None:
@@ -77,7 +99,7 @@ def _growth(normalizer: Any) -> float:
         return 1.0
     kind = normalizer.get("type")
     if kind == "Sequence":
-        steps = normalizer.get("normalizers")
+        steps = normalizer.get("normalizers", normalizer.get("decoders"))
         return _product(steps if isinstance(steps, list) else [])
     if kind in ("NFD", "NFKD", "NFC", "NFKC", "Nmt", "BertNormalizer"):
         return _UNICODE_GROWTH
@@ -127,5 +149,6 @@ def check_text(text: str, growth: float) -> None:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the library panicked: it raises a class of its own that is no Exception, and that no module exports."""
-    return type(error).__name__ == "PanicException"
+    """Whether the library gave up: it panicked, which raises a class of its own that is no Exception and that no module exports,
+    or it raised an error of its own, which is a plain Exception."""
+    return type(error).__name__ == "PanicException" or type(error) is Exception

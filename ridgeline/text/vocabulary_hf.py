@@ -79,7 +79,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file}: cannot be read as JSON: {_one_line(error)}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file}: must hold a JSON object, not {type(value).__name__}")

@@ -91,6 +91,12 @@ def test_the_cache_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None
         locate("a/b")
 
 
+@pytest.mark.parametrize("name", ["embedded", "SmolLM2-135M-Instruct"])
+def test_the_embedded_model_has_two_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "require", lambda: Path("/its/file.gguf"))
+    assert locate(name) == Path("/its/file.gguf")
+
+
 def test_gguf_files_of_the_cache(home: Path) -> None:
     folder = cached(home, "a/b", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-f16.gguf")
     assert locate("a/b:q4_k_m") == folder / "m-Q4_K_M.gguf" and locate("a/b:m-Q8_0.gguf") == folder / "m-Q8_0.gguf"

@@ -441,6 +441,25 @@ def test_what_counts_as_work_for_a_thread(prompts: list[Any], params: dict[str, 
     assert (prompt_limits.amount_of_work(prompts, SamplingParams(**params)) >= prompt_limits.LONG_WORK) is is_long
 
 
+@pytest.mark.reliability("B-03")
+@pytest.mark.parametrize(("tokens", "params", "refused"), [
+    (7500, {"prompt_logprobs": 20}, ""),
+    (7500, {"prompt_logprobs": 20, "n": 128, "max_tokens": 1}, "prompt_logprobs"),       # every answer repeats them
+    (10, {"logprobs": 20, "max_tokens": None}, ""),                                      # one answer of any length
+    (10, {"logprobs": 20, "n": 128, "max_tokens": None}, "logprobs"),
+    (10, {"logprobs": 20, "n": 128, "max_tokens": 1000}, ""),
+    (10, {"n": 128}, ""),
+])
+def test_log_probabilities_of_one_request_are_limited(tokens: int, params: dict[str, Any], refused: str) -> None:
+    limits = prompt_limits.PromptLimits(8192, 12)
+    if not refused:
+        limits.check_logprobs(tokens, SamplingParams(**params))
+        return
+    with pytest.raises(BadRequest, match="at most 3,000,000 can be; ask for fewer answers") as error:
+        limits.check_logprobs(tokens, SamplingParams(**params))
+    assert error.value.field == refused
+
+
 @pytest.mark.reliability("B-02")
 def test_text_that_cannot_fit_is_not_tokenised(llm: AsyncLLM, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = llm.get_tokenizer()

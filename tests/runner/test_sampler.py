@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.messages import RowAdded
+from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import TRITON_INTERPRETED
 from ridgeline.ops.sampling import greedy as greedy_ops
 from ridgeline.ops.sampling import noise as noise_ops
@@ -243,8 +244,12 @@ def run(rows: list[Row], which: list[int], logits: list[Tensor], sampler: Sample
     return steps
 
 
+@pytest.mark.parametrize("long_list", [512, 3], ids=["short-lists", "long-lists"])
 @pytest.mark.parametrize("quantised", [False, True], ids=["distinct", "many-equal"])
-def test_every_parameter_in_one_mixed_batch_is_what_it_says(quantised: bool) -> None:
+def test_every_parameter_in_one_mixed_batch_is_what_it_says(
+    quantised: bool, long_list: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module, "LONG_LIST", long_list)
     rows = fresh_rows()
     logits = [step_logits(step, len(rows), quantised=quantised) for step in range(STEPS)]
     steps = run(rows, list(range(len(rows))), logits)
@@ -397,6 +402,20 @@ def test_the_bounded_race_has_the_winners_of_the_full_one(dtype: torch.dtype, sp
     how = choices(200, seed=2**50, index=np.arange(200), temperature=1)
     full = scaled.double().exp() / noise_ops.exponential_noise_all(how, 4096, torch.device("cpu"))
     assert torch.equal(ops._race_bounded(scaled, how), full.argmax(-1))
+    if native.library() is not None:
+        assert torch.equal(ops._race_native(scaled, how), full.argmax(-1))
+
+
+def test_answers_of_one_request_share_their_list_of_allowed_ids() -> None:
+    ids = list(range(0, 2000, 2))
+    masks, logits = sampler_module._Masks(2000), torch.zeros(3, 2000)
+    for row in (4, 7):
+        masks.put(row, ids)
+    masks.put(5, [1] * 600)
+    assert masks._by_row[4] is masks._by_row[7]
+    assert masks.apply(logits, np.array([7, 9, 4])).tolist() == [False, True, False]
+    assert logits[1].isfinite().all() and logits[0].isfinite().nonzero()[:, 0].tolist() == ids
+    assert torch.equal(logits[0], logits[2])
 
 
 # ── distributions ────────────────────────────────────────────────────────────────────────────────────────────────────

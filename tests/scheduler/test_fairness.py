@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_runner import FakeRunner
 from host_simulation import SETUPS, VOCAB, Setup, Simulation, run_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.messages import StepPlan, StepResult
+from ridgeline.messages import StepPlan, StepResult, Want
 from ridgeline.scheduler.fairness import Prompt, first_cut, share
 from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel, StepTimeModel
 
@@ -289,6 +290,9 @@ TARGET = 0.080
 Law = Callable[[int, int, int], float]
 
 
+SCORED_SECONDS = 2.5e-3              # of a prompt token whose log-probabilities are wanted
+
+
 def gpu_law(num_decodes: int, num_prompt_tokens: int, num_pairs: int) -> float:
     """Seconds of a step, like an 8B model on an H200: 5 ms for reading the weights, 25 µs a token, 1.5 ns for a key it sees."""
     return 0.005 + 25e-6 * num_prompt_tokens + 1.5e-9 * num_pairs
@@ -313,7 +317,8 @@ class TimedRunner(FakeRunner):
         rows = [(self.rows[row].length, count) for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)]
         several = [(end, count) for end, count in rows if count > 1]
         pairs = sum(count * (end - count) + count * count // 2 for end, count in several)
-        seconds = self._law(len(rows) - len(several), sum(count for _, count in several), pairs)
+        scored = int(plan.num_tokens[(plan.want & np.int8(Want.PROMPT_LOGPROBS)) != 0].sum())
+        seconds = self._law(len(rows) - len(several), sum(count for _, count in several), pairs) + SCORED_SECONDS * scored
         begin = max(self.clock, self._ends[-1][0]) if self._ends else self.clock
         self._ends.append((begin + seconds, seconds))
 
@@ -348,6 +353,23 @@ def alone(law: Law, model: StepTimeModel, depth: int, budget: int, length: int) 
     since = simulation.runner.clock
     simulation.ask("alone", prompt(length, 5), 1)
     return seconds_until(simulation, "alone", since)
+
+
+def test_a_stream_beside_prompt_log_probabilities() -> None:
+    """A token with its log-probabilities takes a hundred times as long as one without, as in a small model with a large
+    vocabulary: from the first chunk on, a step is at most twice its target."""
+    simulation = timed(gpu_law, MeasuredStepTime(TARGET, alike=25e-6 / 1.5e-9), 0, 8448)
+    simulation.ask("stream", prompt(10, 3), 400)
+    for _ in range(3):
+        simulation.step()
+    simulation.ask("scored", prompt(1500, 4), 1, prompt_logprobs=0)
+    gaps, last = [], simulation.runner.clock
+    while not any(delta.request_id == "scored" for delta in simulation.deltas):
+        simulation.step()
+        gaps.append(simulation.runner.clock - last)
+        last = simulation.runner.clock
+    assert max(gaps) <= 2 * TARGET
+    assert sum(gaps) <= 1.5 * 1500 * (SCORED_SECONDS + 25e-6), "and not much longer than it takes alone"
 
 
 GPU, CPU = (gpu_law, TARGET, 256, 8448), (cpu_law, 0.5, 128, 512)

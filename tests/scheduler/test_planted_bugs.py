@@ -207,7 +207,7 @@ PLANTS = [
           one(test_scheduler.test_a_static_batch_fills_while_prompts_take_several_steps)),
     Plant("every answer tells of the prompt", running_module, "wanted", "sequence.leader is None and ", ""),
     Plant("a finished request stays", LiveRequests, "remove", "live.remove(sequence)", "pass"),
-    Plant("newcomers get the whole budget", Scheduler, "_give_to_running", "budget - int(tokens.sum())", "budget"),
+    Plant("newcomers get the whole budget", Scheduler, "_give_to_running", "budget - spent", "budget"),
     Plant("the budget of a step is not shared", Scheduler, "_give_to_running", "budget - before",
           "self.limits.max_step_tokens"),
     Plant("a hit covers the last token", Running, "hit", "len(sequence.tokens) - 1", "len(sequence.tokens)"),

@@ -22,7 +22,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.policy import AGED_PRIORITY
 from ridgeline.scheduler.scheduler import Scheduler
 from ridgeline.scheduler.sequence import Sequence
-from ridgeline.scheduler.step_time import MeasuredStepTime, keys_like_a_token
+from ridgeline.scheduler.step_time import MeasuredStepTime, NoTimeModel, keys_like_a_token
 
 ROOMY = Setup(num_blocks=200, eos=frozenset())           # nothing runs short; every answer has its full length
 TIGHT = replace(ROOMY, num_blocks=13)                    # 12 blocks of 4 tokens: one longest request
@@ -55,7 +55,12 @@ class Chunks:
     def prompt_tokens(self, num_decodes: int, position: int, budget: int) -> int:
         return self.size - num_decodes
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
+    def scored_tokens(self, num_decodes: int, budget: int) -> int:
+        return budget
+
+    def observe(
+        self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float, num_scored: int = 0
+    ) -> None:
         """It knows already."""
 
 
@@ -228,6 +233,36 @@ def test_measured_steps_keep_to_their_time() -> None:
     assert model.prompt_tokens(8, 0, 8192) == 576, "prompts always get a share"
 
 
+def test_tokens_with_log_probabilities_are_learned_apart() -> None:
+    """20 µs a prompt token, 1 ms where its log-probabilities are wanted."""
+    model = MeasuredStepTime(0.050)
+    assert model.scored_tokens(8, 8192) == 16, "nothing is known yet"
+    for _ in range(20):
+        model.observe(8, 0, 0, 0.010)
+        model.observe(8, 2000, 0, 0.010 + 2000 * 20e-6)
+    for _ in range(5):
+        model.observe(8, 516, 0, 0.010 + 500 * 20e-6 + 16 * 1e-3, num_scored=16)
+        model.observe(8, 1, 0, 0.040, num_scored=1)      # the end of a prompt tells little
+    assert model.scored_tokens(8, 8192) == 40
+    assert model.scored_tokens(8, 30) == 30
+    assert model.prompt_tokens(8, 0, 8192) == 1984, "other prompts are not cut shorter for them"
+    assert NoTimeModel().scored_tokens(8, 300) == 300
+
+
+def test_prompts_with_log_probabilities_are_cut_by_what_they_cost() -> None:
+    class Dear(Chunks):
+        def scored_tokens(self, num_decodes: int, budget: int) -> int:
+            return 4
+
+    simulation = Simulation(replace(ROOMY, prefix_caching=False))
+    simulation.scheduler._joining.time_model = Dear(16)
+    simulation.ask("a", prompt(10), 5, prompt_logprobs=0)
+    assert numbers(simulation.step()) == [4]
+    simulation.ask("b", prompt(2, 1), 5)
+    assert numbers(simulation.step()) == [3, 2], "the prompt without them is short, and has its part of the step"
+    simulation.drain()
+
+
 def test_steps_that_take_no_time_have_no_limit() -> None:
     model = MeasuredStepTime(0.050)
     model.observe(0, 600, 600 * 300, 0.0)
@@ -258,7 +293,9 @@ def test_a_running_prompt_says_where_it_goes_on() -> None:
             asked.append(position)
             return super().prompt_tokens(num_decodes, position, budget)
 
-        def observe(self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float) -> None:
+        def observe(
+            self, num_decodes: int, num_prompt_tokens: int, num_pairs: int, seconds: float, num_scored: int = 0
+        ) -> None:
             seen.append((num_prompt_tokens, num_pairs))
 
     simulation = Simulation(ROOMY)

@@ -503,10 +503,16 @@ def test_a_template_that_gets_no_cpu_is_waited_for() -> None:
     process.render("warm", {})
     child = process._child
     assert child is not None
-    threading.Timer(0.05, os.kill, (child.process.pid, signal.SIGSTOP)).start()
-    threading.Timer(1.25, os.kill, (child.process.pid, signal.SIGCONT)).start()
+    timers = [
+        threading.Timer(seconds, os.kill, (child.process.pid, number))
+        for seconds, number in ((0.05, signal.SIGSTOP), (1.25, signal.SIGCONT))
+    ]
+    for timer in timers:
+        timer.start()
     loop = "{% for i in range(200) %}{% for j in range(1000) %}{% set x = i + j %}{% endfor %}{% endfor %}done"
     assert process.render(loop, {}) == "done" and process._child is child
+    for timer in timers:
+        timer.join()                     # a signal to a process that is gone would be an error in another test
     process.close()
 
 
@@ -657,9 +663,11 @@ def test_many_callers_of_a_stopped_renderer_do_not_add_up(
 @pytest.mark.reliability("R-13")
 def test_a_renderer_that_was_killed_is_not_the_clients_fault(renderer: TemplateProcess) -> None:
     os.kill(pid_of(renderer), signal.SIGSTOP)
-    threading.Timer(0.1, os.kill, (pid_of(renderer), signal.SIGKILL)).start()
+    timer = threading.Timer(0.1, os.kill, (pid_of(renderer), signal.SIGKILL))
+    timer.start()
     with pytest.raises(TryAgain, match="was killed"):
         renderer.render("x", {})
+    timer.join()
     assert renderer.render("x", {}) == "x"
 
 

@@ -13,7 +13,10 @@ import tokenizers
 from served_model import write_model
 from tokenizers import Regex, models, pre_tokenizers
 
+from ridgeline.config import ModelOptions
+from ridgeline.engine.client.processor import Processor
 from ridgeline.errors import BadRequest, ModelError
+from ridgeline.models.model_config import load_model_config
 from ridgeline.text import tokenizer_limits
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.text.vocabulary_gguf import PRE_TOKENIZERS
@@ -42,6 +45,13 @@ def charsmap(longest: int) -> dict[str, Any]:
 
 
 @pytest.mark.reliability("S-10d")
+def template(pieces: int, ids: int) -> dict[str, Any]:
+    """A post-processor that puts `pieces` times `ids` tokens before a text."""
+    known = {"a": {"id": "a", "ids": [0] * ids, "tokens": ["a"] * ids}}
+    single = [{"SpecialToken": {"id": "a", "type_id": 0}}] * pieces + [{"Sequence": {"id": "A", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
+
+
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -52,13 +62,34 @@ def charsmap(longest: int) -> dict[str, Any]:
         ({"normalizer": replace("b" * 200, {"Regex": ""})}, "makes up to 201 characters of one"),
         ({"normalizer": charsmap(5_000)}, "makes up to 5,000 characters"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}}, "characters of one"),
+        ({"decoder": {"type": "Sequence", "decoders": [replace("a" * 1000)] * 3}}, "its decoder makes up to 1,000,000,000 ch"),
+        ({"post_processor": {"type": "Sequence", "processors": [template(2_000, 500)] * 2}}, "adds 2,000,000 tokens to every"),
     ],
-    ids=["id", "largest id", "added tokens", "three times a thousand", "nothing replaced", "table", "byte levels"],
+    ids=["id", "largest id", "added tokens", "three times a thousand", "nothing replaced", "table", "byte levels", "decoder",
+         "tokens around a text"],
 )
 def test_files_that_would_cost_too_much_are_refused(parts: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words) as refusal:
         Tokenizer.load(changed(tmp_path, **parts))
     assert "\n" not in str(refusal.value) and "tokenizer.json" in str(refusal.value)
+
+
+def test_a_token_that_the_vocabulary_lacks_is_a_refusal_of_the_text(tmp_path: Path) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "lost"}
+    gone = {"decoder": None, "pre_tokenizer": None, "post_processor": None, "added_tokens": []}
+    tokenizer = Tokenizer.load(changed(tmp_path, model=model, **gone))
+    assert tokenizer.encode("a", add_special_tokens=False) == [0]
+    with pytest.raises(BadRequest, match="cannot cut this text"):
+        tokenizer.encode("c", add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_files_nested_too_deep_are_refused(name: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny")
+    (model / name).write_text("[" * 100_000)
+    with pytest.raises(ModelError, match=name):
+        load_model_config(model)
+        Processor.load(ModelOptions(), model)
 
 
 @pytest.mark.parametrize(

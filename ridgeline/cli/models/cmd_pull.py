@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.name in ("", embedded.NAME):
+    if args.name in ("", embedded.NAME, embedded.SHORT_NAME):
         path = pull_embedded(args.quiet)
     else:
         name = hub_name(args.name)

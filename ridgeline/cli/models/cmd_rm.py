@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def remove(text: str) -> str:
-    if text == embedded.NAME:
+    if text in (embedded.NAME, embedded.SHORT_NAME):
         file = platform.cache_dir() / embedded.FILE
         if not file.is_file():
             raise ModelError(f"{text} is not in {platform.cache_dir()}")

@@ -368,6 +368,7 @@ class AsyncLLM:
         self._limits.check_length(len(request.prompt_token_ids))
         if must_fit:
             self._limits.check_answer(len(request.prompt_token_ids), params.max_tokens, must_fit)
+        self._limits.check_logprobs(len(request.prompt_token_ids), params)
         if caller.cache_salt:
             request.cache_salt = f"{caller.cache_salt}:{request.cache_salt}"
         request.prefix_caching = caller.prefix_caching

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.engine.client.processor import Prompt
-from ridgeline.errors import PROMPT, PromptTooLong
-from ridgeline.sampling_params import SamplingParams
+from ridgeline.errors import PROMPT, BadRequest, PromptTooLong
+from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams
 
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
+MOST_LOGPROBS = 3_000_000            # log-probabilities in the answers to one prompt: each takes up to 200 bytes until it is sent
 MOST_VALUES = 200                    # texts, keys, lists and objects of a chat that is rendered on the event loop
 
 
@@ -53,6 +54,24 @@ class PromptLimits:
                 f"{name} is too large: {max_tokens} tokens beside the {tokens} of the prompt; {self._context}; leave it out "
                 f"for as many as there is room for ({self.max_model_len - tokens})",
                 field=name,
+            )
+
+    def check_logprobs(self, tokens: int, params: SamplingParams) -> None:
+        """Whether the log-probabilities of all answers to a prompt are few enough to be kept until they are written. Every answer
+        is written with those of the prompt."""
+        room = self.max_model_len - tokens
+        most_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        values = 0
+        if params.prompt_logprobs is not None:
+            values += params.n * tokens * (1 + params.prompt_logprobs)
+        if params.logprobs is not None:
+            values += params.n * most_tokens * (1 + params.logprobs)
+        most = max(MOST_LOGPROBS, self.max_model_len * (1 + MAX_LOGPROBS))       # one answer may have all of them
+        if values > most:
+            raise BadRequest(
+                f"up to {values:,} log-probabilities would be returned, and at most {most:,} can be; ask for fewer answers (n), "
+                "fewer tokens (max_tokens) or fewer alternatives",
+                field="prompt_logprobs" if params.logprobs is None else "logprobs",
             )
 
     @property

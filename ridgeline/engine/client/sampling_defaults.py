@@ -99,7 +99,7 @@ def _overrides(text: str) -> dict[str, Any]:
     name = "override_generation_config"
     try:
         given = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{name} must be a JSON object, got {text[:80]!r}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{name} must be a JSON object, got {text[:80]!r}")

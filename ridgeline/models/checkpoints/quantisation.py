@@ -48,7 +48,7 @@ def read_quantisation(raw: Mapping[str, Any], where: str, directory: Path | None
     if found is None and directory is not None and (directory / MODELOPT_FILE).is_file():
         try:
             found = json.loads((directory / MODELOPT_FILE).read_text(encoding="utf-8")) | {"quant_method": "modelopt"}
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise ModelError(f"{directory / MODELOPT_FILE} cannot be read: {error}") from None
         name = MODELOPT_FILE
     if found is None:
@@ -83,7 +83,7 @@ def safetensors_headers(directory: Path) -> dict[str, str]:
                 size = struct.unpack("<Q", file.read(8))[0]
                 header = json.loads(file.read(size)) if size <= MAX_HEADER else {}
             found |= {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, struct.error, KeyError, TypeError):
+        except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError):
             continue
     return found
 
@@ -180,7 +180,7 @@ def _tensors_of(path: Path, patterns: list[re.Pattern[str]]) -> dict[str, list[f
                     begin, end = entry["data_offsets"]
                     file.seek(8 + size + begin)
                     found[name] = _numbers(file.read(min(end - begin, 2**16)), entry["dtype"])
-    except (OSError, ValueError, struct.error, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError):
         return {}
     return found
 

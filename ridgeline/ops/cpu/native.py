@@ -33,6 +33,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "soft_cap": [_POINTER] + [_INT] * 2 + [_FLOAT],
     "embedding": [_POINTER] * 3 + [_INT] * 2 + [_FLOAT],
     "greedy": [_POINTER] * 5 + [_INT] * 3,
+    "race": [_POINTER] * 4 + [_INT] * 2,
+    "logprobs": [_POINTER] * 6 + [_INT] * 4,
     "rotary_write": [_POINTER] * 9 + [_INT] * 7 + [_FLOAT] * 2,
     "linear_row": [_POINTER] * 4 + [_INT] * 2,
     "packed_linear": [_POINTER, _INT] + [_POINTER] * 3 + [_INT] * 5,
@@ -49,6 +51,7 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "run_program": ([_POINTER, _INT], None),                             # recording.py
 }
 SPLIT = 128                          # as in step/decode_attention.c
+MOST_TOP = 64                        # as in step/logits.c
 
 
 def path() -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ridgeline.ops.cpu import native
 from ridgeline.ops.launch import cdiv, power_of_two
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance, tl, triton_kernel
 from ridgeline.ops.sampling.sample_kernels import ordered_key, ordered_value
@@ -83,6 +84,24 @@ def _first_largest(logits: Tensor, smallest: Tensor, top_k: int) -> Tensor:
     room = top_k - larger.sum(dim=1, keepdim=True)
     taken = larger | (equal & (equal.cumsum(dim=1) <= room))
     return taken.nonzero()[:, 1].view(-1, top_k)
+
+
+# ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def logprobs_native(logits: Tensor, tokens: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A row is read from the CPU cache, where the definition makes a dozen passes over all rows."""
+    rows, vocab = logits.shape
+    top_k = min(top_k, vocab)
+    if logits.stride(1) != 1 or top_k > native.MOST_TOP:
+        return logprobs_reference(logits, tokens, top_k)
+    tokens = tokens.long().contiguous()
+    ranks, top_ids = torch.empty(rows, dtype=torch.int64), torch.empty(rows, top_k, dtype=torch.int64)
+    found = torch.empty(rows), ranks, top_ids, torch.empty(rows, top_k)
+    native.library().logprobs(
+        logits.data_ptr(), tokens.data_ptr(), *(each.data_ptr() for each in found), rows, vocab, logits.stride(0), top_k
+    )
+    return found
 
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -212,7 +231,10 @@ def _inputs(
 logprobs = Op(
     "logprobs",
     logprobs_reference,
-    kernels=[Implementation("triton", logprobs_triton, _triton_supports)],
+    kernels=[
+        Implementation("triton", logprobs_triton, _triton_supports),
+        Implementation("native", logprobs_native, native.supports),
+    ],
     cases=LOGPROBS_CASES,
     cost=logprobs_cost,
     inputs=_inputs,

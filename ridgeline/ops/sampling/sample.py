@@ -17,6 +17,7 @@ float64, so that the two equivalent ways to compute them (for all ids, or for th
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.ops.sampling import sample_kernels
 from ridgeline.ops.sampling.greedy import argmax
@@ -84,14 +86,16 @@ def apply_penalties(
 # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def sample_reference(
-    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None, late: Tensor | None = None
+    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None, late: Tensor | None = None,
+    race: Callable[[Tensor, np.ndarray], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 [S], and which rows failed: those with a NaN, an infinity, or nothing left to choose from.
 
     A failed row's token is 0. Nothing about it reaches another row. `mask`: see apply_mask. `choices` is what `send_choices`
     made of `how`, and changes nothing. `late` [S]: a row's output index is that much smaller than `how` says; the host does not
-    know it yet. Rows with typical_p have none.
+    know it yet. Rows with typical_p have none. `race` is another way to find the winner among all ids.
     """
+    race = race or _race
     if late is not None:
         how = how.copy()
         how["index"] -= late.cpu().numpy()
@@ -99,7 +103,7 @@ def sample_reference(
         kept = torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
         broken = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
         apply_mask_reference(logits, mask, kept, broken)
-        tokens, failed = sample_reference(kept, how)
+        tokens, failed = sample_reference(kept, how, race=race)
         failed |= broken
         return tokens.masked_fill_(failed, 0), failed
     if logits.dtype not in (torch.float32, torch.float64):
@@ -112,8 +116,8 @@ def sample_reference(
         random &= ~failed.cpu().numpy()
         filtered = (how["top_k"] > 0) | (how["top_p"] < 1) | (how["min_p"] > 0) | (how["typical_p"] < 1)
         for members, choose, elements in (
-            (random & ~filtered, _race, CACHED_ELEMENTS),
-            (random & filtered, _race_filtered, SCRATCH_ELEMENTS),
+            (random & ~filtered, race, CACHED_ELEMENTS),
+            (random & filtered, functools.partial(_race_filtered, race=race), SCRATCH_ELEMENTS),
         ):
             for rows in _slices(np.flatnonzero(members), logits, elements):
                 place = to_device(rows, logits.device)
@@ -178,13 +182,13 @@ def _winners(row: Tensor, ids: Tensor, score: Tensor, rows: int) -> Tensor:
 
 # ── filters ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def _race_filtered(scaled: Tensor, how: np.ndarray) -> Tensor:
+def _race_filtered(scaled: Tensor, how: np.ndarray, race: Callable[[Tensor, np.ndarray], Tensor]) -> Tensor:
     """Only the ids that survive min_p, top_k, top_p and typical_p take part."""
     row, ids = survivors(scaled, how)
     value = scaled[row, ids]
     if 8 * len(ids) > scaled.numel():                        # noise for single ids costs four times as much each
         scaled.fill_(-torch.inf)[row, ids] = value
-        return _race(scaled, how)
+        return race(scaled, how)
     noise = exponential_noise(how[row.cpu().numpy()], ids[:, None])[:, 0]
     return _winners(row, ids, value.double().exp_().div_(noise), len(how))
 
@@ -333,6 +337,26 @@ def _count_in_row(row: Tensor) -> Tensor:
     return torch.arange(1, len(row) + 1, device=row.device) - torch.searchsorted(row, row)
 
 
+# ── native ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+def sample_native(
+    logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None, late: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As defined, with the race among all ids in one reading of each row."""
+    return sample_reference(logits, how, mask, choices, late, race=_race_native)
+
+
+def _race_native(scaled: Tensor, how: np.ndarray) -> Tensor:
+    if scaled.dtype != torch.float32:
+        return _race(scaled, how)
+    scaled, tokens = scaled.contiguous(), torch.empty(len(how), dtype=torch.int64)
+    seed, index = np.ascontiguousarray(how["seed"]), np.ascontiguousarray(how["index"])
+    native.library().race(
+        scaled.data_ptr(), seed.ctypes.data, index.ctypes.data, tokens.data_ptr(), *scaled.shape
+    )
+    return tokens
+
+
 # ── Triton ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 def takes_masks(logits: Tensor, how: np.ndarray, mask: Tensor) -> bool:
@@ -439,7 +463,10 @@ apply_mask = Op(
 sample = Op(
     "sample",
     sample_reference,
-    kernels=[Implementation("triton", sample_on_gpu, _triton_supports)],
+    kernels=[
+        Implementation("triton", sample_on_gpu, _triton_supports),
+        Implementation("native", sample_native, native.supports),
+    ],
     cases=SAMPLE_CASES,
     cost=sample_cost,
     inputs=_inputs,

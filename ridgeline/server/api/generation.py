@@ -478,15 +478,20 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
+def encoded_alone(part: Any) -> msgspec.Raw:
+    """A part of a long answer as JSON. One call for all parts would keep every other thread from running until it ends."""
+    return msgspec.Raw(encode(part))
+
+
+def prompt_logprobs(output: RequestOutput) -> list[msgspec.Raw | None] | None:
     """As vLLM writes them: per position a map from token id to its log-probability, rank and text."""
     if output.prompt_logprobs is None:
         return None
 
-    def written(at: LogprobsAt) -> dict[str, Any]:
-        return {
+    def written(at: LogprobsAt) -> msgspec.Raw:
+        return encoded_alone({
             str(token): {"logprob": finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
             for token, each in at.items()
-        }
+        })
 
     return [None if at is None else written(at) for at in output.prompt_logprobs]

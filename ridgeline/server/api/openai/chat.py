@@ -20,6 +20,7 @@ from ridgeline.server.api.generation import (
     Reply,
     Usage,
     Writer,
+    encoded_alone,
     finite,
     prompt_logprobs,
     ranked,
@@ -402,7 +403,10 @@ class ChatWriter(Writer):
     # -- whole ---------------------------------------------------------------------------------------------------------
 
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> ChatChoice:
-        logprobs = None if answer.logprobs is None else self._logprobs(answer.token_ids, answer.logprobs)
+        logprobs = None
+        if answer.logprobs is not None:
+            parts = zip(answer.token_ids, answer.logprobs, strict=True)
+            logprobs = ChatLogprobs([encoded_alone(self._logprobs([token], [at]).content[0]) for token, at in parts])
         parser = self._parsers[index] = self._reading.parser()
         finish = answer.finish_reason
         if parser is None:

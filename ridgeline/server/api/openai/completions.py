@@ -11,7 +11,16 @@ from msgspec import UNSET, UnsetType
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api.generation import GenerationRequest, Integer, Usage, Writer, finite, prompt_logprobs, ranked
+from ridgeline.server.api.generation import (
+    GenerationRequest,
+    Integer,
+    Usage,
+    Writer,
+    encoded_alone,
+    finite,
+    prompt_logprobs,
+    ranked,
+)
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -86,7 +95,7 @@ def middle_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
+    top_logprobs: list[msgspec.Raw | None] = []          # each a map from text to log-probability
     text_offset: list[int] = []
 
 
@@ -202,12 +211,12 @@ class CompletionWriter(Writer):
             text_offset=offsets + answer.text_offset,
         )
 
-    def _top(self, token: int, at: LogprobsAt) -> dict[str, float]:
+    def _top(self, token: int, at: LogprobsAt) -> msgspec.Raw:
         """The most likely tokens and the sampled one; of tokens with the same text the more likely."""
         top: dict[str, float] = {}
         for each, value in [*ranked(at, self._params.logprobs or 0), (token, finite(at[token].logprob))]:
             top.setdefault(self._text(each), value)
-        return top
+        return encoded_alone(top)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is None and self._tokenizer is not None:
