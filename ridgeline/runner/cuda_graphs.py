@@ -83,7 +83,7 @@ class GraphForward:
         self._captured: OrderedDict[_Key, _Captured] = OrderedDict()
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._device, self._num_bytes = device, num_bytes
+        self._memory = device, num_bytes
         num_logits = max(max_rows, most_verified)
         self._logits = torch.empty((num_logits, vocab_size), dtype=dtype, device=device)     # of the graph that ran last
         self._forms: Counter[tuple[Shape, bool]] = Counter()         # captured graphs, by shape and whether greedy
@@ -220,7 +220,7 @@ class GraphForward:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             if not self._captured:                       # a pool begins with its first graph
-                memory_pools.take(self._device, self._num_bytes)
+                memory_pools.take(*self._memory)
             computed = self.eager.run(batch, greedy)
             if computed.logits is not None:              # its memory is the pool's: the next capture reuses it
                 computed.logits = self._logits[: len(batch.logits_index)].copy_(computed.logits)

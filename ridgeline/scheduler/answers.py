@@ -80,7 +80,9 @@ class Answers:
             sequence.num_promised -= 1
             known.extend(tokens)
             deltas.append(
-                TokenDelta(sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.num_cached)
+                TokenDelta(
+                    sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.prefill.num_cached
+                )
             )
         return deltas
 
@@ -121,7 +123,9 @@ class Answers:
         """New tokens of an answer that goes on."""
         sequence.num_promised -= 1
         # By place: twice as fast as by name, and a step has a thousand of them.
-        delta = TokenDelta(sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.num_cached)
+        delta = TokenDelta(
+            sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.prefill.num_cached
+        )
         if sequence.request.predicted_token_ids:
             delta.predicted = self.drafter.predicted(sequence)
         prefill = sequence.prefill
