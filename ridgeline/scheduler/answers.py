@@ -192,7 +192,7 @@ def _said_by_row(result: StepResult, rows: int, drafted: bool) -> list[list[int]
     """The new tokens of each row, those of accepted drafts included. Where no row has drafts, of every row one: rows that did not
     sample, or failed, are told apart elsewhere."""
     if not result.tokens.size:
-        return [[0]] * rows
+        return [[0] for _ in range(rows)]
     if not drafted:
         return result.tokens[:, :1].tolist()
     return [tokens[:count] for tokens, count in zip(result.tokens.tolist(), result.num_new.tolist(), strict=True)]
