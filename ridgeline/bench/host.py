@@ -68,11 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     running = args.running or ([1, 128] if args.shape else [256, 1024])
     steps = args.steps if args.steps is not None else 200 if args.shape else 600
-    if steps < REPORT_STEPS or steps > ANSWER - 2 * _WARM_STEPS or min(running) < 1:
-        raise ConfigError(f"--steps must be between {REPORT_STEPS} and {ANSWER - 2 * _WARM_STEPS}, and --running above 0; got "
-                          f"{steps} and {', '.join(map(str, running))}")
-    if args.layers is not None and not args.shape:
-        raise ConfigError("--layers needs --shape NAME")
+    _check(running, steps, args)
     drafted = [_rows_and_drafts(each) for each in args.drafts]
     device = device_kind({})
     figures = engine_steps(args.shape, args.layers, running, steps) if args.shape else mocked_steps(running, steps, device)
@@ -97,6 +93,14 @@ def run(args: argparse.Namespace) -> None:
     if args.shape:
         workload |= {"model": args.shape, "layers": args.layers or SHAPES[args.shape]["num_hidden_layers"]}
     finish(record("host", workload, figures, gpu=gpu_facts() or None), args)
+
+
+def _check(running: list[int], steps: int, args: argparse.Namespace) -> None:
+    if steps < REPORT_STEPS or steps > ANSWER - 2 * _WARM_STEPS or min(running) < 1:
+        raise ConfigError(f"--steps must be between {REPORT_STEPS} and {ANSWER - 2 * _WARM_STEPS}, and --running above 0; got "
+                          f"{steps} and {', '.join(map(str, running))}")
+    if args.layers is not None and not args.shape:
+        raise ConfigError("--layers needs --shape NAME")
 
 
 def _line(name: str, times: dict[str, Any]) -> str:

@@ -188,13 +188,17 @@ def _check_division(args: argparse.Namespace, model: PlannedModel, device: Devic
         raise ConfigError(f"no interconnect is known for {device.name}: --count must be 1, got {args.count}")
 
 
-def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
-    _check_division(args, model, device)
-    stages = args.nodes if args.stages == 1 else args.stages             # ranks of a stage stay on one machine
+def _check_rest(args: argparse.Namespace) -> None:
     if args.draft_model and not args.drafts:
         raise ConfigError("--draft-model needs --drafts K, the number of tokens that it proposes")
     if args.price is not None and not 0 <= args.price < float("inf"):
         raise ConfigError(f"--price must be at least 0, got {args.price}")
+
+
+def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Setup:
+    _check_division(args, model, device)
+    _check_rest(args)
+    stages = args.nodes if args.stages == 1 else args.stages             # ranks of a stage stay on one machine
     dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
     # A GPU keeps quantised weights packed; a CPU reads only a GGUF file's blocks as they are.
     stored = packed_format(args.model) if device.kind != "cpu" or args.model.endswith(".gguf") else None

@@ -85,7 +85,7 @@ class GraphForward:
         self._captured: OrderedDict[_Key, _Captured] = OrderedDict()
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
-        self._device, self._num_bytes = device, num_bytes if beside is None else 0
+        self._memory = device, num_bytes if beside is None else 0
         num_logits = max(max_rows, most_verified)
         self._logits = torch.empty((num_logits, vocab_size), dtype=dtype, device=device)     # of the graph that ran last
         self._forms: Counter[tuple[Shape, bool]] = Counter()         # captured graphs, by shape and whether greedy
@@ -221,8 +221,8 @@ class GraphForward:
     def _capture(self, graph: torch.cuda.CUDAGraph, batch: Batch, greedy: bool) -> Computed:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            if not self._captured and self._num_bytes:   # a pool begins with its first graph
-                memory_pools.take(self._device, self._num_bytes)
+            if not self._captured and self._memory[1]:   # a pool begins with its first graph
+                memory_pools.take(*self._memory)
             computed = self.eager.run(batch, greedy)
             if computed.logits is not None:              # its memory is the pool's: the next capture reuses it
                 computed.logits = self._logits[: len(batch.logits_index)].copy_(computed.logits)

@@ -83,7 +83,9 @@ class Answers:
             sequence.num_promised -= 1
             known.extend(tokens)
             deltas.append(
-                TokenDelta(sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.num_cached)
+                TokenDelta(
+                    sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.prefill.num_cached
+                )
             )
         return deltas
 
@@ -124,7 +126,9 @@ class Answers:
         """New tokens of an answer that goes on."""
         sequence.num_promised -= 1
         # By place: twice as fast as by name, and a step has a thousand of them.
-        delta = TokenDelta(sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.num_cached)
+        delta = TokenDelta(
+            sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.prefill.num_cached
+        )
         if sequence.request.predicted_token_ids:
             delta.predicted = self.drafter.predicted(sequence)
         prefill = sequence.prefill
@@ -191,7 +195,7 @@ def _said_by_row(result: StepResult, rows: int, drafted: bool) -> list[list[int]
     """The new tokens of each row, those of accepted drafts included. Where no row has drafts, of every row one: rows that did not
     sample, or failed, are told apart elsewhere."""
     if not result.tokens.size:
-        return [[0]] * rows
+        return [[0] for _ in range(rows)]
     if not drafted:
         return result.tokens[:, :1].tolist()
     return [tokens[:count] for tokens, count in zip(result.tokens.tolist(), result.num_new.tolist(), strict=True)]

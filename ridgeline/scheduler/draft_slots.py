@@ -29,11 +29,12 @@ def give_drafts(
     places = np.flatnonzero(decodes & (tokens[:num_running] == 1))
     decoding = rows if len(places) == len(rows) else rows[places]
     known, computed = table.known[decoding], table.computed[decoding]
-    most = np.minimum(table.limit[decoding] - known - 1, table.most_drafts[decoding])
+    sequences = [sequence for row in decoding.tolist() if (sequence := table.sequences[row]) is not None]
+    allowed = np.array([sequence.most_drafts for sequence in sequences], np.int64)
+    most = np.minimum(table.limit[decoding] - known - 1, allowed)
     room = min(room, MOST_VERIFIED - len(rows))
     if room <= 0 or not (most > 0).any():
         return rows, tokens, None
-    sequences = [sequence for row in decoding.tolist() if (sequence := table.sequences[row]) is not None]
     for place in np.flatnonzero(table.want[decoding] & _PROMPT_LOGPROBS).tolist():
         # A preemption loses them while they are in flight. With drafts the answer might end before they are computed again.
         most[place] *= sequences[place].prefill.logprobs_sent

@@ -150,7 +150,7 @@ class Joining:
         row = running.join(sequence, hit, blocks, joined.step)
         joined.promised += running.promised(np.array([row]))
         if sequence.prefill.lost_tokens == 0 and sequence.leader is None:
-            sequence.num_cached = hit.num_tokens
+            sequence.prefill.num_cached = hit.num_tokens
             joined.started.append(sequence.request.request_id)
         if count > 1:                                            # as of rows that run, see publish_later
             running.publish_later(row, count)

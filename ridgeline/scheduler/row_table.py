@@ -25,7 +25,6 @@ class Rows:
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
         self.plain = np.zeros(max_rows, bool)            # it samples from the model's own logits
-        self.most_drafts = np.zeros(max_rows, np.int64)  # that a step may have for it, by its request
         self.stay = np.zeros(max_rows, np.int64)         # grows when a sequence gets the row, and when it leaves it
         self.num_held = 0                                # blocks in the tables of all rows …
         self.num_used = 0                                # … and the computed tokens in them
@@ -52,7 +51,6 @@ class Rows:
         self.lost[row] = min(sequence.prefill.lost_tokens, len(sequence.tokens) - 1)
         self.want[row] = want
         self.plain[row] = sequence.is_plain
-        self.most_drafts[row] = sequence.most_drafts
         self.stay[row] += 1
         self._ranked = None
         return row

@@ -36,6 +36,7 @@ class Prefill:
     logprobs_sent: bool = False
     hidden: np.ndarray | None = None                             # pooled so far
     found: int = 0                   # tokens that the prefix cache held when it was last asked, while the sequence waited
+    num_cached: int = 0              # prompt tokens that the prefix cache saved at first; a fork saves none
     looked_up: int = 0               # when that was, as a number that grows
 
     def restart(self, num_computed: int) -> None:
@@ -56,7 +57,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "finished", "index", "leader", "limit", "matcher", "num_cached", "num_promised", "prefill", "request", "row",
+        "blocks", "finished", "index", "leader", "limit", "matcher", "num_promised", "prefill", "request", "row",
         "seed", "simple", "stop_ids", "tokens", "turn",
     )
 
@@ -75,7 +76,6 @@ class Sequence:
         self.prefill = Prefill()
         self.finished = False
         self.num_promised = 0                            # steps in flight that sample for it
-        self.num_cached = 0                              # prompt tokens that the prefix cache saved at first; a fork saves none
         params = request.params
         # Nothing comes with its tokens, and no grammar follows them.
         self.simple = not (

@@ -26,6 +26,8 @@ _BY_CHANCE = 3.0                     # … unless they surprise: by more than th
 _LEAST_SPREAD = 0.1                  # … which is at least this
 _ROW_KEEPS = 0.95                    # of a row's counts with each drafted step …
 _ROW_FADES = 0.997                   # … and with each step without drafts: a row that was given up is tried again
+_HONESTY_KEEPS = 0.97                # of the counts of a promise with each step …
+_HONESTY_WEIGHT = 4.0                # … and what the belief in the chances is worth, in tokens
 _IN_FLIGHT = 2                       # steps whose drafts of a row may be in flight at once
 _FIRST_SLOTS = 64
 
@@ -36,6 +38,38 @@ class Source(NamedTuple):
     name: str                        # of the proposer
     evidence: int                    # its grade
     late: bool                       # proposed while tokens were in flight, so that the path had to guess them, too
+
+
+class Sources:
+    """Sources by number, so that a step's drafts can have theirs in an array."""
+
+    def __init__(self) -> None:
+        self.listed: list[Source] = []
+        self.numbers: dict[tuple[str, int], int] = {}    # by name and evidence; the number of the late one follows
+
+    def add(self, name: str, evidence: int) -> int:
+        number = self.numbers[name, evidence] = len(self.listed)
+        self.listed += [Source(name, evidence, late) for late in (False, True)]
+        return number
+
+    def evidence(self, numbers: np.ndarray) -> np.ndarray:
+        return np.array([source.evidence for source in self.listed], np.int64)[numbers]
+
+
+class Honesty:
+    """Of many estimates, the best are mostly too good: what was promised lately is compared with what came."""
+
+    def __init__(self) -> None:
+        self._promised, self._kept = 0.0, 0.0            # drafts that were expected to survive, and those that did
+
+    @property
+    def share(self) -> float:
+        return min(1.0, (self._kept + _HONESTY_WEIGHT) / (self._promised + _HONESTY_WEIGHT))
+
+    def count(self, promised: float, kept: int) -> None:
+        """Of one step; nothing of a step whose offers were all left out, so that what was given up is tried again."""
+        self._promised = _HONESTY_KEEPS * self._promised + promised
+        self._kept = _HONESTY_KEEPS * self._kept + kept
 
 
 @dataclass(slots=True)

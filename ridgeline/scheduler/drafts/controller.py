@@ -25,8 +25,8 @@ import numpy as np
 from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
-from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Source, beyond, survival
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, Proposer
+from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources, beyond, survival
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.sequence import Sequence
@@ -41,8 +41,6 @@ _GAIN = 1.01                         # drafts must promise this much more than n
 _OFF_EVERY = 500                     # steps with drafts before one without is taken, to measure it again
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
-_HONESTY_KEEPS = 0.97                # of the counts behind _honesty with each step, also of one whose offers were all left out …
-_HONESTY_WEIGHT = 4.0                # … and what the belief in the chances is worth, in tokens
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 
 
@@ -68,14 +66,13 @@ class Controller:
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
         self._records = RowRecords()
-        self._sources: list[Source] = []
-        self._kinds: dict[tuple[str, int], int] = {}     # by name and evidence, the number of the source; the late one follows
+        self._sources = Sources()
+        self._honesty = Honesty()
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
         self._last_drafted = 0                           # steps
         self._last_off = 0
         self._probing = False                            # does the newest step with drafts have them only to learn?
-        self._promised, self._kept = 0.0, 0.0            # drafts that were expected to survive lately, and those that did
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
 
     @property
@@ -106,8 +103,7 @@ class Controller:
             offers, chances = _best_of_each_row(offers, chances, self._pass_share(len(rows.sequences), rows.keys))
         width = self._widths(rows, offers, chances, probing)
         if not width.any():
-            self._promised *= _HONESTY_KEEPS
-            self._kept *= _HONESTY_KEEPS
+            self._honesty.count(0.0, 0)
             return None
         self._last_drafted = self._step
         return self._drafts(rows, offers, chances, width)
@@ -117,7 +113,7 @@ class Controller:
         places: list[int] = []
         paths: list[list[int]] = []
         kinds: list[int] = []
-        known, place = self._kinds, -1
+        numbers, place = self._sources.numbers, -1
         most_of_each = np.minimum(rows.most, self._most).tolist()
         for sequence, most, pending in zip(rows.sequences, most_of_each, rows.pending.tolist(), strict=True):
             place += 1
@@ -132,19 +128,13 @@ class Controller:
                     del tokens[sequence.matcher.allowed(tokens) :]       # the rest could never be accepted
                 if len(tokens) <= pending:
                     continue
-                kind = known.get((offer.source, offer.evidence))
+                number = numbers.get((offer.source, offer.evidence))
                 places.append(place)
                 paths.append(tokens)
-                kinds.append(self._new_kind(offer) if kind is None else kind)
+                kinds.append(self._sources.add(offer.source, offer.evidence) if number is None else number)
         if not places:
             return None
         return self._arranged(rows, np.array(places), paths, np.array(kinds))
-
-    def _new_kind(self, offer: Offer) -> int:
-        """Its number; with and without tokens in flight its drafts are different sources."""
-        kind = self._kinds[offer.source, offer.evidence] = len(self._sources)
-        self._sources += [Source(offer.source, offer.evidence, late) for late in (False, True)]
-        return kind
 
     def _arranged(self, rows: DecodingRows, places: np.ndarray, paths: list[list[int]], kinds: np.ndarray) -> _Offers:
         records = self._records
@@ -155,11 +145,11 @@ class Controller:
             slots = records.slots([rows.sequences[place] for place in places.tolist()])
         records.waiting[slots[pending == 0]] = 0         # nothing is in flight: blocks were short, or memory ran out
         source = kinds + (pending > 0)
-        evidence = np.array([each.evidence for each in self._sources])[source]
+        evidence = self._sources.evidence(source)
         tried, accepted = records.fade(slots, evidence, self._step)
         ends = np.array([len(path) for path in paths])
         length = np.minimum(ends - pending, np.minimum(rows.most[places], self._most))
-        on_device = np.array([each.name == DRAFT_MODEL for each in self._sources])[source]
+        on_device = np.array([each.name == DRAFT_MODEL for each in self._sources.listed])[source]
         if self._adaptive:                               # a draft model is alike for all rows
             new = (tried == 0) & (evidence < EVIDENCE - 1) & ~on_device
             length = np.where(new, np.minimum(length, _FIRST), length)
@@ -168,7 +158,7 @@ class Controller:
     def _chances(self, offers: _Offers) -> np.ndarray:
         """float [offers, positions]"""
         positions, found = int(offers.length.max()), sorted(set(offers.source.tolist()))
-        rates = np.stack([self.acceptance.rates(self._sources[number])[:positions] for number in found])
+        rates = np.stack([self.acceptance.rates(self._sources.listed[number])[:positions] for number in found])
         rates = rates[np.searchsorted(found, offers.source)] if len(found) > 1 else rates
         return survival(rates, offers.tried, offers.accepted, offers.length)
 
@@ -179,7 +169,7 @@ class Controller:
             lengths = np.zeros(count, np.int64)
             lengths[offers.places] = offers.length
             return np.minimum(lengths, np.maximum(0, rows.room - (np.cumsum(lengths) - lengths)))
-        chosen = self._best(chances, self._honesty, rows, self._made_for(rows, offers))
+        chosen = self._best(chances, self._honesty.share, rows, self._made_for(rows, offers))
         self._probing = probing and not len(chosen)
         if self._probing:
             order = _ordered(chances, 0.0)[: rows.room]
@@ -193,11 +183,6 @@ class Controller:
         affordable = table.sizes[table.seconds <= _PROBE_COST * self.times.seconds(rows, keys)]
         affordable = affordable[affordable > rows] - rows
         return min(most, max(_PROBE, rows // _PROBE_SHARE), int(affordable[-1]) if len(affordable) else 1)
-
-    @property
-    def _honesty(self) -> float:
-        """The share of the promised tokens that came: of many estimates, the best are mostly too good."""
-        return min(1.0, (self._kept + _HONESTY_WEIGHT) / (self._promised + _HONESTY_WEIGHT))
 
     def _best(
         self, chances: np.ndarray, honesty: float, rows: DecodingRows, made_for: list[Sequence | None] | None = None
@@ -313,17 +298,15 @@ class Controller:
         if not there.all():
             slots, width, accepted = slots[there], width[there], accepted[there]
         source, expected = records.arrive(slots)
-        evidence = np.zeros(len(slots), np.int64)
         for number in set(source.tolist()):
-            mine, known = source == number, self._sources[number]
-            evidence[mine] = known.evidence
+            mine, known = source == number, self._sources.listed[number]
             self.acceptance.count(known, width[mine], accepted[mine])
             if known.name == "prediction":
                 self._count_predicted([each for each, has in zip(sequences, there.tolist(), strict=True) if has], mine,
                                       accepted, width - accepted)
-        records.count(slots, evidence, width, accepted, self._step)
-        self._promised = _HONESTY_KEEPS * self._promised + float(expected.sum())
-        self._kept = _HONESTY_KEEPS * self._kept + int(accepted[expected > 0].sum())
+        if len(slots):
+            records.count(slots, self._sources.evidence(source), width, accepted, self._step)
+        self._honesty.count(float(expected.sum()), int(accepted[expected > 0].sum()))
         if self._probing and len(width) and (accepted == width).all():
             self._last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
