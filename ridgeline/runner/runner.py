@@ -87,6 +87,8 @@ class _Step:
 
 
 class Runner:
+    drafter = NoDraftModel()         # a draft model, where there is one
+
     def __init__(
         self,
         model: Decoder,
@@ -102,11 +104,12 @@ class Runner:
         self._sampler = sampler
         self._buffers = buffers
         self._comm = comm
-        self.drafter = NoDraftModel()
         self.memory: dict[str, int] = {}                 # measured bytes on a GPU, by part of the ledger
         self.rehearse: Callable[[], bool] = lambda: False    # captures one more graph; False: none is left (graph_warmup.py)
         self._steps: deque[_Step] = deque()
         self._work: _Work | None = None                  # of the newest step
+        # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed.
+        self._knows_at_once = rows.device.type == "cpu"
         self._landings: list[Landing] = []               # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
         self._listed_tokens: dict[int, np.ndarray] = {}  # row -> tokens whose log-probability it wants, whatever their rank
@@ -152,11 +155,6 @@ class Runner:
         if self.drafter.wanted(plan):
             for step in self._steps:
                 self._hear(step)
-
-    @property
-    def _knows_at_once(self) -> bool:
-        """On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed."""
-        return self.rows.device.type == "cpu"
 
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
         """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1."""
