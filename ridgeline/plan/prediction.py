@@ -241,9 +241,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     layer = constants.layer_one_s + (constants.layer_many_s - constants.layer_one_s) * grown
     four_bits = WEIGHT_FORMATS[setup.weights].bits == 4 and device.kind == "cuda" and format == setup.dtype
     many = steps.tokens > FOUR_BIT_ROWS
-    kept = np.where(many, 1.0, FOUR_BIT_COMPUTE) if four_bits else 1.0
-    if device.kind == "cpu" and format == setup.weights and format != setup.dtype:
-        kept = (1 + 1 / TILE_ROWS) / (1 + np.ceil(steps.tokens / TILE_ROWS) / np.maximum(steps.tokens, 1))
+    kept = _rate_kept(setup, steps, four_bits, format)
     bytes_read, flops = _of_fullest_rank(setup, steps)
     products = _both(bytes_read / reads, flops / (rates * (paced * kept)[:, None]), p)
     products += steps.product_calls * kernel[:, None]
@@ -269,6 +267,15 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
         "communication": steps.collectives * link.latency + ring * steps.collective_bytes / link.bandwidth,
         "step": np.full(len(steps), constants.step_s),
     }
+
+
+def _rate_kept(setup: Setup, steps: Steps, four_bits: bool, format: str) -> np.ndarray | float:
+    """The share of the matrix rate that products of these weights have."""
+    if four_bits:
+        return np.where(steps.tokens > FOUR_BIT_ROWS, 1.0, FOUR_BIT_COMPUTE)
+    if setup.device.kind == "cpu" and format == setup.weights and format != setup.dtype:
+        return (1 + 1 / TILE_ROWS) / (1 + np.ceil(steps.tokens / TILE_ROWS) / np.maximum(steps.tokens, 1))
+    return 1.0
 
 
 def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: float, paced: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,7 +85,7 @@ class GraphForward:
         self._waiting: OrderedDict[_Key, _Seen] = OrderedDict()      # used, not captured yet; the last use last
         self._captured: OrderedDict[_Key, _Captured] = OrderedDict()
         self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         self._memory = device, num_bytes if beside is None else 0
         num_logits = max(max_rows, most_verified)
         self._logits = torch.empty((num_logits, vocab_size), dtype=dtype, device=device)     # of the graph that ran last

@@ -88,6 +88,8 @@ class _Step:
 
 
 class Runner:
+    drafter = NoDraftModel()         # a draft model, where there is one
+
     def __init__(
         self,
         model: Decoder,
@@ -103,7 +105,6 @@ class Runner:
         self._sampler = sampler
         self._buffers = buffers
         self._comm = comm
-        self.drafter = NoDraftModel()
         self.memory: dict[str, int] = {}                 # measured bytes on a GPU, by part of the ledger
         self.rehearse: Callable[[], bool] = lambda: False    # captures one more graph; False: none is left (graph_warmup.py)
         self._steps: deque[_Step] = deque()

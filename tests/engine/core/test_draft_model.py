@@ -257,17 +257,14 @@ def test_ranks_divide_the_draft_model_too(models: dict[str, Path]) -> None:
 
 @pytest.mark.real_model
 def test_the_embedded_model_accepts_nearly_all_of_its_own_drafts() -> None:
-    """In float32 a step of several tokens rounds differently than one of a single token."""
+    """Not that its answers are the same: in float32 a step of several tokens rounds differently than one of a single token."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     given = {"method": "draft_model", "model": str(embedded.require()), "num_speculative_tokens": 4, "adaptive": False}
     options: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 4, "device": "cpu"}
-    said = []
-    for more in ({}, {"speculative_config": given}):
-        llm = LLM(**options, **more)
-        said.append([each.outputs[0].token_ids for each in llm.generate(["The capital of France", "def add("], params)])
-        counters = getattr(llm.core.scheduler.drafter, "counters", None)
-        llm.close()
-    assert said[0] == said[1]
+    llm = LLM(speculative_config=given, **options)
+    llm.generate(["The capital of France", "def add("], params, use_tqdm=False)
+    counters = getattr(llm.core.scheduler.drafter, "counters", None)
+    llm.close()
     assert counters is not None and counters.accepted_tokens > 0.95 * counters.draft_tokens > 40
 
 

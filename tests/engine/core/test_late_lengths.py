@@ -5,6 +5,7 @@ Here the device is a CPU whose results the runner does not look at before they a
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,17 @@ def test_rows_go_on_before_the_host_knows_their_length(
     assert on.told() == off.told()
     assert drafter.proposed > 100 and corrected.count(True) > 10 and corrected.count(False) > 2
     assert on.core.scheduler.counters.preemptions > 0
+
+
+def test_a_draft_model_waits_for_what_rows_say(model: Path, off: Run, corrected: list[bool]) -> None:
+    """It is the model itself, so it must be right: the step before is heard, and only then does it propose."""
+    given = json.dumps({"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "adaptive": False})
+    options = USUAL | CPU | FEW_BLOCKS | {"async_scheduling": True, "max_num_batched_tokens": 24, "speculative_config": given}
+    on = Run(model, options).finish(plain_requests())
+    assert on.told() == off.told()
+    counters = on.core.scheduler.drafter.counters
+    assert counters.accepted_tokens == counters.draft_tokens > 30
+    assert True not in corrected and False in corrected
 
 
 def test_rows_with_a_temperature_go_on_as_well(model: Path, corrected: list[bool]) -> None:
