@@ -288,8 +288,8 @@ class DeviceRows:
             return ()
         prompt, ends = self.tables.num_prompt[layout.rows], numbers.ends
         starts, decodes = ends - layout.counts, self._arange[: len(ends)] < layout.num_decodes
-        found = []
-        for place in np.flatnonzero(np.where(decodes, starts < prompt, ends > prompt)).tolist():
+        found, real = [], layout.rows < self.max_rows    # the others are padding
+        for place in np.flatnonzero(np.where(decodes, starts < prompt, ends > prompt) & real).tolist():
             of_prompt, start = bool(decodes[place]), int(starts[place])
             position = start if of_prompt else max(start, int(prompt[place]))
             first = int(numbers.query_start[place]) + position - start

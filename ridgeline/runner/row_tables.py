@@ -24,7 +24,7 @@ class RowTables:
         self.length = np.zeros(max_rows + 1, np.int64)       # tokens whose KV is in the cache
         self.num_given = np.zeros(max_rows + 1, np.int64)    # tokens that came from the host
         self.given: list[np.ndarray] = [np.zeros(0, np.int32)] * max_rows
-        self.num_prompt = np.zeros(max_rows, np.int64)
+        self.num_prompt = np.zeros(max_rows + 1, np.int64)
         self.stay = np.zeros(max_rows, np.int64)             # grows with each sequence that gets the row
         max_blocks = -(-max_model_len // block_size)
         self.blocks = np.zeros((num_groups, max_rows + 1, max_blocks), np.int32)

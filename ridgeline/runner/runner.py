@@ -162,13 +162,13 @@ class Runner:
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
         """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1. In a
         pipeline more are in flight, but none has a row of the next one (Scheduler._is_free)."""
-        if self._comm.stages.count > 1:
+        if self.model.stage.count > 1:
             return False
         return any(step.work.positions is not None and not step.settled for step in self._steps if step is not newest)
 
     def _settle_rows(self, rows: np.ndarray) -> None:
         """In a pipeline a row comes again when rank 0 has its result. Another rank of the last stage may collect that later."""
-        if self._comm.stages.count == 1 or not self.model.stage.last:
+        if self.model.stage.count == 1 or not self.model.stage.last:
             return
         for step in self._steps:
             positions = step.work.positions

@@ -18,6 +18,7 @@ from fake_runner import FakeRunner, next_token, stamp
 from host_simulation import SETUPS, VOCAB, Setup, Simulation, random_request
 from torch import Tensor
 
+from ridgeline.distributed.pipeline import WHOLE
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.messages import BlockOp, Request, StepPlan, StepResult
 from ridgeline.ops.attention import kernel_prefill_hopper
@@ -229,7 +230,7 @@ class Traffic(Simulation):
         self.rows = Rows(setup, self.groups, deterministic)
         self.forward = StampForward(self.rows, setup, padded)
         sampler = Sampler(setup.max_rows, VOCAB, set(setup.eos), "cpu", torch.float32)
-        model: Any = SimpleNamespace(logits=lambda hidden: hidden, expert_reads=None, stage=SimpleNamespace(last=True))
+        model: Any = SimpleNamespace(logits=lambda hidden: hidden, expert_reads=None, stage=WHOLE)
         comm: Any = SimpleNamespace(size=1, waited=0.0, tensor=SimpleNamespace(size=1, broadcast=lambda tokens: tokens))
         buffers: Any = SimpleNamespace(run=self.forward.copy)
         runner = Runner(model, self.forward, self.rows, sampler, buffers, comm)
