@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         cells = {"ready s": found["ready_s"], "first token s": found["first_token_s"]}
         rows.append({"model": chosen["shape"] or args.model or "embedded", "options": " ".join(chosen["words"])} | cells)
     setting = {
-        "model": ", ".join(args.shape or []) or args.model or "embedded", "layers": args.layers, "cold": args.cold,
+        "model": ", ".join(args.shape or []) or Path(args.model).name or "embedded", "layers": args.layers, "cold": args.cold,
         "weights": "written to disk, in the page cache" if args.written else "dummy" if args.shape else "the model's own",
         "options": args.set,
     }

@@ -206,7 +206,7 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     stage_layers(model.config.num_layers, 0, stages)
     return Setup(
         model=model, device=device, ranks=args.count, stages=stages, dtype=dtype, weights=args.weights or stored or dtype,
-        stored=_stored_bytes(model) if stored and not args.weights and device.kind == "cpu" else None,
+        stored=_stored_bytes(args, model, device),
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
         stage_link=_stage_link(args), expert_parallel=args.expert_parallel, context_parallel=args.context > 1, nodes=args.nodes,
@@ -214,10 +214,12 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     )
 
 
-def _stored_bytes(model: PlannedModel) -> float | None:
-    """Of a weight in a GGUF file, as a CPU keeps it."""
+def _stored_bytes(args: argparse.Namespace, model: PlannedModel, device: Device) -> float | None:
+    """Of a weight in a packed GGUF file, as a CPU keeps it; None: the format says it."""
     packed = model.config.packed
-    return sum(each.nbytes for each in packed) / sum(each.weights for each in packed) if packed else None
+    if args.weights or device.kind != "cpu" or not packed or packed_format(args.model) is None:
+        return None
+    return sum(each.nbytes for each in packed) / sum(each.weights for each in packed)
 
 
 def _stage_link(args: argparse.Namespace) -> Link | None:

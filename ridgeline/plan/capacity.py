@@ -184,7 +184,7 @@ def textbook(setup: Setup, context: int, parameters: float | None = None) -> Tex
 
 
 def possible_ranks(model: PlannedModel, most: int, stages: int = 1) -> list[int]:
-    """Powers of two that divide the model's heads, with at most so many devices in all stages, but one in each."""
+    """Powers of two that divide the model's heads, with at most `most` devices in all stages, but one in each."""
     config = model.config
 
     def divides(ranks: int) -> bool:

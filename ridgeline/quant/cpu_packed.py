@@ -82,8 +82,10 @@ def codes_part(weight: QuantisedWeight) -> Part | None:
     )
     assert scale is not None
     if kind != "INT4":
-        if offset is not None or weight.zero is not None or bool((codes.view(torch.uint8) & 127 == 127).any() and kind == "E4M3"):
-            return None                                  # 127 is e4m3's NaN
+        if offset is not None or weight.zero is not None:
+            return None
+        if kind == "E4M3" and bool((codes.view(torch.uint8) & 127 == 127).any()):
+            return None                                  # e4m3's NaN
     elif offset is None:
         zero = weight.zero.float().view(outputs, groups) if weight.zero is not None else MIDDLE[weight.grid]
         offset = -zero * scale

@@ -138,7 +138,7 @@ class _Executor:
 
 
 def drafted_steps(running: int, width: int, steps: int, device: str = "cpu") -> dict[str, Any]:
-    """Milliseconds of processor time of a decode step with that many rows, and so many drafts of each."""
+    """Milliseconds of processor time of a decode step with that many rows, and that many drafts of each."""
     answer = (steps + 2 * _WARM_STEPS) * (1 + width)
     options = EngineConfig.of(
         model=str(write_shape("llama-3.1-8b")), skip_tokenizer_init=True, max_model_len=PROMPT + answer + 2 * MOST_DRAFTS,

@@ -293,8 +293,8 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     reads = runner.model.weight_reads if runner is not None else None
     linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)
     if config.device == "cpu" and config.model.packed and config.options.model.cpu_activations == "int8":
-        stored, weights = (sum(getattr(each, name) for each in config.model.packed) for name in ("nbytes", "weights"))
-        linear_dtype = packed_width(8 * stored / weights)
+        packed = config.model.packed
+        linear_dtype = packed_width(8 * sum(each.nbytes for each in packed) / sum(each.weights for each in packed))
     return StepRecorder(shape.shard(ranks) if ranks > 1 else shape, config.dtype, reads, linear_dtype, ThreadClock().waiting)
 
 

@@ -137,7 +137,7 @@ class LiveProfile:
         self._profiler.write(path)
         costs: dict[str, dict[str, float]] = {}
         if recorder.peaks is not None:
-            rates = recorder.peaks.read_bytes_s, recorder.peaks.rate(recorder.dtype)
+            rates = recorder.peaks.read_bytes_s, recorder.rates(recorder.peaks)
             model = getattr(getattr(self._core.executor, "runner", None), "model", None)
             steps = self._rows.costs(StepCosts(recorder.shape, getattr(model, "weight_reads", None)))
             costs = {part: asdict(cost) for part, cost in part_costs(steps, *rates).items()}

@@ -113,7 +113,7 @@ class DraftModel(NoDraftModel):
         self._buffers.run([replace(op, group=0) for op in plan.block_ops if op.group == self._group])
 
     def heard(self, rows: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """These rows have said so many tokens: `counts` of each row of `tokens`."""
+        """These rows have said tokens: the first `counts` of each row of `tokens`."""
         columns = np.arange(tokens.shape[1])
         said = columns < counts[:, None]
         guessed = self._guessed[rows, : tokens.shape[1]]

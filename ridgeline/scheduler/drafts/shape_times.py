@@ -90,7 +90,7 @@ class ShapeTimes:
         return float(table.seconds[min(bisect.bisect_left(self._plain, rows), len(self._plain) - 1)])
 
     def drafted(self, rows: int, queries: int, keys: int) -> float:
-        """Of a step in which all rows have so many queries."""
+        """Of a step in which each row has `queries` queries."""
         table = self.table(self.bound(rows, queries), keys)
         return float(table.seconds[min(int(np.searchsorted(table.sizes, rows * queries)), len(table.sizes) - 1)])
 
