@@ -129,12 +129,8 @@ def forecast(
         per_token = _forward(model, probe, values, timer) * (1 / TOKENS)
     if calibration is not None:
         parts |= _calibrated(mine, calibration, per_token, layers, len(changed), device, timer)
-    alike: dict[object, list[Linear]] = {}               # experts are many
-    for linear in mine:
-        alike.setdefault((linear.inputs, linear.outputs, linear.format, linear.method), []).append(linear)
-    rounding = [_rounding(same[0], values[same[0].weight], timer) * len(same) for same in alike.values()]
-    share = len([linear for linear in linears if linear.format is not None]) / max(len(mine), 1)     # some layers may be kept
-    parts["round"] = sum(rounding, Spent()) * (share if mine else 0)
+    share = counts.total() / max(len(mine), 1)           # some layers may be kept
+    parts["round"] = _all_rounding(mine, values, timer) * (share if mine else 0)
     total = sum(parts.values(), Spent())
     return Forecast(total, _card(model, task, per_token, _inputs(mine, timer, device), reading, timer, device), parts)
 
@@ -188,6 +184,14 @@ def _calibrated(
         found["hessian"] = found.get("hessian", Spent()) + gathered * (grown**2 * tokens / TOKENS * reads * changed)
         found["factor"] = found.get("factor", Spent()) + factored * (grown**3 * count * changed)
     return found
+
+
+def _all_rounding(linears: list[Linear], values: dict[str, Tensor], timer: Timed) -> Spent:
+    """Of a layer. One of each kind is tried: experts are many."""
+    alike: dict[object, list[Linear]] = {}
+    for linear in linears:
+        alike.setdefault((linear.inputs, linear.outputs, linear.format, linear.method), []).append(linear)
+    return sum((_rounding(same[0], values[same[0].weight], timer) * len(same) for same in alike.values()), Spent())
 
 
 def _rounding(linear: Linear, values: Tensor, timer: Timed) -> Spent:
