@@ -480,8 +480,8 @@ def finite(logprob: float) -> float:
 
 
 def encoded_alone(part: Part) -> Part:
-    """A part of a long answer, encoded already: the encoder takes the result for the part. One call for all parts would keep every
-    other thread from running until it ends."""
+    """A part of a long answer, encoded already: the encoder takes the result for the part. One call for all parts would keep
+    every other thread from running until it ends."""
     return cast("Part", msgspec.Raw(encode(part)))
 
 
