@@ -93,15 +93,19 @@ class _RowLists:
         return places[chosen], *(column[chosen] for column in columns)
 
 
-class _Masks:
-    """Long lists of allowed ids, each as a mask of what it forbids. The answers of one request share theirs."""
+class _Allowed:
+    """Lists of allowed ids. A long one is kept as a mask of what it forbids, which the answers of one request share."""
 
     def __init__(self, vocab_size: int) -> None:
+        self.few = _RowLists()
         self._by_row: dict[int, np.ndarray] = {}
         self._newest: tuple[list[int], np.ndarray] | None = None
         self._vocab_size = vocab_size
 
     def put(self, row: int, ids: list[int]) -> None:
+        if len(ids) <= LONG_LIST:
+            self.few.put(row, np.array(ids, np.int64))
+            return
         if self._newest is None or self._newest[0] is not ids:
             forbidden = np.ones(self._vocab_size, np.bool_)
             forbidden[ids] = False
@@ -109,6 +113,7 @@ class _Masks:
         self._by_row[row] = self._newest[1]
 
     def drop(self, row: int) -> None:
+        self.few.drop(row)
         self._by_row.pop(row, None)
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> np.ndarray:
@@ -156,8 +161,8 @@ class Sampler:
         self._edit = np.zeros(max_rows, _EDIT)
         self._plain = np.zeros(max_rows, np.bool_)           # rows that have taken their best id from the first on
         self._place = np.full(max_rows, -1)                  # row -> place in the batch, while one is sampled
-        self._allowed, self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(4))
-        self._forbidden = _Masks(vocab_size)
+        self._allowed = _Allowed(vocab_size)
+        self._bad_words, self._stops, self._biases = (_RowLists() for _ in range(3))
         # For rows with penalties or bad words: the prompt's distinct ids and then the answer, and how often each is in the
         # answer. A row's unused columns repeat its first id, which is harmless where each occurrence of an id says the same.
         self._known = torch.zeros((max_rows, KNOWN_IDS), dtype=torch.int64, device=self._device)
@@ -183,10 +188,7 @@ class Sampler:
             params.typical_p,
         )
         if params.allowed_token_ids is not None:
-            if len(params.allowed_token_ids) > LONG_LIST:
-                self._forbidden.put(row, params.allowed_token_ids)
-            else:
-                self._allowed.put(row, np.array(params.allowed_token_ids, np.int64))
+            self._allowed.put(row, params.allowed_token_ids)
         if added.bad_words_token_ids:
             self._put_bad_words(row, added.bad_words_token_ids)
         if params.logit_bias:
@@ -211,7 +213,7 @@ class Sampler:
         self._plain[row] = not edited and params.temperature < GREEDY_BELOW and index >= min_tokens
 
     def remove_row(self, row: int) -> None:
-        for lists in (self._allowed, self._forbidden, self._bad_words, self._stops, self._biases):
+        for lists in (self._allowed, self._bad_words, self._stops, self._biases):
             lists.drop(row)
 
     def _put_bad_words(self, row: int, words: list[list[int]]) -> None:
@@ -344,8 +346,8 @@ class Sampler:
     ) -> None:
         place = self._place
         place[rows] = np.arange(len(rows))
-        if edit["allowed"].any() and (few := edit["allowed"] & self._forbidden.apply(logits, rows)).any():
-            where, ids = self._to_device(*self._allowed.select(place))
+        if edit["allowed"].any() and (few := edit["allowed"] & self._allowed.apply(logits, rows)).any():
+            where, ids = self._to_device(*self._allowed.few.select(place))
             keep_only(logits, to_device(np.flatnonzero(few), self._device), where, ids)
         if edit["bad_words"].any():
             self._forbid_bad_words(logits, rows, how, edit)

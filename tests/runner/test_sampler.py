@@ -408,7 +408,7 @@ def test_the_bounded_race_has_the_winners_of_the_full_one(dtype: torch.dtype, sp
 
 def test_answers_of_one_request_share_their_list_of_allowed_ids() -> None:
     ids = list(range(0, 2000, 2))
-    masks, logits = sampler_module._Masks(2000), torch.zeros(3, 2000)
+    masks, logits = sampler_module._Allowed(2000), torch.zeros(3, 2000)
     for row in (4, 7):
         masks.put(row, ids)
     masks.put(5, [1] * 600)

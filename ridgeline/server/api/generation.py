@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -37,6 +37,7 @@ Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_TTFT_MS)]  # milliseconds
 
 encode = msgspec.json.Encoder().encode
+Part = TypeVar("Part")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -478,17 +479,18 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def encoded_alone(part: Any) -> msgspec.Raw:
-    """A part of a long answer as JSON. One call for all parts would keep every other thread from running until it ends."""
-    return msgspec.Raw(encode(part))
+def encoded_alone(part: Part) -> Part:
+    """A part of a long answer, encoded already: the encoder takes the result for the part. One call for all parts would keep
+    every other thread from running until it ends."""
+    return cast("Part", msgspec.Raw(encode(part)))
 
 
-def prompt_logprobs(output: RequestOutput) -> list[msgspec.Raw | None] | None:
+def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
     """As vLLM writes them: per position a map from token id to its log-probability, rank and text."""
     if output.prompt_logprobs is None:
         return None
 
-    def written(at: LogprobsAt) -> msgspec.Raw:
+    def written(at: LogprobsAt) -> dict[str, Any]:
         return encoded_alone({
             str(token): {"logprob": finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
             for token, each in at.items()

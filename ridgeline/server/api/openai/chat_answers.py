@@ -22,7 +22,7 @@ class TokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    content: list[TokenLogprob | msgspec.Raw]            # Raw: encoded already
+    content: list[TokenLogprob]
     refusal: None = None
 
 

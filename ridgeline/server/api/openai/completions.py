@@ -95,7 +95,7 @@ def middle_marks(tokenizer: Tokenizer) -> tuple[int, int, int]:
 class CompletionLogprobs(msgspec.Struct):
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
-    top_logprobs: list[msgspec.Raw | None] = []          # each a map from text to log-probability
+    top_logprobs: list[dict[str, float] | None] = []
     text_offset: list[int] = []
 
 
@@ -211,7 +211,7 @@ class CompletionWriter(Writer):
             text_offset=offsets + answer.text_offset,
         )
 
-    def _top(self, token: int, at: LogprobsAt) -> msgspec.Raw:
+    def _top(self, token: int, at: LogprobsAt) -> dict[str, float]:
         """The most likely tokens and the sampled one; of tokens with the same text the more likely."""
         top: dict[str, float] = {}
         for each, value in [*ranked(at, self._params.logprobs or 0), (token, finite(at[token].logprob))]:
