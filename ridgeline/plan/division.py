@@ -19,7 +19,7 @@ from ridgeline.sizes.mesh_shape import stage_layers
 
 
 def largest_of(ranks: int) -> float:
-    """Standard deviations by which the largest of `count` normal numbers is above their mean, on average (Blom)."""
+    """Standard deviations by which the largest of `ranks` normal numbers is above their mean, on average (Blom)."""
     return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
