@@ -168,7 +168,7 @@ class _Tap:
         self._runner = runner
         self._inner: Forward = runner.forward
         self._plan: StepPlan | None = None
-        self.replays = 0
+        self.replays, self.stood_in = 0, False
         runner.forward = self
 
     @property
@@ -196,7 +196,7 @@ class _Tap:
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         computed = self._inner.run(batch, greedy)
-        self.replays = self._inner.replays
+        self.replays, self.stood_in = self._inner.replays, self._inner.stood_in
         if self.take is not None and computed.hidden is not None and self._plan is not None:
             self._show(self._plan, computed.hidden, self.take)
         return computed

@@ -182,8 +182,8 @@ def _multiply_bytes(  # type: ignore[no-untyped-def]
         result = _added(byte_products(KIND, DTYPE, SCALES, tile < 2), byte_registers(SCALES), operands)
         chains = (chains[1] if SCALES == "group" else result, result)
     if SCALES == "group":
-        operands = (sums, chains[0], chains[1], _alike(loaded[8], GROUPS, WARPS), _alike(loaded[9], GROUPS, WARPS))
-        sums = _added(group_scaled(SCALE_DTYPE), scaled_registers(1), operands)
+        scaled = (sums, chains[0], chains[1], _alike(loaded[8], GROUPS, WARPS), _alike(loaded[9], GROUPS, WARPS))
+        sums = _added(group_scaled(SCALE_DTYPE), scaled_registers(1), scaled)
     else:
         sums = chains[0]
     return sums
@@ -214,7 +214,7 @@ def _multiply_nibbles(  # type: ignore[no-untyped-def]
         pair = x_sums.index(first // 8 * HALVES + half).load(_pair_layout(GROUPS, WARPS))
         pair = pair.broadcast_to([GROUPS, WARPS, 8, 4, 2]).reshape([GROUPS, WARPS, 32, 1, 2])
         pair = pair.broadcast_to([GROUPS, WARPS, 32, 2, 2]).reshape([GROUPS, WARPS, 32, 4])
-        operands = (sums, chains[0], chains[1], gl.convert_layout(pair, layout, assert_trivial=True))
+        operands = (sums, chains[0], chains[1], gl.convert_layout(pair, layout, assert_trivial=True))  # type: ignore[misc]
         for number in gl.static_range(2 * WORDS):
             operands = operands + (_alike(loaded[4 + 4 * HIGH + number], GROUPS, WARPS),)  # type: ignore[assignment]
         sums = _added(nibble_scaled(KIND, DTYPE, SCALES, SCALE_DTYPE, half), scaled_registers(WORDS, True), operands)
