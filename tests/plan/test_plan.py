@@ -539,7 +539,7 @@ def test_only_ranks_among_which_heads_divide_are_looked_at() -> None:
     assert possible_ranks(find_model("smollm2-135m"), 8) == [1, 2]                   # 9 heads, 3 of KV
     assert possible_ranks(find_model("llama-3.1-8b"), 8) == [1, 2, 4, 8]
     assert possible_ranks(find_model("qwen2.5-0.5b"), 32) == [1, 2, 4, 8]            # 14 heads, 2 of KV, seven each
-    assert by_ranks(setup("smollm2-135m"), Traffic(1024, 256), 8)[-1][0].setup.ranks == 2
+    assert max(one.setup.ranks for one, _ in by_ranks(setup("smollm2-135m"), Traffic(1024, 256), 8)) == 2
 
 
 def test_effects_of_techniques() -> None:
