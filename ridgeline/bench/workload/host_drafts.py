@@ -100,7 +100,7 @@ class _Executor:
         )
         forward, nothing = _Chance(rows, config.max_num_batched_tokens), SimpleNamespace(run=lambda ops: None)
         sampler = Sampler(size, vocab, set(), device, torch.bfloat16, MOST_VERIFIED)
-        model: Any = SimpleNamespace(expert_reads=None, stage=SimpleNamespace(last=True), weight_reads=None)
+        model: Any = SimpleNamespace(expert_reads=None, stage=SimpleNamespace(last=True, count=1), weight_reads=None)
         self.runner = Runner(model, forward, rows, sampler, nothing, Communicator())     # type: ignore[arg-type]
         self.runner.knows_at_once = False
         forward.run = self.timed("device", forward.run)                                  # type: ignore[method-assign]

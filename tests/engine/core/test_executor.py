@@ -89,9 +89,10 @@ def test_graphs_go_before_the_ranks_and_their_communicator() -> None:
 
     executor = executor_module.RankedExecutor.__new__(executor_module.RankedExecutor)
     executor._forward, executor._comm = Part("graphs"), Part("communicator")         # type: ignore[assignment]
+    executor.runner = SimpleNamespace(drafter=Part("draft model's graphs"))          # type: ignore[assignment]
     executor._end = lambda: calls.append("ranks")                                    # type: ignore[assignment]
     executor.close()
-    assert calls == ["graphs", "ranks", "communicator"]
+    assert calls == ["graphs", "draft model's graphs", "ranks", "communicator"]
 
 
 class Steps:
