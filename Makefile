@@ -39,6 +39,8 @@ $(VENV)/.run-ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "compiling the CPU kernels ..."
 	@# Without a C compiler everything works, more slowly: the line that says so is enough.
 	-@$(BIN)/ridgeline build
+	@# Byte code, which Python does not write itself where PYTHONDONTWRITEBYTECODE is set: a start would compile 400 files.
+	@$(BIN)/python -m compileall -q ridgeline
 	@echo "fetching the embedded model (98 MB, once) ..."
 	@$(BIN)/ridgeline pull --quiet
 	@touch $@

@@ -57,8 +57,8 @@ class ContextAttention(Attention):
         spec, axis, kv_heads = self.spec, self.axis, self.qkv.num_kv_heads
         fresh = qkv.new_empty((2, len(qkv), 1, kv_heads, spec.head_dim))     # pages of one token each
         q = rotary_write(
-            self._wide_normed(qkv), batch.positions, torch.arange(len(qkv), device=qkv.device), spec.rotation, fresh[0], fresh[1],
-            heads=self.qkv.num_heads, kv_heads=kv_heads, **self._norms(),
+            self._prepared(qkv, batch), batch.positions, torch.arange(len(qkv), device=qkv.device), spec.rotation, fresh[0],
+            fresh[1], heads=self.qkv.num_heads, kv_heads=kv_heads, **self._norms(),
         )
         everyone = axis.all_gather(fresh.transpose(0, 1).flatten(1)).unflatten(-1, (axis.size, 2, kv_heads, spec.head_dim))
         copies = max(1, axis.size // spec.num_kv_heads)                      # ranks that have computed the same KV head

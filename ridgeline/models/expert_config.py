@@ -110,7 +110,7 @@ def gguf_score(fields: Fields, key: Callable[[str], str]) -> str | None:
     """How a file's experts are scored; "": it does not say; None: there are no experts."""
     if not fields.get(key("expert_count"), 0):
         return None
-    number = fields.get(key("expert_gating_func"), 0)
+    number = fields.integer(key("expert_gating_func"), 0, minimum=0)
     if number and number not in GGUF_SCORES:
         raise ModelError(f"{fields.where}: {key('expert_gating_func')} {number!r} is not supported; supported: 1 (softmax), "
                          "2 (sigmoid)")

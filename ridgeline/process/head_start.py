@@ -6,8 +6,8 @@
 
 Imports run in one thread of Python, so everything else is taken off that thread:
 
-    compiling sources                torch's and ours, which every start does where their byte code is not kept: in images that
-                                     were made without it and tell Python not to write it, or where this user may not write. There
+    compiling torch's sources        which every start does where their byte code is not kept: in images that were made
+                                     without it and tell Python not to write it, or where this user may not write. There
                                      it is kept in the cache directory (`byte_code_folder`), for our processes alone
     the driver                       makes its context of the first GPU beside the imports, in a thread
     Triton's library                 400 MB, of which a hash is part of every name in its cache: made in another thread
@@ -138,7 +138,7 @@ def byte_code_folder() -> Path | None:
     spec = importlib.util.find_spec("torch")
     if sys.pycache_prefix is not None or spec is None or spec.origin is None:
         return None
-    if _has_byte_code(Path(spec.origin)) and _has_byte_code(Path(__file__)):     # ours may be a checkout that was never compiled
+    if _has_byte_code(Path(spec.origin)):                # ours alone (`make install` compiles it) is not worth torch's again
         return None
     try:
         return platform.cache_dir() / "bytecode"         # files are named by Python's version, and checked by their source's time

@@ -7,6 +7,7 @@ float32. A linear whose numbers are all float32 keeps them as `PackedFloat32` do
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,8 @@ from ridgeline.ops.registry import kernels_are_used
 from ridgeline.quant.layout import fewest_outputs, tile_kind
 from ridgeline.quant.piece import Piece
 from ridgeline.quant.scheme import PackedFloat32, Scheme, bias_piece, plain_bias, unquantised_scheme
+
+logger = logging.getLogger(__name__)
 
 
 class Kept:
@@ -85,7 +88,9 @@ def codes_part(weight: QuantisedWeight) -> Part | None:
         if offset is not None or weight.zero is not None:
             return None
         if kind == "E4M3" and bool((codes.view(torch.uint8) & 127 == 127).any()):
-            return None                                  # e4m3's NaN
+            logger.warning("an fp8 matrix [%d, %d] has codes that are no number: it is expanded to float32, which takes %d MiB "
+                           "more than was counted", outputs, weight.inputs, 3 * outputs * weight.inputs >> 20)
+            return None
     elif offset is None:
         zero = weight.zero.float().view(outputs, groups) if weight.zero is not None else MIDDLE[weight.grid]
         offset = -zero * scale

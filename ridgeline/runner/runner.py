@@ -130,8 +130,9 @@ class Runner:
         plan = self.drafter.complete(plan)
         key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
         work = self._work
-        # Of rows that stay, or the key would be another.
+        # Of rows that stay, or the key would be another. While a larger graph stands in, each step asks for its own.
         again = work is not None and work.key == key and not plan.added and plan.width is None and work.positions is None
+        again = again and not self.forward.stood_in
         if work is None or not again:
             work = self._work = self._work_of(plan, key)
         starts = self.rows.length[plan.rows] if work.of_prompts else None
@@ -173,6 +174,7 @@ class Runner:
         for step in self._steps:
             positions = step.work.positions
             if positions is not None and not step.settled and np.isin(positions.rows, rows).any():
+                step.landing.wait()                      # rank 0 has its own copy of the result; this one's may be on its way
                 self._settle(step, positions)
 
     def _work_of(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> _Work:

@@ -106,7 +106,7 @@ class _Allowed:
         if len(ids) <= LONG_LIST:
             self.few.put(row, np.array(ids, np.int64))
             return
-        if self._newest is None or self._newest[0] is not ids:
+        if self._newest is None or self._newest[0] != ids:       # by value: on other ranks each row's list was read anew
             forbidden = np.ones(self._vocab_size, np.bool_)
             forbidden[ids] = False
             self._newest = ids, forbidden

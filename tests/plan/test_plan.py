@@ -904,7 +904,7 @@ def test_the_command_answers_as_text_json_and_page(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert "191 tok/s at batch 1" in printed and "372 requests by memory" in printed
     assert "10 requests/s need" in printed and "within the SLO: " in printed
-    assert "best tensor parallelism" in printed and "$/M tokens" in printed
+    assert "best for latency: " in printed and "for throughput per device: " in printed and "$/M tokens" in printed
     drawn = page.read_text()
     assert drawn.count("<figure") == 2 and "<circle" in drawn and "http:" not in drawn and "<script" not in drawn
     assert "SLO TPOT 50 ms" in drawn and re.search(r"int4 weights[^()]*: not in this engine yet", drawn)

@@ -44,7 +44,6 @@ def charsmap(longest: int) -> dict[str, Any]:
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
 
 
-@pytest.mark.reliability("S-10d")
 def template(pieces: int, ids: int) -> dict[str, Any]:
     """A post-processor that puts `pieces` times `ids` tokens before a text."""
     known = {"a": {"id": "a", "ids": [0] * ids, "tokens": ["a"] * ids}}
@@ -52,6 +51,7 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
 
 
+@pytest.mark.reliability("S-10d")
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

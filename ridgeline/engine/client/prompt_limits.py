@@ -14,6 +14,7 @@ from ridgeline.errors import PROMPT, BadRequest, PromptTooLong
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams
 
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
+USUAL_ANSWER = 32_768                # tokens that an answer without a limit of its own is expected to have at most
 MOST_LOGPROBS = 3_000_000            # log-probabilities in the answers to one prompt: each takes up to 200 bytes until it is sent
 MOST_VALUES = 200                    # texts, keys, lists and objects of a chat that is rendered on the event loop
 
@@ -60,7 +61,7 @@ class PromptLimits:
         """Whether the log-probabilities of all answers to a prompt are few enough to be kept until they are written. Every answer
         is written with those of the prompt."""
         room = self.max_model_len - tokens
-        most_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        most_tokens = min(USUAL_ANSWER if params.max_tokens is None else params.max_tokens, room)
         values = 0
         if params.prompt_logprobs is not None:
             values += params.n * tokens * (1 + params.prompt_logprobs)

@@ -33,7 +33,8 @@ def family_of(
     found = [family for family in FAMILIES if architecture in known(family)]
     if found:
         return next((family for family in found if family.name == language_model), found[0])
-    names = [name for family in FAMILIES for name in known(family)]
+    names = list(dict.fromkeys(name for family in FAMILIES for name in known(family)))
+    names.sort(key=lambda name: name.endswith("ForConditionalGeneration"))       # language models first
     supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
     raise ModelError(f"{where}: architecture {architecture!r} is not supported; supported: {supported}")
 

@@ -238,7 +238,9 @@ class DraftModel(NoDraftModel):
 
     def _choose(self, batch: Batch, logits: Tensor, rows: np.ndarray, number: int) -> None:
         """With the noise that the model's own token at that position is sampled with."""
-        sample_rows = batch.sample_rows
+        head, sample_rows = self.model.head, batch.sample_rows
+        if head is not None and head.division.ranks > 1:
+            logits = head.division.all(logits)           # a rank has a part of the vocabulary
         if len(logits) > len(batch.picks):               # the others are padding
             logits, sample_rows = (each.index_select(0, batch.device_picks) for each in (logits, sample_rows))
         if logits.shape[1] > self._vocab:                # embeddings are padded differently

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeline.sizes.graph_shapes import GraphShapes
+from ridgeline.sizes.graph_shapes import GraphShapes, most_queries
 
 _REMEMBERED = 7                      # steps of each shape, whose median counts: a slow one (a graph captured) does not
 _SURE = 3                            # steps after which a shape's time is believed: the first may have been slow by chance
@@ -88,6 +88,10 @@ class ShapeTimes:
         """Of a step without drafts, padding included."""
         table = self.table(PLAIN, keys)
         return float(table.seconds[min(bisect.bisect_left(self._plain, rows), len(self._plain) - 1)])
+
+    def most_queries(self, rows: int) -> int:
+        """Of each row, in a step in which all have drafts."""
+        return self._drafted[-1] // rows if self._graphs is None else min(most_queries(rows), self._drafted[-1] // rows)
 
     def drafted(self, rows: int, queries: int, keys: int) -> float:
         """Of a step in which each row has `queries` queries."""

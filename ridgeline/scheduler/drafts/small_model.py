@@ -100,7 +100,7 @@ class SmallModel:
     def _could_pay(self, rows: int, keys: int, times: ShapeTimes) -> bool:
         """Would any number of drafts pay if all were right?"""
         own, off = self.pass_seconds(rows), times.seconds(rows, keys)
-        widths = range(1, self._most + 1)
+        widths = range(1, 1 + min(self._most, times.most_queries(rows) - 1))
         return any(times.drafted(rows, 1 + width, keys) + width * own < (1 + width) * off / _GAIN for width in widths)
 
     def _can_afford(self, sequence: Sequence, seconds: float) -> bool:

@@ -197,8 +197,9 @@ def test_the_memory_on_a_cpu_is_counted(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "kept"), [("MXFP4", "e2m1-32"), ("Q4_0", "uint4-32"), ("Q8_0", None), ("Q4_1", None)])
 def test_experts_stay_packed_where_their_kernels_take_the_codes(
-    kind: str, kept: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, kept: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("ridgeline"), "propagate", True)       # an engine of another test may have set it
     directory = save_checkpoint("qwen3_moe", tmp_path, hidden_size=64, moe_intermediate_size=32, **OVERRIDES["qwen3_moe"])
     path = convert(directory, "qwen3_moe", packed={"_exps": getattr(gguf.GGMLQuantizationType, kind)})
     config = load_model_config(path)

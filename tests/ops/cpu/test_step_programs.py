@@ -31,10 +31,8 @@ def replays(outcome: Outcome) -> int:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_same_tokens_as_op_by_op(name: str, temperature: float, tmp_path: Path) -> None:
     model = save_checkpoint(name, tmp_path, tie_word_embeddings=False)
-    asked = [
-        Request(each.request_id, each.prompt_token_ids, SamplingParams(temperature=temperature, max_tokens=12, seed=5))
-        for each in requests()[:4]
-    ]
+    params = SamplingParams(temperature=temperature, max_tokens=12, seed=5, ignore_eos=True)
+    asked = [Request(each.request_id, each.prompt_token_ids, params) for each in requests()[:4]]
     recorded = run(model, OPTIONS, asked)
     plain = run(model, OPTIONS | {"enforce_eager": True}, asked)
     assert recorded.answers == plain.answers
