@@ -34,7 +34,8 @@ EPSILON_RATIO = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 # llama: 4 heads, 2 KV heads, an odd vocabulary. llama-bias: one KV head for both ranks, and biases that must count once.
 # olmo2 and olmoe: norms over all heads. mixtral: experts of an odd width. qwen2_moe: a shared expert. gpt_oss: sinks, and biases
 # of experts that must count once. qwen3: likewise, with norms. smollm2: 9 heads and 3 KV heads, padded to 4.
-# gemma3: tied, windows. llama4: chunks, and the queries' temperature. DeepSeek: every rank has the latent, and the heads are divided; 3 of them are padded to 4.
+# gemma3: tied, windows. llama4: chunks, and the queries' temperature. DeepSeek: every rank has the latent, and the heads are
+# divided; 3 of them are padded to 4.
 CASES = {
     "llama": {}, "llama-bias": {}, "qwen3": {"num_key_value_heads": 1}, "smollm2": {"intermediate_size": 81},
     "gemma3": {}, "olmo2": {"num_key_value_heads": 1}, "olmoe": {}, "mixtral": {"intermediate_size": 21}, "qwen2_moe": {},
