@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.quantize.allocation import allocate
+from ridgeline.quantize.allocation import STEPS, allocate
 from ridgeline.quantize.card import LIMITS
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
@@ -25,6 +25,7 @@ from ridgeline.sizes.hardware import DEVICES, Device
 # From small to large, with scales in 16 bits; the linears keep the model's dtype after the last.
 OPTIONS = ("int4-gptq", "nvfp4", "int4-gptq-asym/32", "fp8")
 TRIES = 4
+BISECTIONS = 6                       # of the budget, to find formats that were not tried
 FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
 MARGIN = 0.93                        # of the limit that the next try aims at
@@ -110,6 +111,18 @@ def excess(card: dict[str, Any], limits: dict[str, float]) -> float:
     return worst
 
 
+def _next(
+    units: list[Unit], budget: float, spent: float, beyond: float, base: QuantizeRecipe, fastest: Fastest | None, tried: set[str]
+) -> tuple[float, QuantizeRecipe | None]:
+    """A budget with formats that were not tried: this one, or one between those that are known. None: there is none."""
+    for _ in range(BISECTIONS):
+        recipe = chosen_recipe(units, budget, base, fastest)
+        if recipe is not None and str(recipe) not in tried:
+            return budget, recipe
+        budget = (spent + beyond) / 2 if not spent < budget < beyond else (budget + beyond) / 2
+    return budget, None
+
+
 def search(
     units: list[Unit], limits: dict[str, float], base: QuantizeRecipe,
     make: Callable[[QuantizeRecipe], dict[str, Any]], say: Callable[[str], None] = lambda line: None,
@@ -117,15 +130,15 @@ def search(
 ) -> dict[str, Any]:
     """`make` writes an output and returns its card. Returns the card of the smallest (or fastest) that met the limits: the one
     with the largest budget."""
-    most = sum(unit.costs[0] for unit in units)          # everything at the fewest bits
+    most = sum(max(unit.costs) for unit in units) * (1 + len(units) / STEPS)     # any formats fit: costs are rounded up
     budget = min(limits.get("kl", most) * FIRST, most)
     best: dict[str, Any] | None = None
-    spent = 0.0
+    spent, beyond = 0.0, most                            # the largest budget that met the limits, the smallest that did not
     nearest: tuple[float, dict[str, Any]] | None = None
     tried: set[str] = set()
     for number in range(TRIES):
-        recipe = chosen_recipe(units, budget, base, fastest)
-        if recipe is None or str(recipe) in tried:
+        budget, recipe = _next(units, budget, spent, beyond, base, fastest, tried)
+        if recipe is None:
             break
         tried.add(str(recipe))
         try:
@@ -137,7 +150,9 @@ def search(
             break
         share, size = excess(card, limits), card["size"]["output_bytes"]
         say(f"try {number + 1}: {size / 1e9:.3f} GB, the worst slice is at {share:.0%} of its limit")
-        if share <= 1 and budget > spent:                # a larger budget never takes more bytes or time
+        if share > 1:
+            beyond = min(beyond, budget)
+        elif budget > spent:                             # a larger budget never takes more bytes or time
             best, spent = card, budget
         if nearest is None or share < nearest[0]:
             nearest = share, card
