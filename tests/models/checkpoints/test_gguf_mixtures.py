@@ -206,7 +206,7 @@ def test_experts_stay_packed_where_their_kernels_take_the_codes(
     formats = LinearFormats(config, "none", "cuda")
     format = formats("layers.0.mlp.experts.down").format
     assert (None if format is None else format.name) == kept
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "ridgeline"):
         packed = packed_decoder(path, torch.float64)
     assert ("experts stored as" in caplog.text) == (kept is None)
     plain = load(path, torch.float64)
