@@ -129,10 +129,7 @@ class Runner:
         self._apply(plan)
         plan = self.drafter.complete(plan)
         key = (plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.want.tobytes())
-        work = self._work
-        # Of rows that stay, or the key would be another. While a larger graph stands in, each step asks for its own.
-        again = work is not None and work.key == key and not plan.added and plan.width is None and work.positions is None
-        again = again and not self.forward.stood_in
+        work, again = self._work, self._repeats(plan, key)
         if work is None or not again:
             work = self._work = self._work_of(plan, key)
         starts = self.rows.length[plan.rows] if work.of_prompts else None
@@ -153,6 +150,13 @@ class Runner:
             step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
             step.hidden = self._pooled(plan, starts, computed.hidden)
         self._steps.append(step)
+
+    def _repeats(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> bool:
+        """Do the newest step's rows do the same again? While a larger graph stands in, each step asks for its own."""
+        work = self._work
+        if work is None or work.key != key or plan.added or self.forward.stood_in:
+            return False
+        return plan.width is None and work.positions is None
 
     def _hear_before(self, plan: StepPlan) -> None:
         """A draft model goes on from what the steps in flight say: if it is to propose for this plan, they are waited for."""
