@@ -71,6 +71,8 @@ def test_an_engine_measures_in_its_spare_moments(monkeypatch: pytest.MonkeyPatch
     # A step was faster than these peaks allow: they are measured again, and the better of each is kept.
     monkeypatch.setattr(measure_peaks, "read_bandwidth", lambda size=None, device="cpu": 1.0)
     monkeypatch.setattr(measure_peaks, "_matrix_rate", lambda device, dtype: 1e18)
+    monkeypatch.setattr(measure_peaks, "_packed_rate", lambda kind, block: 1e18)
+    monkeypatch.setattr(measure_peaks, "_launch_time", lambda device: 1e-9)
     again.beaten()
     while again.prepare():
         pass
