@@ -103,7 +103,7 @@ def test_a_draft_model_waits_for_what_rows_say(model: Path, off: Run, corrected:
     assert on.told() == off.told()
     counters = on.core.scheduler.drafter.counters
     assert counters.accepted_tokens == counters.draft_tokens > 30
-    assert True not in corrected and False in corrected
+    assert set(corrected) == {False}                     # steps were packed behind drafts in flight, none of them with drafts
 
 
 def test_rows_with_a_temperature_go_on_as_well(model: Path, corrected: list[bool]) -> None:
