@@ -42,18 +42,21 @@ Case = tuple[dict[str, list[int]], int]                  # answers, and steps th
 
 
 def run(model: Path, options: dict[str, Any]) -> Case:
-    """Greedy answers of six requests, some beside each other. In float32: products of divided matrices are rounded in other
-    places, which must not change a token."""
+    """Answers of six requests, some beside each other; every second one is sampled, with and without limits on the candidates. In
+    float32: products of divided matrices are rounded in other places, which must not change a token."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_gpu_blocks_override": 100, "gpu_memory_utilization": 0.3}
     sizes |= {"device": "cuda", "dtype": "float32"}
     core = EngineCore.start(EngineConfig.of(model=str(model), **sizes | options))
     rng = random.Random(5)
     answers: dict[str, list[int]] = {}
-    said = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=10, ignore_eos=True)
+    limited = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=4, max_tokens=10, ignore_eos=True)
+    asked = dict(zip("abcdef", (greedy, sampled, greedy, limited, greedy, sampled), strict=True))
     try:
         for names in (("a", "b"), ("c", "d", "e", "f")):
             for name in names:
-                core.add(Request(name, [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))], said))
+                core.add(Request(name, [rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))], asked[name]))
                 answers[name] = []
             while core.has_work:
                 for delta in core.step():
