@@ -116,12 +116,13 @@ def _experts_up_kernel(  # type: ignore[no-untyped-def]
             rows = x_ptr + token.to(tl.int64)[:, None] * stride + column[None, :]
             gate = tl.zeros((BLOCK, ROWS), tl.float32)
             up = tl.zeros((BLOCK, ROWS), tl.float32)
-            gate_scale, up_scale, gate_zero, up_zero = 0, 0, 0, 0
+            gate_scale, up_scale = 0, 0
             if GRID != "":                               # requested one step ahead: copies to shared memory have 4 bytes at least
                 gate_scale = _scales_at(scale_ptr, row, 0, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
                 up_scale = _scales_at(scale_ptr, row + OUTPUTS, 0, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
             for start in range(0, INPUTS, STEP):
                 next_gate, next_up = gate_scale, up_scale
+                gate_zero, up_zero = 0, 0                # not before the loop: a variable that it carries keeps its type
                 if GRID != "":
                     next_gate = _scales_at(scale_ptr, row, start + STEP, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
                     next_up = _scales_at(scale_ptr, row + OUTPUTS, start + STEP, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
@@ -173,11 +174,11 @@ def _experts_down_kernel(  # type: ignore[no-untyped-def]
             column = tl.arange(0, STEP)
             rows = x_ptr + at.to(tl.int64)[:, None] * INPUTS + column[None, :]
             sums = tl.zeros((BLOCK, ROWS), tl.float32)
-            scale, zero = 0, 0
+            scale = 0
             if GRID != "":
                 scale = _scales_at(scale_ptr, row, 0, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
             for start in range(0, INPUTS, STEP):
-                following = scale
+                following, zero = scale, 0
                 if GRID != "":
                     following = _scales_at(scale_ptr, row, start + STEP, kept, INPUTS, STEP, GROUP, SCALE_ROWS)
                 if ZEROS:

@@ -187,6 +187,18 @@ def test_products_with_mxfp4_codes_expand_them_in_registers(pairs: int, up: bool
     assert stack_bytes(found.asm["cubin"], tmp_path) == 0
 
 
+@pytest.mark.parametrize("up", [True, pytest.param(False, marks=slow)])
+def test_products_with_four_bit_codes_and_zeros_compile(up: bool, tmp_path: Path) -> None:
+    tile = expert_products.code_tile_for(10, 8, up)
+    name = "_experts_up_kernel" if up else "_experts_down_kernel"
+    constants = product_constants(tile, up, False, "uint4")
+    found = compiled(
+        expert_products, name, constants, codes=("weight_ptr",), num_warps=tile.warps, num_stages=tile.stages,
+    )
+    assert "mma" in found.asm["ptx"]
+    assert stack_bytes(found.asm["cubin"], tmp_path) == 0
+
+
 FORMS = {
     "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
     "zeros": {"KIND": "uint4", "GROUP": 128, "ZEROS": True, "DTYPE": "bf16", "SCALE_DTYPE": "f16"},
