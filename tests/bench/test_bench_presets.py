@@ -336,6 +336,32 @@ def test_a_correct_engine_agrees_with_the_reference(small_shape: str) -> None:
     assert found["reached"] == ["chunked prefill", "prefix caching"] and found["kernels"] == []
 
 
+SHORT = (quality.Part("many rows", 8, 20, 4, alike=True), quality.Part("long prompt", 1, 40, 4, scored=8))
+
+
+def test_weights_that_are_codes_are_compared_with_the_numbers_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file's, and a mixture's; and a mixture is measured by what its definitions give in the same dtype."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+             "vocab_size": 512}
+    monkeypatch.setattr(quality, "_SPREAD", 2.0)         # a CPU keeps the head of a GGUF file in float16
+    for name in ("llama-3.1-8b-q4_k_m", "gpt-oss-20b"):
+        monkeypatch.setitem(shapes.SHAPES, name, SHAPES[name] | sizes)
+        found = quality.check_quality(name, "float32", SHORT, device="cpu", cpu_activations="float32")
+        assert found["top1_agreement"] == 1.0 and "quantised weights" in found["reached"]
+        assert found["same_dtype_agreement"] == (1.0 if name == "gpt-oss-20b" else None) and found["least"] == quality.LEAST
+
+
+def test_a_mixture_may_differ_little_more_often_than_its_definitions() -> None:
+    assert quality.least_of(None) == quality.least_of(1.0) == quality.least_of(0.995) == quality.LEAST
+    assert quality.least_of(0.96) == pytest.approx(0.95)
+    part = quality.Part("long prompt", 1, 5, 2, scored=2)
+    heard = [quality.Heard(part, [1, 2, 3, 4, 5], [6, 7], [2, 3, 4, 5])]
+    # Its positions: 0 and 2 of the prompt, and those that give the answer's two tokens.
+    best, other = [[2, 3, 4, 5, 6, 7]], [[2, 9, 9, 9, 6, 8]]
+    assert quality.same_tokens(heard, best, other) == (2, 4)
+    assert quality.agreements(heard, best) == {"long prompt": (4, 4)}
+
+
 @pytest.mark.parametrize("wrong", ["one row", "many rows", "long prompt", "shared prefix"])
 def test_a_part_that_is_wrong_shows(wrong: str, small_shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token of every answer, and every token that the engine expects in the long prompt."""

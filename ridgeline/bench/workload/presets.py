@@ -31,7 +31,7 @@ from ridgeline.bench.lab.sweep import cross, figure, settings
 from ridgeline.bench.workload import workloads
 from ridgeline.bench.workload.bench_engine import EXACT, Engine, Run, parse_options, quality_of
 from ridgeline.bench.workload.floors import H200_FLOORS, H200_FLOORS_FOR, preset_floor, shares
-from ridgeline.bench.workload.quality import LEAST, check_apart, check_quality
+from ridgeline.bench.workload.quality import check_apart, check_quality
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.bench.workload.workloads import GPU_PRESETS, Asked, Preset
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
@@ -214,9 +214,9 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
     made = keep()
     lossy = quality_of(engine.config) != EXACT
     engine.close()
-    if not lossy and quality.get("top1_agreement", 1.0) < LEAST:
-        agreement = quality["top1_agreement"]
-        raise RidgelineError(f"{name}: top-1 agreement {agreement:.4f} is below {LEAST:.0%}: these figures are invalid")
+    if not lossy and quality.get("top1_agreement", 1.0) < quality.get("least", 0.0):
+        agreement, least = quality["top1_agreement"], quality["least"]
+        raise RidgelineError(f"{name}: top-1 agreement {agreement:.4f} is below {least:.2%}: these figures are invalid")
     return made
 
 
@@ -241,11 +241,13 @@ def _profile_rows(
 
 
 def quality_line(shape: str, quality: dict[str, Any]) -> str:
-    verdict = "" if quality["top1_agreement"] >= LEAST else f"  BELOW {LEAST:.0%}"
+    verdict = "" if quality["top1_agreement"] >= quality["least"] else f"  BELOW {quality['least']:.2%}"
+    same_dtype = quality["same_dtype_agreement"]
+    same = "" if same_dtype is None else f", {same_dtype:.4f} by the definitions in the same dtype"
     parts = ", ".join(f"{name} {part['top1_agreement']:.4f} of {part['positions']}" for name, part in quality["by_part"].items())
     return (
         f"{shape}: top-1 agreement {quality['top1_agreement']:.4f} over {quality['positions']} positions ({parts}), "
-        f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{verdict}; reached {', '.join(quality['reached'])}"
+        f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{same}{verdict}; reached {', '.join(quality['reached'])}"
     )
 
 

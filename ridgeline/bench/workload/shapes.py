@@ -90,15 +90,19 @@ ZIPF_SHAPES = {f"{name}-zipf": config | {"dummy_routing": "zipf"} for name, conf
 SHAPES = DENSE | MIXTURES | ZIPF_SHAPES | GGUF_SHAPES
 
 
-def write_shape(name: str, layers: int | None = None, **changes: Any) -> Path:
-    """A directory with the shape's config.json, or a GGUF file, gone when this process ends."""
+def write_shape(name: str, layers: int | None = None, plain: bool = False, **changes: Any) -> Path:
+    """A directory with the shape's config.json, or a GGUF file, gone when this process ends. `plain`: the same model in a
+    directory, without codes. A GGUF file here does not say how positions are scaled, so neither does its plain model."""
     config = SHAPES[name] | changes
+    if plain:
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        config |= {"rope_scaling": None} if name in GGUF_SHAPES else {}
     if layers is not None:
         config["num_hidden_layers"] = layers
     directory = Path(tempfile.mkdtemp(prefix="ridgeline-shape-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     path = directory / (name if layers is None else f"{name}-{layers}-layers")
-    if name in GGUF_SHAPES:
+    if name in GGUF_SHAPES and not plain:
         return write_gguf_shape(path.with_name(f"{path.name}.gguf"), config, next(mix for mix in MIXES if name.endswith(mix)))
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))

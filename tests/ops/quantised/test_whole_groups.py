@@ -1,4 +1,4 @@
-"""Kernels for whole groups of GGUF's formats, in Triton's interpreter, against the definition."""
+"""Kernels for whole groups of GGUF's formats, on a GPU or in Triton's interpreter, against the definition."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from folders import import_path
 from ridgeline.ops.kernel_table import H200, choose
 
 
-def check() -> None:
+def check(device: str) -> None:
     from test_codes_gemv import STORED, random_weight
 
     from ridgeline.ops.quantised.expand import expand
     from ridgeline.ops.quantised.quantised_kernels import expand_triton, few_rows_triton, whole_groups
 
     for name in STORED:
-        weight = random_weight(name, 40, 256, "cpu")
+        weight = random_weight(name, 40, 256, device)
         assert whole_groups(weight)
         assert torch.equal(expand_triton(weight, torch.float32), expand(weight, torch.float32)), name
-        x, bias = torch.randn(3, 256), torch.randn(40)
+        x, bias = torch.randn(3, 256, device=device), torch.randn(40, device=device)
         wanted = F.linear(x.double(), expand(weight, torch.float64), bias.double())
         torch.testing.assert_close(few_rows_triton(x, weight, bias).double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_in_the_interpreter() -> None:
+def test_whole_groups() -> None:
+    if torch.cuda.is_available():
+        check("cuda")
+        return
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": import_path()}
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -45,4 +48,4 @@ def test_few_rows_are_multiplied_by_codes_only_where_that_was_faster() -> None:
 
 
 if __name__ == "__main__":
-    check()
+    check("cpu")
