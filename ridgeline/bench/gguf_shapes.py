@@ -27,7 +27,7 @@ def _wants_more_bits(layer: int, layers: int) -> bool:
 
 
 def tensors(config: Mapping[str, Any], mix: str) -> Tensors:
-    """(shape, type) of every tensor of a Llama, by name. `head_type` in the config gives the head another type than the mix has."""
+    """(shape, type) of every tensor of a Llama, by name. `head_type` in the config: the head's, where the mix has another."""
     hidden, wide, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     queries, keys = (config["head_dim"] * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
     usual, better = ("Q8_0", "Q8_0") if mix == "q8_0" else ("Q4_K", "Q6_K")

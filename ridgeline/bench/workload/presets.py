@@ -247,7 +247,8 @@ def quality_line(shape: str, quality: dict[str, Any]) -> str:
     parts = ", ".join(f"{name} {part['top1_agreement']:.4f} of {part['positions']}" for name, part in quality["by_part"].items())
     return (
         f"{shape}: top-1 agreement {quality['top1_agreement']:.4f} over {quality['positions']} positions ({parts}), "
-        f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{same}{verdict}; reached {', '.join(quality['reached'])}"
+        f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{same}{verdict}; "
+        f"reached {', '.join(quality['reached'])}"
     )
 
 

@@ -130,22 +130,23 @@ def compare(model: str, dtype: str, parts: Sequence[Part], plain_model: str = ""
     slow = {"kernels": "reference", "async_scheduling": False, "enforce_eager": True, "device": device}
     reference = Engine(plain_model or model, **sizes | slow | {"dtype": "float32"})
     copy_weights(weights, reference.model)
-    best = best_tokens(reference, [each.prompt + each.answer for each in spread])
+    best = best_tokens(reference, spread)
     found = agreements(spread, best)
     spread_head(reference.model, back=True)
     undecided = [heard for heard in plain if heard.part.alike]
-    alike = agreements(undecided, best_tokens(reference, [each.prompt + each.answer for each in undecided]))
+    alike = agreements(undecided, best_tokens(reference, undecided))
     mixture = reference.config.model.experts is not None
     reference.close()
     same_dtype = None
     if mixture:
         reference = Engine(plain_model or model, **sizes | slow | {"dtype": used})
         copy_weights(weights, reference.model)
-        same_dtype = _share([same_tokens(spread, best, best_tokens(reference, [each.prompt + each.answer for each in spread]))])
+        same_dtype = _share([same_tokens(spread, best, best_tokens(reference, spread))])
         reference.close()
     set_kernels("auto")
     return {
-        "top1_agreement": _share(found.values()), "least": least_of(same_dtype), "same_dtype_agreement": same_dtype, "positions": sum(count for _, count in found.values()),
+        "top1_agreement": _share(found.values()), "least": least_of(same_dtype), "same_dtype_agreement": same_dtype,
+        "positions": sum(count for _, count in found.values()),
         "by_part": {name: {"top1_agreement": right / count, "positions": count} for name, (right, count) in found.items()},
         "top1_agreement_alike_rows": _share(alike.values()) if alike else None, "layers": LAYERS, "dtype": used,
         "reached": techniques, "kernels": sorted({name for name, _ in launched}),
@@ -260,9 +261,9 @@ def spread_head(model: Decoder, back: bool = False) -> None:
         part.put_numbers(weight.to(head.scheme.stored))
 
 
-def best_tokens(engine: Engine, sequences: list[list[int]]) -> list[list[int]]:
-    """For every sequence, the likeliest token after each of its tokens but the last (teacher forcing)."""
-    found: dict[str, list[int]] = {engine.submit(tokens, 1, prompt_logprobs=1): [] for tokens in sequences}
+def best_tokens(engine: Engine, heard: Sequence[Heard]) -> list[list[int]]:
+    """Of each prompt and its answer, the likeliest token after each of their tokens but the last (teacher forcing)."""
+    found: dict[str, list[int]] = {engine.submit(each.prompt + each.answer, 1, prompt_logprobs=1): [] for each in heard}
     for delta in _deltas(engine):
         if delta.prompt_logprobs is not None:
             found[delta.request_id] += delta.prompt_logprobs.top_ids[:, 0].tolist()
