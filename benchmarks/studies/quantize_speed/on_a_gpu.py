@@ -69,13 +69,13 @@ def shapes(args: argparse.Namespace, work: Path, seconds: float) -> dict[str, An
 
 
 def model(args: argparse.Namespace, recipe: str, work: Path, seconds: float) -> dict[str, Any]:
-    out, (name, _, limit) = work / recipe.replace(":", "-"), recipe.partition(":")
+    name, _, limit = recipe.partition(":")
+    out = work / f"{args.name or args.model.stem}-{recipe.replace(':', '-')}"
     found = part(["-m", "ridgeline", "quantize", str(args.model), "--recipe", name, *(["--max-kl", limit] if limit else []),
                   "--out", str(out), "--card-tokens", str(args.card_tokens), "--card-needle", str(args.card_needle)], seconds)
     if not (out / "quality.json").is_file():
         return found
     card = json.loads((out / "quality.json").read_text(encoding="utf-8"))
-    card["model"] = f"{args.model.stem}-{out.name}"
     found["time"] = times(card["time"])
     return found | {"card": card}
 
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=4, help="of the shape, that are quantised")
+    parser.add_argument("--name", default="", help="of the model, on its cards (default: the file's)")
     parser.add_argument("--recipes", nargs="*", default=list(RECIPES))
     parser.add_argument("--card-tokens", type=int, default=512)
     parser.add_argument("--card-needle", type=int, default=256)
