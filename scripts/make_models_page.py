@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from generated_page import write_or_compare
+
 from ridgeline.models.checkpoints.gguf_formats import FORMATS as PACKED
 from ridgeline.models.checkpoints.quantisation import READERS
 from ridgeline.models.families.all_families import FAMILIES
@@ -111,14 +113,5 @@ def page() -> str:
     return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
 
 
-def main() -> int:
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    current = PAGE.read_text(encoding="utf-8") == page()
-    print("docs/supported-models.md is current" if current else "docs/supported-models.md is out of date: run with --write")
-    return int(not current)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(PAGE, page()))

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from generated_page import write_or_compare
+
 from ridgeline import config, known_options
 from ridgeline.cli.cmd_serve import ServerOptions
 from ridgeline.route.route_options import RouteOptions
@@ -117,14 +119,5 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    current = PAGE.read_text(encoding="utf-8") == page()
-    print("docs/options.md is current" if current else "docs/options.md is out of date: run with --write")
-    return int(not current)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(PAGE, page()))

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from generated_page import with_tables, write_or_compare
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "precision.md"
 MODELS = {"SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": "Qwen2.5-Coder-1.5B"}
@@ -70,22 +72,8 @@ def speed() -> str:
 
 
 def page() -> str:
-    text = PAGE.read_text(encoding="utf-8")
-    for name, table in (("quality", quality), ("speed", speed)):
-        head, begin, rest = text.partition(f"<!-- table: {name} -->\n")
-        _, end, tail = rest.partition("<!-- end -->")
-        text = f"{head}{begin}{table()}\n{end}{tail}"
-    return text
-
-
-def main() -> int:
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    current = PAGE.read_text(encoding="utf-8") == page()
-    print("docs/precision.md is current" if current else "docs/precision.md is out of date: run with --write")
-    return int(not current)
+    return with_tables(PAGE, {"quality": quality, "speed": speed})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(PAGE, page()))

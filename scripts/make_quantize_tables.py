@@ -11,10 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from generated_page import with_tables, write_or_compare
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "quantize.md"
 CARDS = ROOT / "benchmarks" / "cards"
 STUDIES = ROOT / "benchmarks" / "studies"
+AUTO = "auto"
+ALIKE = 0.05                         # how far sizes may be apart to be called the same
 
 
 def _cards(prefix: str) -> list[tuple[Path, dict[str, Any]]]:
@@ -40,13 +44,44 @@ def cards(prefix: str) -> str:
     )
     for path, card in found:
         every, slices = card["quality"]["all"], card["quality"]["slices"]
-        group = next((rule["group"] for rule in card["recipe"]["rules"] if rule["group"]), None)
-        words = f"`{card['recipe']['name']}`" + (f", groups of {group}" if group and card["recipe"]["name"] != "auto" else "")
         lines.append(
-            f"| {words} | {card['size']['output_bytes'] / 1e6:,.0f} | {every['kl']:.3f} | {every['kl_p99']:.2f} | "
+            f"| {_recipe(card)} | {card['size']['output_bytes'] / 1e6:,.0f} | {every['kl']:.3f} | {every['kl_p99']:.2f} | "
             f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | {slices['text']['perplexity']:.2f} | "
             f"{slices['multilingual']['perplexity']:.1f} | [card](../{path.relative_to(ROOT)}) |"
         )
+    return "\n".join(lines)
+
+
+def _recipe(card: dict[str, Any]) -> str:
+    """In words, as it was given."""
+    name, rules = card["recipe"]["name"], card["recipe"]["rules"]
+    if name == AUTO:
+        return f"`{name}`, " + ", ".join(f"{limit} ≤ {value:g}" for limit, value in card["limits"].items())
+    group = next((rule["group"] for rule in rules if rule["group"]), None)
+    return f"`{name}`" + (f", groups of {group}" if group else "")
+
+
+def same_size(prefix: str) -> list[tuple[tuple[Path, dict[str, Any]], list[tuple[Path, dict[str, Any]]]]]:
+    """Each card of auto with the cards of uniform recipes whose output has the same size, by ALIKE; the smallest first."""
+    def size(each: tuple[Path, dict[str, Any]]) -> int:
+        return int(each[1]["size"]["output_bytes"])
+
+    found = sorted(_cards(prefix), key=size)
+    uniform = [each for each in found if each[1]["recipe"]["name"] != AUTO]
+    return [(each, [other for other in uniform if abs(size(other) / size(each) - 1) <= ALIKE]) for each in found
+            if each[1]["recipe"]["name"] == AUTO]
+
+
+def auto(prefix: str) -> str:
+    lines = ["| recipe | weights, MB | formats | KL mean | worst slice | top-1 flips | perplexity | card |",
+             "|---|---|---|---|---|---|---|---|"]
+    for mine, others in same_size(prefix):
+        for path, card in (mine, *others):
+            every, megabytes = card["quality"]["all"], card["size"]["output_bytes"] / 1e6
+            formats = ", ".join(f"{row['count']} {row['format']} ({row['method']})" for row in card["linears"])
+            worst = max(row["kl"] for row in card["quality"]["slices"].values())
+            lines.append(f"| {_recipe(card)} | {megabytes:.1f} | {formats} | {every['kl']:.3f} | {worst:.3f} | "
+                         f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | [card](../{path.relative_to(ROOT)}) |")
     return "\n".join(lines)
 
 
@@ -75,12 +110,12 @@ def times() -> str:
         for path, card in _cards(prefix):
             spent = card.get("time") or {}
             if "predicted" in spent:
-                predicted = spent["predicted"]
-                lines.append(f"| {path.stem}, CPU s | {predicted['quantise']['cpu_s']:.0f} | {spent['quantise']['cpu_s']:.0f} | "
-                             f"{predicted['card']['cpu_s']:.0f} | {spent['card']['cpu_s']:.0f} |")
+                predicted, on_gpu = spent["predicted"], spent["device"] == "cuda"
+                unit, words = ("wall_s", f" on {card['machine']['gpu']}, s") if on_gpu else ("cpu_s", ", CPU s")
+                lines.append(f"| {path.stem}{words} | {predicted['quantise'][unit]:.0f} | {spent['quantise'][unit]:.0f} | "
+                             f"{predicted['card'][unit]:.0f} | {spent['card'][unit]:.0f} |")
     speeds = STUDIES / "quantize_speed"
-    on_gpu = speeds / "result.json" if (speeds / "result.json").is_file() else speeds / "before.json"
-    for file, unit in ((speeds / "cpu-1.5b.json", "CPU s"), (on_gpu, "s")):
+    for file, unit in ((speeds / "cpu-1.5b.json", "CPU s"), (speeds / "result.json", "s")):
         study = json.loads(file.read_text(encoding="utf-8"))
         for recipe, row in study["recipes"].items():
             where = f"{study['layers']} of {study['whole_layers']} layers of {study['shape'].upper()} shapes"
@@ -92,28 +127,14 @@ def times() -> str:
 
 
 TABLES = {
-    "embedded": lambda: cards("smollm2-135m"), "qwen": lambda: cards("qwen2.5-coder-1.5b"), "llm-compressor": compressor,
-    "times": times,
+    "embedded": lambda: cards("smollm2-135m"), "auto": lambda: auto("smollm2-135m"),
+    "qwen": lambda: cards("qwen2.5-coder-1.5b"), "llm-compressor": compressor, "times": times,
 }
 
 
 def page() -> str:
-    text = PAGE.read_text(encoding="utf-8")
-    for name, table in TABLES.items():
-        head, begin, rest = text.partition(f"<!-- table: {name} -->\n")
-        _, end, tail = rest.partition("<!-- end -->")
-        text = f"{head}{begin}{table()}\n{end}{tail}" if begin else text
-    return text
-
-
-def main() -> int:
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(page(), encoding="utf-8")
-        return 0
-    current = PAGE.read_text(encoding="utf-8") == page()
-    print("docs/quantize.md is current" if current else "docs/quantize.md is out of date: run with --write")
-    return int(not current)
+    return with_tables(PAGE, TABLES)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(PAGE, page()))

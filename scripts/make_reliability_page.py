@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from generated_page import write_or_compare
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 _DECLARED = runpy.run_path(str(ROOT / "tests" / "helpers" / "cases" / "reliability_rows.py"))
@@ -110,15 +112,5 @@ def page(text: str, tests: list[Marked]) -> str:
     return re.sub(r"(?<=^Rows that every commit must pass: ).*$", f"{rows}.", text, count=1, flags=re.M)
 
 
-def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    made = page(text, marked_tests())
-    if "--write" in sys.argv[1:]:
-        PAGE.write_text(made, encoding="utf-8")
-        return 0
-    print("docs/reliability.md is current" if made == text else "docs/reliability.md is out of date: run with --write")
-    return int(made != text)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_compare(PAGE, page(PAGE.read_text(encoding="utf-8"), marked_tests())))

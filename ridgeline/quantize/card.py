@@ -99,7 +99,7 @@ def page(card: dict[str, Any]) -> str:
     lines = [
         f"# {card['model']}", "", summary_line(card), "",
         f"Made by `ridgeline quantize` {card['versions']['ridgeline']} from {card['input']['model']} with the recipe "
-        f"`{recipe['name']}`, seed {card['seed']}.", "",
+        f"`{recipe['name']}`, seed {card['seed']}{_limits_said(card.get('limits'))}.", "",
         "| | before | after |", "|---|---|---|",
         f"| weights, bytes | {sizes['plain_bytes']:,} in {card['input']['dtype']} | {sizes['output_bytes']:,} |",
         f"| input file, bytes | {sizes['input_bytes']:,} | |", *_speed_rows(card.get("speed")), "",
@@ -126,6 +126,10 @@ def page(card: dict[str, Any]) -> str:
     lines += [f"| input: {name} | `{value}` |" for name, value in card["input"]["sha256"].items()]
     lines += [f"| {name} | `{value}` |" for name, value in card["output"]["sha256"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _limits_said(limits: dict[str, float] | None) -> str:
+    return "" if not limits else ", limits of every slice: " + ", ".join(f"{name} {value:g}" for name, value in limits.items())
 
 
 def _speed_rows(speed: dict[str, Any] | None) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.evaluate import rounded_inputs
+from ridgeline.evaluate.divergence import Divergence
 from ridgeline.evaluate.needle import DEPTHS, TRIALS
 from ridgeline.evaluate.speed import ANSWER, PROMPT, TIMES
 from ridgeline.evaluate.task import Task
@@ -37,7 +38,9 @@ SEARCHES = {"awq": 1 + 2 * len(STRENGTHS), "smoothquant": 1 + len(STRENGTHS)}   
 CLIPS = {"awq": 1 + len(SHRINKS), "smoothquant": 0}
 WRITTEN = 32 << 20                   # bytes that are written to see how fast the disk is
 DECODED = 6                          # tokens of a prompt that take as long as one of an answer: its weights are read for it alone
-NEEDLES = len(DEPTHS) * TRIALS * 5   # sequences for each length: an answer, and four numbers to pick from
+ANSWERS = len(DEPTHS) * TRIALS       # to find needles, for each length
+NEEDLES = ANSWERS * 5                # sequences for each length: an answer, and four numbers to pick from
+JUDGED = 64                          # positions whose logits are compared to see how long it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,9 @@ class Watch:
         return found
 
 
+# Of an engine, beside reading weights: kernels that were compiled before, first steps and CUDA graphs (startup-warm.json). Its
+# first start on a machine also compiles, which takes ten seconds more.
+STARTED = {"cuda": Spent(3.0, 3.0)}
 Timed = Callable[[Callable[[], Any]], Spent]
 
 
@@ -255,15 +261,24 @@ def _card(
     """Two models read all slices, one finds needles; both are loaded."""
     if task is None:
         return Spent()
-    config = model.config
-    slices = 1 + len(task.slices) + len(task.slice_files)
-    read = 2 * slices * task.tokens
+    layers = model.config.num_layers
+    compared = (1 + len(task.slices) + len(task.slice_files)) * task.tokens
+    hay, picked = (sum(task.needle) * count for count in (NEEDLES, NEEDLES - ANSWERS))
+    read = 2 * compared + hay
     if task.speed:
         read += 2 * (1 + 2 * TIMES) * PROMPT + 2 * TIMES * ANSWER * DECODED
-    hay = sum(length * NEEDLES for length in task.needle)
-    head = torch.randn(config.vocab_size // 16, config.hidden_size, device=device)
-    x = torch.randn(ROWS, config.hidden_size, device=device)
-    logits = timer(lambda: (x @ head.t()).log_softmax(-1)) * (16 / ROWS)
-    layers = config.num_layers
-    whole = per_token * ((read + hay) * layers) + logits * (2 * (read + hay)) + reading * (2 * layers)
-    return whole + rounding * ((slices * task.tokens + hay) * layers)
+    product, logarithms, judged = _answers(model, timer, device)
+    whole = per_token * (read * layers) + reading * (2 * layers) + rounding * ((compared + hay) * layers)
+    # A position that is scored has its logits computed twice: by the engine, for the prompt's own figures, and for the card.
+    whole += (product * 2 + logarithms) * (2 * compared + picked)
+    return whole + judged * (compared + picked / 2) + STARTED.get(device, Spent()) * 2
+
+
+def _answers(model: PlainModel, timer: Timed, device: str) -> tuple[Spent, Spent, Spent]:
+    """Of a position: its logits, their logarithms, and comparing those of two models."""
+    size, hidden = model.config.vocab_size, model.config.hidden_size
+    head, x = torch.randn(size // 16, hidden, device=device), torch.randn(ROWS, hidden, device=device)
+    product = timer(lambda: x @ head.t()) * (16 / ROWS)
+    logits, found = torch.randn(JUDGED, size, device=device), Divergence([[0] * (JUDGED + 1)])
+    return (product, timer(lambda: logits.log_softmax(-1)) * (1 / JUDGED),
+            timer(lambda: found.keep(0, 0, logits, logits)) * (1 / JUDGED))

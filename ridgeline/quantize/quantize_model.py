@@ -266,6 +266,7 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
     files = model.files()
     return {
         "card": 1, "model": job.name or job.out.name, "recipe": job.recipe.as_data(), "seed": job.seed,
+        "limits": job.limits,
         "linears": formats_said(linears), "not_quantised": not_quantised_said(model, linears),
         "quality": quality, "speed": found.get("speed"),
         "size": {

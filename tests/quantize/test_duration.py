@@ -13,7 +13,7 @@ from tiny_models import random_tokens, save_checkpoint
 from ridgeline.evaluate.speed import ANSWER, PROMPT, measure_speed
 from ridgeline.evaluate.task import Task
 from ridgeline.quantize.calibration import Calibration
-from ridgeline.quantize.duration import TOKENS, Forecast, Spent, forecast
+from ridgeline.quantize.duration import JUDGED, ROWS, TOKENS, Forecast, Spent, forecast
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import READ_TEXT, RECIPES, read_recipe
 
@@ -59,6 +59,17 @@ def test_the_card_counts_slices_and_needles(model: PlainModel) -> None:
     cards = [told(model, "fp8", 0, Task(slices=slices, tokens=512, needle=needle)).card.wall
              for slices, needle in (((), ()), (("prose",), ()), (("prose",), (256,)))]
     assert cards[0] < cards[1] < cards[2]
+
+
+def test_the_card_counts_what_is_done_with_logits(model: PlainModel) -> None:
+    """Every piece takes a second here. What a token adds: two passes, two products for each model, two logarithms, a
+    comparison."""
+    def card(tokens: int) -> float:
+        return told(model, "int4-rtn", 0, Task(slices=(), tokens=tokens)).card.wall
+
+    layers = model.config.num_layers
+    a_token = 2 * layers / TOKENS + 4 * 16 / ROWS + (2 + 1) / JUDGED
+    assert card(200) - card(100) == pytest.approx(100 * a_token)
 
 
 def test_words_for_people() -> None:
