@@ -51,7 +51,8 @@ class Clock:
 def part(command: list[str], seconds: float) -> dict[str, Any]:
     """Runs it; returns what it took, and why it failed if it did."""
     begun = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RIDGELINE_COMMIT": commit()}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environment = os.environ | {"PYTHONPATH": path, "RIDGELINE_COMMIT": commit()}
     try:
         done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True,
                               timeout=seconds, check=False)
