@@ -217,12 +217,16 @@ class Masks:
         self._look_for_slow = _work(spent, worked) > STEP_SECONDS       # next time, one by one: which grammar is it?
         self.seconds += spent
 
-    def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray:
-        """`wanted` are (row of the mask, matcher). All other rows, and those of matchers that fail, allow every token.
+    def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray | None:
+        """`wanted` are (row of the mask, matcher). All other rows, and those of matchers that fail, allow every token. None: no
+        row needs a mask.
 
-        The result is valid until the next call.
+        The result is valid until the next call. Each step that advance() fills masks for must call it, also without answers that
+        go on: else those rows would be taken for the next step's.
         """
         ahead, self._ahead = self._ahead, {}
+        if not wanted:
+            return None
         masks = self._rows(num_rows)
         missing = [each for each in wanted if ahead.get(each[1]) != each[0]] if ahead else wanted
         started = time.perf_counter()

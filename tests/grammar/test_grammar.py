@@ -253,6 +253,20 @@ def test_masks_that_are_filled_ahead_are_those_that_would_be_filled(vocabulary: 
     masks.close()
 
 
+def test_masks_that_were_filled_ahead_for_answers_that_ended_are_not_the_next_steps(vocabulary: GrammarVocabulary) -> None:
+    """All answers of a step end at once, and the next step has other rows, fewer of them, some without a grammar."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab"))
+    made, a, b = [matcher(vocabulary, params) for _ in range(8)], vocabulary.pieces.index(b"a"), vocabulary.pieces.index(b"b")
+    masks = Masks(PADDED, 2)
+    masks.advance([(at, a) for at in made], list(enumerate(made)), 8)
+    assert masks.fill([], 8) is None                     # none of them goes on
+    other = matcher(vocabulary, params)
+    assert other.accept(a)
+    filled = masks.fill([(1, other)], 3)
+    assert filled is not None and allowed(filled[1]) == [b] and (filled[[0, 2]] == -1).all()
+    masks.close()
+
+
 class Clock:
     """Replaces the time module. Work moves all clocks, waiting for a CPU moves only those of wall-clock time."""
 

@@ -201,7 +201,7 @@ class EngineCore:
         while (num_in_flight := self.scheduler.num_in_flight) > 1:
             deltas += self._take_in(masks=num_in_flight == 2)
         wanted, num_sampled = self.scheduler.constrained()
-        masks = self.grammars.masks.fill(wanted, num_sampled) if wanted else None
+        masks = self.grammars.masks.fill(wanted, num_sampled)
         self._launching = True
         self.executor.sample(masks)
         deltas += self.scheduler.fail_constrained()
