@@ -16,7 +16,7 @@ from ridgeline.plan.records import read_record
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.sizes.hardware import find_device
 
-RECORDS = Path(__file__).parents[2] / "benchmarks/first-run-h200"
+RECORDS = Path(__file__).parents[2] / "benchmarks/h200"
 
 
 def setup(**more: object) -> Setup:

@@ -13,8 +13,9 @@ that rounding decides several per cent of the positions; a trained head decides 
 wrong hidden state selects another of the long rows.
 
 A mixture's random router has the same fault, and no such remedy: rows of very different norms would choose few experts. There
-rounding decides which expert is the last one chosen, in any implementation. So a mixture is also computed by the definitions in
-the dtype of the engine under test, and may differ from float32 little more often than they do (`least_of`).
+rounding decides which expert is the last one chosen, in any implementation. The numbers that a file's codes stand for are rounded
+as well, before they are multiplied. So both are also computed by the definitions in the dtype of the engine under test, and may
+differ from float32 little more often than they do (`least_of`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ridgeline.resolve import GPU_STEP_TOKENS
 
 LAYERS = 2
 LEAST = 0.99                         # agreement that a figure needs
-MORE_OFTEN = 1.25                    # a mixture may differ that much more often than its definitions in the same dtype
+MORE_OFTEN = 1.25                    # mixtures and codes may differ that much more often than definitions in the same dtype
 BLOCK_SIZE = 16
 _SPREAD = 12.0                       # standard deviation of the binary logarithm of a head row's length
 
@@ -122,6 +123,7 @@ def compare(model: str, dtype: str, parts: Sequence[Part], plain_model: str = ""
         spread = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "spread")]
     weights = fast.model.numbers()
     device, used = fast.config.device, fast.config.dtype
+    rounded = fast.config.model.experts is not None or fast.config.model.quantisation is not None
     techniques = reached(fast, before, spread)
     fast.close()
 
@@ -137,10 +139,9 @@ def compare(model: str, dtype: str, parts: Sequence[Part], plain_model: str = ""
     spread_head(reference.model, back=True)
     undecided = [heard for heard in plain if heard.part.alike]
     alike = agreements(undecided, best_tokens(reference, undecided))
-    mixture = reference.config.model.experts is not None
     reference.close()
     same_dtype = None
-    if mixture:
+    if rounded:
         reference = Engine(plain_model or model, **sizes | slow | {"dtype": used})
         copy_weights(weights, reference.model)
         same_dtype = _share([same_tokens(spread, best, best_tokens(reference, spread))])
