@@ -18,6 +18,16 @@ PAGE = ROOT / "docs" / "quantize.md"
 CARDS = ROOT / "benchmarks" / "cards"
 STUDIES = ROOT / "benchmarks" / "studies"
 AUTO = "auto"
+MODELS = {"smollm2-135m": "embedded model", "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B"}      # prefix of cards -> in words
+NEEDS = {
+    "the least error; other engines with int8 kernels": "w8a8-smooth",
+    "a GPU with fp8 units, many requests at once, no text to calibrate with": "fp8",
+    "the least memory, or the fastest answer to one request; text like yours to calibrate with": "int4-gptq",
+    "the same, but you serve many languages or kinds of text": "int4-awq",
+    "4 bits without any text": "nvfp4",
+    "to see in a minute what 4 bits do": "int4-rtn",
+    "a limit of error, and the fewest bytes that meet it": AUTO,
+}
 ALIKE = 0.05                         # how far sizes may be apart to be called the same
 
 
@@ -49,6 +59,21 @@ def cards(prefix: str) -> str:
             f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | {slices['text']['perplexity']:.2f} | "
             f"{slices['multilingual']['perplexity']:.1f} | [card](../{path.relative_to(ROOT)}) |"
         )
+    return "\n".join(lines)
+
+
+def needs() -> str:
+    """Which recipe for which need: size and error of the cards of both models."""
+    found = {prefix: {card["recipe"]["name"]: card for _, card in _cards(prefix)} for prefix in MODELS}
+    lines = ["| need | recipe | " + " | ".join(f"{words}: size, KL, flips" for words in MODELS.values()) + " |",
+             "|---|---|" + "---|" * len(MODELS)]
+    for need, recipe in NEEDS.items():
+        cells = [need, f"`{recipe}`"]
+        for prefix in MODELS:
+            card = found[prefix].get(recipe)
+            cells.append("" if card is None else f"{card['size']['output_bytes'] / card['size']['plain_bytes']:.0%}, "
+                         f"{card['quality']['all']['kl']:.3f}, {1 - card['quality']['all']['top1']:.1%}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -106,7 +131,7 @@ def compressor() -> str:
 def times() -> str:
     """CPU seconds of the runs that made the cards, and the GPU's study."""
     lines = ["| run | quantising: predicted | measured | card: predicted | measured |", "|---|---|---|---|---|"]
-    for prefix in ("smollm2-135m", "qwen2.5-coder-1.5b"):
+    for prefix in MODELS:
         for path, card in _cards(prefix):
             spent = card.get("time") or {}
             if "predicted" in spent:
@@ -127,7 +152,7 @@ def times() -> str:
 
 
 TABLES = {
-    "embedded": lambda: cards("smollm2-135m"), "auto": lambda: auto("smollm2-135m"),
+    "needs": needs, "embedded": lambda: cards("smollm2-135m"), "auto": lambda: auto("smollm2-135m"),
     "qwen": lambda: cards("qwen2.5-coder-1.5b"), "llm-compressor": compressor, "times": times,
 }
 
