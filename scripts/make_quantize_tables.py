@@ -38,28 +38,32 @@ def _cards(prefix: str) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def cards(prefix: str) -> str:
+    """Cards that read the same tokens stand together, after the figures of the input on these."""
     lines = [
         "| recipe | weights, MB | KL mean | KL P99 | top-1 flips | perplexity | of the text | of many languages | card |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    found = _cards(prefix)
-    if not found:
-        return "\n".join(lines)
-    first = found[0][1]
-    slices, dtype = first["quality"]["slices"], first["input"]["dtype"]
-    lines.append(
-        f"| as shipped | {first['size']['plain_bytes'] / 1e6:,.0f} in {dtype} | | | | "
-        f"{first['quality']['all']['reference_perplexity']:.2f} | {slices['text']['reference_perplexity']:.2f} | "
-        f"{slices['multilingual']['reference_perplexity']:.1f} | |"
-    )
-    for path, card in found:
-        every, slices = card["quality"]["all"], card["quality"]["slices"]
-        lines.append(
-            f"| {_recipe(card)} | {card['size']['output_bytes'] / 1e6:,.0f} | {every['kl']:.3f} | {every['kl_p99']:.2f} | "
-            f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | {slices['text']['perplexity']:.2f} | "
-            f"{slices['multilingual']['perplexity']:.1f} | [card](../{path.relative_to(ROOT)}) |"
-        )
+    found: dict[object, list[tuple[Path, dict[str, Any]]]] = {}
+    for path, card in _cards(prefix):
+        found.setdefault((-card["quality"]["all"]["tokens"], str(card["quality"]["texts"])), []).append((path, card))
+    for same in sorted(found):                           # type: ignore[type-var]
+        lines += [_shipped(found[same][0][1]), *(_card_line(path, card) for path, card in found[same])]
     return "\n".join(lines)
+
+
+def _shipped(card: dict[str, Any]) -> str:
+    every, slices = card["quality"]["all"], card["quality"]["slices"]
+    where = (card.get("machine") or {}).get("gpu") or "CPU"
+    text, many = (slices[name]["reference_perplexity"] for name in ("text", "multilingual"))
+    return (f"| as shipped, {every['tokens']:,} tokens, {where} | {card['size']['plain_bytes'] / 1e6:,.0f} in "
+            f"{card['input']['dtype']} | | | | {every['reference_perplexity']:.2f} | {text:.2f} | {many:.1f} | |")
+
+
+def _card_line(path: Path, card: dict[str, Any]) -> str:
+    every, slices = card["quality"]["all"], card["quality"]["slices"]
+    return (f"| {_recipe(card)} | {card['size']['output_bytes'] / 1e6:,.0f} | {every['kl']:.3f} | {every['kl_p99']:.2f} | "
+            f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | {slices['text']['perplexity']:.2f} | "
+            f"{slices['multilingual']['perplexity']:.1f} | [card](../{path.relative_to(ROOT)}) |")
 
 
 def needs() -> str:
@@ -140,8 +144,8 @@ def times() -> str:
                 lines.append(f"| {path.stem}{words} | {predicted['quantise'][unit]:.0f} | {spent['quantise'][unit]:.0f} | "
                              f"{predicted['card'][unit]:.0f} | {spent['card'][unit]:.0f} |")
     speeds = STUDIES / "quantize_speed"
-    for file, unit in ((speeds / "cpu-1.5b.json", "CPU s"), (speeds / "result.json", "s")):
-        study = json.loads(file.read_text(encoding="utf-8"))
+    on_cpu, on_gpu = (json.loads((speeds / name).read_text(encoding="utf-8")) for name in ("cpu-1.5b.json", "on_a_gpu.json"))
+    for study, unit in ((on_cpu, "CPU s"), (on_gpu["shapes"], "s")):
         for recipe, row in study["recipes"].items():
             where = f"{study['layers']} of {study['whole_layers']} layers of {study['shape'].upper()} shapes"
             where += f" on {study['machine']}" if unit == "s" else ""
