@@ -30,7 +30,8 @@ from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_spar
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
 from ridgeline.quantize.recipes import READ_TEXT
 
-ROWS = 256                           # of a matrix, that are rounded to see how long it takes; on a GPU all of them
+ROWS = 256                           # of a matrix, that are rounded to see how long it takes; on a GPU all of them, and
+CACHED = 1 << 22                     # weights at least: fewer would stay in a CPU's caches, where rounding is quicker
 TOKENS = 512                         # that run through that layer
 INPUTS = 2048                        # of the Hessian that is gathered and factored
 MOMENTS = ("gptq", "wanda", "sparsegpt")
@@ -206,13 +207,13 @@ def _rounding(linear: Linear, values: Tensor, timer: Timed) -> Spent:
     assert format is not None
     if linear.method in ("gptq", "sparsegpt"):
         return _by_columns(linear, values, timer)
-    part = values if values.is_cuda else values[:ROWS]
+    part = values if values.is_cuda else values[: max(ROWS, CACHED // linear.inputs)]
     times = len(values) / len(part)
     if linear.method in ("magnitude", "wanda"):
         return timer(lambda: magnitude_sparse(part)) * times
     once = timer(lambda: expanded(rounded(part, format), format, linear.inputs)) * times
     if linear.method not in SEARCHES:
-        return once
+        return once + timer(lambda: (part.float() - part).norm() / part.float().norm()) * times      # the error, for the card
     x = torch.randn(SAMPLE, linear.inputs, device=values.device)
     product = timer(lambda: x @ part.float().t()) * times
     return once * (SEARCHES[linear.method] + CLIPS[linear.method]) + product * (1 + SEARCHES[linear.method])
