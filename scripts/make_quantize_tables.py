@@ -43,12 +43,17 @@ def cards(prefix: str) -> str:
         "| recipe | weights, MB | KL mean | KL P99 | top-1 flips | perplexity | of the text | of many languages | card |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    found: dict[object, list[tuple[Path, dict[str, Any]]]] = {}
+    for same in _same_tokens(prefix):
+        lines += [_shipped(same[0][1]), *(_card_line(path, card) for path, card in same)]
+    return "\n".join(lines)
+
+
+def _same_tokens(prefix: str) -> list[list[tuple[Path, dict[str, Any]]]]:
+    """Cards that read the same tokens, those that read the most first."""
+    found: dict[tuple[int, str], list[tuple[Path, dict[str, Any]]]] = {}
     for path, card in _cards(prefix):
         found.setdefault((-card["quality"]["all"]["tokens"], str(card["quality"]["texts"])), []).append((path, card))
-    for same in sorted(found):                           # type: ignore[type-var]
-        lines += [_shipped(found[same][0][1]), *(_card_line(path, card) for path, card in found[same])]
-    return "\n".join(lines)
+    return [found[key] for key in sorted(found)]
 
 
 def _shipped(card: dict[str, Any]) -> str:
@@ -67,8 +72,8 @@ def _card_line(path: Path, card: dict[str, Any]) -> str:
 
 
 def needs() -> str:
-    """Which recipe for which need: size and error of the cards of both models."""
-    found = {prefix: {card["recipe"]["name"]: card for _, card in _cards(prefix)} for prefix in MODELS}
+    """Which recipe for which need: size and error of the cards of both models; of those that read other tokens, none."""
+    found = {prefix: {card["recipe"]["name"]: card for _, card in _same_tokens(prefix)[0]} for prefix in MODELS}
     lines = ["| need | recipe | " + " | ".join(f"{words}: size, KL, flips" for words in MODELS.values()) + " |",
              "|---|---|" + "---|" * len(MODELS)]
     for need, recipe in NEEDS.items():
