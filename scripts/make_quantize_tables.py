@@ -18,6 +18,16 @@ PAGE = ROOT / "docs" / "quantize.md"
 CARDS = ROOT / "benchmarks" / "cards"
 STUDIES = ROOT / "benchmarks" / "studies"
 AUTO = "auto"
+MODELS = {"smollm2-135m": "embedded model", "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B"}      # prefix of cards -> in words
+NEEDS = {
+    "the least error; other engines with int8 kernels": "w8a8-smooth",
+    "a GPU with fp8 units, many requests at once, no text to calibrate with": "fp8",
+    "the least memory, or the fastest answer to one request; text like yours to calibrate with": "int4-gptq",
+    "the same, but you serve many languages or kinds of text": "int4-awq",
+    "4 bits without any text": "nvfp4",
+    "to see in a minute what 4 bits do": "int4-rtn",
+    "a limit of error, and the fewest bytes that meet it": AUTO,
+}
 ALIKE = 0.05                         # how far sizes may be apart to be called the same
 
 
@@ -28,27 +38,51 @@ def _cards(prefix: str) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def cards(prefix: str) -> str:
+    """Cards that read the same tokens stand together, after the figures of the input on these."""
     lines = [
         "| recipe | weights, MB | KL mean | KL P99 | top-1 flips | perplexity | of the text | of many languages | card |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    found = _cards(prefix)
-    if not found:
-        return "\n".join(lines)
-    first = found[0][1]
-    slices, dtype = first["quality"]["slices"], first["input"]["dtype"]
-    lines.append(
-        f"| as shipped | {first['size']['plain_bytes'] / 1e6:,.0f} in {dtype} | | | | "
-        f"{first['quality']['all']['reference_perplexity']:.2f} | {slices['text']['reference_perplexity']:.2f} | "
-        f"{slices['multilingual']['reference_perplexity']:.1f} | |"
-    )
-    for path, card in found:
-        every, slices = card["quality"]["all"], card["quality"]["slices"]
-        lines.append(
-            f"| {_recipe(card)} | {card['size']['output_bytes'] / 1e6:,.0f} | {every['kl']:.3f} | {every['kl_p99']:.2f} | "
+    for same in _same_tokens(prefix):
+        lines += [_shipped(same[0][1]), *(_card_line(path, card) for path, card in same)]
+    return "\n".join(lines)
+
+
+def _same_tokens(prefix: str) -> list[list[tuple[Path, dict[str, Any]]]]:
+    """Cards that read the same tokens, those that read the most first."""
+    found: dict[tuple[int, str], list[tuple[Path, dict[str, Any]]]] = {}
+    for path, card in _cards(prefix):
+        found.setdefault((-card["quality"]["all"]["tokens"], str(card["quality"]["texts"])), []).append((path, card))
+    return [found[key] for key in sorted(found)]
+
+
+def _shipped(card: dict[str, Any]) -> str:
+    every, slices = card["quality"]["all"], card["quality"]["slices"]
+    where = (card.get("machine") or {}).get("gpu") or "CPU"
+    text, many = (slices[name]["reference_perplexity"] for name in ("text", "multilingual"))
+    return (f"| as shipped, {every['tokens']:,} tokens, {where} | {card['size']['plain_bytes'] / 1e6:,.0f} in "
+            f"{card['input']['dtype']} | | | | {every['reference_perplexity']:.2f} | {text:.2f} | {many:.1f} | |")
+
+
+def _card_line(path: Path, card: dict[str, Any]) -> str:
+    every, slices = card["quality"]["all"], card["quality"]["slices"]
+    return (f"| {_recipe(card)} | {card['size']['output_bytes'] / 1e6:,.0f} | {every['kl']:.3f} | {every['kl_p99']:.2f} | "
             f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | {slices['text']['perplexity']:.2f} | "
-            f"{slices['multilingual']['perplexity']:.1f} | [card](../{path.relative_to(ROOT)}) |"
-        )
+            f"{slices['multilingual']['perplexity']:.1f} | [card](../{path.relative_to(ROOT)}) |")
+
+
+def needs() -> str:
+    """Which recipe for which need: size and error of the cards of both models; of those that read other tokens, none."""
+    found = {prefix: {card["recipe"]["name"]: card for _, card in _same_tokens(prefix)[0]} for prefix in MODELS}
+    lines = ["| need | recipe | " + " | ".join(f"{words}: size, KL, flips" for words in MODELS.values()) + " |",
+             "|---|---|" + "---|" * len(MODELS)]
+    for need, recipe in NEEDS.items():
+        cells = [need, f"`{recipe}`"]
+        for prefix in MODELS:
+            card = found[prefix].get(recipe)
+            cells.append("" if card is None else f"{card['size']['output_bytes'] / card['size']['plain_bytes']:.0%}, "
+                         f"{card['quality']['all']['kl']:.3f}, {1 - card['quality']['all']['top1']:.1%}")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -106,7 +140,7 @@ def compressor() -> str:
 def times() -> str:
     """CPU seconds of the runs that made the cards, and the GPU's study."""
     lines = ["| run | quantising: predicted | measured | card: predicted | measured |", "|---|---|---|---|---|"]
-    for prefix in ("smollm2-135m", "qwen2.5-coder-1.5b"):
+    for prefix in MODELS:
         for path, card in _cards(prefix):
             spent = card.get("time") or {}
             if "predicted" in spent:
@@ -115,8 +149,8 @@ def times() -> str:
                 lines.append(f"| {path.stem}{words} | {predicted['quantise'][unit]:.0f} | {spent['quantise'][unit]:.0f} | "
                              f"{predicted['card'][unit]:.0f} | {spent['card'][unit]:.0f} |")
     speeds = STUDIES / "quantize_speed"
-    for file, unit in ((speeds / "cpu-1.5b.json", "CPU s"), (speeds / "result.json", "s")):
-        study = json.loads(file.read_text(encoding="utf-8"))
+    on_cpu, on_gpu = (json.loads((speeds / name).read_text(encoding="utf-8")) for name in ("cpu-1.5b.json", "on_a_gpu.json"))
+    for study, unit in ((on_cpu, "CPU s"), (on_gpu["shapes"], "s")):
         for recipe, row in study["recipes"].items():
             where = f"{study['layers']} of {study['whole_layers']} layers of {study['shape'].upper()} shapes"
             where += f" on {study['machine']}" if unit == "s" else ""
@@ -127,7 +161,7 @@ def times() -> str:
 
 
 TABLES = {
-    "embedded": lambda: cards("smollm2-135m"), "auto": lambda: auto("smollm2-135m"),
+    "needs": needs, "embedded": lambda: cards("smollm2-135m"), "auto": lambda: auto("smollm2-135m"),
     "qwen": lambda: cards("qwen2.5-coder-1.5b"), "llm-compressor": compressor, "times": times,
 }
 

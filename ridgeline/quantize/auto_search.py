@@ -100,6 +100,13 @@ def chosen_recipe(
     }, base)
 
 
+def rounded_to_nearest(recipe: QuantizeRecipe) -> QuantizeRecipe:
+    """GPTQ fits codes to its text, at the cost of other kinds of text, which the card reads as well. So it is for text of the
+    user's own; without, the same formats are rounded to nearest, as their costs were measured."""
+    rules = tuple(replace(rule, method="rtn") if rule.method == "gptq" else rule for rule in recipe.rules)
+    return replace(recipe, rules=rules)
+
+
 def excess(card: dict[str, Any], limits: dict[str, float]) -> float:
     """The worst slice's figure as a share of its limit; at most 1: all limits are met."""
     worst = 0.0

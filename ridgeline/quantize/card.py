@@ -109,6 +109,8 @@ def page(card: dict[str, Any]) -> str:
         figures = f"{row['reference_perplexity']:.3f} | {row['perplexity']:.3f} | {row['kl']:.4g} | {row['kl_p99']:.4g}"
         lines.append(f"| {name} | {row['tokens']:,} | {figures} | {1 - row['top1']:.2%} |")
     worst = quality["worst_decile"]
+    lines += ["", "Perplexity: smaller is better. KL: how far the probabilities of the next token moved, in nats; 0 is the same. "
+              "Top-1 flips: positions whose most likely token is another one."]
     lines += ["", f"Worst tenth of the passages: KL {worst['kl']:.4g}.", ""]
     if needle := quality.get("needle"):
         lines += [f"Needles: {needle['found']:.0%} of {needle['trials']} numbers hidden in long texts were found, "

@@ -30,7 +30,8 @@ from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_spar
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
 from ridgeline.quantize.recipes import READ_TEXT
 
-ROWS = 256                           # of a matrix, that are rounded to see how long it takes; on a GPU all of them
+ROWS = 256                           # of a matrix, that are rounded to see how long it takes; on a GPU all of them, and
+CACHED = 1 << 22                     # weights at least: fewer would stay in a CPU's caches, where rounding is quicker
 TOKENS = 512                         # that run through that layer
 INPUTS = 2048                        # of the Hessian that is gathered and factored
 MOMENTS = ("gptq", "wanda", "sparsegpt")
@@ -78,9 +79,9 @@ class Watch:
         return found
 
 
-# Of an engine, beside reading weights: kernels that were compiled before, first steps and CUDA graphs (startup-warm.json). Its
-# first start on a machine also compiles, which takes ten seconds more.
-STARTED = {"cuda": Spent(3.0, 3.0)}
+# An engine's start on a GPU: packed weights are copied, kernels were compiled before. The first start on a machine also compiles,
+# which takes twenty seconds more (benchmarks/studies/quantize_speed/on_a_gpu.json). On a CPU a start is reading weights.
+STARTED = {"cuda": Spent(4.0, 4.0)}
 Timed = Callable[[Callable[[], Any]], Spent]
 
 
@@ -206,13 +207,13 @@ def _rounding(linear: Linear, values: Tensor, timer: Timed) -> Spent:
     assert format is not None
     if linear.method in ("gptq", "sparsegpt"):
         return _by_columns(linear, values, timer)
-    part = values if values.is_cuda else values[:ROWS]
+    part = values if values.is_cuda else values[: max(ROWS, CACHED // linear.inputs)]
     times = len(values) / len(part)
     if linear.method in ("magnitude", "wanda"):
         return timer(lambda: magnitude_sparse(part)) * times
     once = timer(lambda: expanded(rounded(part, format), format, linear.inputs)) * times
     if linear.method not in SEARCHES:
-        return once
+        return once + timer(lambda: (part.float() - part).norm() / part.float().norm()) * times      # the error, for the card
     x = torch.randn(SAMPLE, linear.inputs, device=values.device)
     product = timer(lambda: x @ part.float().t()) * times
     return once * (SEARCHES[linear.method] + CLIPS[linear.method]) + product * (1 + SEARCHES[linear.method])
@@ -268,10 +269,10 @@ def _card(
     if task.speed:
         read += 2 * (1 + 2 * TIMES) * PROMPT + 2 * TIMES * ANSWER * DECODED
     product, logarithms, judged = _answers(model, timer, device)
-    whole = per_token * (read * layers) + reading * (2 * layers) + rounding * ((compared + hay) * layers)
+    whole = per_token * (read * layers) + STARTED.get(device, reading * layers) * 2 + rounding * ((compared + hay) * layers)
     # A position that is scored has its logits computed twice: by the engine, for the prompt's own figures, and for the card.
     whole += (product * 2 + logarithms) * (2 * compared + picked)
-    return whole + judged * (compared + picked / 2) + STARTED.get(device, Spent()) * 2
+    return whole + judged * (compared + picked / 2)
 
 
 def _answers(model: PlainModel, timer: Timed, device: str) -> tuple[Spent, Spent, Spent]:

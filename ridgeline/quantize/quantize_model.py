@@ -164,6 +164,7 @@ def _search(job: Job) -> dict[str, Any]:
 
     def make(recipe: QuantizeRecipe) -> dict[str, Any]:
         folder = job.out.with_name(f"{job.out.name}.{os.getpid()}.try{len(tries) + 1}")
+        recipe = recipe if job.text else auto_search.rounded_to_nearest(recipe)
         try:
             made = _quantize(replace(job, recipe=recipe, out=folder, name=job.out.name))
         except BaseException:

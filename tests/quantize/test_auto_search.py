@@ -136,6 +136,15 @@ def test_limits_that_nothing_meets_name_the_nearest() -> None:
         search(UNITS, {"kl": 0.1}, AUTO, lambda recipe: card_of(1e6, 0.5))
 
 
+def test_formats_stay_where_linears_are_rounded_to_nearest() -> None:
+    chosen = chosen_recipe(UNITS, 0.1, AUTO)
+    assert chosen is not None and {rule.method for rule in chosen.rules} == {"gptq", "rtn"}
+    plain = auto_search.rounded_to_nearest(chosen)
+    assert [(rule.pattern, rule.format, rule.group) for rule in plain.rules] == \
+        [(rule.pattern, rule.format, rule.group) for rule in chosen.rules]
+    assert {rule.method for rule in plain.rules} == {"rtn"}
+
+
 def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats by linear in one output under its own name; tries and what linears cost are gone."""
     monkeypatch.setattr(quantize_model, "_calibration", lambda job, model, linears: Calibration(model, SEQUENCES))
@@ -163,6 +172,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = quantize(job)
     assert made is not None and made["quality"]["all"]["kl"] <= 0.01 and made["model"] == "out"
     formats = {rule["format"] for rule in made["recipe"]["rules"]}
+    assert {rule["method"] for rule in made["recipe"]["rules"]} == {"rtn"}      # GPTQ is for text of the user's own
     assert len(formats) > 1 and sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
     assert load(tmp_path / "out") is not None
     with pytest.raises(ConfigError, match="exists already"):

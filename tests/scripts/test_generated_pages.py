@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from generated_page import with_tables
 
 from ridgeline.cli.cmd_serve import ServerOptions
 from ridgeline.config import declared_options
@@ -28,6 +29,14 @@ def script(name: str) -> ModuleType:
 def test_a_page_is_what_its_script_writes(name: str) -> None:
     written = script(name)
     assert written.PAGE.read_text(encoding="utf-8") == written.page(), f"python scripts/{name}.py --write"
+
+
+def test_tables_of_a_page_are_made_anew(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table: sizes -->\nold\n<!-- end -->\nafter <!-- end -->\n")
+    assert with_tables(page, {"sizes": lambda: "new"}) == page.read_text().replace("old", "new")
+    with pytest.raises(SystemExit, match="no place for the table speeds"):
+        with_tables(page, {"speeds": lambda: ""})
 
 
 def test_the_map_lists_every_file_of_the_package_once() -> None:
