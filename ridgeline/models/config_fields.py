@@ -43,6 +43,8 @@ class Fields:
         value = self.get(name, default)
         if value is None:
             raise ModelError(f"{self.where}: {name} is missing")
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]                             # one for each layer, and all the same (Hunyuan)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:

@@ -203,6 +203,7 @@ class Decoder(nn.Module):
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, seen_by(config, number), groups[number],
                 rotations[config.ropes[number]], config.sinks, temperature if grows(config, number) else None,
+                config.late_qk_norm,
             ), place.inside(f"layers.{number}"))
             for number in self.numbers_here
         })

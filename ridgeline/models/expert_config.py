@@ -155,9 +155,16 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     mixed = fields.get("moe_layers")
     if isinstance(mixed, list) and mixed:                # Llama-4's own list, which counts
         return tuple(layer for layer in range(layers) if layer not in mixed)
-    if not isinstance(every, int) or not isinstance(first, int) or not isinstance(named, (list, tuple)):
+    kinds = fields.get("mlp_layer_types")                # as transformers 5 writes it
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+            raise ModelError(f"{fields.where}: mlp_layer_types must list {layers} times dense or sparse, got {kinds!r}")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    last = fields.get("moe_layer_end_index", -1)         # ERNIE's
+    if not all(isinstance(each, int) for each in (every, first, last)) or not isinstance(named, (list, tuple)):
         raise ModelError(f"{fields.where}: layers with experts must be said by numbers, got {every!r}, {first!r}, {named!r}")
-    return tuple(layer for layer in range(layers) if layer < first or layer in named or (layer + 1) % every)
+    last = layers - 1 if last == -1 else last
+    return tuple(layer for layer in range(layers) if not first <= layer <= last or layer in named or (layer + 1) % every)
 
 
 def _routing(fields: Fields, rule: ExpertRule, count: int) -> Routing:

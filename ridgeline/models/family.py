@@ -135,6 +135,7 @@ class Family:
     tied: bool = False               # the head is the embedding, where the checkpoint does not say
     qkv_bias: bool = False           # q, k and v have biases whatever the checkpoint says
     qk_norm: bool = False            # an RMS norm on every head of q and k, before the rotation
+    late_qk_norm: bool = False       # … behind it
     wide_qk_norm: bool = False       # … or one over all heads of q, and one over all of k
     norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias"
     pre_norms: bool = True           # norms before attention and before the MLP

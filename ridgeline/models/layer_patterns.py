@@ -54,6 +54,8 @@ def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | N
 
 def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     everything: tuple[int | None, ...] = (None,) * num_layers
+    if family.window == "none":
+        _check_kinds(fields)
     slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
     absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
     if family.window == "none" or not slides or absent or fields.get("sliding_window") is None:
@@ -81,6 +83,15 @@ def _chunks(fields: Fields, family: Family, num_layers: int) -> tuple[int | None
     types = _layer_types(fields, num_layers, ("full_attention", CHUNKED))
     chunked = [kind == CHUNKED for kind in types] if types else _turned_layers(fields, family, (None,) * num_layers)
     return tuple(size if each else None for each in chunked)
+
+
+def _check_kinds(fields: Fields) -> None:
+    """Of a family whose layers all see everything: others have state-space or linear attention in some."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = fields.get(name)
+        for kind in kinds if isinstance(kinds, list) else ():
+            if kind not in ("full_attention", "attention"):
+                raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: full_attention")
 
 
 def _layer_types(fields: Fields, num_layers: int, known: tuple[str, ...] = LAYER_TYPES) -> list[str]:
@@ -119,6 +130,8 @@ def hf_ropes(
         return make_rope(parameters, theta, dim, max_position, family.longrope, fields.where)
 
     full = rope(everywhere, "rope_theta")
+    if family.late_qk_norm and full.scale != 1.0:        # norms behind the rotation take the scale away again
+        raise ModelError(f"{fields.where}: a rope with a scale of {full.scale:g} is not supported for {family.name}")
     local = full
     if family.local_rope:
         local = rope(nested.get("sliding_attention", {}), "rope_local_base_freq")
@@ -149,7 +162,10 @@ def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ..
 
 
 def _rotated_dim(fields: Fields, family: Family, parameters: Mapping[str, Any], head_dim: int) -> int:
-    partial = Fields(fields.where, parameters, {}).number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    partial = fields.number("partial_rotary_factor", 1.0)
+    if family.partial_rotary and fields.get("rotary_dim") and not fields.raw.get("partial_rotary_factor"):
+        partial = fields.integer("rotary_dim") / head_dim            # MiniMax-M2
+    partial = Fields(fields.where, parameters, {}).number("partial_rotary_factor", partial)
     if partial != 1.0 and not family.partial_rotary:
         raise ModelError(f"{fields.where}: partial_rotary_factor {partial!r} is not supported for {family.name}")
     dim = int(head_dim * min(partial, 2.0))

@@ -95,6 +95,7 @@ class ModelConfig:
     final_softcap: float | None
     windows: tuple[int | None, ...]  # per layer; None sees everything
     ropes: tuple[Rope, ...]          # per layer
+    late_qk_norm: bool = False       # norms of q and k behind the rotation
     wide_qk_norm: bool = False       # norms of q and of k over all heads together
     norm: str = "rms"                # "rms", "layer", "layer+bias"
     pre_norms: bool = True
@@ -371,7 +372,7 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
 
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
-    names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
+    names = ("post_norms", "late_qk_norm", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
     return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
 
 

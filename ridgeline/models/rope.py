@@ -14,7 +14,7 @@ from typing import Any
 
 from ridgeline.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,9 @@ def _scaled_rope(
         return Rope(theta, dim)
     if kind == "linear":
         return Rope(theta, dim, (number("factor"),) * (dim // 2))
+    if kind == "dynamic":            # it changes with the length beyond the model's own context, which is not stretched here
+        alpha = number("alpha", 1.0)                     # Hunyuan's, for every length
+        return Rope(theta * alpha ** (dim / (dim - 2)) if alpha != 1.0 else theta, dim)
     original = number("original_max_position_embeddings", max_position)
     if kind == "llama3":
         divisors = llama3_divisors(theta, dim, number("factor"), number("low_freq_factor"), number("high_freq_factor"),

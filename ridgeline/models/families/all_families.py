@@ -3,26 +3,30 @@
 from collections.abc import Callable, Sequence
 
 from ridgeline.errors import ModelError
-from ridgeline.models.families.cohere import COHERE, COHERE2
-from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3
+from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3
+from ridgeline.models.families.ernie import ERNIE, ERNIE_MOE
 from ridgeline.models.families.exaone import EXAONE4
-from ridgeline.models.families.gemma import GEMMA2, GEMMA3
+from ridgeline.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE
 from ridgeline.models.families.gpt_oss import GPT_OSS
-from ridgeline.models.families.granite import GRANITE, GRANITE_MOE
-from ridgeline.models.families.llama import ARCEE, ERNIE, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
+from ridgeline.models.families.granite import GRANITE, GRANITE_4, GRANITE_MOE, GRANITE_MOE_SHARED
+from ridgeline.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from ridgeline.models.families.layer_normed.cohere import COHERE, COHERE2
+from ridgeline.models.families.layer_normed.nemotron import NEMOTRON
+from ridgeline.models.families.layer_normed.starcoder2 import STARCODER2
+from ridgeline.models.families.llama import ARCEE, HELIUM, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
+from ridgeline.models.families.minimax import MINIMAX_M2
 from ridgeline.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
-from ridgeline.models.families.nemotron import NEMOTRON
 from ridgeline.models.families.olmo import OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3
 from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from ridgeline.models.families.starcoder2 import STARCODER2
 from ridgeline.models.family import Family
 
 FAMILIES = (
-    LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, OLMO2, OLMO3, GRANITE,
-    GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE,
-    LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3,
+    LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, OLMO2, OLMO3, GRANITE,
+    GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE,
+    GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE, HUNYUAN_MOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
+    GLM4_MOE_LITE, MINICPM3,
 )
 
 

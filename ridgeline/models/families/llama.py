@@ -1,5 +1,5 @@
 """Llama 2 and 3, everything that is Llama by another name (SmolLM2, TinyLlama, Mistral as GGUF), and its near relatives: SmolLM3
-(layers without a rope), Seed-OSS, ERNIE 4.5 and Arcee (no gate). The text decoder of Llama 4 (Scout, Maverick)."""
+(layers without a rope), Seed-OSS, Helium and Arcee (no gate). The text decoder of Llama 4 (Scout, Maverick)."""
 
 from ridgeline.models.family import (
     GGUF_NAMES,
@@ -44,13 +44,12 @@ SEED_OSS = Family(
     defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
 )
 
-ERNIE = Family(
-    name="ernie4_5",
-    architectures=("Ernie4_5ForCausalLM",),
-    tied=True,
+HELIUM = Family(
+    name="helium",
+    architectures=("HeliumForCausalLM",),
     interleaved=True,
-    spelled={"attention_bias": "use_bias", "attention_out_bias": "use_bias", "mlp_bias": "use_bias"},
-    defaults={"head_dim": 128, "rope_theta": 500_000.0},
+    spelled={"attention_out_bias": ""},
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-8},
 )
 
 ARCEE = Family(

@@ -12,6 +12,13 @@ from ridgeline.models.family import (
     Family,
 )
 
+SPARSE_MOE_NAMES = {
+    "model.layers.{}.block_sparse_moe.gate": "layers.{}.mlp.router",
+    "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.{}.gate_up:gate",
+    "model.layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.mlp.experts.{}.gate_up:up",
+    "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.{}.down",
+}
+
 # Its language model may be that of either family below: text_config says which.
 WITH_VISION = "Mistral3ForConditionalGeneration"
 
@@ -40,11 +47,6 @@ MIXTRAL = Family(
     gguf_permuted=True,
     window="all",
     experts=ExpertRule(normalise=True),
-    names=LLAMA_NAMES | {
-        "model.layers.{}.block_sparse_moe.gate": "layers.{}.mlp.router",
-        "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.{}.gate_up:gate",
-        "model.layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.mlp.experts.{}.gate_up:up",
-        "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.{}.down",
-    },
+    names=LLAMA_NAMES | SPARSE_MOE_NAMES,
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )

@@ -38,6 +38,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_fac
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT,
         "beta_fast": 4.0, "beta_slow": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0}
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 1e2, "alpha": 50.0, "factor": 1.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.2, 3.9]}
 PLAIN = {"rope_type": "default", "rope_theta": 1e3}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 14, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6,
@@ -86,6 +87,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"rope_parameters": PLAIN, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "seed_oss": ("SeedOss", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True, "attention_dropout": 0.0}),
     "ernie4_5": ("Ernie4_5", {"rope_parameters": PLAIN, "head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"rope_parameters": PLAIN, "head_dim": 16, "moe_num_experts": 8, "moe_k": 3,
+                                      "moe_intermediate_size": 20, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
+    "helium": ("Helium", {"rope_parameters": PLAIN, "head_dim": 12, "attention_bias": True}),
+    "gemma": ("Gemma", {"rope_parameters": PLAIN, "head_dim": 16}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"rope_parameters": NTK_ALPHA, "head_dim": 16, "attention_bias": True}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"rope_parameters": NTK_ALPHA, "head_dim": 16, "num_experts": 6, "moe_topk": 2,
+                                        "intermediate_size": 20}),
     "arcee": ("Arcee", {"rope_parameters": YARN, "mlp_bias": True}),
     "olmo2": ("Olmo2", {"rope_parameters": PLAIN}),
     "olmo3": ("Olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}, "num_hidden_layers": 5,
@@ -109,6 +117,20 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", {"rope_parameters": PLAIN, "num_local_experts": 6, "num_experts_per_tok": 2,
                                   "intermediate_size": 20, "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
                                   "attention_multiplier": 0.2, "logits_scaling": 0.5, "tie_word_embeddings": True}),
+    "granitemoeshared": ("GraniteMoeShared", {
+        "rope_parameters": PLAIN, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20,
+        "shared_intermediate_size": 28, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+        "logits_scaling": 0.5, "tie_word_embeddings": True,
+    }),
+    "granitemoehybrid": ("GraniteMoeHybrid", {
+        "rope_parameters": PLAIN, "num_local_experts": 0, "shared_intermediate_size": 80, "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope", "mamba_n_heads": 4, "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2, "logits_scaling": 0.5,
+    }),
+    "dots1": ("Dots1", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "max_window_layers": 2, "attention_bias": True,
+                        "norm_topk_prob": True} | DEEPSEEK_EXPERTS),
+    "minimax_m2": ("MiniMaxM2", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "head_dim": 16,
+                                 "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}),
     "glm4_moe": ("Glm4Moe", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "head_dim": 16, "use_qk_norm": True,
                              "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
                              "topk_group": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
@@ -122,8 +144,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Fields that config.json of these families leaves to the class, and that the family declares.
 LEFT_OUT = {
-    "gemma2": ("tie_word_embeddings", "hidden_activation"), "gemma3_text": ("tie_word_embeddings", "hidden_activation"),
-    "smollm3": ("tie_word_embeddings",), "ernie4_5": ("tie_word_embeddings",), "arcee": ("hidden_act",),
+    "gemma": ("tie_word_embeddings", "hidden_act"), "gemma2": ("tie_word_embeddings", "hidden_activation"), "gemma3_text": ("tie_word_embeddings", "hidden_activation"),
+    "smollm3": ("tie_word_embeddings",), "ernie4_5_moe": ("tie_word_embeddings",), "ernie4_5": ("tie_word_embeddings",), "arcee": ("hidden_act",),
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
     "nemotron": ("hidden_act",), "minicpm3": ("tie_word_embeddings",), "exaone4": ("sliding_window_pattern",),
 }
@@ -185,9 +207,9 @@ def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
             noise(parameter, 0.0, 0.4)
         else:
             noise(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            noise(buffer, 0.0, 0.2)
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if name.endswith("e_score_correction_bias"):     # which some classes have as a parameter
+            noise(tensor, 0.0, 0.2)
 
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
