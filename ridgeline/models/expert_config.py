@@ -27,6 +27,7 @@ class Routing:
     top_groups: int = 1              # … so many of these groups
     group_score: str = "best"        # a group's score: of its best expert, or the sum of its "best two"
     scale: float = 1.0               # of the weights
+    jitter: float = 0.0              # an expert's weight is its share among those with logits this near (ops/experts/route.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,4 +178,5 @@ def _routing(fields: Fields, rule: ExpertRule, count: int) -> Routing:
     return Routing(
         rule.score, normalise, rule.choice_bias, groups, top if groups > 1 else 1, rule.group_score,
         fields.number("routed_scaling_factor", 1.0) if rule.scaled else 1.0,
+        fields.number("router_jitter_noise", 0.01) if rule.mixer else 0.0,
     )

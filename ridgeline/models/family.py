@@ -123,6 +123,7 @@ class ExpertRule:
     bias: bool = False               # of the experts' linears
     clamped: bool = False            # gate and up are clamped, as in gpt-oss
     scales_input: bool = False       # the weight of an expert multiplies its input, not its result
+    mixer: bool = False              # weights among experts with logits near the best one's (router_jitter_noise says how near)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,7 @@ class Family:
     post_norms: bool = False         # norms also after attention and after the MLP
     norm_offset: float = 0.0         # norms multiply by weight + offset
     parallel: bool = False           # attention and MLP read the same normed rows, and both are added
+    own_mlp_norm: bool = False       # … of which the MLP has a norm of its own
     gated: bool = True               # the MLP has a gate
     scale_embeddings: bool = False   # embeddings are multiplied by sqrt(hidden_size)
     multipliers: bool = False        # Granite's fields: of embeddings, of each addition to the stream, of scores, of logits
@@ -153,7 +155,8 @@ class Family:
     partial_rotary: bool = False     # only the first part of a head is rotated
     interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint
     longrope: bool = False           # rope type "longrope"
-    nope: str = "none"               # layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window)
+    nope: str = "none"               # layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "all"
+    learned_positions: bool = False  # every position has an embedding, which is added to the token's
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below
     full_every: int = 0              # with "pattern": every n-th layer sees everything
     # With "chunks", layers with a rope see their own chunk of attention_chunk_size positions.
@@ -175,4 +178,6 @@ class Family:
     # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     fused_experts: tuple[FusedExperts, ...] = FUSED_EXPERTS
+    transposed: str = ""             # pattern of tensors that are stored as [inputs, outputs]
+    by_head: str = ""                # pattern of tensors whose rows are q, k and v of the first KV head, then of the second …
     ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in

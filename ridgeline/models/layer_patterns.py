@@ -152,8 +152,8 @@ def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ..
     """For each layer, whether it has a rope."""
     if family.nope == "full":
         return [window is not None or not any(windows) for window in windows]
-    if family.nope == "none":
-        return [True] * len(windows)
+    if family.nope in ("none", "all"):
+        return [family.nope == "none"] * len(windows)
     every = fields.integer("no_rope_layer_interval", 4)
     listed = fields.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(len(windows))]
     if not isinstance(listed, list) or len(listed) != len(windows) or not all(each in (0, 1) for each in listed):

@@ -61,7 +61,9 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
+GATED = ("silu", "gelu", "gelu_tanh")                    # those that an MLP with a gate can have
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 
@@ -99,7 +101,8 @@ class ModelConfig:
     wide_qk_norm: bool = False       # norms of q and of k over all heads together
     norm: str = "rms"                # "rms", "layer", "layer+bias"
     pre_norms: bool = True
-    parallel: bool = False           # attention and MLP read the same normed rows
+    parallel: bool = False           # attention and MLP read the same rows …
+    own_mlp_norm: bool = False       # … normed by each on its own
     gated: bool = True               # the MLP has a gate
     sinks: bool = False              # every head has a score without a value
     residual_scale: float = 1.0      # of what attention and MLP add to the stream
@@ -112,6 +115,8 @@ class ModelConfig:
     temperature: Temperature | None = None               # queries grow with their position
     bare_qk_norm: bool = False       # norms without weights on q and k, in layers with a rope
     latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
+    head_bias: bool = False
+    learned_positions: bool = False  # an embedding for every position
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -184,6 +189,8 @@ class ModelConfig:
         beside = self.num_plain * (wide + self.hidden_size) * self.mlp_bias + self._expert_biases
         embedding = 0 if self.tied else self.vocab_size * self.hidden_size
         matrices = sum(count * outputs * inputs for count, outputs, inputs in self.matrices)
+        beside += 2 * self.num_plain * (self.activation == "xielu")
+        embedding += self.vocab_size * self.head_bias + self.max_position_embeddings * self.hidden_size * self.learned_positions
         return matrices + embedding + self.num_layers * (norms + biases) + beside + each
 
     @property
@@ -198,7 +205,7 @@ class ModelConfig:
     @property
     def norms_per_layer(self) -> int:
         """Of the hidden size."""
-        return 1 if self.parallel else 2 * self.pre_norms + 2 * self.post_norms
+        return 1 + self.own_mlp_norm if self.parallel else 2 * self.pre_norms + 2 * self.post_norms
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -313,7 +320,7 @@ def hf_model_config(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
         hidden_size=hidden_size,
-        intermediate_size=experts.dense_width if experts else fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
+        intermediate_size=experts.dense_width if experts else _intermediate(fields, family, hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -334,8 +341,7 @@ def hf_model_config(
         quantisation=read_quantisation(raw, where, directory),
         latent=latent,
         **_scales(fields, family, hidden_size, head_dim),
-        **_biases(fields, family),
-        **_layout(family),
+        **{**_layout(family), **_biases(fields, family)},
     )
 
 
@@ -352,6 +358,8 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
         "qkv_bias": fields.flag("attention_bias") or family.qkv_bias,
         "output_bias": fields.flag("attention_out_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
+        "head_bias": fields.flag("lm_head_bias"),
+        "parallel": family.parallel and fields.flag("use_parallel_residual", True),
         "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
         "bare_qk_norm": family.bare_qk_norm and fields.flag("use_qk_norm", True),
     }
@@ -372,7 +380,8 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
 
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
-    names = ("post_norms", "late_qk_norm", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
+    names = ("post_norms", "late_qk_norm", "wide_qk_norm", "norm", "pre_norms", "parallel", "own_mlp_norm", "gated",
+             "sinks", "learned_positions")
     return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
 
 
@@ -387,8 +396,9 @@ def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
 
 def _activation(fields: Fields, family: Family) -> str:
     activation = fields.get("hidden_activation") or fields.get("hidden_act") or family.activation
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    known = [name for name, kind in ACTIVATIONS.items() if kind in GATED or not family.gated]
+    if not isinstance(activation, str) or activation not in known:
+        raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(known)}")
     return ACTIVATIONS[activation]
 
 
@@ -402,6 +412,11 @@ def _head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int, num
         raise ModelError(f"{fields.where}: {hidden_name} {hidden_size} is not a multiple of {num_heads} heads, and no "
                          f"{name} is given")
     return fields.integer(name, hidden_size // num_heads, maximum=MAX_HEAD_DIM)
+
+
+def _intermediate(fields: Fields, family: Family, hidden_size: int) -> int:
+    usual = 4 * hidden_size if family.learned_positions else None    # GPT-2 need not say it
+    return fields.integer("intermediate_size", usual, maximum=MAX_INTERMEDIATE)
 
 
 def _dtype(fields: Fields) -> str:

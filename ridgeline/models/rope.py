@@ -102,9 +102,9 @@ def _scaled_rope(
         divisors = yarn_divisors(theta, dim, factor, original, number("beta_fast", 32.0), number("beta_slow", 1.0),
                                  bool(scaling.get("truncate", True)))
         return Rope(theta, dim, divisors, _attention_factor(scaling, _declared_yarn_scale(scaling, factor)))
-    scale = _attention_factor(scaling, longrope_scale(factor, original))
+    scale = _longrope_scale(scaling, longrope_scale(factor, original), where)
     short, long = (_longrope_divisors(scaling, field, dim // 2, where) for field in ("short_factor", "long_factor"))
-    return Rope(theta, dim, short, scale, long, int(original))
+    return Rope(theta, dim, short, scale) if short == long else Rope(theta, dim, short, scale, long, int(original))
 
 
 def _number(scaling: Mapping[str, Any], what: str, field: str, default: float | None = None) -> float:
@@ -119,6 +119,14 @@ def _number(scaling: Mapping[str, Any], what: str, field: str, default: float | 
 def _attention_factor(scaling: Mapping[str, Any], default: float) -> float:
     given = scaling.get("attention_factor")
     return default if given is None else float(given)
+
+
+def _longrope_scale(scaling: Mapping[str, Any], default: float, where: str) -> float:
+    """Phi-3.5-MoE names its scale twice, for short and for long contexts."""
+    named = [float(scaling[name]) for name in ("short_mscale", "long_mscale") if scaling.get(name) is not None]
+    if len(set(named)) > 1:
+        raise ModelError(f"{where}: short_mscale and long_mscale that differ are not supported, got {named[0]:g} and {named[1]:g}")
+    return named[0] if named else _attention_factor(scaling, default)
 
 
 def _declared_yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:

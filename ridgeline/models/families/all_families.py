@@ -12,9 +12,13 @@ from ridgeline.models.families.gpt_oss import GPT_OSS
 from ridgeline.models.families.granite import GRANITE, GRANITE_4, GRANITE_MOE, GRANITE_MOE_SHARED
 from ridgeline.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from ridgeline.models.families.layer_normed.cohere import COHERE, COHERE2
+from ridgeline.models.families.layer_normed.gpt2 import GPT2
+from ridgeline.models.families.layer_normed.gpt_neox import GPT_NEOX
 from ridgeline.models.families.layer_normed.nemotron import NEMOTRON
+from ridgeline.models.families.layer_normed.phi import PHI, PHIMOE
+from ridgeline.models.families.layer_normed.stablelm import STABLELM
 from ridgeline.models.families.layer_normed.starcoder2 import STARCODER2
-from ridgeline.models.families.llama import ARCEE, HELIUM, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
+from ridgeline.models.families.llama import APERTUS, ARCEE, HELIUM, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
 from ridgeline.models.families.minimax import MINIMAX_M2
 from ridgeline.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from ridgeline.models.families.olmo import OLMO2, OLMO3, OLMOE
@@ -24,8 +28,8 @@ from ridgeline.models.family import Family
 
 FAMILIES = (
     LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, OLMO2, OLMO3, GRANITE,
-    GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE,
-    GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE, HUNYUAN_MOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
+    GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, APERTUS, STABLELM, PHI, GPT_NEOX, GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE,
+    GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE, HUNYUAN_MOE, PHIMOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
     GLM4_MOE_LITE, MINICPM3,
 )
 

@@ -107,6 +107,20 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"rope_parameters": PLAIN, "sliding_window": WINDOW}),
     "exaone4": ("Exaone4", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_hidden_layers": 5}),
     "nemotron": ("Nemotron", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3, "dtype": "float64"}),
+    "stablelm": ("StableLm", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "use_qkv_bias": True,
+                              "use_parallel_residual": True}),
+    "stablelm-in-turn": ("StableLm", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "phi": ("Phi", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "gpt_neox": ("GPTNeoX", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "gpt2": ("GPT2", {"n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION}),
+    "phimoe": ("Phimoe", {
+        "rope_parameters": LONGROPE | {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.9], "long_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.9],
+                                       "short_mscale": 1.2, "long_mscale": 1.2,
+                                       "original_max_position_embeddings": ORIGINAL_CONTEXT},
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "attention_bias": True, "lm_head_bias": True,
+        "router_jitter_noise": 0.2, "sliding_window": WINDOW,
+    }),
     "mixtral": ("Mixtral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_local_experts": 5,
                             "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", {"rope_parameters": PLAIN, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
@@ -147,7 +161,8 @@ LEFT_OUT = {
     "gemma": ("tie_word_embeddings", "hidden_act"), "gemma2": ("tie_word_embeddings", "hidden_activation"), "gemma3_text": ("tie_word_embeddings", "hidden_activation"),
     "smollm3": ("tie_word_embeddings",), "ernie4_5_moe": ("tie_word_embeddings",), "ernie4_5": ("tie_word_embeddings",), "arcee": ("hidden_act",),
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
-    "nemotron": ("hidden_act",), "minicpm3": ("tie_word_embeddings",), "exaone4": ("sliding_window_pattern",),
+    "nemotron": ("hidden_act",), "apertus": ("hidden_act",), "phi": ("hidden_act",), "gpt_neox": ("hidden_act",),
+    "gpt2": ("activation_function", "tie_word_embeddings"), "minicpm3": ("tie_word_embeddings",), "exaone4": ("sliding_window_pattern",),
 }
 
 
@@ -160,10 +175,15 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
     return path
 
 
+def architecture(kind: str) -> str:
+    """The class of transformers, of a kind in CHECKPOINTS."""
+    return "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+
+
 def save_config(name: str, path: Path) -> Path:
     """Only the config.json of checkpoint `name`."""
     config = build_config(name)
-    config.architectures = [f"{CHECKPOINTS[name][0]}ForCausalLM"]
+    config.architectures = [architecture(CHECKPOINTS[name][0])]
     config.save_pretrained(path)
     return path
 
@@ -183,7 +203,7 @@ def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any)
 
     kind, differences = CHECKPOINTS[name]
     config = build_config(name, **overrides)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
+    model = getattr(transformers, architecture(kind))(config).eval().to(dtype)
     if "swiglu_limit" in differences:                    # before transformers 5.18 its model has 7.0, whatever the config says
         for layer in model.model.layers:
             layer.mlp.experts.limit = config.swiglu_limit
@@ -199,11 +219,11 @@ def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
         like.copy_(torch.randn(like.shape, generator=generator, dtype=torch.float64) * deviation + mean)
 
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or ".ln_" in name:
             noise(parameter, norm_mean, 0.3)
         elif name.endswith("bias"):
             noise(parameter, 0.0, 0.5)
-        elif "embed_tokens" in name or "lm_head" in name:
+        elif any(each in name for each in ("embed_tokens", "embed_in", "wte", "wpe", "lm_head", "embed_out")):
             noise(parameter, 0.0, 0.4)
         else:
             noise(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)
@@ -214,7 +234,7 @@ def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
     """The same facts as transformers 4 wrote them, and nothing that it left to its classes' defaults."""
-    rope = config.pop("rope_parameters")
+    rope = config.pop("rope_parameters", None) or {"rope_theta": 10_000.0, "rope_type": "default"}
     local = rope.get("sliding_attention")
     rope = dict(rope.get("full_attention", rope))
     if local is not None:
@@ -222,6 +242,8 @@ def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
     config["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if config["model_type"] == "gpt_neox":
+        config["rotary_emb_base"], config["rotary_pct"] = config.pop("rope_theta"), config.pop("partial_rotary_factor")
     if config["model_type"] == "phi3":
         rope.pop("original_max_position_embeddings", None)
     kind = rope.pop("rope_type")
