@@ -77,7 +77,7 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
             if fields.get(name):
                 return fields.integer(name, maximum=MAX_INTERMEDIATE)
         if default is None:
-            raise ModelError(f"{fields.where}: {names[0]} is missing")
+            raise ModelError(f"{fields.where}: {' or '.join(names)} is missing")
         return default
 
     count = first_of("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")

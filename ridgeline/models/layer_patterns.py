@@ -11,7 +11,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import MAX_POSITIONS, Fields
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, rope_kind, yarn_divisors, yarn_scale
+from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, rope_kind, rope_settings, yarn_divisors, yarn_scale
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CHUNKED = "chunked_attention"
@@ -35,8 +35,7 @@ def read_temperature(fields: Fields, family: Family) -> Temperature | None:
     if family.temperature == "nope":                     # Llama-4's fields
         tuned = fields.flag("attn_temperature_tuning", True)
         return Temperature(fields.number("floor_scale"), fields.number("attn_scale"), 1, False) if tuned else None
-    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    own = Fields(fields.where, scaling if isinstance(scaling, dict) else {}, {})
+    own = Fields(fields.where, rope_settings(fields.raw, fields.where), {})
     if not own.get("llama_4_scaling_beta"):
         return None
     return Temperature(own.number("original_max_position_embeddings"), own.number("llama_4_scaling_beta"), 0, True)
@@ -111,9 +110,7 @@ def hf_ropes(
     fields: Fields, family: Family, head_dim: int, max_position: int, windows: tuple[int | None, ...]
 ) -> tuple[tuple[Rope, ...], int]:
     """The rope of each layer, and the context they are good for (yarn stretches it)."""
-    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    if not isinstance(scaling, dict):
-        raise ModelError(f"{fields.where}: rope_scaling must be an object, got {scaling!r}")
+    scaling = rope_settings(fields.raw, fields.where)
     nested = {kind: scaling[kind] for kind in LAYER_TYPES if isinstance(scaling.get(kind), dict)}
     if nested and "full_attention" not in nested:
         raise ModelError(f"{fields.where}: rope_parameters has no full_attention")

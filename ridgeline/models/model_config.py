@@ -28,10 +28,11 @@ from ridgeline.models.config_fields import (
     MAX_POSITIONS,
     MAX_VOCABULARY,
     Fields,
+    read_activation,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
-from ridgeline.models.families.all_families import family_of, gguf_family
+from ridgeline.models.families.all_families import family_of, family_of_type, gguf_family
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
@@ -53,17 +54,6 @@ from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 logger = get_logger("models")
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    "relu2": "relu2",
-    "xielu": "xielu",
-}
-GATED = ("silu", "gelu", "gelu_tanh")                    # those that an MLP with a gate can have
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 
@@ -330,7 +320,7 @@ def hf_model_config(
         dtype=_dtype(fields),
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
-        activation=_activation(fields, family),
+        activation=read_activation(fields, family.gated, family.activation),
         norm_offset=family.norm_offset,
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
@@ -371,7 +361,7 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
     attention = times.attention or scalar**-0.5
     return {
         "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
-        "attention_scale": attention * yarn_score_scale(fields.raw) if family.latent else attention,
+        "attention_scale": attention * yarn_score_scale(fields.raw, fields.where) if family.latent else attention,
         "residual_scale": times.residual,
         "temperature": read_temperature(fields, family),
         "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
@@ -387,19 +377,13 @@ def _layout(family: Family) -> dict[str, Any]:
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
     architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise ModelError(f"{where}: architectures is missing")
     text = raw.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else raw.get("model_type")
+    if not architectures:
+        return family_of_type(kind, where)
+    if not isinstance(architectures, list):
+        raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
     return family_of(architectures[0], lambda each: each.architectures, where, kind)
-
-
-def _activation(fields: Fields, family: Family) -> str:
-    activation = fields.get("hidden_activation") or fields.get("hidden_act") or family.activation
-    known = [name for name, kind in ACTIVATIONS.items() if kind in GATED or not family.gated]
-    if not isinstance(activation, str) or activation not in known:
-        raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(known)}")
-    return ACTIVATIONS[activation]
 
 
 def _check_heads(where: str, num_heads: int, num_kv_heads: int) -> None:

@@ -58,6 +58,19 @@ def numbers_of(where: str) -> Iterator[None]:
         raise ModelError(f"{where}: its rope cannot be computed from these numbers: {error}") from None
 
 
+def rope_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5) or `rope_scaling` (4). Where a config.json has both, the older one counts, as in
+    transformers; it may leave the theta to the other."""
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name) or {}
+        if not isinstance(given, dict):
+            raise ModelError(f"{where}: {name} must be an object, got {given!r}")
+        found.append(given)
+    new, old = found
+    return {"rope_theta": new.get("rope_theta"), **old} if old else new
+
+
 def rope_kind(scaling: Mapping[str, Any], longrope: bool) -> str:
     """By its name of today. Phi-3's older names of longrope are "su" and "yarn", with longrope's factors."""
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
@@ -82,7 +95,7 @@ def _scaled_rope(
     kind = rope_kind(scaling, longrope)
     if kind not in ROPE_TYPES or (kind == "longrope" and not longrope):
         raise ModelError(
-            f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi-3, MiniCPM3)"
+            f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (of Phi-3, Phi-3.5-MoE and MiniCPM3)"
         )
     number = partial(_number, scaling, f"{where}: {kind} rope")
     if kind == "default":
@@ -185,13 +198,14 @@ def yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def yarn_score_scale(config: Mapping[str, Any]) -> float:
+def yarn_score_scale(config: Mapping[str, Any], where: str) -> float:
     """What DeepSeek's models multiply attention scores by where their context is stretched: it makes up for a rope that is not
     scaled, on keys that are rotated only in part."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    mscale_all = scaling.get("mscale_all_dim")
-    return 1.0 if kind == "default" or not mscale_all else yarn_scale(scaling["factor"], mscale_all) ** 2
+    scaling = rope_settings(config, where)
+    kind, mscale_all = rope_kind(scaling, longrope=False), scaling.get("mscale_all_dim")
+    if kind == "default" or not mscale_all:
+        return 1.0
+    return yarn_scale(_number(scaling, f"{where}: {kind} rope", "factor"), mscale_all) ** 2
 
 
 def longrope_scale(factor: float, original: float) -> float:

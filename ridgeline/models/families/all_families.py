@@ -34,6 +34,38 @@ FAMILIES = (
 )
 
 
+# What people try and this engine does not compute: beginnings of names, and why.
+REFUSED = {
+    "a state-space model, or a hybrid with one": (
+        "Bamba", "FalconH1", "FalconMamba", "Jamba", "Mamba", "NemotronH", "Plamo2", "RecurrentGemma", "Rwkv", "xLSTM", "Zamba",
+    ),
+    "layers of linear attention": (
+        "BailingHybrid", "BailingMoeV2_5", "KimiLinear", "MiniMaxForCausalLM", "MiniMaxText01", "OlmoHybrid", "Qwen3Next", "Qwen3_5",
+    ),
+    "layers of short convolutions": ("Lfm2",),
+    "sparse attention with an indexer": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
+    "embeddings for every layer and keys that layers share": ("Gemma3n", "Gemma4"),
+    "an encoder and a decoder": ("Bart", "MBart", "MT5", "Marian", "Pegasus", "T5", "UMT5", "Whisper"),
+    "positions as biases of the scores (ALiBi)": ("Bloom", "Mpt", "MPT"),
+    "no language model that generates text": ("Albert", "Bert", "Deberta", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta"),
+}
+
+
+def _reason(architecture: object) -> str:
+    for reason, names in REFUSED.items():
+        if isinstance(architecture, str) and architecture.startswith(names):
+            return f" ({reason})"
+    return ""
+
+
+def family_of_type(model_type: object, where: str) -> Family:
+    """Of a config.json without `architectures`."""
+    for family in FAMILIES:
+        if family.name == model_type:
+            return family
+    raise ModelError(f"{where}: architectures is missing, and model_type {model_type!r} is not known")
+
+
 def family_of(
     architecture: object, known: Callable[[Family], Sequence[str]], where: str, language_model: object = None
 ) -> Family:
@@ -44,7 +76,7 @@ def family_of(
     names = list(dict.fromkeys(name for family in FAMILIES for name in known(family)))
     names.sort(key=lambda name: name.endswith("ForConditionalGeneration"))       # language models first
     supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
-    raise ModelError(f"{where}: architecture {architecture!r} is not supported; supported: {supported}")
+    raise ModelError(f"{where}: architecture {architecture!r} is not supported{_reason(architecture)}; supported: {supported}")
 
 
 def gguf_family(architecture: object, score: str | None, where: str) -> Family:

@@ -63,7 +63,10 @@ DEEPSEEK_V3 = Family(
     latent=True,
     interleaved=True,
     experts=DEEPSEEK_V3_EXPERTS,
-    defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": True},
+    defaults={
+        "rms_norm_eps": 1e-6, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        "first_k_dense_replace": 3,
+    },
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
     gguf_names=GGUF_LATENT_NAMES | GGUF_EXPERT_NAMES,
     ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),           # MTP, for drafts
@@ -76,7 +79,7 @@ GLM4_MOE_LITE = Family(
     latent=True,
     interleaved=True,
     experts=DEEPSEEK_V3_EXPERTS,
-    defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 1},
+    defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
     ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
 )

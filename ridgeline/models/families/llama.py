@@ -50,7 +50,7 @@ HELIUM = Family(
     architectures=("HeliumForCausalLM",),
     interleaved=True,
     spelled={"attention_out_bias": ""},
-    defaults={"head_dim": 128, "rms_norm_eps": 1e-8},
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 100_000.0},
 )
 
 ARCEE = Family(

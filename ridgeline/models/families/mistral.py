@@ -36,6 +36,7 @@ MINISTRAL3 = Family(
     architectures=("Ministral3ForCausalLM", WITH_VISION),
     temperature="all",
     window="all",
+    defaults={"head_dim": 128, "rope_theta": 1_000_000.0},
     prefixes=TEXT_PREFIXES,
     ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )
@@ -47,6 +48,7 @@ MIXTRAL = Family(
     gguf_permuted=True,
     window="all",
     experts=ExpertRule(normalise=True),
+    defaults={"rope_theta": 1_000_000.0},
     names=LLAMA_NAMES | SPARSE_MOE_NAMES,
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )
