@@ -194,7 +194,10 @@ def gguf_ropes(
     local = full
     if family.local_rope:
         local = Rope(fields.number(key("rope.freq_base_swa"), GGUF_LOCAL_THETA), dim)
-    return tuple(full if window is None else local for window in windows)
+    turned = _turned_layers(fields, family, windows)     # files do not list them: those that are usual
+    return tuple(
+        (full if window is None else local) if turns else no_rope(dim) for window, turns in zip(windows, turned, strict=True)
+    )
 
 
 def gguf_score_scale(fields: Fields, key: Callable[[str], str]) -> float:

@@ -46,7 +46,7 @@ from ridgeline.models.layer_patterns import (
     read_temperature,
     windows_that_hide,
 )
-from ridgeline.models.multipliers import read_multipliers
+from ridgeline.models.multipliers import gguf_multipliers, read_multipliers
 from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
@@ -450,6 +450,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
+    times = gguf_multipliers(fields, family, key)
     by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
     experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
@@ -473,8 +474,11 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
         norm_offset=0.0,              # the converter has added it to the weights
-        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
-        attention_scale=(hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key),
+        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
+        attention_scale=times.attention or (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key),
+        residual_scale=times.residual,
+        logit_scale=1 / times.logits,
+        head_bias=has("output.bias"),
         attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
         final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),
@@ -484,5 +488,5 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
         latent=latent,
-        **_layout(family),
+        **_layout(family) | {"parallel": family.parallel and fields.flag(key("use_parallel_residual"), True)},
     )

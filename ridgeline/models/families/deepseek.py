@@ -99,9 +99,11 @@ MINICPM3 = Family(
 DOTS1 = Family(
     name="dots1",
     architectures=("Dots1ForCausalLM",),
+    gguf="dots1",
     qk_norm=True,
     window="upper",
     experts=DEEPSEEK_V3_EXPERTS,
     defaults={"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 62, "rms_norm_eps": 1e-6},
     names=LLAMA_NAMES | QK_NORM_NAMES | DEEPSEEK_EXPERT_NAMES,
+    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )

@@ -8,6 +8,8 @@ from ridgeline.models.family import LLAMA_NAMES, ExpertRule, Family, FusedExpert
 GRANITE = Family(
     name="granite",
     architectures=("GraniteForCausalLM",),
+    gguf="granite",
+    gguf_permuted=True,
     multipliers=True,
 )
 

@@ -1,6 +1,6 @@
 """Hunyuan (dense and A13B): norms of q and k behind the rotation. The mixture has one shared expert."""
 
-from ridgeline.models.family import EXPERT_NAMES, LLAMA_NAMES, ExpertRule, Family
+from ridgeline.models.family import EXPERT_NAMES, GGUF_EXPERT_NAMES, GGUF_NAMES, LLAMA_NAMES, ExpertRule, Family
 
 LATE_NORM_NAMES = {
     "model.layers.{}.self_attn.query_layernorm": "layers.{}.attention.q_norm",
@@ -10,6 +10,7 @@ LATE_NORM_NAMES = {
 HUNYUAN = Family(
     name="hunyuan_v1_dense",
     architectures=("HunYuanDenseV1ForCausalLM",),
+    gguf="hunyuan-dense",
     qk_norm=True,
     late_qk_norm=True,
     defaults={"rms_norm_eps": 1e-5},
@@ -19,6 +20,7 @@ HUNYUAN = Family(
 HUNYUAN_MOE = Family(
     name="hunyuan_v1_moe",
     architectures=("HunYuanMoEV1ForCausalLM",),
+    gguf="hunyuan-moe",
     qk_norm=True,
     late_qk_norm=True,
     experts=ExpertRule(normalise=True),
@@ -31,4 +33,5 @@ HUNYUAN_MOE = Family(
         "model.layers.{}.mlp.shared_mlp.up_proj": "layers.{}.mlp.shared.gate_up:up",
         "model.layers.{}.mlp.shared_mlp.down_proj": "layers.{}.mlp.shared.down",
     },
+    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )

@@ -32,6 +32,8 @@ LLAMA = Family(
 SMOLLM3 = Family(
     name="smollm3",
     architectures=("SmolLM3ForCausalLM",),
+    gguf="smollm3",
+    gguf_permuted=True,
     tied=True,
     nope="listed",
     only={"use_sliding_window": False},
@@ -41,8 +43,11 @@ SMOLLM3 = Family(
 SEED_OSS = Family(
     name="seed_oss",
     architectures=("SeedOssForCausalLM",),
+    gguf="seed_oss",
     spelled={"attention_out_bias": "attention_out_bias"},
     defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
+    # llama.cpp calls the norm before the MLP by what it comes behind.
+    gguf_names=GGUF_NAMES | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"},
 )
 
 HELIUM = Family(

@@ -1,10 +1,12 @@
 """GPT-2: learned positions, biases everywhere, an MLP without a gate. Its matrices are stored as [inputs, outputs]."""
 
+from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.family import Family
 
 GPT2 = Family(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
+    gguf="gpt2",
     activation="gelu_tanh",
     tied=True,
     norm="layer+bias",
@@ -29,6 +31,7 @@ GPT2 = Family(
         "transformer.ln_f": "norm",
         "lm_head": "head",
     },
+    gguf_names=GGUF_PLAIN_MLP_NAMES | {"position_embd": "positions"},
     # OpenAI's own checkpoints leave the first part of the names out.
     prefixes={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."},
     transposed=r"(transformer\.)?h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",

@@ -1,12 +1,14 @@
 """Phi-1, 1.5 and 2: attention and MLP side by side, biases everywhere, the head's included, and heads rotated in part. Phi-3.5-MoE:
 a mixture with a choice of its own (SparseMixer)."""
 
+from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.families.mistral import SPARSE_MOE_NAMES
 from ridgeline.models.family import LLAMA_NAMES, ExpertRule, Family
 
 PHI = Family(
     name="phi",
     architectures=("PhiForCausalLM",),
+    gguf="phi2",
     activation="gelu_tanh",
     norm="layer+bias",
     parallel=True,
@@ -27,6 +29,7 @@ PHI = Family(
         "model.final_layernorm": "norm",
         "lm_head": "head",
     },
+    gguf_names=GGUF_PLAIN_MLP_NAMES,
 )
 
 PHIMOE = Family(

@@ -5,6 +5,7 @@ from ridgeline.models.family import Family
 STABLELM = Family(
     name="stablelm",
     architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+    gguf="stablelm",
     norm="layer+bias",
     parallel=True,                   # where use_parallel_residual says so
     partial_rotary=True,
