@@ -125,7 +125,9 @@ def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[s
     width = fields.integer(key("expert_feed_forward_length"), whole, maximum=MAX_INTERMEDIATE)
     shared = fields.integer(key("expert_shared_count"), 0, minimum=0, maximum=MAX_EXPERTS) * width
     shared = fields.integer(key("expert_shared_feed_forward_length"), shared, minimum=0, maximum=MAX_INTERMEDIATE)
-    dense = tuple(range(fields.integer(key("leading_dense_block_count"), 0, minimum=0)))
+    first = fields.integer(key("leading_dense_block_count"), 0, minimum=0)
+    step = fields.integer(key("interleave_moe_layer_step"), 1)           # ERNIE's
+    dense = tuple(layer for layer in range(layers) if layer < first or (layer + 1) % step)
     if used > count or len(dense) >= layers:
         raise ModelError(f"{fields.where}: {used} of {count} experts in {layers - len(dense)} of {layers} layers cannot be")
     return Experts(

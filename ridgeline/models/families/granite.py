@@ -3,7 +3,15 @@ adds. Of Granite 4 those that have attention in every layer; the others are refu
 
 from dataclasses import replace
 
-from ridgeline.models.family import LLAMA_NAMES, ExpertRule, Family, FusedExperts
+from ridgeline.models.family import (
+    GGUF_EXPERT_NAMES,
+    GGUF_NAMES,
+    GGUF_STACKED,
+    LLAMA_NAMES,
+    ExpertRule,
+    Family,
+    FusedExperts,
+)
 
 GRANITE = Family(
     name="granite",
@@ -16,11 +24,15 @@ GRANITE = Family(
 GRANITE_MOE = Family(
     name="granitemoe",
     architectures=("GraniteMoeForCausalLM",),
+    gguf="granitemoe",
+    gguf_permuted=True,
     multipliers=True,
     experts=ExpertRule(normalise=True),
     fused_experts=(
         FusedExperts(r"(model\.layers\.\d+\.block_sparse_moe)\.(input_linear|output_linear)\.weight", r"\1.experts.{}.\2.weight"),
+        GGUF_STACKED,
     ),
+    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
     names=LLAMA_NAMES | {
         "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
         "model.layers.{}.block_sparse_moe.experts.{}.input_linear": "layers.{}.mlp.experts.{}.gate_up:gate+up",
@@ -31,6 +43,7 @@ GRANITE_MOE = Family(
 GRANITE_MOE_SHARED = replace(
     GRANITE_MOE,
     name="granitemoeshared",
+    gguf="",                         # as granitemoe
     architectures=("GraniteMoeSharedForCausalLM",),
     names=GRANITE_MOE.names | {
         "model.layers.{}.shared_mlp.input_linear": "layers.{}.mlp.shared.gate_up:gate+up",
