@@ -41,14 +41,15 @@ MODELS = {
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "olmoe": "OLMoE",
     "granitemoe": "Granite 3 (mixtures)", "glm4_moe": "GLM-4.5, GLM-4.6", "gpt_oss": "gpt-oss 20b, 120b",
     "deepseek_v2": "DeepSeek-V2, V2-Lite", "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2", "glm4_moe_lite": "GLM-4.7-Flash",
-    "minicpm3": "MiniCPM3", "apertus": "Apertus 8B, 70B", "stablelm": "StableLM 3B, StableLM 2 1.6B", "phi": "Phi-1, 1.5, 2",
-    "phimoe": "Phi-3.5-MoE, Phi-mini-MoE", "gpt_neox": "Pythia, GPT-NeoX-20B", "gpt2": "GPT-2",
+    "minicpm3": "MiniCPM3", "apertus": "Apertus 8B, 70B",
+    "stablelm": "StableLM 3B, StableLM 2 1.6B", "phi": "Phi-1, 1.5, 2",
+    "phimoe": "Phi-3.5-MoE", "gpt_neox": "Pythia, GPT-NeoX-20B", "gpt2": "GPT-2",
 }
 FLAGS = {
     "experts": "a mixture of experts", "latent": "latent attention", "sinks": "attention sinks",
     "qkv_bias": "biases on q, k and v", "late_qk_norm": "norms behind the rotation", "qk_norm": "RMS norm on q and k",
-    "wide_qk_norm": "norms over all heads of q and of k", "parallel": "attention and MLP side by side", "own_mlp_norm": "each behind its own norm",
-    "learned_positions": "learned positions",
+    "wide_qk_norm": "norms over all heads of q and of k", "parallel": "attention and MLP side by side",
+    "own_mlp_norm": "each behind its own norm", "learned_positions": "learned positions",
     "post_norms": "norms after attention and MLP",
     "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "multipliers": "multipliers",
     "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
@@ -87,10 +88,10 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 
 ## Not supported
 
-State-space models and hybrids with them (Mamba, Jamba, Bamba, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5, Granite 4 H), Gemma 3n and
-Gemma 4, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms of their own for every
-head). They are refused by name. Of a checkpoint that also sees images, the language model is served; a request with an image is
-refused.
+State-space models and hybrids with them (Mamba, Jamba, Bamba, Nemotron-H, Falcon-H1, Granite 4 H), linear attention (Qwen3-Next,
+Qwen3.5), Gemma 3n and Gemma 4, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms
+of their own for every head). They are refused by name. Of a checkpoint that also sees images, the language model is served; a
+request with an image is refused.
 """
 
 

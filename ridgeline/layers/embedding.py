@@ -88,7 +88,9 @@ class PositionEmbedding(nn.Module):
 class LMHead(Linear):
     """rows [S, hidden] → logits [S, vocabulary] on every rank. May share the embedding's weight."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None, place: Placement, bias: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None, place: Placement, bias: bool = False
+    ) -> None:
         shard = even_shard(vocab_size, place.comm.rank, place.comm.size)
         super().__init__({"": shard}, whole(hidden_size), bias, place, tied)
         self.comm, self.shard = place.comm, shard

@@ -151,18 +151,26 @@ def _gguf_routing(fields: Fields, rule: ExpertRule, count: int, key: Callable[[s
     )
 
 
-def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    every = fields.get("decoder_sparse_step") or fields.get("moe_layer_freq") or 1
-    first = fields.get("first_k_dense_replace") or 0
-    named = fields.get("mlp_only_layers") or ()
+def _listed_dense(fields: Fields, layers: int) -> tuple[int, ...] | None:
+    """None: the config does not list what each layer has."""
     mixed = fields.get("moe_layers")
     if isinstance(mixed, list) and mixed:                # Llama-4's own list, which counts
         return tuple(layer for layer in range(layers) if layer not in mixed)
     kinds = fields.get("mlp_layer_types")                # as transformers 5 writes it
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-            raise ModelError(f"{fields.where}: mlp_layer_types must list {layers} times dense or sparse, got {kinds!r}")
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise ModelError(f"{fields.where}: mlp_layer_types must list {layers} times dense or sparse, got {kinds!r}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
+def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+    listed = _listed_dense(fields, layers)
+    if listed is not None:
+        return listed
+    every = fields.get("decoder_sparse_step") or fields.get("moe_layer_freq") or 1
+    first = fields.get("first_k_dense_replace") or 0
+    named = fields.get("mlp_only_layers") or ()
     last = fields.get("moe_layer_end_index", -1)         # ERNIE's
     if not all(isinstance(each, int) for each in (every, first, last)) or not isinstance(named, (list, tuple)):
         raise ModelError(f"{fields.where}: layers with experts must be said by numbers, got {every!r}, {first!r}, {named!r}")

@@ -155,7 +155,8 @@ class Family:
     partial_rotary: bool = False     # only the first part of a head is rotated
     interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint
     longrope: bool = False           # rope type "longrope"
-    nope: str = "none"               # layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "all"
+    # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "all".
+    nope: str = "none"
     learned_positions: bool = False  # every position has an embedding, which is added to the token's
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below
     full_every: int = 0              # with "pattern": every n-th layer sees everything

@@ -11,7 +11,16 @@ from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import MAX_POSITIONS, Fields
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, rope_kind, rope_settings, yarn_divisors, yarn_scale
+from ridgeline.models.rope import (
+    Rope,
+    make_rope,
+    no_rope,
+    numbers_of,
+    rope_kind,
+    rope_settings,
+    yarn_divisors,
+    yarn_scale,
+)
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CHUNKED = "chunked_attention"
@@ -48,13 +57,13 @@ def windows_that_hide(windows: tuple[int | None, ...], max_position: int) -> tup
 
 def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Of each layer, how many positions it sees, or the size of its chunks."""
+    if family.window == "none":
+        _check_kinds(fields)
     return (_chunks if family.window == "chunks" else _sliding)(fields, family, num_layers)
 
 
 def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     everything: tuple[int | None, ...] = (None,) * num_layers
-    if family.window == "none":
-        _check_kinds(fields)
     slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
     absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
     if family.window == "none" or not slides or absent or fields.get("sliding_window") is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -450,8 +450,6 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
-    times = gguf_multipliers(fields, family, key)
-    by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
     experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
         family=family,
@@ -474,10 +472,6 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
         norm_offset=0.0,              # the converter has added it to the weights
-        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
-        attention_scale=times.attention or (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key),
-        residual_scale=times.residual,
-        logit_scale=1 / times.logits,
         head_bias=has("output.bias"),
         attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
         final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
@@ -488,5 +482,18 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
         latent=latent,
+        **_gguf_scales(fields, family, key, hidden_size, num_heads, head_dim, num_layers),
         **_layout(family) | {"parallel": family.parallel and fields.flag(key("use_parallel_residual"), True)},
     )
+
+
+def _gguf_scales(
+    fields: Fields, family: Family, key: Callable[[str], str], hidden_size: int, num_heads: int, head_dim: int, num_layers: int,
+) -> dict[str, float]:
+    times = gguf_multipliers(fields, family, key)
+    by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
+    scale = (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key)
+    return {
+        "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
+        "attention_scale": times.attention or scale, "residual_scale": times.residual, "logit_scale": 1 / times.logits,
+    }

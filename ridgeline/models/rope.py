@@ -95,7 +95,7 @@ def _scaled_rope(
     kind = rope_kind(scaling, longrope)
     if kind not in ROPE_TYPES or (kind == "longrope" and not longrope):
         raise ModelError(
-            f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (of Phi-3, Phi-3.5-MoE and MiniCPM3)"
+            f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi, MiniCPM3)"
         )
     number = partial(_number, scaling, f"{where}: {kind} rope")
     if kind == "default":
@@ -138,7 +138,7 @@ def _longrope_scale(scaling: Mapping[str, Any], default: float, where: str) -> f
     """Phi-3.5-MoE names its scale twice, for short and for long contexts."""
     named = [float(scaling[name]) for name in ("short_mscale", "long_mscale") if scaling.get(name) is not None]
     if len(set(named)) > 1:
-        raise ModelError(f"{where}: short_mscale and long_mscale that differ are not supported, got {named[0]:g} and {named[1]:g}")
+        raise ModelError(f"{where}: short_mscale {named[0]:g} and long_mscale {named[1]:g} must be the same")
     return named[0] if named else _attention_factor(scaling, default)
 
 

@@ -266,7 +266,7 @@ def _regrouped(stored: SafetensorsSource | GGUFSource, config: ModelConfig, gguf
     family = config.family
     if not gguf and (family.transposed or family.by_head):
         if config.quantisation is not None:
-            raise ModelError(f"quantised checkpoints of {family.name} are not supported: give one in 16 or 32 bits, or a GGUF file")
+            raise ModelError(f"quantised checkpoints of {family.name} are not supported: give one in 16 or 32 bits, or GGUF")
         return Reordered(stored, family.transposed, family.by_head, config.num_kv_heads, config.head_dim)
     joined = JoinedLatents(stored) if gguf and (config.latent is not None or config.experts is not None) else stored
     return joined if config.experts is None else SplitExperts(joined, config.family.fused_experts)

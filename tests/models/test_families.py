@@ -195,8 +195,9 @@ def test_switching_off_a_flag_shows(cases: dict[str, Case], name: str, flag: str
 PLAIN_FACTS: dict[str, Any] = {
     "tied": False, "qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "post_norms": False,
     "norm_offset": 0.0, "embedding_scale": 1.0, "attention_softcap": None, "final_softcap": None, "activation": "silu",
-    "late_qk_norm": False, "wide_qk_norm": False, "norm": "rms", "pre_norms": True, "parallel": False, "gated": True, "residual_scale": 1.0,
-    "logit_scale": 1.0, "own_mlp_norm": False, "head_bias": False, "learned_positions": False, "interleaved": False, "sinks": False, "chunked": False, "temperature": None, "bare_qk_norm": False,
+    "late_qk_norm": False, "wide_qk_norm": False, "norm": "rms", "pre_norms": True, "parallel": False, "gated": True,
+    "residual_scale": 1.0, "logit_scale": 1.0, "own_mlp_norm": False, "head_bias": False, "learned_positions": False,
+    "interleaved": False, "sinks": False, "chunked": False, "temperature": None, "bare_qk_norm": False,
 }
 
 
@@ -267,8 +268,8 @@ def plainer(rope: Rope, fact: str, plain: Any) -> Rope:
 
 
 # Together they have every fact; what the others show besides is shown by slow tests.
-HUNTED = ("gpt_oss", "glm4_moe", "gemma2", "cohere2", "olmo2", "arcee", "minicpm3", "phi3-long", "qwen2_moe", "llama4", "hunyuan_v1_moe", "phimoe", "gpt_neox",
-          "gpt2")
+HUNTED = ("gpt_oss", "glm4_moe", "gemma2", "cohere2", "olmo2", "arcee", "minicpm3", "phi3-long", "qwen2_moe", "llama4",
+          "hunyuan_v1_moe", "phimoe", "gpt_neox", "gpt2")
 
 
 def test_every_fact_is_hunted_on_every_commit(tmp_path: Path) -> None:

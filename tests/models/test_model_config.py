@@ -79,9 +79,9 @@ def test_yarn_stretches_the_context() -> None:
     ({"layers_block_type": ["attention", "linear_attention"]}, "layer type 'linear_attention' is not supported"),
     ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: silu, "),    # with a gate
     ({"architectures": "LlamaForCausalLM"}, "architectures must be a list, got 'LlamaForCausalLM'"),
-    ({"architectures": ["Qwen3NextForCausalLM"]}, "'Qwen3NextForCausalLM' is not supported (layers of linear attention); supported"),
-    ({"architectures": ["BambaForCausalLM"]}, "'BambaForCausalLM' is not supported (a state-space model, or a hybrid with one); "),
-    ({"architectures": ["MixtralForCausalLM"]}, "n_routed_experts or num_local_experts or num_experts or moe_num_experts is missing"),
+    ({"architectures": ["Qwen3NextForCausalLM"]}, "'Qwen3NextForCausalLM' is not supported (layers of linear attention); "),
+    ({"architectures": ["BambaForCausalLM"]}, "'BambaForCausalLM' is not supported (a state-space model, or a hybrid with "),
+    ({"architectures": ["MixtralForCausalLM"]}, "n_routed_experts or num_local_experts or num_experts or moe_num_experts is "),
     ({"architectures": ["GPT2LMHeadModel"], "n_positions": 64, "n_layer": 2, "n_head": 2}, "n_embd is missing"),
     ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
     ({"rope_scaling": {"type": "linear"}}, "linear rope needs a positive number as factor, got None"),

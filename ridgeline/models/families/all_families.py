@@ -27,12 +27,11 @@ from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from ridgeline.models.family import Family
 
 FAMILIES = (
-    LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, OLMO2, OLMO3, GRANITE,
-    GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, APERTUS, STABLELM, PHI, GPT_NEOX, GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE,
-    GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE, HUNYUAN_MOE, PHIMOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3,
-    GLM4_MOE_LITE, MINICPM3,
+    LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, APERTUS, OLMO2, OLMO3,
+    GRANITE, GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, STABLELM, PHI, GPT_NEOX, GPT2,
+    MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE, HUNYUAN_MOE, PHIMOE, DOTS1,
+    MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3,
 )
-
 
 # What people try and this engine does not compute: beginnings of names, and why.
 REFUSED = {
@@ -40,14 +39,17 @@ REFUSED = {
         "Bamba", "FalconH1", "FalconMamba", "Jamba", "Mamba", "NemotronH", "Plamo2", "RecurrentGemma", "Rwkv", "xLSTM", "Zamba",
     ),
     "layers of linear attention": (
-        "BailingHybrid", "BailingMoeV2_5", "KimiLinear", "MiniMaxForCausalLM", "MiniMaxText01", "OlmoHybrid", "Qwen3Next", "Qwen3_5",
+        "BailingHybrid", "BailingMoeV2_5", "KimiLinear", "MiniMaxForCausalLM", "MiniMaxText01", "OlmoHybrid", "Qwen3Next",
+        "Qwen3_5",
     ),
     "layers of short convolutions": ("Lfm2",),
     "sparse attention with an indexer": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "embeddings for every layer and keys that layers share": ("Gemma3n", "Gemma4"),
     "an encoder and a decoder": ("Bart", "MBart", "MT5", "Marian", "Pegasus", "T5", "UMT5", "Whisper"),
     "positions as biases of the scores (ALiBi)": ("Bloom", "Mpt", "MPT"),
-    "no language model that generates text": ("Albert", "Bert", "Deberta", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta"),
+    "an encoder, which generates no text": (
+        "Albert", "Bert", "Deberta", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""ERNIE 4.5: Llama with neighbours that rotate together. Its mixtures choose by softmax scores with a bias, and have shared experts."""
+"""ERNIE 4.5: Llama with neighbours that rotate together. Its mixtures choose by softmax scores with a bias, and have shared
+experts."""
 
 from ridgeline.models.families.deepseek import SHARED_EXPERT_NAMES
 from ridgeline.models.family import (

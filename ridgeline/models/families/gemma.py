@@ -1,6 +1,6 @@
 """Gemma, with scaled embeddings and norms with an offset. Gemma-2 and the text part of Gemma-3: norms before and after each half
-of a layer, windows on most layers. Gemma-2 caps its scores and logits; Gemma-3 has q/k norms and a rope of its own for layers with
-a window.
+of a layer, windows on most layers. Gemma-2 caps its scores and logits; Gemma-3 has q/k norms and a rope of its own for layers
+with a window.
 """
 
 from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, TEXT_PREFIXES, VISION_TENSORS, Family

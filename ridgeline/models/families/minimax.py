@@ -1,4 +1,5 @@
-"""MiniMax-M2: norms over all heads of q and of k, heads rotated in part, and a mixture that chooses by sigmoid scores with a bias."""
+"""MiniMax-M2: norms over all heads of q and of k, heads rotated in part, and a mixture that chooses by sigmoid scores with a
+bias."""
 
 from ridgeline.models.families.mistral import SPARSE_MOE_NAMES
 from ridgeline.models.family import GGUF_EXPERT_NAMES, GGUF_NAMES, LLAMA_NAMES, QK_NORM_NAMES, ExpertRule, Family

@@ -115,9 +115,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoX", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
     "gpt2": ("GPT2", {"n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION}),
     "phimoe": ("Phimoe", {
-        "rope_parameters": LONGROPE | {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.9], "long_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.9],
-                                       "short_mscale": 1.2, "long_mscale": 1.2,
-                                       "original_max_position_embeddings": ORIGINAL_CONTEXT},
+        # transformers takes the short factors for every context: the same twice.
+        "rope_parameters": LONGROPE | {name: [1.0, 1.1, 1.3, 1.7, 2.2, 3.9] for name in ("short_factor", "long_factor")} | {
+            "short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        },
         "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "attention_bias": True, "lm_head_bias": True,
         "router_jitter_noise": 0.2, "sliding_window": WINDOW,
     }),
@@ -158,11 +159,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Fields that config.json of these families leaves to the class, and that the family declares.
 LEFT_OUT = {
-    "gemma": ("tie_word_embeddings", "hidden_act"), "gemma2": ("tie_word_embeddings", "hidden_activation"), "gemma3_text": ("tie_word_embeddings", "hidden_activation"),
-    "smollm3": ("tie_word_embeddings",), "ernie4_5_moe": ("tie_word_embeddings",), "ernie4_5": ("tie_word_embeddings",), "arcee": ("hidden_act",),
+    "gemma": ("tie_word_embeddings", "hidden_act"), "gemma2": ("tie_word_embeddings", "hidden_activation"),
+    "gemma3_text": ("tie_word_embeddings", "hidden_activation"), "smollm3": ("tie_word_embeddings",),
+    "ernie4_5": ("tie_word_embeddings",), "ernie4_5_moe": ("tie_word_embeddings",), "arcee": ("hidden_act",),
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
     "nemotron": ("hidden_act",), "apertus": ("hidden_act",), "phi": ("hidden_act",), "gpt_neox": ("hidden_act",),
-    "gpt2": ("activation_function", "tie_word_embeddings"), "minicpm3": ("tie_word_embeddings",), "exaone4": ("sliding_window_pattern",),
+    "gpt2": ("activation_function", "tie_word_embeddings"), "minicpm3": ("tie_word_embeddings",),
+    "exaone4": ("sliding_window_pattern",),
 }
 
 

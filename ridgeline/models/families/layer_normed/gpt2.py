@@ -15,7 +15,8 @@ GPT2 = Family(
     learned_positions=True,
     spelled={
         "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "intermediate_size": "n_inner",
-        "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function", "num_key_value_heads": "",
+        "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function", "num_key_value_heads": "",
     },
     only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     defaults={"layer_norm_epsilon": 1e-5, "attention_bias": True, "mlp_bias": True},

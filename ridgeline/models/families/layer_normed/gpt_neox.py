@@ -1,5 +1,5 @@
-"""GPT-NeoX (Pythia, and others that were made with it): attention and MLP side by side, each behind its own norm; heads are rotated
-in part. Checkpoints have q, k and v of each head together."""
+"""GPT-NeoX (Pythia, and others that were made with it): attention and MLP side by side, each behind its own norm; heads are
+rotated in part. Checkpoints have q, k and v of each head together."""
 
 from ridgeline.models.family import ROPE_TENSORS, Family
 

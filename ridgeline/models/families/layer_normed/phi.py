@@ -1,5 +1,5 @@
-"""Phi-1, 1.5 and 2: attention and MLP side by side, biases everywhere, the head's included, and heads rotated in part. Phi-3.5-MoE:
-a mixture with a choice of its own (SparseMixer)."""
+"""Phi-1, 1.5 and 2: attention and MLP side by side, biases everywhere, the head's included, and heads rotated in part.
+Phi-3.5-MoE: a mixture with a choice of its own (SparseMixer)."""
 
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.families.mistral import SPARSE_MOE_NAMES
@@ -16,7 +16,9 @@ PHI = Family(
     partial_rotary=True,
     spelled={"rms_norm_eps": "layer_norm_eps"},
     only={"qk_layernorm": False},
-    defaults={"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": True, "mlp_bias": True, "lm_head_bias": True},
+    defaults={
+        "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "attention_bias": True, "mlp_bias": True, "lm_head_bias": True,
+    },
     names={
         "model.embed_tokens": "embed",
         "model.layers.{}.input_layernorm": "layers.{}.attention_norm",

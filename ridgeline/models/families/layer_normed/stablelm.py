@@ -4,7 +4,7 @@ from ridgeline.models.family import Family
 
 STABLELM = Family(
     name="stablelm",
-    architectures=("StableLmForCausalLM", "StableLMEpochForCausalLM"),
+    architectures=("StableLmForCausalLM",),
     gguf="stablelm",
     norm="layer+bias",
     parallel=True,                   # where use_parallel_residual says so

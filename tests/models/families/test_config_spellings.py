@@ -26,16 +26,20 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 ROPES: dict[str, dict[str, Any]] = {
-    "none": {}, "theta": {"rope_theta": 500_000}, "null": {"rope_scaling": None, "rope_parameters": None}, "empty": {"rope_scaling": {}},
+    "none": {}, "theta": {"rope_theta": 500_000}, "null": {"rope_scaling": None, "rope_parameters": None},
+    "empty": {"rope_scaling": {}},
     "version 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "version 5, the older key": {"rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 2e4}},
     "version 5, theta outside": {"rope_theta": 3e4, "rope_parameters": LINEAR, "rope_scaling": None},
     "both": {"rope_parameters": LINEAR, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    "both, the newer plain": {"rope_theta": 3e4, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}, "rope_scaling": YARN},
+    "both, the newer plain": {
+        "rope_theta": 3e4, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}, "rope_scaling": YARN,
+    },
     "linear": {"rope_scaling": {"type": "linear", "factor": 3}}, "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "yarn": {"rope_scaling": YARN}, "yarn, no original": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "yarn, original outside": {"original_max_position_embeddings": 1024, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-    "yarn, no factor": {"rope_scaling": YARN | {"factor": None}}, "yarn, another factor": {"rope_scaling": YARN | {"factor": 8.0}},
+    "yarn, no factor": {"rope_scaling": YARN | {"factor": None}},
+    "yarn, another factor": {"rope_scaling": YARN | {"factor": 8.0}},
     "yarn, mscale": {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}},
     "yarn, half an mscale": {"rope_scaling": YARN | {"mscale": 0.707}},
     "yarn, attention factor": {"rope_scaling": YARN | {"attention_factor": 0.8}},
