@@ -45,7 +45,8 @@ GRANITE_MOE_SHARED = replace(
     name="granitemoeshared",
     gguf="",                         # as granitemoe
     architectures=("GraniteMoeSharedForCausalLM",),
-    names=GRANITE_MOE.names | {
+    names={
+        **GRANITE_MOE.names,
         "model.layers.{}.shared_mlp.input_linear": "layers.{}.mlp.shared.gate_up:gate+up",
         "model.layers.{}.shared_mlp.output_linear": "layers.{}.mlp.shared.down",
     },

@@ -43,7 +43,9 @@ def route_reference(
 def mixer_reference(logits: Tensor, used: int, jitter: float) -> tuple[Tensor, Tensor]:
     """The SparseMixer of Phi-3.5-MoE. The best expert's weight is its softmax among those whose logits lie within 2 · jitter of
     its own, relative to the larger magnitude; then the same among the others for the next one."""
-    chosen, weights, left = [], [], logits
+    chosen: list[Tensor] = []
+    weights: list[Tensor] = []
+    left = logits
     for _ in range(used):
         top, expert = left.max(-1, keepdim=True)
         near = top - logits <= 2 * jitter * torch.maximum(logits.abs(), top)
