@@ -489,7 +489,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
 
 def _gguf_scales(
     fields: Fields, family: Family, key: Callable[[str], str], hidden_size: int, num_heads: int, head_dim: int, num_layers: int,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     times = gguf_multipliers(fields, family, key)
     by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
     scale = (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key)
