@@ -30,20 +30,28 @@ MODELS = {
     "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama", "mistral": "Mistral 7B and its kin; Mistral Small 3 (text)",
     "ministral3": "Ministral 3 (text)", "llama4": "Llama 4 Scout, Maverick (text)",
     "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)",
-    "phi3": "Phi-3, Phi-4-mini", "gemma2": "Gemma 2",
+    "phi3": "Phi-3, Phi-4-mini", "gemma": "Gemma, CodeGemma", "gemma2": "Gemma 2",
     "gemma3": "Gemma 3 (text)", "smollm3": "SmolLM3", "seed_oss": "Seed-OSS", "ernie4_5": "ERNIE 4.5 (dense)",
-    "arcee": "Arcee AFM", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "granite": "Granite 3 (dense)", "glm": "GLM-4-9B (hf)",
+    "ernie4_5_moe": "ERNIE 4.5 (21B-A3B, 300B-A47B)",
+    "arcee": "Arcee AFM", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "granite": "Granite 3 (dense)",
+    "granitemoehybrid": "Granite 4 without state-space layers (350M, 1B, Micro)",
+    "granitemoeshared": "Granite mixtures with a shared expert",
+    "helium": "Helium", "hunyuan_v1_dense": "Hunyuan 0.5B to 7B", "hunyuan_v1_moe": "Hunyuan A13B", "dots1": "dots.llm1",
+    "minimax_m2": "MiniMax-M2, M2.1", "glm": "GLM-4-9B (hf)",
     "glm4": "GLM-4-0414", "cohere": "Command R", "cohere2": "Command R7B, Command A", "starcoder2": "StarCoder2",
     "exaone4": "EXAONE 4", "nemotron": "Nemotron 4, Minitron", "mixtral": "Mixtral 8x7B, 8x22B",
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "olmoe": "OLMoE",
     "granitemoe": "Granite 3 (mixtures)", "glm4_moe": "GLM-4.5, GLM-4.6", "gpt_oss": "gpt-oss 20b, 120b",
     "deepseek_v2": "DeepSeek-V2, V2-Lite", "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2", "glm4_moe_lite": "GLM-4.7-Flash",
-    "minicpm3": "MiniCPM3",
+    "minicpm3": "MiniCPM3", "apertus": "Apertus 8B, 70B",
+    "stablelm": "StableLM 3B, StableLM 2 1.6B", "phi": "Phi-1, 1.5, 2",
+    "phimoe": "Phi-3.5-MoE", "gpt_neox": "Pythia, GPT-NeoX-20B", "gpt2": "GPT-2",
 }
 FLAGS = {
     "experts": "a mixture of experts", "latent": "latent attention", "sinks": "attention sinks",
-    "qkv_bias": "biases on q, k and v", "qk_norm": "RMS norm on q and k",
+    "qkv_bias": "biases on q, k and v", "late_qk_norm": "norms behind the rotation", "qk_norm": "RMS norm on q and k",
     "wide_qk_norm": "norms over all heads of q and of k", "parallel": "attention and MLP side by side",
+    "own_mlp_norm": "each behind its own norm", "learned_positions": "learned positions",
     "post_norms": "norms after attention and MLP",
     "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "multipliers": "multipliers",
     "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
@@ -82,10 +90,10 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 
 ## Not supported
 
-State-space models, encoders, LoRA adapters (merge them first), images and audio; Phi-3.5-MoE (its way of choosing
-experts), Hunyuan (norms with weights behind the rotation), Apertus (its activation), Command R+ (norms of their own for every
-head). They are refused by name. Of a checkpoint that also sees images, the language model is served; a request with an image is
-refused.
+State-space models and hybrids with them (Mamba, Jamba, Bamba, Nemotron-H, Falcon-H1, Granite 4 H), linear attention (Qwen3-Next,
+Qwen3.5), Gemma 3n and Gemma 4, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms
+of their own for every head). They are refused by name. Of a checkpoint that also sees images, the language model is served; a
+request with an image is refused.
 """
 
 

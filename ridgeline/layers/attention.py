@@ -40,6 +40,7 @@ class AttentionSpec:
     rotation: Tensor                 # the table of its rope, shared between layers
     sinks: bool = False              # every head has a score without a value, beside those of the keys
     temperature: Tensor | None = None    # [positions]: multiplies the queries of each position
+    late_norms: bool = False         # the norms of q and k come behind the rotation
 
 
 class Sinks(nn.Module):
@@ -76,6 +77,8 @@ class Attention(nn.Module):
             self.q_norm = WideNorm(self.qkv.rows["q"], 1, wide_eps, comm, place.dtype, place.device)
             self.k_norm = WideNorm(self.qkv.rows["k"], copies, wide_eps, comm, place.dtype, place.device)
 
+        if spec.late_norms:
+            self.register_buffer("ones", torch.ones(spec.head_dim, dtype=place.dtype, device=place.device), persistent=False)
         self.sinks = Sinks(self.qkv.rows["q"], spec.head_dim, place) if spec.sinks else None
 
     @property
@@ -88,7 +91,7 @@ class Attention(nn.Module):
         cache."""
         spec = self.spec
         group = batch.groups[spec.group]
-        if batch.work is None or not joined(batch.work, len(qkv), group.prefix):
+        if batch.work is None or spec.late_norms or not joined(batch.work, len(qkv), group.prefix):
             return self.read(self.write(qkv, batch, kv), batch, kv)
         qkv = self._prepared(qkv, batch)
         out = decode_attention(
@@ -104,10 +107,16 @@ class Attention(nn.Module):
     def _norms(self) -> dict[str, Any]:
         if not isinstance(self.q_norm, RMSNorm) or not isinstance(self.k_norm, RMSNorm):
             return {}
-        return {
-            "q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.eps,
-            "norm_offset": self.q_norm.offset,
-        }
+        weights = (self.ones, self.ones) if self.spec.late_norms else (self.q_norm.weight, self.k_norm.weight)
+        return {"q_norm": weights[0], "k_norm": weights[1], "eps": self.q_norm.eps, "norm_offset": self.q_norm.offset}
+
+    def _late(self, q: Tensor) -> Tensor:
+        """Norms behind the rotation: it changes no length, so dividing by the length comes before it as elsewhere. The weights
+        of both norms multiply the queries, which gives the same scores, and keys are kept without them."""
+        if not self.spec.late_norms or self.q_norm is None or self.k_norm is None:
+            return q
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return (q.to(wide) * (self.q_norm.weight.to(wide) * self.k_norm.weight)).to(q.dtype)
 
     def _prepared(self, qkv: Tensor, batch: Batch) -> Tensor:
         """What changes the projection before anything else reads it: norms over all heads, and the queries' temperature."""
@@ -139,7 +148,7 @@ class Attention(nn.Module):
         spec = self.spec
         group = batch.groups[spec.group]
         out = paged_attention(
-            q, kv.k, kv.v, group.block_table, batch.query_start, batch.kv_len,
+            self._late(q), kv.k, kv.v, group.block_table, batch.query_start, batch.kv_len,
             query_start_host=batch.query_start_host, kv_len_host=batch.kv_len_host,
             scale=spec.scale, window=spec.window, softcap=spec.softcap,
             table_rows=batch.table_rows, work=batch.work, prefix=group.prefix, shares=group.shares,

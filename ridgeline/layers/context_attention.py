@@ -70,8 +70,8 @@ class ContextAttention(Attention):
     def read(self, q: Tensor, batch: Batch, kv: LayerKV) -> Tensor:
         spec = self.spec
         return attend(
-            self.axis, q, kv.k, kv.v, batch, spec.group, None if self.sinks is None else self.sinks.weight, scale=spec.scale,
-            window=spec.window, softcap=spec.softcap,
+            self.axis, self._late(q), kv.k, kv.v, batch, spec.group, None if self.sinks is None else self.sinks.weight,
+            scale=spec.scale, window=spec.window, softcap=spec.softcap,
         ).flatten(1)
 
 

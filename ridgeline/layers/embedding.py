@@ -70,12 +70,29 @@ class VocabEmbedding(nn.Module):
         return x if self.scale is None else x * self.scale
 
 
+class PositionEmbedding(nn.Module):
+    """Adds the row of every token's position; whole on every rank."""
+
+    def __init__(self, positions: int, hidden_size: int, place: Placement) -> None:
+        super().__init__()
+        shape = (positions, hidden_size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=place.dtype, device=place.device), requires_grad=False)
+
+    def pieces(self) -> dict[str, Piece]:
+        return {"weight:": Piece(tuple(self.weight.shape), (slice(None),), self.weight.data, (0.0, 0.02))}
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + self.weight.index_select(0, positions)
+
+
 class LMHead(Linear):
     """rows [S, hidden] → logits [S, vocabulary] on every rank. May share the embedding's weight."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None, place: Placement) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, tied: VocabEmbedding | None, place: Placement, bias: bool = False
+    ) -> None:
         shard = even_shard(vocab_size, place.comm.rank, place.comm.size)
-        super().__init__({"": shard}, whole(hidden_size), False, place, tied)
+        super().__init__({"": shard}, whole(hidden_size), bias, place, tied)
         self.comm, self.shard = place.comm, shard
         self.division = Division(shard.start, shard.size, shard.total, place.comm.size, place.comm.all_gather)
 

@@ -19,6 +19,18 @@ MAX_VOCABULARY = 1 << 24
 MAX_POSITIONS = 1 << 30
 MAX_EXPERTS = 4_096
 
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+    "relu2": "relu2",
+    "xielu": "xielu",
+}
+GATED = ("silu", "gelu", "gelu_tanh")                    # those that an MLP with a gate can have
+
 
 class Fields:
     """Checked access to a config's fields. `None` counts as absent, as it does in transformers."""
@@ -40,9 +52,11 @@ class Fields:
         return default if value is None else value
 
     def integer(self, name: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        value = self.get(name, default)
+        value, name = self.get(name, default), self.spelled.get(name, name)
         if value is None:
             raise ModelError(f"{self.where}: {name} is missing")
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]                             # one for each layer, and all the same (Hunyuan)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -52,7 +66,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
+        value, name = self.get(name, default), self.spelled.get(name, name)
         if value is None:
             raise ModelError(f"{self.where}: {name} is missing")
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
@@ -72,3 +86,12 @@ class Fields:
         if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids):
             raise ModelError(f"{self.where}: {name} must be a token id or a list of them, got {value!r}")
         return tuple(ids)
+
+
+def read_activation(fields: Fields, gated: bool, usual: str) -> str:
+    """By our name; `usual`: where the config does not say."""
+    activation = fields.get("hidden_activation") or fields.get("hidden_act") or usual
+    known = [name for name, kind in ACTIVATIONS.items() if kind in GATED or not gated]
+    if not isinstance(activation, str) or activation not in known:
+        raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(known)}")
+    return ACTIVATIONS[activation]

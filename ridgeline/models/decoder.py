@@ -18,7 +18,7 @@ from ridgeline.distributed.sharding import Shard
 from ridgeline.layers.attention import Attention, AttentionSpec
 from ridgeline.layers.batch import Batch
 from ridgeline.layers.context_attention import ContextAttention, ContextLatentAttention
-from ridgeline.layers.embedding import LMHead, VocabEmbedding
+from ridgeline.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from ridgeline.layers.expert_weights import ExpertWeights
 from ridgeline.layers.kv import LayerKV
 from ridgeline.layers.latent_layer import LatentAttention, LatentSizes
@@ -78,6 +78,8 @@ def make_mlp(config: ModelConfig, number: int, place: Placement) -> GatedMLP | P
         return kind(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias, inside)
     routing = experts.routing
     rule = {name: getattr(routing, name) for name in ("score", "normalise", "groups", "top_groups", "group_score", "scale")}
+    if routing.jitter:
+        rule["jitter"] = routing.jitter
     return Mixture(MixtureSpec(
         config.hidden_size, experts.count, experts.used, experts.width, experts.shared, experts.shared_gate, config.activation,
         experts.bias, experts.router_bias, routing.choice_bias, experts.zipf, experts.limit,
@@ -124,13 +126,17 @@ class ParallelLayer(DecoderLayer):
 
     def __init__(self, config: ModelConfig, number: int, attention: AttentionSpec, place: Placement) -> None:
         super().__init__(config, number, attention, place)
-        del self.mlp_norm
+        if not config.own_mlp_norm:
+            del self.mlp_norm
+        self.own_norm = config.own_mlp_norm
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, kv: LayerKV, sampled: Batch | None = None
     ) -> tuple[Tensor, Tensor | None]:
         rows, stream = normed_rows(x, residual, self.attention_norm)
         qkv = self.attention.qkv(rows, batch)
+        if self.own_norm:
+            rows = self.mlp_norm(stream)
         if sampled is None:
             out = self.attention(qkv, batch, kv)
         else:
@@ -197,12 +203,16 @@ class Decoder(nn.Module):
         self.embed: VocabEmbedding | None = None         # here on the first stage, and where the head shares it
         if self.stage.first or (self.stage.last and config.tied):
             self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, place)
+        self.positions: PositionEmbedding | None = None
+        if self.stage.first and config.learned_positions:
+            self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size, place)
         groups = layer_groups(config)
         self.layers = Layers({
             number: (ParallelLayer if config.parallel else DecoderLayer)(config, number, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, seen_by(config, number), groups[number],
                 rotations[config.ropes[number]], config.sinks, temperature if grows(config, number) else None,
+                config.late_qk_norm,
             ), place.inside(f"layers.{number}"))
             for number in self.numbers_here
         })
@@ -219,7 +229,7 @@ class Decoder(nn.Module):
         self.head: LMHead | None = None                  # on the last stage
         if self.stage.last:
             tied = self.embed if config.tied else None
-            self.head = LMHead(config.vocab_size, config.hidden_size, tied, place.inside("head"))
+            self.head = LMHead(config.vocab_size, config.hidden_size, tied, place.inside("head"), config.head_bias)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: list[LayerKV]) -> Tensor:
@@ -240,7 +250,8 @@ class Decoder(nn.Module):
     def _first_rows(self, batch: Batch) -> Tensor:
         """What the first layer here reads."""
         if self.stage.first and self.embed is not None:
-            return self.embed(batch.tokens)
+            x = self.embed(batch.tokens)
+            return x if self.positions is None else self.positions(x, batch.positions)
         weight = self.norm.weight
         return self.stage.receive(torch.empty((len(batch.tokens), len(weight)), dtype=weight.dtype, device=weight.device))
 

@@ -27,6 +27,7 @@ class Routing:
     top_groups: int = 1              # … so many of these groups
     group_score: str = "best"        # a group's score: of its best expert, or the sum of its "best two"
     scale: float = 1.0               # of the weights
+    jitter: float = 0.0              # an expert's weight is its share among those with logits this near (ops/experts/route.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
             if fields.get(name):
                 return fields.integer(name, maximum=MAX_INTERMEDIATE)
         if default is None:
-            raise ModelError(f"{fields.where}: {names[0]} is missing")
+            raise ModelError(f"{fields.where}: {' or '.join(names)} is missing")
         return default
 
     count = first_of("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -124,7 +125,9 @@ def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[s
     width = fields.integer(key("expert_feed_forward_length"), whole, maximum=MAX_INTERMEDIATE)
     shared = fields.integer(key("expert_shared_count"), 0, minimum=0, maximum=MAX_EXPERTS) * width
     shared = fields.integer(key("expert_shared_feed_forward_length"), shared, minimum=0, maximum=MAX_INTERMEDIATE)
-    dense = tuple(range(fields.integer(key("leading_dense_block_count"), 0, minimum=0)))
+    first = fields.integer(key("leading_dense_block_count"), 0, minimum=0)
+    step = fields.integer(key("interleave_moe_layer_step"), 1)           # ERNIE's
+    dense = tuple(layer for layer in range(layers) if layer < first or (layer + 1) % step)
     if used > count or len(dense) >= layers:
         raise ModelError(f"{fields.where}: {used} of {count} experts in {layers - len(dense)} of {layers} layers cannot be")
     return Experts(
@@ -148,16 +151,31 @@ def _gguf_routing(fields: Fields, rule: ExpertRule, count: int, key: Callable[[s
     )
 
 
-def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    every = fields.get("decoder_sparse_step") or fields.get("moe_layer_freq") or 1
-    first = fields.get("first_k_dense_replace") or 0
-    named = fields.get("mlp_only_layers") or ()
+def _listed_dense(fields: Fields, layers: int) -> tuple[int, ...] | None:
+    """None: the config does not list what each layer has."""
     mixed = fields.get("moe_layers")
     if isinstance(mixed, list) and mixed:                # Llama-4's own list, which counts
         return tuple(layer for layer in range(layers) if layer not in mixed)
-    if not isinstance(every, int) or not isinstance(first, int) or not isinstance(named, (list, tuple)):
+    kinds = fields.get("mlp_layer_types")                # as transformers 5 writes it
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+        raise ModelError(f"{fields.where}: mlp_layer_types must list {layers} times dense or sparse, got {kinds!r}")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+
+
+def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+    listed = _listed_dense(fields, layers)
+    if listed is not None:
+        return listed
+    every = fields.get("decoder_sparse_step") or fields.get("moe_layer_freq") or 1
+    first = fields.get("first_k_dense_replace") or 0
+    named = fields.get("mlp_only_layers") or ()
+    last = fields.get("moe_layer_end_index", -1)         # ERNIE's
+    if not all(isinstance(each, int) for each in (every, first, last)) or not isinstance(named, (list, tuple)):
         raise ModelError(f"{fields.where}: layers with experts must be said by numbers, got {every!r}, {first!r}, {named!r}")
-    return tuple(layer for layer in range(layers) if layer < first or layer in named or (layer + 1) % every)
+    last = layers - 1 if last == -1 else last
+    return tuple(layer for layer in range(layers) if not first <= layer <= last or layer in named or (layer + 1) % every)
 
 
 def _routing(fields: Fields, rule: ExpertRule, count: int) -> Routing:
@@ -170,4 +188,5 @@ def _routing(fields: Fields, rule: ExpertRule, count: int) -> Routing:
     return Routing(
         rule.score, normalise, rule.choice_bias, groups, top if groups > 1 else 1, rule.group_score,
         fields.number("routed_scaling_factor", 1.0) if rule.scaled else 1.0,
+        fields.number("router_jitter_noise", 0.01) if rule.mixer else 0.0,
     )

@@ -123,6 +123,7 @@ class ExpertRule:
     bias: bool = False               # of the experts' linears
     clamped: bool = False            # gate and up are clamped, as in gpt-oss
     scales_input: bool = False       # the weight of an expert multiplies its input, not its result
+    mixer: bool = False              # weights among experts with logits near the best one's (router_jitter_noise says how near)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +136,14 @@ class Family:
     tied: bool = False               # the head is the embedding, where the checkpoint does not say
     qkv_bias: bool = False           # q, k and v have biases whatever the checkpoint says
     qk_norm: bool = False            # an RMS norm on every head of q and k, before the rotation
+    late_qk_norm: bool = False       # … behind it
     wide_qk_norm: bool = False       # … or one over all heads of q, and one over all of k
     norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias"
     pre_norms: bool = True           # norms before attention and before the MLP
     post_norms: bool = False         # norms also after attention and after the MLP
     norm_offset: float = 0.0         # norms multiply by weight + offset
     parallel: bool = False           # attention and MLP read the same normed rows, and both are added
+    own_mlp_norm: bool = False       # … of which the MLP has a norm of its own
     gated: bool = True               # the MLP has a gate
     scale_embeddings: bool = False   # embeddings are multiplied by sqrt(hidden_size)
     multipliers: bool = False        # Granite's fields: of embeddings, of each addition to the stream, of scores, of logits
@@ -152,7 +155,9 @@ class Family:
     partial_rotary: bool = False     # only the first part of a head is rotated
     interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint
     longrope: bool = False           # rope type "longrope"
-    nope: str = "none"               # layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window)
+    # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "all".
+    nope: str = "none"
+    learned_positions: bool = False  # every position has an embedding, which is added to the token's
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below
     full_every: int = 0              # with "pattern": every n-th layer sees everything
     # With "chunks", layers with a rope see their own chunk of attention_chunk_size positions.
@@ -174,4 +179,6 @@ class Family:
     # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
     prefixes: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     fused_experts: tuple[FusedExperts, ...] = FUSED_EXPERTS
+    transposed: str = ""             # pattern of tensors that are stored as [inputs, outputs]
+    by_head: str = ""                # pattern of tensors whose rows are q, k and v of the first KV head, then of the second …
     ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in

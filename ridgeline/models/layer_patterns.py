@@ -11,7 +11,16 @@ from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import MAX_POSITIONS, Fields
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.rope import Rope, make_rope, no_rope, numbers_of, rope_kind, yarn_divisors, yarn_scale
+from ridgeline.models.rope import (
+    Rope,
+    make_rope,
+    no_rope,
+    numbers_of,
+    rope_kind,
+    rope_settings,
+    yarn_divisors,
+    yarn_scale,
+)
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CHUNKED = "chunked_attention"
@@ -35,8 +44,7 @@ def read_temperature(fields: Fields, family: Family) -> Temperature | None:
     if family.temperature == "nope":                     # Llama-4's fields
         tuned = fields.flag("attn_temperature_tuning", True)
         return Temperature(fields.number("floor_scale"), fields.number("attn_scale"), 1, False) if tuned else None
-    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    own = Fields(fields.where, scaling if isinstance(scaling, dict) else {}, {})
+    own = Fields(fields.where, rope_settings(fields.raw, fields.where), {})
     if not own.get("llama_4_scaling_beta"):
         return None
     return Temperature(own.number("original_max_position_embeddings"), own.number("llama_4_scaling_beta"), 0, True)
@@ -49,6 +57,8 @@ def windows_that_hide(windows: tuple[int | None, ...], max_position: int) -> tup
 
 def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     """Of each layer, how many positions it sees, or the size of its chunks."""
+    if family.window == "none":
+        _check_kinds(fields)
     return (_chunks if family.window == "chunks" else _sliding)(fields, family, num_layers)
 
 
@@ -83,6 +93,15 @@ def _chunks(fields: Fields, family: Family, num_layers: int) -> tuple[int | None
     return tuple(size if each else None for each in chunked)
 
 
+def _check_kinds(fields: Fields) -> None:
+    """Of a family whose layers all see everything: others have state-space or linear attention in some."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = fields.get(name)
+        for kind in kinds if isinstance(kinds, list) else ():
+            if kind not in ("full_attention", "attention"):
+                raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: full_attention")
+
+
 def _layer_types(fields: Fields, num_layers: int, known: tuple[str, ...] = LAYER_TYPES) -> list[str]:
     """Empty: the config does not list them."""
     types = fields.get("layer_types")
@@ -100,9 +119,7 @@ def hf_ropes(
     fields: Fields, family: Family, head_dim: int, max_position: int, windows: tuple[int | None, ...]
 ) -> tuple[tuple[Rope, ...], int]:
     """The rope of each layer, and the context they are good for (yarn stretches it)."""
-    scaling = fields.get("rope_parameters", fields.get("rope_scaling", {}))
-    if not isinstance(scaling, dict):
-        raise ModelError(f"{fields.where}: rope_scaling must be an object, got {scaling!r}")
+    scaling = rope_settings(fields.raw, fields.where)
     nested = {kind: scaling[kind] for kind in LAYER_TYPES if isinstance(scaling.get(kind), dict)}
     if nested and "full_attention" not in nested:
         raise ModelError(f"{fields.where}: rope_parameters has no full_attention")
@@ -119,6 +136,8 @@ def hf_ropes(
         return make_rope(parameters, theta, dim, max_position, family.longrope, fields.where)
 
     full = rope(everywhere, "rope_theta")
+    if family.late_qk_norm and full.scale != 1.0:        # norms behind the rotation take the scale away again
+        raise ModelError(f"{fields.where}: a rope with a scale of {full.scale:g} is not supported for {family.name}")
     local = full
     if family.local_rope:
         local = rope(nested.get("sliding_attention", {}), "rope_local_base_freq")
@@ -139,8 +158,8 @@ def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ..
     """For each layer, whether it has a rope."""
     if family.nope == "full":
         return [window is not None or not any(windows) for window in windows]
-    if family.nope == "none":
-        return [True] * len(windows)
+    if family.nope in ("none", "all"):
+        return [family.nope == "none"] * len(windows)
     every = fields.integer("no_rope_layer_interval", 4)
     listed = fields.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(len(windows))]
     if not isinstance(listed, list) or len(listed) != len(windows) or not all(each in (0, 1) for each in listed):
@@ -149,7 +168,10 @@ def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ..
 
 
 def _rotated_dim(fields: Fields, family: Family, parameters: Mapping[str, Any], head_dim: int) -> int:
-    partial = Fields(fields.where, parameters, {}).number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    partial = fields.number("partial_rotary_factor", 1.0)
+    if family.partial_rotary and fields.get("rotary_dim") and not fields.raw.get("partial_rotary_factor"):
+        partial = fields.integer("rotary_dim") / head_dim            # MiniMax-M2
+    partial = Fields(fields.where, parameters, {}).number("partial_rotary_factor", partial)
     if partial != 1.0 and not family.partial_rotary:
         raise ModelError(f"{fields.where}: partial_rotary_factor {partial!r} is not supported for {family.name}")
     dim = int(head_dim * min(partial, 2.0))
@@ -181,7 +203,10 @@ def gguf_ropes(
     local = full
     if family.local_rope:
         local = Rope(fields.number(key("rope.freq_base_swa"), GGUF_LOCAL_THETA), dim)
-    return tuple(full if window is None else local for window in windows)
+    turned = _turned_layers(fields, family, windows)     # files do not list them: those that are usual
+    return tuple(
+        (full if window is None else local) if turns else no_rope(dim) for window, turns in zip(windows, turned, strict=True)
+    )
 
 
 def gguf_score_scale(fields: Fields, key: Callable[[str], str]) -> float:

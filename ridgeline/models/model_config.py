@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,11 @@ from ridgeline.models.config_fields import (
     MAX_POSITIONS,
     MAX_VOCABULARY,
     Fields,
+    read_activation,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
-from ridgeline.models.families.all_families import family_of, gguf_family
+from ridgeline.models.families.all_families import family_of, family_of_type, gguf_family
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
@@ -45,7 +46,7 @@ from ridgeline.models.layer_patterns import (
     read_temperature,
     windows_that_hide,
 )
-from ridgeline.models.multipliers import read_multipliers
+from ridgeline.models.multipliers import gguf_multipliers, read_multipliers
 from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.process.log import get_logger
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
@@ -53,15 +54,6 @@ from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 logger = get_logger("models")
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    "relu2": "relu2",
-}
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
 
@@ -95,10 +87,12 @@ class ModelConfig:
     final_softcap: float | None
     windows: tuple[int | None, ...]  # per layer; None sees everything
     ropes: tuple[Rope, ...]          # per layer
+    late_qk_norm: bool = False       # norms of q and k behind the rotation
     wide_qk_norm: bool = False       # norms of q and of k over all heads together
     norm: str = "rms"                # "rms", "layer", "layer+bias"
     pre_norms: bool = True
-    parallel: bool = False           # attention and MLP read the same normed rows
+    parallel: bool = False           # attention and MLP read the same rows …
+    own_mlp_norm: bool = False       # … normed by each on its own
     gated: bool = True               # the MLP has a gate
     sinks: bool = False              # every head has a score without a value
     residual_scale: float = 1.0      # of what attention and MLP add to the stream
@@ -111,6 +105,8 @@ class ModelConfig:
     temperature: Temperature | None = None               # queries grow with their position
     bare_qk_norm: bool = False       # norms without weights on q and k, in layers with a rope
     latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
+    head_bias: bool = False
+    learned_positions: bool = False  # an embedding for every position
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -183,6 +179,8 @@ class ModelConfig:
         beside = self.num_plain * (wide + self.hidden_size) * self.mlp_bias + self._expert_biases
         embedding = 0 if self.tied else self.vocab_size * self.hidden_size
         matrices = sum(count * outputs * inputs for count, outputs, inputs in self.matrices)
+        beside += 2 * self.num_plain * (self.activation == "xielu")
+        embedding += self.vocab_size * self.head_bias + self.max_position_embeddings * self.hidden_size * self.learned_positions
         return matrices + embedding + self.num_layers * (norms + biases) + beside + each
 
     @property
@@ -197,7 +195,7 @@ class ModelConfig:
     @property
     def norms_per_layer(self) -> int:
         """Of the hidden size."""
-        return 1 if self.parallel else 2 * self.pre_norms + 2 * self.post_norms
+        return 1 + self.own_mlp_norm if self.parallel else 2 * self.pre_norms + 2 * self.post_norms
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -312,7 +310,7 @@ def hf_model_config(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
         hidden_size=hidden_size,
-        intermediate_size=experts.dense_width if experts else fields.integer("intermediate_size", maximum=MAX_INTERMEDIATE),
+        intermediate_size=experts.dense_width if experts else _intermediate(fields, family, hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -322,7 +320,7 @@ def hf_model_config(
         dtype=_dtype(fields),
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
-        activation=_activation(fields, family),
+        activation=read_activation(fields, family.gated, family.activation),
         norm_offset=family.norm_offset,
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
@@ -333,8 +331,7 @@ def hf_model_config(
         quantisation=read_quantisation(raw, where, directory),
         latent=latent,
         **_scales(fields, family, hidden_size, head_dim),
-        **_biases(fields, family),
-        **_layout(family),
+        **{**_layout(family), **_biases(fields, family)},
     )
 
 
@@ -351,6 +348,8 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
         "qkv_bias": fields.flag("attention_bias") or family.qkv_bias,
         "output_bias": fields.flag("attention_out_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
+        "head_bias": fields.flag("lm_head_bias"),
+        "parallel": family.parallel and fields.flag("use_parallel_residual", True),
         "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
         "bare_qk_norm": family.bare_qk_norm and fields.flag("use_qk_norm", True),
     }
@@ -362,7 +361,7 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
     attention = times.attention or scalar**-0.5
     return {
         "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
-        "attention_scale": attention * yarn_score_scale(fields.raw) if family.latent else attention,
+        "attention_scale": attention * yarn_score_scale(fields.raw, fields.where) if family.latent else attention,
         "residual_scale": times.residual,
         "temperature": read_temperature(fields, family),
         "logit_scale": fields.number("logit_scale") if family.logit_scale else 1 / times.logits,
@@ -371,24 +370,20 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
 
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
-    names = ("post_norms", "wide_qk_norm", "norm", "pre_norms", "parallel", "gated", "sinks")
+    names = ("post_norms", "late_qk_norm", "wide_qk_norm", "norm", "pre_norms", "parallel", "own_mlp_norm", "gated",
+             "sinks", "learned_positions")
     return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
 
 
 def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
     architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise ModelError(f"{where}: architectures is missing")
     text = raw.get("text_config")
     kind = text.get("model_type") if isinstance(text, dict) else raw.get("model_type")
+    if not architectures:
+        return family_of_type(kind, where)
+    if not isinstance(architectures, list):
+        raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
     return family_of(architectures[0], lambda each: each.architectures, where, kind)
-
-
-def _activation(fields: Fields, family: Family) -> str:
-    activation = fields.get("hidden_activation") or fields.get("hidden_act") or family.activation
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[activation]
 
 
 def _check_heads(where: str, num_heads: int, num_kv_heads: int) -> None:
@@ -401,6 +396,11 @@ def _head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int, num
         raise ModelError(f"{fields.where}: {hidden_name} {hidden_size} is not a multiple of {num_heads} heads, and no "
                          f"{name} is given")
     return fields.integer(name, hidden_size // num_heads, maximum=MAX_HEAD_DIM)
+
+
+def _intermediate(fields: Fields, family: Family, hidden_size: int) -> int:
+    usual = 4 * hidden_size if family.learned_positions else None    # GPT-2 need not say it
+    return fields.integer("intermediate_size", usual, maximum=MAX_INTERMEDIATE)
 
 
 def _dtype(fields: Fields) -> str:
@@ -450,7 +450,6 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
-    by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
     experts = gguf_experts(fields, family.experts, num_layers, key) if family.experts is not None else None
     return ModelConfig(
         family=family,
@@ -473,8 +472,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         mlp_bias=has("blk.0.ffn_down.bias"),
         qk_norm=family.qk_norm,
         norm_offset=0.0,              # the converter has added it to the weights
-        embedding_scale=math.sqrt(hidden_size) if family.scale_embeddings else 1.0,
-        attention_scale=(hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key),
+        head_bias=has("output.bias"),
         attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
         final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
         windows=windows_that_hide(windows, max_position),
@@ -484,5 +482,18 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
         latent=latent,
-        **_layout(family),
+        **_gguf_scales(fields, family, key, hidden_size, num_heads, head_dim, num_layers),
+        **_layout(family) | {"parallel": family.parallel and fields.flag(key("use_parallel_residual"), True)},
     )
+
+
+def _gguf_scales(
+    fields: Fields, family: Family, key: Callable[[str], str], hidden_size: int, num_heads: int, head_dim: int, num_layers: int,
+) -> dict[str, Any]:
+    times = gguf_multipliers(fields, family, key)
+    by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
+    scale = (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key)
+    return {
+        "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
+        "attention_scale": times.attention or scale, "residual_scale": times.residual, "logit_scale": 1 / times.logits,
+    }

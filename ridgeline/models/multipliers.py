@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ridgeline.models.config_fields import Fields
@@ -15,6 +16,16 @@ class Multipliers:
     residual: float = 1.0
     logits: float = 1.0              # they are divided by it
     attention: float | None = None   # in place of the head's own scale
+
+
+def gguf_multipliers(fields: Fields, family: Family, key: Callable[[str], str]) -> Multipliers:
+    if family.logit_scale:
+        return Multipliers(logits=1 / fields.number(key("logit_scale")))
+    if not family.multipliers:
+        return Multipliers()
+    scale = fields.number(key("attention.scale")) if fields.get(key("attention.scale")) else None
+    embedding, residual, logits = (fields.number(key(name), 1.0) for name in ("embedding_scale", "residual_scale", "logit_scale"))
+    return Multipliers(embedding, residual, logits, scale)
 
 
 def read_multipliers(fields: Fields, family: Family) -> Multipliers:

@@ -1,7 +1,8 @@
 """Tensors that a file groups in another way than the model's linears: as one matrix for each linear, and for each expert.
 
-So matching, sharding and dequantising see every checkpoint alike. Two rules:
+So matching, sharding and dequantising see every checkpoint alike. Three rules:
 - a tensor that holds the same parameter of all experts, [experts, …], is taken apart;
+- of the families that say so, matrices are transposed, or q, k and v of each head are taken apart;
 - a GGUF file of a latent model has its widening of keys and values as two tensors, one of them transposed: they are joined.
 """
 
@@ -63,6 +64,30 @@ class SplitExperts:
         if rule.transposed:
             part = part.transpose(0, 1)
         return torch.cat((part[0::2], part[1::2])) if rule.paired else part
+
+
+class Reordered:
+    """Tensors that are stored as [inputs, outputs] (GPT-2), and those with q, k and v of each head together (GPT-NeoX)."""
+
+    def __init__(self, source: RawSource, transposed: str, by_head: str, kv_heads: int, head_dim: int) -> None:
+        self.source, self.kv_heads, self.head_dim = source, kv_heads, head_dim
+        self.transposed, self.by_head = re.compile(transposed), re.compile(by_head)
+        self.tensors = {name: replace(stored, shape=stored.shape[::-1]) if self.transposed.fullmatch(name) else stored
+                        for name, stored in source.tensors.items()}
+
+    def read(self, name: str, into: Tensor | None) -> Tensor:
+        return self._reordered(name, self.source.read(name, None))
+
+    def stored(self, name: str) -> Tensor:
+        return self._reordered(name, self.source.stored(name))
+
+    def _reordered(self, name: str, tensor: Tensor) -> Tensor:
+        if self.transposed.fullmatch(name):
+            tensor = tensor.t()
+        if not self.by_head.fullmatch(name):
+            return tensor
+        heads = tensor.unflatten(0, (self.kv_heads, -1, self.head_dim))  # of each KV head: its queries, its key, its value
+        return torch.cat((heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)))
 
 
 _KEYS = re.compile(r"(blk\.\d+)\.attn_k_b\.weight")

@@ -14,7 +14,7 @@ from typing import Any
 
 from ridgeline.errors import ModelError
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,19 @@ def numbers_of(where: str) -> Iterator[None]:
         raise ModelError(f"{where}: its rope cannot be computed from these numbers: {error}") from None
 
 
+def rope_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5) or `rope_scaling` (4). Where a config.json has both, the older one counts, as in
+    transformers; it may leave the theta to the other."""
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name) or {}
+        if not isinstance(given, dict):
+            raise ModelError(f"{where}: {name} must be an object, got {given!r}")
+        found.append(given)
+    new, old = found
+    return {"rope_theta": new.get("rope_theta"), **old} if old else new
+
+
 def rope_kind(scaling: Mapping[str, Any], longrope: bool) -> str:
     """By its name of today. Phi-3's older names of longrope are "su" and "yarn", with longrope's factors."""
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
@@ -82,13 +95,16 @@ def _scaled_rope(
     kind = rope_kind(scaling, longrope)
     if kind not in ROPE_TYPES or (kind == "longrope" and not longrope):
         raise ModelError(
-            f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi-3, MiniCPM3)"
+            f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi, MiniCPM3)"
         )
     number = partial(_number, scaling, f"{where}: {kind} rope")
     if kind == "default":
         return Rope(theta, dim)
     if kind == "linear":
         return Rope(theta, dim, (number("factor"),) * (dim // 2))
+    if kind == "dynamic":            # it changes with the length beyond the model's own context, which is not stretched here
+        alpha = number("alpha", 1.0)                     # Hunyuan's, for every length
+        return Rope(theta * alpha ** (dim / (dim - 2)) if alpha != 1.0 else theta, dim)
     original = number("original_max_position_embeddings", max_position)
     if kind == "llama3":
         divisors = llama3_divisors(theta, dim, number("factor"), number("low_freq_factor"), number("high_freq_factor"),
@@ -99,9 +115,9 @@ def _scaled_rope(
         divisors = yarn_divisors(theta, dim, factor, original, number("beta_fast", 32.0), number("beta_slow", 1.0),
                                  bool(scaling.get("truncate", True)))
         return Rope(theta, dim, divisors, _attention_factor(scaling, _declared_yarn_scale(scaling, factor)))
-    scale = _attention_factor(scaling, longrope_scale(factor, original))
+    scale = _longrope_scale(scaling, longrope_scale(factor, original), where)
     short, long = (_longrope_divisors(scaling, field, dim // 2, where) for field in ("short_factor", "long_factor"))
-    return Rope(theta, dim, short, scale, long, int(original))
+    return Rope(theta, dim, short, scale) if short == long else Rope(theta, dim, short, scale, long, int(original))
 
 
 def _number(scaling: Mapping[str, Any], what: str, field: str, default: float | None = None) -> float:
@@ -116,6 +132,14 @@ def _number(scaling: Mapping[str, Any], what: str, field: str, default: float | 
 def _attention_factor(scaling: Mapping[str, Any], default: float) -> float:
     given = scaling.get("attention_factor")
     return default if given is None else float(given)
+
+
+def _longrope_scale(scaling: Mapping[str, Any], default: float, where: str) -> float:
+    """Phi-3.5-MoE names its scale twice, for short and for long contexts."""
+    named = [float(scaling[name]) for name in ("short_mscale", "long_mscale") if scaling.get(name) is not None]
+    if len(set(named)) > 1:
+        raise ModelError(f"{where}: short_mscale {named[0]:g} and long_mscale {named[1]:g} must be the same")
+    return named[0] if named else _attention_factor(scaling, default)
 
 
 def _declared_yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
@@ -174,13 +198,14 @@ def yarn_scale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def yarn_score_scale(config: Mapping[str, Any]) -> float:
+def yarn_score_scale(config: Mapping[str, Any], where: str) -> float:
     """What DeepSeek's models multiply attention scores by where their context is stretched: it makes up for a rope that is not
     scaled, on keys that are rotated only in part."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    mscale_all = scaling.get("mscale_all_dim")
-    return 1.0 if kind == "default" or not mscale_all else yarn_scale(scaling["factor"], mscale_all) ** 2
+    scaling = rope_settings(config, where)
+    kind, mscale_all = rope_kind(scaling, longrope=False), scaling.get("mscale_all_dim")
+    if kind == "default" or not mscale_all:
+        return 1.0
+    return yarn_scale(_number(scaling, f"{where}: {kind} rope", "factor"), mscale_all) ** 2
 
 
 def longrope_scale(factor: float, original: float) -> float:

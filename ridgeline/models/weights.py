@@ -25,7 +25,7 @@ from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
-from ridgeline.models.regrouped import JoinedLatents, SplitExperts
+from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts
 from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger
 from ridgeline.quant.layout import STORED_KINDS
@@ -263,6 +263,11 @@ _ROTATED = re.compile(r"\.qkv\.\w+:[qk]$")
 
 def _regrouped(stored: SafetensorsSource | GGUFSource, config: ModelConfig, gguf: bool) -> RawSource:
     """One tensor for each linear, and for each expert."""
+    family = config.family
+    if not gguf and (family.transposed or family.by_head):
+        if config.quantisation is not None:
+            raise ModelError(f"quantised checkpoints of {family.name} are not supported: give one in 16 or 32 bits, or GGUF")
+        return Reordered(stored, family.transposed, family.by_head, config.num_kv_heads, config.head_dim)
     joined = JoinedLatents(stored) if gguf and (config.latent is not None or config.experts is not None) else stored
     return joined if config.experts is None else SplitExperts(joined, config.family.fused_experts)
 

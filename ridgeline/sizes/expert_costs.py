@@ -34,6 +34,7 @@ ROUTE_CASES = tuple(
         ("groups", 6, 16, 4, True, False,
          {"score": "sigmoid", "normalise": True, "groups": 4, "top_groups": 2, "group_score": "best two", "scale": 2.5}),
         ("groups-best", 6, 12, 2, False, False, {"groups": 3, "top_groups": 2, "scale": 16.0}),
+        ("mixer", 5, 16, 2, False, False, {"jitter": 0.2}),
         ("qwen3-30b", 128, 128, 8, False, True, {"normalise": True}),
     )
 )

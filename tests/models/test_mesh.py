@@ -40,16 +40,18 @@ CASES = {
     "llama": {}, "llama-bias": {}, "qwen3": {"num_key_value_heads": 1}, "smollm2": {"intermediate_size": 81},
     "gemma3": {}, "olmo2": {"num_key_value_heads": 1}, "olmoe": {}, "mixtral": {"intermediate_size": 21}, "qwen2_moe": {},
     "gpt_oss": {}, "cohere2": {}, "llama4": {}, "deepseek_v2-lite": {"num_attention_heads": 3},
+    "phi": {}, "gpt_neox": {}, "gpt2": {}, "apertus": {}, "hunyuan_v1_dense": {}, "phimoe": {},
 }
 
 
 # Tied and not, windows whose groups lie across stages, layers of different kinds on the two stages, and a sum of two streams.
-PIPELINE = ("llama", "gemma3", "mixtral", "qwen2_moe", "gpt_oss", "cohere2", "deepseek_v2-lite")
+PIPELINE = ("llama", "gemma3", "mixtral", "qwen2_moe", "gpt_oss", "cohere2", "deepseek_v2-lite", "gpt2")
 # 5, 6 and 8 experts for two ranks; biases, shared experts, a limit.
 EXPERTS = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v2-lite", "olmoe")
 
 # One KV head for both ranks, heads that are padded, norms over all heads, windows and softcaps, sinks, latents.
-CONTEXT = ("llama-bias", "smollm2", "gemma3", "olmo2", "gpt_oss", "cohere2", "llama4", "deepseek_v2-lite")
+CONTEXT = ("llama-bias", "smollm2", "gemma3", "olmo2", "gpt_oss", "cohere2", "llama4", "deepseek_v2-lite",
+           "hunyuan_v1_dense")
 CONTEXT_OF_FOUR = ("llama", "olmo2", "gpt_oss")          # two KV heads or one for four ranks
 
 

@@ -51,9 +51,9 @@ def test_yarn_stretches_the_context() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported; supported: "
-                                              "LlamaForCausalLM, MistralForCausalLM, "),
-    ({"architectures": []}, "architectures is missing"),
+    ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported (a state-space model, or a "
+                                              "hybrid with one); supported: LlamaForCausalLM, MistralForCausalLM, "),
+    ({"architectures": []}, "architectures is missing, and model_type None is not known"),
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"vocab_size": "many"}, "vocab_size must be an integer of at least 1, got 'many'"),
     ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1, got 0"),
@@ -73,7 +73,16 @@ def test_yarn_stretches_the_context() -> None:
     ({"head_dim": 15}, "15 rotated dimensions of a head of 15: must be even"),
     ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number, got -1"),
     ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported; supported: default, "),
+    ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope type 'ntk' is not supported; supported: default, "),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope type \"['yarn']\" is not supported; supported: default, "),
+    ({"layer_types": ["mamba", "attention"]}, "layer type 'mamba' is not supported; supported: full_attention"),
+    ({"layers_block_type": ["attention", "linear_attention"]}, "layer type 'linear_attention' is not supported"),
+    ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: silu, "),    # with a gate
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list, got 'LlamaForCausalLM'"),
+    ({"architectures": ["Qwen3NextForCausalLM"]}, "'Qwen3NextForCausalLM' is not supported (layers of linear attention); "),
+    ({"architectures": ["BambaForCausalLM"]}, "'BambaForCausalLM' is not supported (a state-space model, or a hybrid with "),
+    ({"architectures": ["MixtralForCausalLM"]}, "n_routed_experts or num_local_experts or num_experts or moe_num_experts is "),
+    ({"architectures": ["GPT2LMHeadModel"], "n_positions": 64, "n_layer": 2, "n_head": 2}, "n_embd is missing"),
     ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
     ({"rope_scaling": {"type": "linear"}}, "linear rope needs a positive number as factor, got None"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "llama3 rope needs a positive number as low_freq_factor"),

@@ -3,27 +3,69 @@
 from collections.abc import Callable, Sequence
 
 from ridgeline.errors import ModelError
-from ridgeline.models.families.cohere import COHERE, COHERE2
-from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3
+from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3
+from ridgeline.models.families.ernie import ERNIE, ERNIE_MOE
 from ridgeline.models.families.exaone import EXAONE4
-from ridgeline.models.families.gemma import GEMMA2, GEMMA3
+from ridgeline.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE
 from ridgeline.models.families.gpt_oss import GPT_OSS
-from ridgeline.models.families.granite import GRANITE, GRANITE_MOE
-from ridgeline.models.families.llama import ARCEE, ERNIE, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
+from ridgeline.models.families.granite import GRANITE, GRANITE_4, GRANITE_MOE, GRANITE_MOE_SHARED
+from ridgeline.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from ridgeline.models.families.layer_normed.cohere import COHERE, COHERE2
+from ridgeline.models.families.layer_normed.gpt2 import GPT2
+from ridgeline.models.families.layer_normed.gpt_neox import GPT_NEOX
+from ridgeline.models.families.layer_normed.nemotron import NEMOTRON
+from ridgeline.models.families.layer_normed.phi import PHI, PHIMOE
+from ridgeline.models.families.layer_normed.stablelm import STABLELM
+from ridgeline.models.families.layer_normed.starcoder2 import STARCODER2
+from ridgeline.models.families.llama import APERTUS, ARCEE, HELIUM, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
+from ridgeline.models.families.minimax import MINIMAX_M2
 from ridgeline.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
-from ridgeline.models.families.nemotron import NEMOTRON
 from ridgeline.models.families.olmo import OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3
 from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from ridgeline.models.families.starcoder2 import STARCODER2
 from ridgeline.models.family import Family
 
 FAMILIES = (
-    LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, OLMO2, OLMO3, GRANITE,
-    GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GLM4_MOE,
-    LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3,
+    LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, APERTUS, OLMO2, OLMO3,
+    GRANITE, GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, STABLELM, PHI, GPT_NEOX, GPT2,
+    MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE, HUNYUAN_MOE, PHIMOE, DOTS1,
+    MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3,
 )
+
+# What people try and this engine does not compute: beginnings of names, and why.
+REFUSED = {
+    "a state-space model, or a hybrid with one": (
+        "Bamba", "FalconH1", "FalconMamba", "Jamba", "Mamba", "NemotronH", "Plamo2", "RecurrentGemma", "Rwkv", "xLSTM", "Zamba",
+    ),
+    "layers of linear attention": (
+        "BailingHybrid", "BailingMoeV2_5", "KimiLinear", "MiniMaxForCausalLM", "MiniMaxText01", "OlmoHybrid", "Qwen3Next",
+        "Qwen3_5",
+    ),
+    "layers of short convolutions": ("Lfm2",),
+    "sparse attention with an indexer": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
+    "embeddings for every layer and keys that layers share": ("Gemma3n", "Gemma4"),
+    "an encoder and a decoder": ("Bart", "MBart", "MT5", "Marian", "Pegasus", "T5", "UMT5", "Whisper"),
+    "positions as biases of the scores (ALiBi)": ("Bloom", "Mpt", "MPT"),
+    "an encoder, which generates no text": (
+        "Albert", "Bert", "Deberta", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
+    ),
+}
+
+
+def _reason(architecture: object) -> str:
+    for reason, names in REFUSED.items():
+        if isinstance(architecture, str) and architecture.startswith(names):
+            return f" ({reason})"
+    return ""
+
+
+def family_of_type(model_type: object, where: str) -> Family:
+    """Of a config.json without `architectures`."""
+    for family in FAMILIES:
+        if family.name == model_type:
+            return family
+    raise ModelError(f"{where}: architectures is missing, and model_type {model_type!r} is not known")
 
 
 def family_of(
@@ -36,7 +78,7 @@ def family_of(
     names = list(dict.fromkeys(name for family in FAMILIES for name in known(family)))
     names.sort(key=lambda name: name.endswith("ForConditionalGeneration"))       # language models first
     supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
-    raise ModelError(f"{where}: architecture {architecture!r} is not supported; supported: {supported}")
+    raise ModelError(f"{where}: architecture {architecture!r} is not supported{_reason(architecture)}; supported: {supported}")
 
 
 def gguf_family(architecture: object, score: str | None, where: str) -> Family:

@@ -1,6 +1,6 @@
 """DeepSeek-V2, V2-Lite, V3 and R1, and those that have their layout (Kimi-K2, Moonlight, GLM-4.7-Flash, and MiniCPM3
 without experts): latent attention, shared experts beside the chosen ones, plain MLPs in the first layers. V3 chooses by sigmoid
-scores with a bias, among the best groups."""
+scores with a bias, among the best groups; so does dots.llm1, whose attention is Qwen3's."""
 
 from ridgeline.models.family import (
     EXPERT_NAMES,
@@ -8,6 +8,7 @@ from ridgeline.models.family import (
     GGUF_NAMES,
     LLAMA_NAMES,
     NEXT_TOKEN_LAYER,
+    QK_NORM_NAMES,
     ROPE_TENSORS,
     ExpertRule,
     Family,
@@ -36,11 +37,12 @@ GGUF_LATENT_NAMES = {name: target for name, target in GGUF_NAMES.items() if ".at
 
 DEEPSEEK_V3_EXPERTS = ExpertRule(score="sigmoid", choice_bias=True, groups=True, group_score="best two", scaled=True)
 
-DEEPSEEK_EXPERT_NAMES = EXPERT_NAMES | {
+SHARED_EXPERT_NAMES = {
     "model.layers.{}.mlp.shared_experts.gate_proj": "layers.{}.mlp.shared.gate_up:gate",
     "model.layers.{}.mlp.shared_experts.up_proj": "layers.{}.mlp.shared.gate_up:up",
     "model.layers.{}.mlp.shared_experts.down_proj": "layers.{}.mlp.shared.down",
 }
+DEEPSEEK_EXPERT_NAMES = EXPERT_NAMES | SHARED_EXPERT_NAMES
 
 DEEPSEEK_V2 = Family(
     name="deepseek_v2",
@@ -61,7 +63,10 @@ DEEPSEEK_V3 = Family(
     latent=True,
     interleaved=True,
     experts=DEEPSEEK_V3_EXPERTS,
-    defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": True},
+    defaults={
+        "rms_norm_eps": 1e-6, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        "first_k_dense_replace": 3,
+    },
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
     gguf_names=GGUF_LATENT_NAMES | GGUF_EXPERT_NAMES,
     ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),           # MTP, for drafts
@@ -74,7 +79,7 @@ GLM4_MOE_LITE = Family(
     latent=True,
     interleaved=True,
     experts=DEEPSEEK_V3_EXPERTS,
-    defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "first_k_dense_replace": 1},
+    defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
     ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
 )
@@ -89,4 +94,16 @@ MINICPM3 = Family(
     longrope=True,
     defaults={"rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
     names=LATENT_NAMES,
+)
+
+DOTS1 = Family(
+    name="dots1",
+    architectures=("Dots1ForCausalLM",),
+    gguf="dots1",
+    qk_norm=True,
+    window="upper",
+    experts=DEEPSEEK_V3_EXPERTS,
+    defaults={"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 62, "rms_norm_eps": 1e-6},
+    names=LLAMA_NAMES | QK_NORM_NAMES | DEEPSEEK_EXPERT_NAMES,
+    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )

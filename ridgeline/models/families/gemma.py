@@ -1,5 +1,6 @@
-"""Gemma-2 and the text part of Gemma-3: norms before and after each half of a layer, scaled embeddings, windows on most
-layers. Gemma-2 caps its scores and logits; Gemma-3 has q/k norms and a rope of its own for layers with a window.
+"""Gemma, with scaled embeddings and norms with an offset. Gemma-2 and the text part of Gemma-3: norms before and after each half
+of a layer, windows on most layers. Gemma-2 caps its scores and logits; Gemma-3 has q/k norms and a rope of its own for layers
+with a window.
 """
 
 from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, TEXT_PREFIXES, VISION_TENSORS, Family
@@ -10,6 +11,17 @@ SANDWICH_NAMES = {
     "model.layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",
     "model.layers.{}.post_feedforward_layernorm": "layers.{}.post_mlp_norm",
 }
+
+GEMMA = Family(
+    name="gemma",
+    architectures=("GemmaForCausalLM",),
+    gguf="gemma",
+    activation="gelu_tanh",
+    tied=True,
+    norm_offset=1.0,
+    scale_embeddings=True,
+    defaults={"head_dim": 256, "rms_norm_eps": 1e-6},
+)
 
 GEMMA2 = Family(
     name="gemma2",

@@ -41,7 +41,7 @@ GLM4_MOE = Family(
     partial_rotary=True,
     experts=DEEPSEEK_V3_EXPERTS,
     spelled=NO_OUTPUT_BIAS,
-    defaults={"partial_rotary_factor": 0.5, "norm_topk_prob": True, "use_qk_norm": False},
+    defaults={"partial_rotary_factor": 0.5, "norm_topk_prob": True, "use_qk_norm": False, "first_k_dense_replace": 1},
     names=LLAMA_NAMES | QK_NORM_NAMES | DEEPSEEK_EXPERT_NAMES,
     ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
 )

@@ -1,25 +1,67 @@
 """Granite 3 and 4 (dense and mixtures): Llama with multipliers of embeddings, scores, logits, and of what each half of a layer
-adds."""
+adds. Of Granite 4 those that have attention in every layer; the others are refused for their state-space layers."""
 
-from ridgeline.models.family import LLAMA_NAMES, ExpertRule, Family, FusedExperts
+from dataclasses import replace
+
+from ridgeline.models.family import (
+    GGUF_EXPERT_NAMES,
+    GGUF_NAMES,
+    GGUF_STACKED,
+    LLAMA_NAMES,
+    ExpertRule,
+    Family,
+    FusedExperts,
+)
 
 GRANITE = Family(
     name="granite",
     architectures=("GraniteForCausalLM",),
+    gguf="granite",
+    gguf_permuted=True,
     multipliers=True,
 )
 
 GRANITE_MOE = Family(
     name="granitemoe",
     architectures=("GraniteMoeForCausalLM",),
+    gguf="granitemoe",
+    gguf_permuted=True,
     multipliers=True,
     experts=ExpertRule(normalise=True),
     fused_experts=(
         FusedExperts(r"(model\.layers\.\d+\.block_sparse_moe)\.(input_linear|output_linear)\.weight", r"\1.experts.{}.\2.weight"),
+        GGUF_STACKED,
     ),
+    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
     names=LLAMA_NAMES | {
         "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
         "model.layers.{}.block_sparse_moe.experts.{}.input_linear": "layers.{}.mlp.experts.{}.gate_up:gate+up",
         "model.layers.{}.block_sparse_moe.experts.{}.output_linear": "layers.{}.mlp.experts.{}.down",
+    },
+)
+
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    name="granitemoeshared",
+    gguf="",                         # as granitemoe
+    architectures=("GraniteMoeSharedForCausalLM",),
+    names={
+        **GRANITE_MOE.names,
+        "model.layers.{}.shared_mlp.input_linear": "layers.{}.mlp.shared.gate_up:gate+up",
+        "model.layers.{}.shared_mlp.output_linear": "layers.{}.mlp.shared.down",
+    },
+)
+
+# Granite 4 without experts: the MLP of every layer is the one that its mixtures share.
+GRANITE_4 = Family(
+    name="granitemoehybrid",
+    architectures=("GraniteMoeHybridForCausalLM",),
+    multipliers=True,
+    spelled={"intermediate_size": "shared_intermediate_size"},
+    only={"num_local_experts": 0, "position_embedding_type": "rope"},
+    defaults={"num_local_experts": 8, "position_embedding_type": "none"},
+    names={name: target for name, target in LLAMA_NAMES.items() if ".mlp." not in name} | {
+        "model.layers.{}.shared_mlp.input_linear": "layers.{}.mlp.gate_up:gate+up",
+        "model.layers.{}.shared_mlp.output_linear": "layers.{}.mlp.down",
     },
 )

@@ -1,9 +1,10 @@
 """Llama 2 and 3, everything that is Llama by another name (SmolLM2, TinyLlama, Mistral as GGUF), and its near relatives: SmolLM3
-(layers without a rope), Seed-OSS, ERNIE 4.5 and Arcee (no gate). The text decoder of Llama 4 (Scout, Maverick)."""
+(layers without a rope), Seed-OSS, Helium, Arcee and Apertus (no gate). The text decoder of Llama 4 (Scout, Maverick)."""
 
 from ridgeline.models.family import (
     GGUF_NAMES,
     LLAMA_NAMES,
+    QK_NORM_NAMES,
     ROPE_TENSORS,
     TEXT_PREFIXES,
     VISION_TENSORS,
@@ -31,6 +32,8 @@ LLAMA = Family(
 SMOLLM3 = Family(
     name="smollm3",
     architectures=("SmolLM3ForCausalLM",),
+    gguf="smollm3",
+    gguf_permuted=True,
     tied=True,
     nope="listed",
     only={"use_sliding_window": False},
@@ -40,17 +43,19 @@ SMOLLM3 = Family(
 SEED_OSS = Family(
     name="seed_oss",
     architectures=("SeedOssForCausalLM",),
+    gguf="seed_oss",
     spelled={"attention_out_bias": "attention_out_bias"},
     defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
+    # llama.cpp calls the norm before the MLP by what it comes behind.
+    gguf_names=GGUF_NAMES | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"},
 )
 
-ERNIE = Family(
-    name="ernie4_5",
-    architectures=("Ernie4_5ForCausalLM",),
-    tied=True,
+HELIUM = Family(
+    name="helium",
+    architectures=("HeliumForCausalLM",),
     interleaved=True,
-    spelled={"attention_bias": "use_bias", "attention_out_bias": "use_bias", "mlp_bias": "use_bias"},
-    defaults={"head_dim": 128, "rope_theta": 500_000.0},
+    spelled={"attention_out_bias": ""},
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 100_000.0},
 )
 
 ARCEE = Family(
@@ -62,6 +67,22 @@ ARCEE = Family(
     gated=False,
     names=PLAIN_MLP_NAMES,
     gguf_names=GGUF_PLAIN_MLP_NAMES,
+)
+
+APERTUS = Family(
+    name="apertus",
+    architectures=("ApertusForCausalLM",),
+    activation="xielu",
+    qk_norm=True,
+    gated=False,
+    defaults={"rope_theta": 12_000_000.0, "rms_norm_eps": 1e-5},
+    names={name: target for name, target in PLAIN_MLP_NAMES.items() if "layernorm" not in name} | QK_NORM_NAMES | {
+        "model.layers.{}.attention_layernorm": "layers.{}.attention_norm",
+        "model.layers.{}.feedforward_layernorm": "layers.{}.mlp_norm",
+        "model.layers.{}.mlp.act_fn.alpha_p": "layers.{}.mlp.xielu.alpha_p",
+        "model.layers.{}.mlp.act_fn.alpha_n": "layers.{}.mlp.xielu.alpha_n",
+    },
+    ignored=(*ROPE_TENSORS, r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),    # constants of the activation
 )
 
 # Layers with a rope attend in chunks and have bare norms on q and k; every fourth layer has no rope and sees everything. Each

@@ -12,6 +12,13 @@ from ridgeline.models.family import (
     Family,
 )
 
+SPARSE_MOE_NAMES = {
+    "model.layers.{}.block_sparse_moe.gate": "layers.{}.mlp.router",
+    "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.{}.gate_up:gate",
+    "model.layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.mlp.experts.{}.gate_up:up",
+    "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.{}.down",
+}
+
 # Its language model may be that of either family below: text_config says which.
 WITH_VISION = "Mistral3ForConditionalGeneration"
 
@@ -29,6 +36,7 @@ MINISTRAL3 = Family(
     architectures=("Ministral3ForCausalLM", WITH_VISION),
     temperature="all",
     window="all",
+    defaults={"head_dim": 128, "rope_theta": 1_000_000.0},
     prefixes=TEXT_PREFIXES,
     ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )
@@ -40,11 +48,7 @@ MIXTRAL = Family(
     gguf_permuted=True,
     window="all",
     experts=ExpertRule(normalise=True),
-    names=LLAMA_NAMES | {
-        "model.layers.{}.block_sparse_moe.gate": "layers.{}.mlp.router",
-        "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.{}.gate_up:gate",
-        "model.layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.mlp.experts.{}.gate_up:up",
-        "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.{}.down",
-    },
+    defaults={"rope_theta": 1_000_000.0},
+    names=LLAMA_NAMES | SPARSE_MOE_NAMES,
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
 )

@@ -36,7 +36,7 @@ QWEN3 = Family(
     gguf="qwen3",
     qk_norm=True,
     window="upper",
-    defaults=WINDOWS,
+    defaults=WINDOWS | {"head_dim": 128},
     names=LLAMA_NAMES | QK_NORM_NAMES,
 )
 

@@ -16,13 +16,16 @@ from ridgeline.sizes.expert_costs import ROUTE_CASES, route_cost
 
 def route_reference(
     logits: Tensor, used: int, score: str = "softmax", normalise: bool = False, bias: Tensor | None = None, groups: int = 1,
-    top_groups: int = 1, group_score: str = "best", scale: float = 1.0,
+    top_groups: int = 1, group_score: str = "best", scale: float = 1.0, jitter: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """logits [T, experts] -> chosen int64 [T, used], best first, and weights [T, used], float32 at least.
 
     `bias` is added to the scores for the choice alone. With `groups`, only the experts of the `top_groups` best ones are chosen.
+    `jitter`: see `mixer_reference`.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if jitter:
+        return mixer_reference(wide, used, jitter)
     scores = wide.sigmoid() if score == "sigmoid" else wide.softmax(-1)
     choice = scores if bias is None else scores + bias
     if groups > 1:
@@ -35,6 +38,21 @@ def route_reference(
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if score == "sigmoid" else 0.0))
     return chosen, weights if scale == 1.0 else weights * scale
+
+
+def mixer_reference(logits: Tensor, used: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """The SparseMixer of Phi-3.5-MoE. The best expert's weight is its softmax among those whose logits lie within 2 · jitter of
+    its own, relative to the larger magnitude; then the same among the others for the next one."""
+    chosen: list[Tensor] = []
+    weights: list[Tensor] = []
+    left = logits
+    for _ in range(used):
+        top, expert = left.max(-1, keepdim=True)
+        near = top - logits <= 2 * jitter * torch.maximum(logits.abs(), top)
+        weights.append(1 / torch.where(near, (left - top).exp(), 0.0).sum(-1, keepdim=True))
+        chosen.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(chosen, -1), torch.cat(weights, -1)
 
 
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -175,11 +193,12 @@ def routing_constants(
 def route_triton(
     logits: Tensor, used: int, score: str = "softmax", normalise: bool = False, bias: Tensor | None = None, groups: int = 1,
     top_groups: int = 1, group_score: str = "best", scale: float = 1.0, offset: Tensor | None = None,
+    jitter: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """`offset` [experts] is added to the logits."""
-    if groups > MOST_GROUPS or logits.stride(-1) != 1:
+    if groups > MOST_GROUPS or logits.stride(-1) != 1 or jitter:
         logits = logits if offset is None else logits + offset
-        return route_reference(logits, used, score, normalise, bias, groups, top_groups, group_score, scale)
+        return route_reference(logits, used, score, normalise, bias, groups, top_groups, group_score, scale, jitter)
     tokens, experts = logits.shape
     chosen = torch.empty((tokens, used), dtype=torch.int64, device=logits.device)
     weights = torch.empty((tokens, used), dtype=torch.float32, device=logits.device)

@@ -32,11 +32,12 @@ _STEP = 2048                         # inputs that a CTA reads at once
 def route_rows_reference(
     x: Tensor, weight: Tensor, offset: Tensor | None, used: int, score: str = "softmax", normalise: bool = False,
     bias: Tensor | None = None, groups: int = 1, top_groups: int = 1, group_score: str = "best", scale: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """x [T, hidden], weight [experts, hidden], offset [experts] of the logits -> as `route`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), weight.to(wide), None if offset is None else offset.to(wide))
-    return route_reference(logits, used, score, normalise, bias, groups, top_groups, group_score, scale)
+    return route_reference(logits, used, score, normalise, bias, groups, top_groups, group_score, scale, jitter)
 
 
 def normed_route_rows_reference(
@@ -155,10 +156,11 @@ def _few_routed(
 def route_rows_triton(
     x: Tensor, weight: Tensor, offset: Tensor | None, used: int, score: str = "softmax", normalise: bool = False,
     bias: Tensor | None = None, groups: int = 1, top_groups: int = 1, group_score: str = "best", scale: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    if len(x) > MOST_TOKENS or groups > MOST_GROUPS or x.stride(-1) != 1 or not len(x):
+    if len(x) > MOST_TOKENS or groups > MOST_GROUPS or x.stride(-1) != 1 or not len(x) or jitter:
         logits = _logits(x, weight)
-        return route_triton(logits, used, score, normalise, bias, groups, top_groups, group_score, scale, offset)
+        return route_triton(logits, used, score, normalise, bias, groups, top_groups, group_score, scale, offset, jitter)
     return _few_routed(x, weight, offset, None, used, score, normalise, bias, groups, top_groups, group_score, scale)
 
 

@@ -38,6 +38,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_fac
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": ORIGINAL_CONTEXT,
         "beta_fast": 4.0, "beta_slow": 0.5}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e3, "factor": 3.0}
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 1e2, "alpha": 50.0, "factor": 1.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e3, "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 2.2, 3.9]}
 PLAIN = {"rope_type": "default", "rope_theta": 1e3}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "q_lora_rank": 14, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6,
@@ -86,6 +87,13 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {"rope_parameters": PLAIN, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "seed_oss": ("SeedOss", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True, "attention_dropout": 0.0}),
     "ernie4_5": ("Ernie4_5", {"rope_parameters": PLAIN, "head_dim": 16, "use_bias": True, "tie_word_embeddings": True}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"rope_parameters": PLAIN, "head_dim": 16, "moe_num_experts": 8, "moe_k": 3,
+                                      "moe_intermediate_size": 20, "moe_num_shared_experts": 2, "moe_layer_start_index": 1}),
+    "helium": ("Helium", {"rope_parameters": PLAIN, "head_dim": 12, "attention_bias": True}),
+    "gemma": ("Gemma", {"rope_parameters": PLAIN, "head_dim": 16}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1", {"rope_parameters": NTK_ALPHA, "head_dim": 16, "attention_bias": True}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1", {"rope_parameters": NTK_ALPHA, "head_dim": 16, "num_experts": 6, "moe_topk": 2,
+                                        "intermediate_size": 20}),
     "arcee": ("Arcee", {"rope_parameters": YARN, "mlp_bias": True}),
     "olmo2": ("Olmo2", {"rope_parameters": PLAIN}),
     "olmo3": ("Olmo3", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}, "num_hidden_layers": 5,
@@ -99,6 +107,21 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"rope_parameters": PLAIN, "sliding_window": WINDOW}),
     "exaone4": ("Exaone4", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_hidden_layers": 5}),
     "nemotron": ("Nemotron", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "apertus": ("Apertus", {"rope_parameters": LLAMA3, "dtype": "float64"}),
+    "stablelm": ("StableLm", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "use_qkv_bias": True,
+                              "use_parallel_residual": True}),
+    "stablelm-in-turn": ("StableLm", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "phi": ("Phi", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "gpt_neox": ("GPTNeoX", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}),
+    "gpt2": ("GPT2", {"n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION}),
+    "phimoe": ("Phimoe", {
+        # transformers takes the short factors for every context: the same twice.
+        "rope_parameters": LONGROPE | {name: [1.0, 1.1, 1.3, 1.7, 2.2, 3.9] for name in ("short_factor", "long_factor")} | {
+            "short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        },
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20, "attention_bias": True, "lm_head_bias": True,
+        "router_jitter_noise": 0.2, "sliding_window": WINDOW,
+    }),
     "mixtral": ("Mixtral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_local_experts": 5,
                             "num_experts_per_tok": 2}),
     "qwen2_moe": ("Qwen2Moe", {"rope_parameters": PLAIN, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
@@ -109,6 +132,20 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", {"rope_parameters": PLAIN, "num_local_experts": 6, "num_experts_per_tok": 2,
                                   "intermediate_size": 20, "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
                                   "attention_multiplier": 0.2, "logits_scaling": 0.5, "tie_word_embeddings": True}),
+    "granitemoeshared": ("GraniteMoeShared", {
+        "rope_parameters": PLAIN, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20,
+        "shared_intermediate_size": 28, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+        "logits_scaling": 0.5, "tie_word_embeddings": True,
+    }),
+    "granitemoehybrid": ("GraniteMoeHybrid", {
+        "rope_parameters": PLAIN, "num_local_experts": 0, "shared_intermediate_size": 80, "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope", "mamba_n_heads": 4, "embedding_multiplier": 3.0, "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2, "logits_scaling": 0.5,
+    }),
+    "dots1": ("Dots1", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "max_window_layers": 2, "attention_bias": True,
+                        "norm_topk_prob": True} | DEEPSEEK_EXPERTS),
+    "minimax_m2": ("MiniMaxM2", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "head_dim": 16,
+                                 "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}),
     "glm4_moe": ("Glm4Moe", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "head_dim": 16, "use_qk_norm": True,
                              "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
                              "topk_group": 2, "moe_intermediate_size": 20, "n_shared_experts": 2, "first_k_dense_replace": 1,
@@ -120,12 +157,22 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", {"rope_parameters": YARN | {"truncate": False}, "head_dim": 16, "num_local_experts": 6,
                            "num_experts_per_tok": 2, "intermediate_size": 20, "sliding_window": WINDOW, "swiglu_limit": 1.5}),
 }
+# A new checkpoint comes to the end of this list, so that the seeds of all others stay: tests that need a guess to be right, or
+# experts to be shared, depend on their weights.
+LATER = (
+    "ernie4_5_moe", "helium", "gemma", "hunyuan_v1_dense", "hunyuan_v1_moe", "granitemoeshared", "granitemoehybrid", "dots1",
+    "minimax_m2", "apertus", "stablelm", "stablelm-in-turn", "phi", "gpt_neox", "gpt2", "phimoe",
+)
+SEEDS = {name: seed for seed, name in enumerate((*sorted(CHECKPOINTS.keys() - set(LATER)), *LATER))}
 # Fields that config.json of these families leaves to the class, and that the family declares.
 LEFT_OUT = {
-    "gemma2": ("tie_word_embeddings", "hidden_activation"), "gemma3_text": ("tie_word_embeddings", "hidden_activation"),
-    "smollm3": ("tie_word_embeddings",), "ernie4_5": ("tie_word_embeddings",), "arcee": ("hidden_act",),
+    "gemma": ("tie_word_embeddings", "hidden_act"), "gemma2": ("tie_word_embeddings", "hidden_activation"),
+    "gemma3_text": ("tie_word_embeddings", "hidden_activation"), "smollm3": ("tie_word_embeddings",),
+    "ernie4_5": ("tie_word_embeddings",), "ernie4_5_moe": ("tie_word_embeddings",), "arcee": ("hidden_act",),
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
-    "nemotron": ("hidden_act",), "minicpm3": ("tie_word_embeddings",), "exaone4": ("sliding_window_pattern",),
+    "nemotron": ("hidden_act",), "apertus": ("hidden_act",), "phi": ("hidden_act",), "gpt_neox": ("hidden_act",),
+    "gpt2": ("activation_function", "tie_word_embeddings"), "minicpm3": ("tie_word_embeddings",),
+    "exaone4": ("sliding_window_pattern",),
 }
 
 
@@ -138,10 +185,15 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
     return path
 
 
+def architecture(kind: str) -> str:
+    """The class of transformers, of a kind in CHECKPOINTS."""
+    return "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+
+
 def save_config(name: str, path: Path) -> Path:
     """Only the config.json of checkpoint `name`."""
     config = build_config(name)
-    config.architectures = [f"{CHECKPOINTS[name][0]}ForCausalLM"]
+    config.architectures = [architecture(CHECKPOINTS[name][0])]
     config.save_pretrained(path)
     return path
 
@@ -161,11 +213,11 @@ def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any)
 
     kind, differences = CHECKPOINTS[name]
     config = build_config(name, **overrides)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().to(dtype)
+    model = getattr(transformers, architecture(kind))(config).eval().to(dtype)
     if "swiglu_limit" in differences:                    # before transformers 5.18 its model has 7.0, whatever the config says
         for layer in model.model.layers:
             layer.mlp.experts.limit = config.swiglu_limit
-    randomise(model, seed=sorted(CHECKPOINTS).index(name), norm_mean=0.0 if kind.startswith(("Gemma", "Nemotron")) else 1.0)
+    randomise(model, seed=SEEDS[name], norm_mean=0.0 if kind.startswith(("Gemma", "Nemotron")) else 1.0)
     return model
 
 
@@ -177,22 +229,22 @@ def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
         like.copy_(torch.randn(like.shape, generator=generator, dtype=torch.float64) * deviation + mean)
 
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or ".ln_" in name:
             noise(parameter, norm_mean, 0.3)
         elif name.endswith("bias"):
             noise(parameter, 0.0, 0.5)
-        elif "embed_tokens" in name or "lm_head" in name:
+        elif any(each in name for each in ("embed_tokens", "embed_in", "wte", "wpe", "lm_head", "embed_out")):
             noise(parameter, 0.0, 0.4)
         else:
             noise(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            noise(buffer, 0.0, 0.2)
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if name.endswith("e_score_correction_bias"):     # which some classes have as a parameter
+            noise(tensor, 0.0, 0.2)
 
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
     """The same facts as transformers 4 wrote them, and nothing that it left to its classes' defaults."""
-    rope = config.pop("rope_parameters")
+    rope = config.pop("rope_parameters", None) or {"rope_theta": 10_000.0, "rope_type": "default"}
     local = rope.get("sliding_attention")
     rope = dict(rope.get("full_attention", rope))
     if local is not None:
@@ -200,6 +252,8 @@ def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
     config["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    if config["model_type"] == "gpt_neox":
+        config["rotary_emb_base"], config["rotary_pct"] = config.pop("rope_theta"), config.pop("partial_rotary_factor")
     if config["model_type"] == "phi3":
         rope.pop("original_max_position_embeddings", None)
     kind = rope.pop("rope_type")

@@ -37,11 +37,14 @@ ARCHITECTURES = {
     "mixtral": gguf.MODEL_ARCH.LLAMA, "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE, "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v2-lite": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE, "dots1": gguf.MODEL_ARCH.DOTS1,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2, "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
 }
 # What GGUF has no field for: take what it implies.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": []}, "qwen3_moe": {"decoder_sparse_step": 1},
     "gpt_oss": {"swiglu_limit": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3}},
+    "dots1": {"sliding_window": None, "n_group": 1, "topk_group": 1},
     "deepseek_v2": {"rope_parameters": YARN, "attention_bias": False}, "deepseek_v3": {"rope_parameters": YARN},
 }
 
@@ -75,11 +78,13 @@ def write_metadata(writer: gguf.GGUFWriter, raw: dict[str, Any], split: bool) ->
     writer.add_head_count(raw["num_attention_heads"])
     writer.add_head_count_kv(1 if split else raw["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
-    writer.add_expert_count(raw.get("num_local_experts") or raw.get("num_experts") or raw["n_routed_experts"])
-    writer.add_expert_used_count(raw["num_experts_per_tok"])
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(raw[name] for name in counts if raw.get(name)))
+    writer.add_expert_used_count(next(raw[name] for name in ("num_experts_per_tok", "moe_k", "moe_topk") if raw.get(name)))
     writer.add_eos_token_id(2)
     rope = raw["rope_parameters"]
-    writer.add_rope_freq_base(rope["rope_theta"])
+    alpha, dim = rope.get("alpha"), raw.get("head_dim", 0)
+    writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1.0))
     if raw.get("sliding_window"):
         writer.add_sliding_window(raw["sliding_window"])
     if raw.get("head_dim") and "kv_lora_rank" not in raw:
@@ -98,6 +103,33 @@ def write_metadata(writer: gguf.GGUFWriter, raw: dict[str, Any], split: bool) ->
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
     if "kv_lora_rank" in raw:
         write_latent(writer, raw, split)
+    else:
+        write_family(writer, raw)
+
+
+def write_family(writer: gguf.GGUFWriter, raw: dict[str, Any]) -> None:
+    """What the converter of llama.cpp adds for one family."""
+    kind = raw["model_type"]
+    if kind == "ernie4_5_moe":
+        writer.add_leading_dense_block_count(raw["moe_layer_start_index"])
+        writer.add_interleave_moe_layer_step(raw["moe_layer_interval"])
+        writer.add_expert_shared_count(raw["moe_num_shared_experts"])
+    elif kind == "hunyuan_v1_moe":
+        writer.add_expert_shared_feed_forward_length(raw["intermediate_size"])
+    elif kind == "dots1":
+        writer.add_leading_dense_block_count(raw["first_k_dense_replace"])
+        writer.add_expert_shared_count(raw["n_shared_experts"])
+        writer.add_expert_weights_scale(raw["routed_scaling_factor"])
+        writer.add_expert_weights_norm(raw["norm_topk_prob"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    elif kind == "minimax_m2":
+        writer.add_rope_dimension_count(raw["head_dim"] // 2)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    elif kind == "granitemoe":
+        writer.add_embedding_scale(raw["embedding_multiplier"])
+        writer.add_residual_scale(raw["residual_multiplier"])
+        writer.add_attention_scale(raw["attention_multiplier"])
+        writer.add_logit_scale(raw["logits_scaling"])
 
 
 def write_latent(writer: gguf.GGUFWriter, raw: dict[str, Any], split: bool) -> None:
@@ -135,11 +167,17 @@ def gguf_tensors(directory: Path, architecture: gguf.MODEL_ARCH, raw: dict[str, 
             stored[names.get_name(base + "k_b_proj") + ".weight"] = keys.transpose(1, 2).contiguous()
             stored[names.get_name(base + "v_b_proj") + ".weight"] = values.contiguous()
             continue
-        if name.endswith(("q_proj.weight", "k_proj.weight")) and architecture == gguf.MODEL_ARCH.LLAMA:
+        if name.endswith(("q_proj.weight", "k_proj.weight")) and architecture in (
+            gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE_MOE
+        ):
             dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
             tensor = tensor.reshape(-1, 2, dim // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         if name.endswith("e_score_correction_bias"):
-            stored[names.get_name(name.removesuffix("_bias")) + ".bias"] = tensor
+            stored[names.get_name(name.removesuffix("_bias")) + ".bias"] = tensor.flatten()
+            continue
+        if name.endswith(("input_linear.weight", "output_linear.weight")):       # Granite: [experts, gate and up, hidden]
+            parts = dict(zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)) if "input" in name else {"down": tensor}
+            stored |= {f"blk.{name.split('.')[2]}.ffn_{part}_exps.weight": each.contiguous() for part, each in parts.items()}
             continue
         ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
         ours += "" if ours.endswith((".weight", ".bias")) else ".weight"

@@ -1,0 +1,152 @@
+"""config.json as strangers write it: every spelling of a rope, and fields left out, mean what they mean to transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from tiny_models import CHECKPOINTS, save_config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ridgeline.errors import ModelError
+from ridgeline.models.config_fields import ACTIVATIONS
+from ridgeline.models.model_config import ModelConfig, hf_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "eos_token_id": 2, "bos_token_id": 1,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+ROPES: dict[str, dict[str, Any]] = {
+    "none": {}, "theta": {"rope_theta": 500_000}, "null": {"rope_scaling": None, "rope_parameters": None},
+    "empty": {"rope_scaling": {}},
+    "version 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "version 5, the older key": {"rope_parameters": {"type": "linear", "factor": 2.0, "rope_theta": 2e4}},
+    "version 5, theta outside": {"rope_theta": 3e4, "rope_parameters": LINEAR, "rope_scaling": None},
+    "both": {"rope_parameters": LINEAR, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "both, the newer plain": {
+        "rope_theta": 3e4, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}, "rope_scaling": YARN,
+    },
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3}}, "dynamic": {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "yarn": {"rope_scaling": YARN}, "yarn, no original": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn, original outside": {"original_max_position_embeddings": 1024, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn, no factor": {"rope_scaling": YARN | {"factor": None}},
+    "yarn, another factor": {"rope_scaling": YARN | {"factor": 8.0}},
+    "yarn, mscale": {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}},
+    "yarn, half an mscale": {"rope_scaling": YARN | {"mscale": 0.707}},
+    "yarn, attention factor": {"rope_scaling": YARN | {"attention_factor": 0.8}},
+    "yarn, betas": {"rope_scaling": YARN | {"beta_fast": 64, "beta_slow": 2, "truncate": False}},
+    "yarn, betas of null": {"rope_scaling": YARN | {"beta_fast": None, "beta_slow": None}},
+    "llama3": {"rope_scaling": LLAMA3 | {"type": "llama3", "original_max_position_embeddings": 1024}},
+    "llama3, no original": {"rope_scaling": LLAMA3},
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_rope_is_what_transformers_makes_of_it(name: str) -> None:
+    raw = LLAMA | ROPES[name]
+    config = hf_model_config(raw, {})
+    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(copy.deepcopy(raw)))
+    ours = torch.tensor(config.ropes[0].frequencies(config.max_position_embeddings))
+    torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-5, atol=0)
+    assert config.ropes[0].scale == pytest.approx(theirs.attention_scaling)
+
+
+EPSILONS = {"cohere": "layer_norm_eps", "cohere2": "layer_norm_eps", "phi": "layer_norm_eps", "stablelm": "layer_norm_eps",
+            "gpt_neox": "layer_norm_eps", "nemotron": "norm_eps", "starcoder2": "norm_epsilon", "gpt2": "layer_norm_epsilon"}
+# Of fields that would show in the shapes of tensors, loading is the judge.
+LEFT_OUT = ("rope_parameters", "tie_word_embeddings", "hidden_act", "hidden_activation", "activation_function", "norm_topk_prob",
+            "routed_scaling_factor", "sliding_window", "layer_types", "rms_norm_eps", *set(EPSILONS.values()))
+
+
+def of_transformers(name: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """Facts that no shape of a tensor would contradict."""
+    kind = CHECKPOINTS[name][0]
+    config_class = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Llama4") else f"{kind}Config")
+    config = config_class.from_dict(copy.deepcopy(raw))
+    activation = next(found for field in ("hidden_activation", "hidden_act", "activation_function")
+                      if (found := getattr(config, field, None)) is not None)
+    facts = {
+        "epsilon": getattr(config, EPSILONS.get(config.model_type, "rms_norm_eps")), "tied": bool(config.tie_word_embeddings),
+        "activation": ACTIVATIONS[activation],
+    }
+    rope = getattr(config, "rope_parameters", None)
+    if rope and not config.model_type.startswith("hunyuan"):         # whose theta grows with alpha
+        facts["theta"] = rope.get("full_attention", rope)["rope_theta"]
+    if hasattr(config, "norm_topk_prob"):
+        facts["normalise"] = bool(config.norm_topk_prob)
+    if hasattr(config, "routed_scaling_factor"):
+        facts["scale"] = config.routed_scaling_factor
+    return facts
+
+
+def of_ours(config: ModelConfig) -> dict[str, Any]:
+    full = [rope for rope, window in zip(config.ropes, config.windows, strict=True) if rope.turns and window is None]
+    if config.family.local_rope and not any(config.windows):
+        full = []                    # a window that hides nothing leaves the layer its own rope
+    turned = full or [rope for rope in config.ropes if rope.turns] or [config.ropes[0]]
+    facts: dict[str, Any] = {"epsilon": config.rms_norm_eps, "tied": config.tied, "activation": config.activation}
+    if full or not config.family.local_rope:
+        facts["theta"] = turned[-1].theta
+    if config.experts is not None:
+        facts |= {"normalise": config.experts.routing.normalise, "scale": config.experts.routing.scale}
+    return facts
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_missing_field_means_what_it_means_to_transformers_or_is_refused(name: str, tmp_path: Path) -> None:
+    raw = json.loads((save_config(name, tmp_path) / "config.json").read_text())
+    compared = 0
+    raw.pop("time_step_limit", None)                     # of state-space layers, which transformers cannot read back
+    for field in raw.keys() & set(LEFT_OUT):
+        less = {each: value for each, value in raw.items() if each != field}
+        try:
+            ours = of_ours(hf_model_config(less, {}))
+        except ModelError:
+            continue
+        try:
+            theirs = of_transformers(name, less)
+        except (KeyError, TypeError, ValueError, StrictDataclassError):  # transformers cannot do without it
+            continue
+        for fact, value in theirs.items():
+            if fact in ours:
+                assert ours[fact] == pytest.approx(value), f"{fact} without {field}"
+                compared += 1
+    assert compared
+
+
+def test_an_architecture_that_is_missing_is_known_by_the_type() -> None:
+    raw = {key: value for key, value in LLAMA.items() if key != "architectures"} | {"model_type": "llama"}
+    assert hf_model_config(raw, {}) == hf_model_config(LLAMA, {})
+    with pytest.raises(ModelError, match="architectures is missing, and model_type 'mamba' is not known"):
+        hf_model_config(raw | {"model_type": "mamba"}, {})
+
+
+def test_a_list_of_equal_numbers_is_that_number() -> None:
+    """Hunyuan-A13B lists the experts of every layer."""
+    raw = LLAMA | {"architectures": ["HunYuanMoEV1ForCausalLM"], "num_experts": 8, "moe_topk": [2, 2]}
+    found = hf_model_config(raw, {}).experts
+    assert found is not None and found.used == 2 and found.shared == 96
+    with pytest.raises(ModelError, match=r"moe_topk must be an integer of at least 1, got \[2, 4\]"):
+        hf_model_config(raw | {"moe_topk": [2, 4]}, {})
+
+
+def test_layers_of_experts_are_listed_in_three_ways() -> None:
+    raw = LLAMA | {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16,
+                   "num_hidden_layers": 5}
+    for change, dense in (
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": -1}, (0, 1)), ({"moe_layer_end_index": 3}, (0, 4)),
+        ({"moe_layer_interval": 2}, (0, 2, 4)), ({"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3}, (0, 1)),
+    ):
+        found = hf_model_config(raw | change, {}).experts
+        assert found is not None and found.dense == dense
+    with pytest.raises(ModelError, match="mlp_layer_types must list 5 times dense or sparse"):
+        hf_model_config(raw | {"mlp_layer_types": ["dense"]}, {})
