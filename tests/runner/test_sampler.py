@@ -388,12 +388,12 @@ def check_filters(logits: Tensor, chosen: SamplingParams) -> None:
 @pytest.mark.parametrize("width", [37, 6016])
 def test_native_filters_give_the_tokens_of_the_definition(width: int, quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without sorting a row: with flat logits that took seconds of a step for the answers of one request."""
-    mixed = [
-        {"top_k": 1}, {"top_k": 30}, {"top_k": 94}, {"top_k": 95}, {"top_k": 3000}, {"top_p": 0.3}, {"top_p": 0.97}, {"top_p": 1e-9},
-        {"top_p": 0.97, "temperature": 5.0}, {"top_k": 200, "top_p": 0.6}, {"min_p": 0.02}, {"min_p": 0.3, "top_p": 0.9}, {"min_p": 1.0},
-        {"typical_p": 0.5}, {"typical_p": 0.95, "temperature": 4.0}, {"top_k": 50, "typical_p": 0.5}, {"temperature": 100.0}, {},
-        {"top_p": 0.999999, "temperature": 0.01}, {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
-        {"temperature": 0.0},
+    mixed: list[dict[str, float]] = [
+        {}, {"temperature": 0.0}, {"temperature": 100.0}, {"top_k": 1}, {"top_k": 30}, {"top_k": 94}, {"top_k": 95},
+        {"top_k": 3000}, {"top_p": 0.3}, {"top_p": 0.97}, {"top_p": 1e-9}, {"top_p": 0.97, "temperature": 5.0},
+        {"top_k": 200, "top_p": 0.6}, {"top_p": 0.999999, "temperature": 0.01}, {"min_p": 0.02}, {"min_p": 0.3, "top_p": 0.9},
+        {"min_p": 1.0}, {"typical_p": 0.5}, {"typical_p": 0.95, "temperature": 4.0}, {"top_k": 50, "typical_p": 0.5},
+        {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
     ]
     logits = step_logits(7, 4 * len(mixed), width, quantised).float()
     logits[::3, 5:20], logits[6], logits[9, 3] = -math.inf, -math.inf, math.nan

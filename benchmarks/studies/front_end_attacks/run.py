@@ -237,7 +237,8 @@ LARGE: dict[str, Callable[[], tuple[str, bytes]]] = {
 }
 
 MANY = ONE.replace('"max_tokens":1', '"max_tokens":48,"n":128,"ignore_eos":true')
-SCHEMA = '{"type":"object","properties":{"a":{"type":"string"},"b":{"type":"array","items":{"type":"integer"}}},"required":["a","b"]}'
+PROPERTIES = '{"a":{"type":"string"},"b":{"type":"array","items":{"type":"integer"}}}'
+SCHEMA = f'{{"type":"object","properties":{PROPERTIES},"required":["a","b"]}}'
 
 # What each of 128 answers of one request does with its logits: fields of its body.
 ANSWERS = {
