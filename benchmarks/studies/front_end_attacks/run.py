@@ -8,7 +8,8 @@ The server is `ridgeline serve` with a tiny random Llama (2 layers, hidden size 
 the front end is the bottleneck. `--before route` attacks a `ridgeline route` in front of it, `--before replicas` a server with
 `--data-parallel-size 2`. Clients and probes run on the same machine. For each attack the table has the front end's resident
 memory before, at most, and 5 s after the last byte (0.3 s where the attack is on the event loop, not on memory), and the slowest
-answers of `/health` meanwhile. The last rows are chats beside long requests, the memory 5 s after all of it, and the seconds from
+answers of `/health` meanwhile. `--only answers` measures a request for 128 answers, each with penalties, biases, filters or a
+grammar, beside another stream. The last rows are chats beside long requests, the memory 5 s after all of it, and the seconds from
 SIGTERM to the end of the process. Four minutes on two quiet cores.
 """
 
@@ -245,6 +246,8 @@ ANSWERS = {
     "nothing, greedy": '"temperature":0',
     "nothing, sampled": '"temperature":1',
     "top_p": '"temperature":1,"top_p":0.9',
+    "min_p": '"temperature":1,"min_p":0.01',
+    "typical_p": '"temperature":1,"typical_p":0.9',
     "presence_penalty": '"presence_penalty":0.5',
     "frequency_penalty": '"frequency_penalty":0.5',
     "repetition_penalty": '"repetition_penalty":1.2',
