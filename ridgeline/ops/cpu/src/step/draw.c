@@ -61,7 +61,9 @@ static int64_t race(const float *x, int64_t width, uint64_t seed, uint32_t index
         for (int i = 0; i < BLOCK; i++) bound[i] = (float)words[i] + 0.5f;
         Lanes largest = {0};
         for (int i = 0; i < BLOCK; i += LANES) {
-            Lanes each = exponentials(*(const Lanes *)(x + start + i)) / *(const Lanes *)(bound + i);
+            const Lanes logs = *(const Lanes *)(x + start + i);
+            /* Below -60 an id cannot win (the best weighs 1, and E is between 1e-10 and 23), and its bound would be subnormal: slow. */
+            Lanes each = CHOOSE(logs < -60.0f, (Lanes){0}, exponentials(logs)) / *(const Lanes *)(bound + i);
             *(Lanes *)(bound + i) = each;
             largest = larger(each, largest);
         }
