@@ -15,6 +15,7 @@ from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
+from ridgeline.process import embedded
 from ridgeline.quant.layout import stored_kind
 from ridgeline.sizes.abilities import packed_width
 
@@ -180,8 +181,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def find_model(name: str) -> PlannedModel:
-    """A name of the table, a config.json, a directory with one, or a .gguf file."""
+    """A name of the table, `embedded`, a config.json, a directory with one, or a .gguf file."""
     path = Path(name)
+    if name == embedded.SHORT_NAME and not path.exists():
+        path = embedded.require()
     if path.is_file() and path.suffix == ".json":
         return _from_json(path.resolve().parent.name or path.stem, read_json(path), str(path))
     if (path / "config.json").is_file():

@@ -68,6 +68,7 @@ from ridgeline.plan.workload_steps import (
     workload_counts,
     workload_spans,
 )
+from ridgeline.process import embedded
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.step_cost import Peaks, cost_of, decoder_shape, step_cost, step_counts
 from ridgeline.sizes import ledger
@@ -84,6 +85,12 @@ PAGE = ROOT / "docs/lab/step-time.md"
 
 def setup(model: str = "llama-3.1-8b", gpu: str = "H200", **more: object) -> Setup:
     return replace(Setup(model=find_model(model), device=find_device(gpu)), **more)  # type: ignore[arg-type]
+
+
+def test_the_embedded_model_has_the_name_that_other_commands_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["smollm2-135m"]))
+    monkeypatch.setattr(embedded, "require", lambda: tmp_path)
+    assert find_model("embedded").config == find_model("smollm2-135m").config
 
 
 # ── hand cases ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -383,6 +383,31 @@ def check_filters(logits: Tensor, chosen: SamplingParams) -> None:
     assert torch.equal(tokens, ids[score.argmax(-1)])
 
 
+@pytest.mark.skipif(native.library() is None, reason="no native kernels")
+@pytest.mark.parametrize("quantised", [False, True], ids=["distinct", "many-equal"])
+@pytest.mark.parametrize("width", [37, 6016])
+def test_native_filters_give_the_tokens_of_the_definition(width: int, quantised: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without sorting a row: with flat logits that took seconds of a step for the answers of one request."""
+    mixed: list[dict[str, float]] = [
+        {}, {"temperature": 0.0}, {"temperature": 100.0}, {"top_k": 1}, {"top_k": 30}, {"top_k": 94}, {"top_k": 95},
+        {"top_k": 3000}, {"top_p": 0.3}, {"top_p": 0.97}, {"top_p": 1e-9}, {"top_p": 0.97, "temperature": 5.0},
+        {"top_k": 200, "top_p": 0.6}, {"top_p": 0.999999, "temperature": 0.01}, {"min_p": 0.02}, {"min_p": 0.3, "top_p": 0.9},
+        {"min_p": 1.0}, {"typical_p": 0.5}, {"typical_p": 0.95, "temperature": 4.0}, {"top_k": 50, "typical_p": 0.5},
+        {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
+    ]
+    logits = step_logits(7, 4 * len(mixed), width, quantised).float()
+    logits[::3, 5:20], logits[6], logits[9, 3] = -math.inf, -math.inf, math.nan
+    how = choices(len(logits), seed=np.arange(len(logits)) * 2**33, index=np.arange(len(logits)), temperature=1)
+    for place, options in enumerate(mixed):
+        for name, value in options.items():
+            how[name][place :: len(mixed)] = value
+    expected = ops.sample_reference(logits, how)
+    monkeypatch.setattr(ops, "descending", lambda values: pytest.fail(f"{values.numel()} values are sorted"))
+    got = ops.sample_native(logits, how)
+    assert [each.tolist() for each in got] == [each.tolist() for each in expected]
+    assert got[1].sum() == 2
+
+
 @pytest.mark.parametrize(("groups", "typical_p", "kept"), [
     ([(0.3, 1), (0.0003, 2000), (0.000025, 4000)], 0.65001, 4001),       # entropy 6.3: the most likely id comes last
     ([(0.9, 1), (0.1 / 6000, 6000)], 0.95001, 3002),                     # entropy 1.2: it comes first, far from the rest
@@ -403,7 +428,10 @@ def test_the_bounded_race_has_the_winners_of_the_full_one(dtype: torch.dtype, sp
     full = scaled.double().exp() / noise_ops.exponential_noise_all(how, 4096, torch.device("cpu"))
     assert torch.equal(ops._race_bounded(scaled, how), full.argmax(-1))
     if native.library() is not None:
-        assert torch.equal(ops._race_native(scaled, how), full.argmax(-1))
+        scaled = torch.cat([scaled, scaled.new_zeros(200, 1)], dim=1)[:, :-1].float()    # rows farther apart than they are wide
+        best = scaled.amax(-1, keepdim=True)
+        full = (scaled - best).double().exp() / noise_ops.exponential_noise_all(how, 4096, torch.device("cpu"))
+        assert torch.equal(ops.sample_native(scaled, how)[0], full.argmax(-1))
 
 
 def test_answers_of_one_request_share_their_list_of_allowed_ids() -> None:

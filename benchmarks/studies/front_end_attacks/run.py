@@ -8,7 +8,8 @@ The server is `ridgeline serve` with a tiny random Llama (2 layers, hidden size 
 the front end is the bottleneck. `--before route` attacks a `ridgeline route` in front of it, `--before replicas` a server with
 `--data-parallel-size 2`. Clients and probes run on the same machine. For each attack the table has the front end's resident
 memory before, at most, and 5 s after the last byte (0.3 s where the attack is on the event loop, not on memory), and the slowest
-answers of `/health` meanwhile. The last rows are chats beside long requests, the memory 5 s after all of it, and the seconds from
+answers of `/health` meanwhile. `--only answers` measures a request for 128 answers, each with penalties, biases, filters or a
+grammar, beside another stream. The last rows are chats beside long requests, the memory 5 s after all of it, and the seconds from
 SIGTERM to the end of the process. Four minutes on two quiet cores.
 """
 
@@ -234,6 +235,27 @@ LARGE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "unknown fields": lambda: ("chat/completions", filled(ONE + ",", '"#":1', "}")),
     "unfinished": lambda: ("chat/completions", filled(ONE + ',"metadata":[', "[]", "")),
     "nested": lambda: ("chat/completions", ONE.encode() + b',"metadata":' + b"[" * (LIMIT - 200)),
+}
+
+MANY = ONE.replace('"max_tokens":1', '"max_tokens":48,"n":128,"ignore_eos":true')
+PROPERTIES = '{"a":{"type":"string"},"b":{"type":"array","items":{"type":"integer"}}}'
+SCHEMA = f'{{"type":"object","properties":{PROPERTIES},"required":["a","b"]}}'
+
+# What each of 128 answers of one request does with its logits: fields of its body.
+ANSWERS = {
+    "nothing, greedy": '"temperature":0',
+    "nothing, sampled": '"temperature":1',
+    "top_p": '"temperature":1,"top_p":0.9',
+    "min_p": '"temperature":1,"min_p":0.01',
+    "typical_p": '"temperature":1,"typical_p":0.9',
+    "presence_penalty": '"presence_penalty":0.5',
+    "frequency_penalty": '"frequency_penalty":0.5',
+    "repetition_penalty": '"repetition_penalty":1.2',
+    "300 biases": '"logit_bias":{' + ",".join(f'"{100 + 7 * each}":1.5' for each in range(300)) + "}",
+    "100 bad words": '"bad_words":[' + ",".join(f'"some words {each}"' for each in range(100)) + "]",
+    "schema": '"response_format":{"type":"json_schema","json_schema":{"name":"s","schema":' + SCHEMA + "}}",
+    "regex": '"structured_outputs":{"regex":"[a-z ]{200,400}"}',
+    "20 log-probabilities": '"logprobs":true,"top_logprobs":20',
 }
 
 
@@ -472,7 +494,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=200, help="sent by each attack on memory")
     parser.add_argument("--seconds", type=float, default=210.0, help="after which no attack begins; the last rows take 25 s")
     parser.add_argument("--at-once", type=int, default=3, help="clients that send the same large body at once")
-    parser.add_argument("--only", nargs="*", help="names of attacks, or memory, loop, pool")
+    parser.add_argument("--only", nargs="*", help="names of attacks, or memory, loop, answers, pool")
     parser.add_argument("--note", default="", help="what else ran on the machine")
     parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--stream", type=int, help=argparse.SUPPRESS)
@@ -521,6 +543,11 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                 if wanted("loop", name):
                     request = posted(*LARGE[name]())
                     rows.append(measured(server, name, partial(together, server, request, options.at_once), 0.3, True))
+            for name, fields in ANSWERS.items():
+                if wanted("answers", f"128 answers: {name}"):
+                    request = posted("chat/completions", f"{MANY},{fields}}}".encode())
+                    attack = partial(together, server, request, 1)
+                    rows.append(measured(server, f"128 answers: {name}", attack, 0.3, True))
             if wanted("loop"):
                 rows.append(measured(server, "nothing, with a stream", partial(nothing, server, 0), 0.3, True))
             if wanted("pool"):

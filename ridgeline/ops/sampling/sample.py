@@ -17,7 +17,6 @@ float64, so that the two equivalent ways to compute them (for all ids, or for th
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,15 +86,15 @@ def apply_penalties(
 
 def sample_reference(
     logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None, late: Tensor | None = None,
-    race: Callable[[Tensor, np.ndarray], Tensor] | None = None,
+    draw: Callable[[Tensor, Tensor, np.ndarray, np.ndarray], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 [S], and which rows failed: those with a NaN, an infinity, or nothing left to choose from.
 
     A failed row's token is 0. Nothing about it reaches another row. `mask`: see apply_mask. `choices` is what `send_choices`
     made of `how`, and changes nothing. `late` [S]: a row's output index is that much smaller than `how` says; the host does not
-    know it yet. Rows with typical_p have none. `race` is another way to find the winner among all ids.
+    know it yet. Rows with typical_p have none. `draw` is another way to choose the tokens of random rows.
     """
-    race = race or _race
+    draw = draw or _draw
     if late is not None:
         how = how.copy()
         how["index"] -= late.cpu().numpy()
@@ -103,7 +102,7 @@ def sample_reference(
         kept = torch.empty(logits.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
         broken = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
         apply_mask_reference(logits, mask, kept, broken)
-        tokens, failed = sample_reference(kept, how, race=race)
+        tokens, failed = sample_reference(kept, how, draw=draw)
         failed |= broken
         return tokens.masked_fill_(failed, 0), failed
     if logits.dtype not in (torch.float32, torch.float64):
@@ -113,17 +112,23 @@ def sample_reference(
     failed = ~best.isfinite()[:, 0]
     random = how["temperature"] > 0
     if random.any():
-        random &= ~failed.cpu().numpy()
-        filtered = (how["top_k"] > 0) | (how["top_p"] < 1) | (how["min_p"] > 0) | (how["typical_p"] < 1)
-        for members, choose, elements in (
-            (random & ~filtered, race, CACHED_ELEMENTS),
-            (random & filtered, functools.partial(_race_filtered, race=race), SCRATCH_ELEMENTS),
-        ):
-            for rows in _slices(np.flatnonzero(members), logits, elements):
-                place = to_device(rows, logits.device)
-                scaled = _scale(logits.index_select(0, place), best[place], how["temperature"][rows])
-                tokens[place] = choose(scaled, how[rows])
+        rows = np.flatnonzero(random & ~failed.cpu().numpy())
+        tokens[to_device(rows, logits.device)] = draw(logits, tokens, how, rows)
     return tokens.masked_fill_(failed, 0), failed
+
+
+def _draw(logits: Tensor, best: Tensor, how: np.ndarray, rows: np.ndarray) -> Tensor:
+    """The tokens of the (random) rows; `best` is the best id of every row."""
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    own = how[rows]
+    filtered = (own["top_k"] > 0) | (own["top_p"] < 1) | (own["min_p"] > 0) | (own["typical_p"] < 1)
+    for members, choose, elements in ((~filtered, _race, CACHED_ELEMENTS), (filtered, _race_filtered, SCRATCH_ELEMENTS)):
+        for which in _slices(np.flatnonzero(members), logits, elements):
+            place = to_device(rows[which], logits.device)
+            mine = logits.index_select(0, place)
+            scaled = _scale(mine, mine.gather(1, best[place][:, None]), own["temperature"][which])
+            tokens[to_device(which, logits.device)] = choose(scaled, own[which])
+    return tokens
 
 
 def _slices(rows: np.ndarray, x: Tensor, elements: int) -> Iterator[np.ndarray]:
@@ -182,13 +187,13 @@ def _winners(row: Tensor, ids: Tensor, score: Tensor, rows: int) -> Tensor:
 
 # ── filters ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def _race_filtered(scaled: Tensor, how: np.ndarray, race: Callable[[Tensor, np.ndarray], Tensor]) -> Tensor:
+def _race_filtered(scaled: Tensor, how: np.ndarray) -> Tensor:
     """Only the ids that survive min_p, top_k, top_p and typical_p take part."""
     row, ids = survivors(scaled, how)
     value = scaled[row, ids]
     if 8 * len(ids) > scaled.numel():                        # noise for single ids costs four times as much each
         scaled.fill_(-torch.inf)[row, ids] = value
-        return race(scaled, how)
+        return _race(scaled, how)
     noise = exponential_noise(how[row.cpu().numpy()], ids[:, None])[:, 0]
     return _winners(row, ids, value.double().exp_().div_(noise), len(how))
 
@@ -342,19 +347,33 @@ def _count_in_row(row: Tensor) -> Tensor:
 def sample_native(
     logits: Tensor, how: np.ndarray, mask: Tensor | None = None, choices: Choices | None = None, late: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As defined, with the race among all ids in one reading of each row."""
-    return sample_reference(logits, how, mask, choices, late, race=_race_native)
+    """As defined. A row costs a few passes over its ids, whatever its filters are."""
+    return sample_reference(logits, how, mask, choices, late, draw=_draw_native)
 
 
-def _race_native(scaled: Tensor, how: np.ndarray) -> Tensor:
-    if scaled.dtype != torch.float32:
-        return _race(scaled, how)
-    scaled, tokens = scaled.contiguous(), torch.empty(len(how), dtype=torch.int64)
-    seed, index = np.ascontiguousarray(how["seed"]), np.ascontiguousarray(how["index"])
-    native.library().race(
-        scaled.data_ptr(), seed.ctypes.data, index.ctypes.data, tokens.data_ptr(), *scaled.shape
-    )
-    return tokens
+def _draw_native(logits: Tensor, best: Tensor, how: np.ndarray, rows: np.ndarray) -> Tensor:
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return _draw(logits, best, how, rows)
+    own, tokens = how[rows], np.empty(len(rows), np.int64)
+    arguments = [
+        rows, best.numpy()[rows], own["temperature"].astype(np.float32), _min_p_floor(own, logits).numpy(), own["top_k"],
+        own["top_p"], own["typical_p"], own["seed"], own["index"], tokens,
+    ]
+    kept = [np.ascontiguousarray(each) for each in arguments]            # until the kernel has returned
+    pointers = [each.ctypes.data for each in kept]
+    native.library().draw(logits.data_ptr(), *pointers, len(rows), logits.shape[1], logits.stride(0))
+    if (tokens < 0).any():
+        raise MemoryError("no memory is left to sample tokens in")
+    return torch.from_numpy(tokens)
+
+
+def apply_mask_native(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor) -> None:
+    packed = mask is not None and mask.dtype == torch.int32 and mask.is_contiguous()
+    if not packed or out.dtype != logits.dtype or logits.stride(1) != 1 or not out.is_contiguous():
+        return apply_mask_reference(logits, mask, out, broken)
+    assert mask is not None
+    pointers = (logits.data_ptr(), mask.data_ptr(), out.data_ptr(), broken.data_ptr())
+    native.library().apply_mask(*pointers, *logits.shape, logits.stride(0), mask.shape[1])
 
 
 # ── Triton ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -453,7 +472,10 @@ def _mask_inputs(
 apply_mask = Op(
     "apply_mask",
     apply_mask_reference,
-    kernels=[Implementation("triton", apply_mask_on_gpu, _triton_supports)],
+    kernels=[
+        Implementation("triton", apply_mask_on_gpu, _triton_supports),
+        Implementation("native", apply_mask_native, native.supports),
+    ],
     cases=MASK_CASES,
     cost=mask_cost,
     inputs=_mask_inputs,

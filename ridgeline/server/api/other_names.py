@@ -1,4 +1,4 @@
-"""Fields of llama.cpp and SGLang in chat and completions: other names of ours, hints, and samplers that are refused.
+"""Fields of llama.cpp, SGLang and Mistral in chat and completions: other names of ours, hints, and samplers that are refused.
 
 llama.cpp's own endpoint, /completion, is in server/api/llamacpp.
 """
@@ -24,6 +24,7 @@ class OtherNames(msgspec.Struct, kw_only=True):
     repeat_last_n: int | None = None     # 0: no repeat_penalty; else it covers the whole text
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
+    random_seed: int | None = None       # Mistral's seed
 
     # Hints. There are no slots, samplers have one order, and a prompt is never shifted out of the context.
     cache_prompt: Any = None
@@ -47,6 +48,7 @@ class OtherNames(msgspec.Struct, kw_only=True):
     top_n_sigma: Any = None
     no_stop_trim: Any = None
     return_hidden_states: Any = None
+    safe_prompt: Any = None              # of Mistral: a system prompt of theirs
 
     HINTS: ClassVar[tuple[str, ...]] = (
         "cache_prompt", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "min_keep", "samplers", "timings_per_token",
@@ -54,7 +56,7 @@ class OtherNames(msgspec.Struct, kw_only=True):
     )
     REFUSED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "mirostat": (0,), "dynatemp_range": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "top_n_sigma": (-1, 0),
-        "no_stop_trim": (False,), "return_hidden_states": (False,),
+        "no_stop_trim": (False,), "return_hidden_states": (False,), "safe_prompt": (False,),
     }
 
     def take_other_names(self, request: Any) -> None:
@@ -63,5 +65,7 @@ class OtherNames(msgspec.Struct, kw_only=True):
             if request.max_tokens not in (None, self.n_predict):
                 raise BadRequest("max_tokens and n_predict are two names of the same field; give one", field="n_predict")
             request.max_tokens = self.n_predict
+        if self.random_seed is not None and request.seed is None:
+            request.seed = self.random_seed
         if self.repeat_penalty is not None and self.repeat_last_n != 0 and request.repetition_penalty is None:
             request.repetition_penalty = self.repeat_penalty

@@ -103,6 +103,8 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, Iterable[str]]:
             return "auto", names
         case "none" | "auto" | "required":
             return choice, names
+        case "any":                                      # Mistral's word
+            return "required", names
         case {"type": "function", "function": {"name": str(name)} as function}:
             only(choice, "tool_choice", "type", "function")
             only(function, "tool_choice.function", "name")

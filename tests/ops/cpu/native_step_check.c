@@ -11,6 +11,7 @@
 #include "step/prefill_attention.c"
 #include "step/rows.c"
 #include "step/rotary_write.c"
+#include "step/draw.c"
 
 #include "native_check.h"
 
@@ -91,6 +92,43 @@ static void check_vocabulary(void) {
     KERNEL(embedding)(ids, x, out, 3, WIDTH, 2.0f);
     for (int i = 0; i < WIDTH; i++) near("embedding", i, out[i], 2.0 * x[4 * WIDTH + i], 0.0);
     free(x), free(capped_x);
+}
+
+/* Rows without a filter, with top_k, with top_p and with both, against a race among ids that are taken one by one. */
+static void check_draw(void) {
+    enum { ROWS_ = 8, WIDTH = 203 };
+    float *logits = noises(ROWS_ * WIDTH), temperature[ROWS_], floors[ROWS_];
+    int64_t place[ROWS_], best[ROWS_], top_k[ROWS_], index[ROWS_], tokens[ROWS_];
+    double top_p[ROWS_], typical_p[ROWS_];
+    uint64_t seed[ROWS_];
+    for (int r = 0; r < ROWS_; r++) {
+        place[r] = ROWS_ - 1 - r, best[r] = 0, index[r] = r, seed[r] = 77 + r, temperature[r] = 0.8f, floors[r] = -__FLT_MAX__;
+        top_k[r] = r & 1 ? 17 : 0, top_p[r] = r & 2 ? 0.7 : 1.0, typical_p[r] = 1.0;
+        const float *x = logits + place[r] * WIDTH;
+        for (int i = 1; i < WIDTH; i++) if (x[i] > x[best[r]]) best[r] = i;
+    }
+    KERNEL(draw)(logits, place, best, temperature, floors, top_k, top_p, typical_p, seed, index, tokens, ROWS_, WIDTH, WIDTH);
+    for (int r = 0; r < ROWS_; r++) {
+        const float *x = logits + place[r] * WIDTH;
+        double total = 0.0, sum = 0.0, winning = 0.0;
+        int taken[WIDTH] = {0}, order[WIDTH], count = 0, winner = -1, most = top_k[r] ? (int)top_k[r] : WIDTH;
+        for (; count < most; count++) {
+            int next = -1;
+            for (int i = 0; i < WIDTH; i++) if (!taken[i] && (next < 0 || x[i] > x[next])) next = i;
+            taken[next] = 1, order[count] = next;
+            total += exp((x[next] - x[best[r]]) / temperature[r]);
+        }
+        for (int i = 0; i < count && sum < top_p[r] * total; i++) {
+            float scaled = (x[order[i]] - x[best[r]]) / temperature[r];
+            uint32_t words[BLOCK];
+            philox((uint64_t)(order[i] / BLOCK * BLOCK / 4), (uint32_t)index[r], seed[r], words);
+            double score = exp(scaled) / -log1p(-((double)words[order[i] % BLOCK] + 0.5) * 0x1p-32);
+            sum += exp(scaled);
+            if (score > winning) winning = score, winner = order[i];
+        }
+        if (tokens[r] != winner) failures++, printf("draw row %d: %ld, expected %d\n", r, (long)tokens[r], winner);
+    }
+    free(logits);
 }
 
 /* Norm, rotation and write of one token to slot 5, in a cache of floats and in one of halves. */
@@ -183,6 +221,7 @@ int main(void) {
     check_rows();
     check_halves();
     check_vocabulary();
+    check_draw();
     for (int norm = 0; norm < 2; norm++) {
         check_rotary_write(64, 32, norm);
         check_rotary_write(10, 3, norm);

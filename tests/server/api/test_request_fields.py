@@ -656,6 +656,13 @@ def test_names_of_llama_cpp_are_ours() -> None:
         chat_of(grammar="root ::= [a-z]", guided_regex="a").params({})
 
 
+def test_names_of_mistral_are_ours() -> None:
+    assert chat_of(random_seed=4, safe_prompt=False).params({}).seed == 4
+    assert chat_of(random_seed=4, seed=5).params({}).seed == 5
+    with pytest.raises(Unsupported, match="safe_prompt"):
+        chat_of(safe_prompt=True)
+
+
 def test_the_routers_of_sglang_and_vllm_may_stand_in_front() -> None:
     """Both write a request anew, with these fields."""
     chat_of(no_stop_trim=False, ignore_eos=False, continue_final_message=False, skip_special_tokens=True, separate_reasoning=True,

@@ -314,6 +314,7 @@ def test_the_choice_of_tools() -> None:
     both = [tool("f"), tool("g")]
     assert tool_use(both, None, True).mode == "auto" and tool_use(both, None, True).names == ["f", "g"]
     assert tool_use(both, "none", True).names == [] and tool_use(None, "auto", True).mode == "none"
+    assert tool_use(both, "any", True).mode == "required"               # Mistral's word
     named = tool_use(both, {"type": "function", "function": {"name": "g"}}, True)
     assert (named.mode, named.names, named.schema()) == ("named", ["g"], {"type": "object"})
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}

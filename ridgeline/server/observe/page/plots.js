@@ -128,7 +128,7 @@ class Roofline {
       };
       for (const [key, value] of Object.entries(wanted)) if (dot.getAttribute(key) !== value) dot.setAttribute(key, value);
     });
-    this.svg.append(...this.dots.slice(0, points.length));
+    this.svg.append(...this.dots.slice(0, points.length), ...this.svg.querySelectorAll(".roof-label"));   // names stay readable
   }
 }
 

@@ -1,91 +1,11 @@
-/* The float32 kernels over a row's logits: the exponential race that samples a token (ops/sampling/noise.py defines the noise),
-   and log-probabilities with the rank of a token and the k best (ops/sampling/logprobs.py). */
+/* The float32 kernels that read a row's logits without sampling from it: log-probabilities with the rank of a token and the k best
+   (ops/sampling/logprobs.py), and the mask of a grammar (ops/sampling/sample.py). */
 
 #include "../lanes.h"
 #include "../pool.h"
 
-#define BLOCK 64                     /* ids at a time; rows that race are padded to whole blocks */
-#define COUNTERS (BLOCK / 4)         /* each makes the words of four ids */
-#define SLACK 1e-5                   /* relative; the bound in float32 is off by less than 1e-6 */
+#define BLOCK 64                     /* ids at a time */
 #define MOST_TOP 64
-
-/* Words in lanes of 64 bits, as wide as a register: their products need all of them. */
-typedef uint64_t Wide __attribute__((vector_size(4 * LANES)));
-#define WIDE (LANES / 2)
-
-/* The words of the ids 4 * first .. 4 * first + 63: ten rounds of Philox4x32, in every lane those of one counter. */
-static inline __attribute__((always_inline)) void philox(uint64_t first, uint32_t index, uint64_t seed, uint32_t words[BLOCK]) {
-    const uint64_t low = 0xFFFFFFFFu;
-    for (int part = 0; part < COUNTERS; part += WIDE) {
-        Wide c0, c1 = (Wide){0} + index, c2 = {0}, c3 = {0};
-        for (int lane = 0; lane < WIDE; lane++) c0[lane] = first + (uint64_t)(part + lane);
-        uint64_t key0 = seed & low, key1 = seed >> 32;
-        #pragma GCC unroll 10
-        for (int round = 0; round < 10; round++) {
-            Wide product0 = c0 * 0xD2511F53u, product2 = c2 * 0xCD9E8D57u;
-            c0 = (product2 >> 32) ^ c1 ^ key0;
-            c2 = (product0 >> 32) ^ c3 ^ key1;
-            c1 = product2 & low;
-            c3 = product0 & low;
-            key0 = (key0 + 0x9E3779B9u) & low;
-            key1 = (key1 + 0xBB67AE85u) & low;
-        }
-        for (int lane = 0; lane < WIDE; lane++) {
-            uint32_t *to = words + 4 * (part + lane);
-            to[0] = (uint32_t)c0[lane];
-            to[1] = (uint32_t)c1[lane];
-            to[2] = (uint32_t)c2[lane];
-            to[3] = (uint32_t)c3[lane];
-        }
-    }
-}
-
-typedef struct {
-    const float *scaled;
-    const uint64_t *seed;
-    const int64_t *index;
-    int64_t *tokens;
-    int64_t width;
-} Race;
-
-/* The score of an id is weight / E, and E >= v: an id whose weight / v is below the best score so far cannot win. So hardly any
-   id needs a logarithm, and none needs the words of another block. */
-static void race_task(void *with, int64_t row) {
-    const Race *job = with;
-    const float *x = job->scaled + row * job->width;
-    double best = 0.0;
-    float enough = 0.0f;                                                 /* the bound below which an id cannot win, over 2^32 */
-    int64_t token = 0;
-    for (int64_t start = 0; start < job->width; start += BLOCK) {
-        uint32_t words[BLOCK];
-        float bound[BLOCK];
-        philox((uint64_t)(start / 4), (uint32_t)job->index[row], job->seed[row], words);
-        for (int i = 0; i < BLOCK; i++) bound[i] = (float)words[i] + 0.5f;
-        Lanes largest = {0};
-        for (int i = 0; i < BLOCK; i += LANES) {
-            Lanes each = exponentials(*(const Lanes *)(x + start + i)) / *(const Lanes *)(bound + i);
-            *(Lanes *)(bound + i) = each;
-            largest = larger(each, largest);
-        }
-        if (largest_of(largest) < enough) continue;
-        for (int i = 0; i < BLOCK; i++) {
-            if (bound[i] < enough) continue;
-            double score = exp((double)x[start + i]) / -log1p(-((double)words[i] + 0.5) * 0x1p-32);
-            if (score > best) {
-                best = score;
-                token = start + i;
-                enough = (float)(best * 0x1p-32 * (1.0 - SLACK));
-            }
-        }
-    }
-    job->tokens[row] = token;
-}
-
-/* The winner of each row of `scaled` [rows, width]: log-weights of which the largest is 0, width a multiple of 64. */
-void KERNEL(race)(const float *scaled, const uint64_t *seed, const int64_t *index, int64_t *tokens, int64_t rows, int64_t width) {
-    Race job = {scaled, seed, index, tokens, width};
-    run_tasks(rows, rows * width > ENOUGH, race_task, &job);
-}
 
 typedef struct {
     const float *logits;
@@ -170,4 +90,37 @@ void KERNEL(logprobs)(const float *logits, const int64_t *tokens, float *logprob
                       float *top_logprobs, int64_t rows, int64_t width, int64_t stride, int64_t top_k) {
     Scores job = {logits, tokens, logprobs, top_logprobs, ranks, top_ids, width, stride, top_k};
     run_tasks(rows, rows * width > ENOUGH, scores_task, &job);
+}
+
+typedef struct {
+    const float *logits;
+    const uint32_t *mask;
+    float *out;
+    uint8_t *broken;
+    int64_t width, stride, words;
+} Masks;
+
+static void mask_task(void *with, int64_t row) {
+    const Masks *job = with;
+    const float *x = job->logits + row * job->stride;
+    const uint32_t *mask = job->mask + row * job->words;
+    float *out = job->out + row * job->width;
+    int sound = 1;
+    for (int64_t start = 0; start < job->width; start += 32) {
+        const uint32_t word = mask[start / 32];
+        const int64_t count = job->width - start < 32 ? job->width - start : 32;
+        for (int64_t i = 0; i < count; i++) {
+            sound &= x[start + i] < INFINITY;                            /* of a NaN this does not hold */
+            out[start + i] = word >> i & 1 ? x[start + i] : -INFINITY;
+        }
+    }
+    job->broken[row] = (uint8_t)!sound;
+}
+
+/* Logits [rows, width] into `out`, without the ids whose bit in `mask` [rows, words] is not set; `broken` [rows]: which rows have a
+   NaN or an infinity. */
+void KERNEL(apply_mask)(const float *logits, const uint32_t *mask, float *out, uint8_t *broken, int64_t rows, int64_t width,
+                        int64_t stride, int64_t words) {
+    Masks job = {logits, mask, out, broken, width, stride, words};
+    run_tasks(rows, rows * width > ENOUGH, mask_task, &job);
 }
