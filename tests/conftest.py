@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("every_commit")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Work that tests would repeat thousands of times.
 
     Modules and test items stay to the end, so no garbage collection needs to look at them: engines and benchmarks start many
@@ -54,6 +54,8 @@ def pytest_collection_finish() -> None:
         quick_interpreter.install()
     elif {"ridgeline.engine.client.engine_child", "ridgeline.engine.ranks.rank_processes", "served_model"} & sys.modules.keys():
         warm_start.begin()
+    if any("run_interpreted" in getattr(item, "fixturenames", ()) for item in session.items):
+        warm_start.begin_interpreter()
     if grammar_check := sys.modules.get("ridgeline.engine.client.grammar_check"):
         # So may a grammar: its limit of CPU time stays, and those of wall-clock time that a test makes short.
         _wait_for_grammars(grammar_check)
@@ -72,6 +74,22 @@ def _wait_for_grammars(grammar_check: Any) -> None:
 def embedded_model() -> Path:
     """SmolLM2-135M-Instruct; `make install` has fetched it."""
     return embedded.require()
+
+
+@pytest.fixture
+def run_script() -> Any:
+    """`warm_start.run`, for files that start themselves as scripts: without the tests' paths they could not import it."""
+    return warm_start.run
+
+
+@pytest.fixture
+def run_interpreted() -> Any:
+    """The same with Triton's interpreter."""
+
+    def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+        return warm_start.run(command, timeout=280, env={**os.environ, "TRITON_INTERPRET": "1", **variables})
+
+    return run
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Triton's interpreter, several times faster: a launch replaces the functions of triton.language once.
 
-Triton does it again at every call of a helper, `tl.sum` and `tl.cdiv` included, and looks at some 400 attributes each time. What is
-replaced is the same for every function that sees the same modules, so within a launch the first call of each kind does it.
+Triton does it again at every call of a helper, `tl.sum` and `tl.cdiv` included, and looks at some 400 attributes each time. What
+is replaced is the same for every function that sees the same modules, so within a launch the first call of each kind does it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ def install() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    if interpreter._patch_lang.__module__ == __name__:
+        return                           # a fork of a process that has done it
     replace_all, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     replaced = set[int]()                # ids of modules, in the launch that runs
 

@@ -168,8 +168,8 @@ def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
 
 
 def checks() -> list[Any]:
-    """Per level: its products, and its other kernels where it has its own. Emulators are slow: every commit runs the levels of its
-    own machine, and slow tests those of the other one."""
+    """Per level: its products, and its other kernels where it has its own. Emulators are slow: every commit runs the levels of
+    its own machine, and slow tests those of the other one."""
     return [
         pytest.param(name, machine, level, id=f"{name}-{machine}-{level.name}",
                      marks=pytest.mark.slow if machine != platform.machine() else ())

@@ -6,8 +6,6 @@ On a machine without a GPU they run in Triton's interpreter, in a second process
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -164,10 +162,8 @@ def test_invariant_rows_do_not_depend_on_each_other(outputs: int, inputs: int, p
 
 @pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter(run_interpreted: Any) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280
-    )
+    run = run_interpreted(command)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     assert "24 passed" in run.stdout, run.stdout[-500:]

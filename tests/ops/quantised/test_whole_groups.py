@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +30,8 @@ def check() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": import_path()}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280)
+def test_in_the_interpreter(run_interpreted: Any) -> None:
+    run = run_interpreted([sys.executable, __file__], PYTHONPATH=import_path())
     assert run.returncode == 0, run.stderr[-3000:]
 
 

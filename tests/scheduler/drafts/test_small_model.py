@@ -92,7 +92,8 @@ def off(rows: int, cpu: bool) -> float:
 
 
 QUICK = {                            # every value of everything, but for rows
-    (1, 0.0, 0.4, False), (1, 0.5, 0.4, False), (1, 0.9, 1.0, False), (1, 0.0, 1.0, True), (1, 0.5, 0.1, True), (1, 0.9, 0.1, True),
+    (1, 0.0, 0.4, False), (1, 0.5, 0.4, False), (1, 0.9, 1.0, False),
+    (1, 0.0, 1.0, True), (1, 0.5, 0.1, True), (1, 0.9, 0.1, True),
 }
 
 
