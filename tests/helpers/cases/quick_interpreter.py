@@ -2,6 +2,7 @@
 
 Triton does it again at every call of a helper, `tl.sum` and `tl.cdiv` included, and looks at some 400 attributes each time. What
 is replaced is the same for every function that sees the same modules, so within a launch the first call of each kind does it.
+And the table of numpy's types, which Triton makes anew for every tensor, is kept.
 """
 
 from __future__ import annotations
@@ -33,5 +34,16 @@ def install() -> None:
         finally:
             replaced.clear()
 
+    find_type, found = interpreter._get_np_dtype, dict[str, Any]()
+
+    def find_type_once(kind: Any) -> Any:
+        element = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        if isinstance(element, tl.pointer_type):
+            return find_type(kind)
+        if element.name not in found:
+            found[element.name] = find_type(element)
+        return found[element.name]
+
+    interpreter._get_np_dtype = find_type_once
     interpreter._patch_lang = replace_once
     interpreter.GridExecutor.__call__ = launch_with_none_replaced
