@@ -87,7 +87,7 @@ def run_interpreted() -> Any:
     """The same with Triton's interpreter."""
 
     def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-        return warm_start.run(command, timeout=280, env={**os.environ, "TRITON_INTERPRET": "1", **variables})
+        return warm_start.run(command, timeout=800, env={**os.environ, "TRITON_INTERPRET": "1", **variables})
 
     return run
 
