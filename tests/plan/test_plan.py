@@ -758,9 +758,7 @@ def smallest() -> Path:
     return min((path for path in RECORDS if path.stem.startswith("offline-")), key=lambda path: path.stat().st_size)
 
 
-@pytest.mark.parametrize("path", [                       # those of older commits are slow
-    pytest.param(path, id=record_name(path), marks=pytest.mark.slow if "@" in record_name(path) else ()) for path in RECORDS
-])
+@pytest.mark.parametrize("path", RECORDS, ids=record_name)
 def test_predictions_hold_against_the_records(path: Path) -> None:
     """TPOT and throughput within 15 % of what was measured; what was fitted much closer."""
     found = checked(path)
