@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("every_commit")
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """Work that tests would repeat thousands of times.
 
     Modules and test items stay to the end, so no garbage collection needs to look at them: engines and benchmarks start many
@@ -54,8 +54,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         quick_interpreter.install()
     elif {"ridgeline.engine.client.engine_child", "ridgeline.engine.ranks.rank_processes", "served_model"} & sys.modules.keys():
         warm_start.begin()
-    if any("run_interpreted" in getattr(item, "fixturenames", ()) for item in session.items):
-        warm_start.begin_interpreter()
     if grammar_check := sys.modules.get("ridgeline.engine.client.grammar_check"):
         # So may a grammar: its limit of CPU time stays, and those of wall-clock time that a test makes short.
         _wait_for_grammars(grammar_check)
@@ -85,6 +83,7 @@ def run_script() -> Any:
 @pytest.fixture
 def run_interpreted() -> Any:
     """The same with Triton's interpreter."""
+    warm_start.begin_interpreter()
 
     def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
         return warm_start.run(command, timeout=800, env={**os.environ, "TRITON_INTERPRET": "1", **variables})

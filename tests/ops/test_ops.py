@@ -165,15 +165,16 @@ def test_an_op_of_the_cpu_is_tested_there_on_a_gpu_machine() -> None:
 @pytest.mark.reliability("P-13")
 @pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("part", ["", "not "])           # halves, for two processes
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_triton_kernels_in_the_interpreter(marked: str, run_interpreted: Any) -> None:
+def test_triton_kernels_in_the_interpreter(marked: str, part: str, run_interpreted: Any) -> None:
     """Every case on every commit, with one type; the slow test has the other types."""
-    selection = ["-k", "float64_definition and triton", "-m", marked]
+    selection = ["-k", f"float64_definition and triton and {part}(attention or latent)", "-m", marked]
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, *selection]
     run = run_interpreted(command)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     passed = [line for line in run.stdout.splitlines() if line.startswith("PASSED ")]
-    for op in OPS:
+    for op in (op for op in OPS if ("attention" in op.name or "latent" in op.name) == (not part)):
         kernels = [implementation for implementation in op.implementations if implementation.name == "triton"]
         wanted = sum(kernel.supports(Site("cuda", getattr(torch, dtype), 64))
                      for kernel in kernels for case in op.cases if not case.timed for dtype in case.dtypes

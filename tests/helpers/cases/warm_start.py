@@ -176,9 +176,10 @@ def _start_children_by(zygote: _Zygote) -> None:
 
 
 def begin_interpreter() -> None:
-    """The same for `python -m pytest` and scripts with TRITON_INTERPRET=1."""
+    """The same for `python -m pytest` and scripts with TRITON_INTERPRET=1, when the first test wants one."""
     global _interpreter
-    _interpreter = _start(_environment() | {"TRITON_INTERPRET": "1"})
+    if _interpreter is None and os.environ.get("TRITON_INTERPRET") != "1":
+        _interpreter = _start(_environment() | {"TRITON_INTERPRET": "1"})
 
 
 def begin() -> None:
