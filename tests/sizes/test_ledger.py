@@ -238,7 +238,6 @@ def test_the_reserve_is_what_the_ledger_says(monkeypatch: pytest.MonkeyPatch, tm
 
 NARROW = {"vocab_size": 8192, "intermediate_size": 4096}
 FEW = {"max_num_seqs": 200, "max_num_batched_tokens": 1024, "num_gpu_blocks_override": 2000, "max_model_len": 1200}
-FEWEST = {"max_num_seqs": 70, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 1000, "max_model_len": 600}
 
 
 def served(folder: Path, reserved: str, shape: str, options: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -253,8 +252,7 @@ def served(folder: Path, reserved: str, shape: str, options: dict[str, Any], cha
 
 
 @pytest.mark.parametrize(("shape", "options", "changes"), [
-    ("llama-3.1-8b", FEWEST, NARROW),
-    pytest.param("llama-3.1-8b", FEW, NARROW, marks=pytest.mark.slow),
+    ("llama-3.1-8b", FEW, NARROW),
     pytest.param("llama-3.1-8b", {"max_num_seqs": 1024, "num_gpu_blocks_override": 9000}, {}, marks=pytest.mark.slow),
     pytest.param("llama-3.2-1b", {"max_num_seqs": 512, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 9000}, {},
                  marks=pytest.mark.slow),
