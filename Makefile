@@ -71,9 +71,10 @@ test: style
 	$(BIN)/ridgeline build
 	@$(MAKE) --no-print-directory -j2 types tests
 
-# The models of the tests are tiny: one process per core, with one thread each.
+# The models of the tests are tiny: one process per core, with one thread each. Byte code is written: pytest rewrites every
+# assertion, in every process that it starts.
 tests: $(VENV)/.test-ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --dist worksteal
 
 # The slow tests run one after the other: many measure a time or a rate, and need an otherwise idle machine.
 test-all: test

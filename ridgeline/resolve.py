@@ -290,23 +290,23 @@ class Memory:
         if quantised.codes:                              # rows as codes, beside the rows themselves
             per_token += model.hidden_size + model.intermediate_size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
-        return cls(
+        made = cls(
             kind=device.kind, dtype=dtype, room=room, others=allowed - room,
             weights=fullest_weight_bytes(model, dtype, device.kind, mesh, config.model.quantization) + rotation,
-            runtime=device.runtime,
-            per_block=fullest_page_bytes(groups, model.num_layers, mesh.pipeline, stored),
-            vocab=model.vocab_size,
-            per_row_kept=tables + (logits if graphs else 0) + partials,
-            per_row_logits=logits,
-            per_row_copied=0 if device.kind == "cpu" else logits * 2,
-            scored=0 if device.kind == "cpu" else min(budget, PROMPT_LOGPROB_ROWS) * logits,
-            graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0,
-            per_token=per_token,
-            scratch=quantised.scratch * size,
+            runtime=device.runtime, per_block=fullest_page_bytes(groups, model.num_layers, mesh.pipeline, stored),
+            vocab=model.vocab_size, per_row_kept=tables + (logits if graphs else 0) + partials,
+            per_row_logits=logits, per_row_copied=0 if device.kind == "cpu" else logits * 2,
+            scored=0, graph_tokens=0, per_token=per_token, scratch=quantised.scratch * size,
             verified=MOST_VERIFIED if device.kind != "cpu" and draft_options(config.execution.speculative_config).on else 0,
             per_row_partials=partials,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
         )
+        return made.with_budget(budget, graphs)
+
+    def with_budget(self, budget: int, graphs: bool) -> Memory:
+        """For steps of at most `budget` tokens."""
+        scored = 0 if self.kind == "cpu" else min(budget, PROMPT_LOGPROB_ROWS) * self.per_row_logits
+        return dataclasses.replace(self, scored=scored, graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0)
 
     def beside(
         self, draft: DraftCheckpoint, config: EngineConfig, device: DeviceFacts, longest: int, graphs: bool, budget: int

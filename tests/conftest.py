@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick_interpreter
 import warm_start
 from hypothesis import HealthCheck, settings
 from reliability_rows import EVERY_COMMIT
@@ -48,7 +50,9 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
-    if {"ridgeline.engine.client.engine_child", "ridgeline.engine.ranks.rank_processes", "served_model"} & sys.modules.keys():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        quick_interpreter.install()
+    elif {"ridgeline.engine.client.engine_child", "ridgeline.engine.ranks.rank_processes", "served_model"} & sys.modules.keys():
         warm_start.begin()
     if grammar_check := sys.modules.get("ridgeline.engine.client.grammar_check"):
         # So may a grammar: its limit of CPU time stays, and those of wall-clock time that a test makes short.
@@ -68,6 +72,23 @@ def _wait_for_grammars(grammar_check: Any) -> None:
 def embedded_model() -> Path:
     """SmolLM2-135M-Instruct; `make install` has fetched it."""
     return embedded.require()
+
+
+@pytest.fixture
+def run_script() -> Any:
+    """`warm_start.run`, for files that start themselves as scripts: without the tests' paths they could not import it."""
+    return warm_start.run
+
+
+@pytest.fixture
+def run_interpreted() -> Any:
+    """The same with Triton's interpreter."""
+    warm_start.begin_interpreter()
+
+    def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+        return warm_start.run(command, timeout=800, env={**os.environ, "TRITON_INTERPRET": "1", **variables})
+
+    return run
 
 
 @pytest.fixture

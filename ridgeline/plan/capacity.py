@@ -50,7 +50,9 @@ class Capacity:
         if budget is None and setup.device.kind == "cpu":
             budget = CPU_STEP_TOKENS
         elif budget is None:
-            _, budget = gpu_sizes(lambda tokens: cls.of(setup, context, utilization, tokens).memory)
+            any_budget = cls.of(setup, context, utilization, 0)      # counting the weights takes most of the time
+            _, budget = gpu_sizes(lambda tokens: any_budget.memory.with_budget(tokens, setup.graphs))
+            return replace(any_budget, budget=budget, memory=any_budget.memory.with_budget(budget, setup.graphs))
         config = setup.model.config
         on_cpu = setup.device.kind == "cpu"
         made = on_cpu and setup.weights in ("int8", "int4") and not config.packed and config.quantisation is None

@@ -7,6 +7,7 @@ into seconds, for any device.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -146,6 +147,15 @@ def workload_spans(
     level: int | None = None,
 ) -> tuple[list[StepCounts], list[tuple[int, int]]]:
     """The same, and of every request the steps of its first token and of its last."""
+    counts, spans = _planned(shape, tuple(asked), budget, max_rows, shared, graphs, level)
+    return list(counts), list(spans)
+
+
+@functools.lru_cache(maxsize=64)         # records and candidates repeat workloads
+def _planned(
+    shape: DecoderShape, asked: tuple[tuple[int, int], ...], budget: int, max_rows: int, shared: int, graphs: bool,
+    level: int | None,
+) -> tuple[tuple[StepCounts, ...], tuple[tuple[int, int], ...]]:
     sequences = [
         _Sequence(shared if shared and place else 0, tokens_in, tokens_out)
         for place, (tokens_in, tokens_out) in enumerate(asked)
@@ -167,7 +177,7 @@ def workload_spans(
         if admitted:
             counts = replace(counts, admitted=len(admitted), admitted_tokens=new_tokens, cached_tokens=cached)
         found.append(counts)
-    return found, [(sequence.first, sequence.last) for sequence in sequences]
+    return tuple(found), tuple((sequence.first, sequence.last) for sequence in sequences)
 
 
 def _admit(

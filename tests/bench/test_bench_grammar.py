@@ -17,7 +17,7 @@ from ridgeline.grammar.matcher import Matcher
 from ridgeline.sampling_params import SamplingParams
 
 
-@pytest.mark.parametrize("size", [1000, 49152, 128256])
+@pytest.mark.parametrize("size", [1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (49152, 128256))])
 def test_a_vocabulary_that_is_made_up(size: int) -> None:
     vocabulary = made_up(size)
     assert len(vocabulary.pieces) == size == len(set(vocabulary.pieces)) and all(vocabulary.pieces)

@@ -264,8 +264,10 @@ def long_reference(models: dict[str, Path]) -> References:
 
 
 @pytest.mark.reliability("P-07")
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("caching", "overlap"), [
+    (False, False), (True, True),
+    pytest.param(False, True, marks=pytest.mark.slow), pytest.param(True, False, marks=pytest.mark.slow),
+])
 @pytest.mark.parametrize("name", [each for each in others_slow("gemma2") if "mistral" not in str(each)])
 def test_preemption(name: str, caching: bool, overlap: bool, models: dict[str, Path], long_reference: Any) -> None:
     """So few blocks that running requests must give theirs up. Not mistral: with windows alone none outgrows its room."""

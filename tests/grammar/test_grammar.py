@@ -1094,10 +1094,10 @@ def test_hundreds_of_small_grammars_at_once_are_all_compiled(tokenizer: Tokenize
     waits on a busy one is not what this is about."""
     monkeypatch.setattr(grammar_check, "_PATIENCE_SECONDS", 600.0)
     checker = GrammarChecker(tokenizer)
-    choices = [StructuredOutputs(choice=[f"yes {n}", f"no {n}"]) for n in range(128)]
-    schemas = [StructuredOutputs(json=json.dumps({"properties": {f"p{n}": {"type": "integer"}}})) for n in range(128)]
+    choices = [StructuredOutputs(choice=[f"yes {n}", f"no {n}"]) for n in range(90)]
+    schemas = [StructuredOutputs(json=json.dumps({"properties": {f"p{n}": {"type": "integer"}}})) for n in range(90)]
     waiting = [checker.check_soon(each) for each in choices + schemas]
-    beside = [checker.check_soon(StructuredOutputs(choice=[f"a{n}", "b"]), lambda: True) for n in range(40)]
+    beside = [checker.check_soon(StructuredOutputs(choice=[f"a{n}", "b"]), lambda: True) for n in range(30)]
     for each in waiting + beside:
         assert each.result(600) is None
     checker.close()

@@ -4,7 +4,6 @@ the stack of layers (pipeline), or the experts of a mixture; four divide layers 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from folders import import_path
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
+from warm_start import WarmPopen
 
 from ridgeline.distributed import meet as meet_module
 from ridgeline.distributed.comm import Axis, Communicator
@@ -116,7 +116,7 @@ def rank_main(rank: int, size: int, directory: Path) -> None:
 def run_ranks(size: int, directory: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": import_path()}
     words = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*words, str(rank), str(size), str(directory)], env=environment) for rank in range(size)]
+    ranks = [WarmPopen([*words, str(rank), str(size), str(directory)], env=environment) for rank in range(size)]
     try:
         assert [process.wait(timeout=600) for process in ranks] == [0] * size
     finally:

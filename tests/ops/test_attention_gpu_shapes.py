@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -94,10 +92,9 @@ def test_a_workspace_is_large_enough_for_every_number_of_rows(deterministic: boo
 
 @pytest.mark.skipif(TRITON_INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_in_the_interpreter() -> None:
+def test_kernels_in_the_interpreter(run_interpreted: Any) -> None:
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, "-k", "kernel_"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = run_interpreted(command)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     assert run.stdout.count("PASSED ") == 7
 

@@ -6,8 +6,6 @@ Against the reference, in Triton's interpreter where there is no GPU.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from typing import Any
 
@@ -35,10 +33,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.skipif(TRITON_INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_drafts_in_the_interpreter(marked: str) -> None:
+def test_drafts_in_the_interpreter(marked: str, run_interpreted: Any) -> None:
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, "-k", "kernel_", "-m", marked]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = run_interpreted(command)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     others = 2 + len(ACCEPT_CASES) + len(LATE_CASES)
     assert run.stdout.count("PASSED ") == (len(REPEATED) if marked == "slow" else len(CASES) - len(REPEATED) + others)

@@ -172,11 +172,11 @@ def compiled(head_dim: int, group: int, narrow: bool) -> dict[str, Any]:
         pytest.param(128, 7, False, marks=pytest.mark.slow), pytest.param(128, 4, True, marks=pytest.mark.slow),
     ],
 )
-def test_the_kernel_compiles(tmp_path: Path, head_dim: int, group: int, narrow: bool) -> None:
+def test_the_kernel_compiles(tmp_path: Path, run_script: Any, head_dim: int, group: int, narrow: bool) -> None:
     """wgmma stays asynchronous: exponentials stand between the issue of one and the wait for it. fp8 keys use fp8 MMAs."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, __file__, str(head_dim), str(group), *["narrow"] * narrow]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = run_script(command, timeout=280, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)
     assert found["shared"] <= kernel_prefill_hopper.SHARED_BYTES <= 232_448

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-import os
-import subprocess
 import sys
 import timeit
 from dataclasses import replace
@@ -45,6 +43,8 @@ OPS: list[Op[Any, Any]] = [
     router.normed_route_rows, experts_op.experts,
 ]
 CUDA = torch.cuda.is_available()
+# Only Hopper's kernels multiply packed experts. In the interpreter they become plain numbers, as in the smaller cases.
+EXPANDED = ("packed-two-int4", "packed-some", "packed-many", "packed-most")
 
 
 def device_of(op: Op[Any, Any], implementation: Implementation, dtype: torch.dtype, gpu: bool = CUDA) -> str | None:
@@ -57,8 +57,15 @@ def device_of(op: Op[Any, Any], implementation: Implementation, dtype: torch.dty
     return None
 
 
-def is_slow(op: Op[Any, Any], case: Case, dtype: str) -> bool:
-    """In the interpreter a case takes seconds: there it has one type on every commit, by turns."""
+def is_slow(
+    op: Op[Any, Any], implementation: Implementation, case: Case, dtype: str, interpreted: bool = TRITON_INTERPRETED
+) -> bool:
+    """In the interpreter a case takes seconds: there it has one type on every commit, by turns. The sizes that benchmarks have
+    are large for a definition."""
+    if not interpreted:
+        return case.timed and implementation.name == "reference" and not CUDA
+    if case.name in EXPANDED:
+        return True
     types = [each for each in case.dtypes if each != "float64"]
     return types[op.cases.index(case) % len(types)] != dtype
 
@@ -75,7 +82,7 @@ def all_checks() -> list[Any]:
                         continue                         # minutes, in the interpreter
                     checks.append(pytest.param(
                         op, implementation, case, dtype, id=f"{op.name}-{implementation.name}-{case.name}-{dtype}",
-                        marks=pytest.mark.slow if TRITON_INTERPRETED and is_slow(op, case, dtype) else (),
+                        marks=pytest.mark.slow if is_slow(op, implementation, case, dtype) else (),
                     ))
     return checks
 
@@ -162,20 +169,20 @@ def test_an_op_of_the_cpu_is_tested_there_on_a_gpu_machine() -> None:
 @pytest.mark.reliability("P-13")
 @pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("part", ["", "not "])           # halves, for two processes
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_triton_kernels_in_the_interpreter(marked: str) -> None:
+def test_triton_kernels_in_the_interpreter(marked: str, part: str, run_interpreted: Any) -> None:
     """Every case on every commit, with one type; the slow test has the other types."""
-    selection = ["-k", "float64_definition and triton", "-m", marked]
+    selection = ["-k", f"float64_definition and triton and {part}(attention or latent)", "-m", marked]
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, *selection]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = run_interpreted(command)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
     passed = [line for line in run.stdout.splitlines() if line.startswith("PASSED ")]
-    for op in OPS:
-        small = [dtype for case in op.cases if not case.timed for dtype in case.dtypes
-                 if dtype != "float64" and is_slow(op, case, dtype) == (marked == "slow")]
+    for op in (op for op in OPS if ("attention" in op.name or "latent" in op.name) == (not part)):
         kernels = [implementation for implementation in op.implementations if implementation.name == "triton"]
-        wanted = sum(kernel.supports(Site("cuda", getattr(torch, dtype), 64)) for kernel in kernels for dtype in small)
+        wanted = sum(kernel.supports(Site("cuda", getattr(torch, dtype), 64))
+                     for kernel in kernels for case in op.cases if not case.timed for dtype in case.dtypes
+                     if dtype != "float64" and is_slow(op, kernel, case, dtype, interpreted=True) == (marked == "slow"))
         assert sum(f"[{op.name}-triton-" in line for line in passed) == wanted
 
 

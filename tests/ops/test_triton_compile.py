@@ -218,7 +218,7 @@ def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, st
     [
         pytest.param("decode_kernel", "bf16", "bf16", {}, marks=slow),
         pytest.param("decode_kernel", "bf16", "fp8e4nv", {"SOFTCAP": True, "WINDOW": 4096}, marks=slow),
-        ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 96, "TILE_KEYS": 32, "HAS_PREFIX": False}),
+        ("decode_kernel", "fp32", "fp32", {"HEAD_DIM": 96, "TILE_KEYS": 16, "HAS_PREFIX": False}),
         pytest.param("decode_kernel", "bf16", "bf16", {"FRESH": True, "NORM": True}, marks=slow),
         # Scales of its own, and i8: test_decode_attention_keeps_its_numbers_in_registers.
         ("decode_kernel", "bf16", "fp8e4nv", {"FRESH": True, "HALF": 24, "SINKS": True, "CALIBRATED": True}),

@@ -53,7 +53,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_is_imported_from_the_current_directory(tmp_path: Path, parallel: bool) -> None:
     model = save_checkpoint("llama", tmp_path / "model")
     folder = tmp_path / "here"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -800,11 +798,10 @@ def test_triton_draws_follow_the_distribution(options: dict[str, Any]) -> None:
 @pytest.mark.skipif(CUDA or TRITON_INTERPRETED, reason="the kernels run in this process")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_triton_kernels_in_the_interpreter(marked: str) -> None:
+def test_triton_kernels_in_the_interpreter(marked: str, run_interpreted: Any) -> None:
     """Every kernel on every commit; the slow test has the other types, and logits that are all different."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_triton", "-m", marked]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    finished = run_interpreted(command)
     assert finished.returncode == 0 and " passed" in finished.stdout, finished.stdout[-5000:] + finished.stderr[-2000:]
 
 

@@ -1149,7 +1149,7 @@ def test_a_snapshot_is_enough_to_go_on_elsewhere() -> None:
 def test_random_traffic(name: str, depth: int) -> None:
     """Safety and answers are checked at every step by the simulation; here also that the setup was put to the test."""
     setup = replace(SETUPS[name], depth=depth)
-    runs = [run_random(setup, seed) for seed in range(10)]
+    runs = [run_random(setup, seed) for seed in range(6)]
     preemptions = sum(run.scheduler.counters.preemptions for run in runs)
     assert setup.contiguous == (preemptions == 0) or name in ("all_windows", "few_tokens"), f"{preemptions} preemptions"
     if setup.prefix_caching:
@@ -1211,7 +1211,7 @@ def _interleavings(num_events: int, requests: int) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.reliability("P-03")
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_all_interleavings_of_three_requests(depth: int) -> None:
     """Small scope, whole: every order of eight events on five blocks, where two requests do not fit at once."""
     setup = Setup(

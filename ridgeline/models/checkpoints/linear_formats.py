@@ -167,8 +167,8 @@ class LinearFormats:
 
     def _expert_format(self, path: str) -> Chosen:
         """A layer's experts are kept as codes where the kernels of ops/experts know their format, one for all matrices."""
-        layer = path.partition(EXPERTS)[0]
-        shapes = [shape for name, shape in self._experts.items() if name.startswith(layer + EXPERTS)]
+        inside = "".join(path.partition(EXPERTS)[:2])
+        shapes = [self._experts[inside + name] for name in ("gate_up", "down")]
         both = [self._format(shape) for shape in shapes]
         formats = [None if chosen.format is None else replace(chosen.format, activation=None) for chosen in both]
         format = formats[0]

@@ -2,8 +2,8 @@
 
 One process per pytest worker imports everything and waits (`_serve`). What `start_child` would start is forked from it, with the
 arguments, environment and streams of the call, as a child of the pytest worker: `Popen` waits for it and signals it as any other.
-So are the commands of `ridgeline` that a test starts by `WarmPopen` or `run`. A command starts engines in turn: it is forked
-together with a copy of the waiting process, from which its own engines come.
+So are the commands of `ridgeline` and the scripts that a test starts by `WarmPopen` or `run`. A command starts engines in turn:
+it is forked together with a copy of the waiting process, from which its own engines come.
 A call that a fork could not serve faithfully starts a cold process: another environment for libraries, another system, limits on
 memory or files. So do tests of the start itself, by the fixture `cold_start`.
 """
@@ -34,18 +34,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import quick_interpreter
+
 IMPORTED = (
     "torch", "ridgeline.engine.core.loop", "ridgeline.engine.core.frontend_socket", "ridgeline.engine.core.executor",
     "ridgeline.cli.cmd_serve", "ridgeline.server.app", "uvicorn.protocols.http.httptools_impl",
 )
+INTERPRETED = ("torch", "triton", "pytest", "hypothesis", "ridgeline.models.decoder", "ridgeline.runner.sampler")
 COMMAND = ("ridgeline", "ridgeline.__main__")
+PYTEST = "pytest"                    # with the interpreter, which a process chooses when it imports Triton
 ON_TERMINAL = ["setsid", "--ctty", "--wait"]     # before a command: its standard input is the terminal of a session of its own
 WARM = (
     *COMMAND, "ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "threaded_engine", "slow_engine",
-    "faulty_engine",
+    "faulty_engine", "test_executor",
 )
 # Libraries have read these when they were imported.
 _READ_AT_IMPORT = tuple("OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ MALLOC_ CUDA_ TORCH_ PYTORCH_ TRITON_ LD_ PYTHON".split())
+_READ_LATER = ("TRITON_CACHE_DIR", "TRITON_DEFAULT_FP_FUSION")                     # when a kernel is compiled
 _OF_MODULES = ("PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE")     # where they lie, and their byte code
 _CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
 _CLONE_PARENT = 0x00008000           # the new process is a child of this process's parent
@@ -57,7 +62,7 @@ def _limits() -> list[tuple[int, int]]:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT)}
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER}
 
 
 class _Zygote:
@@ -76,8 +81,8 @@ class _Zygote:
 
     def serves(self, module: str, environment: Mapping[str, str]) -> bool:
         own, wanted = self.environment, _read_at_import(environment)
-        if module in COMMAND:            # with the variables of its user; what `start_child` would set for an engine is not there
-            if wanted.get("PYTHONPATH", "") not in (self.command_path, own["PYTHONPATH"]):
+        if module in (*COMMAND, PYTEST) or _is_script(module):       # with its user's variables, not those of `start_child`
+            if module in COMMAND and wanted.get("PYTHONPATH", "") not in (self.command_path, own["PYTHONPATH"]):
                 return False
             own, wanted = ({name: text for name, text in each.items() if name not in _OF_MODULES} for each in (own, wanted))
         return self.usable and self.pid == os.getpid() and own == wanted and self.limits == _limits()
@@ -99,6 +104,7 @@ class _Zygote:
 
 
 _zygote: _Zygote | None = None
+_interpreter: _Zygote | None = None      # the same, with Triton's interpreter
 
 
 class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
@@ -109,14 +115,15 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
                        env: Any, startupinfo: Any, creationflags: Any, shell: Any, *rest: Any) -> None:
         pipes, (session, group) = rest[:6], rest[-2:]
         words = _words_of(args)
-        is_ours = bool(words) and (words[0] in COMMAND or (words[0] in WARM and session))
+        is_ours = bool(words) and (words[0] in (*COMMAND, PYTEST) or _is_script(words[0]) or (words[0] in WARM and session))
         is_plain = group == -1 and not preexec_fn and not pass_fds and not shell
         variables = dict(os.environ) if env is None else env
-        if is_ours and is_plain and _zygote is not None and _zygote.serves(words[0], variables):
+        zygote = _interpreter if variables.get("TRITON_INTERPRET") == "1" else _zygote
+        if is_ours and is_plain and zygote is not None and zygote.serves(words[0], variables):
             place, on_terminal = os.fspath(cwd or os.getcwd()), args[: len(ON_TERMINAL)] == ON_TERMINAL
             call = json.dumps({"words": words, "cwd": place, "env": variables, "on_terminal": on_terminal}).encode()
             streams = [number if given == -1 else given for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
-            if len(call) < _MOST_BYTES and (pid := _zygote.fork(call, streams)):
+            if len(call) < _MOST_BYTES and (pid := zygote.fork(call, streams)):
                 self.pid, self._child_created = pid, True
                 self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
                 return
@@ -126,11 +133,17 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _words_of(command: Any) -> list[str]:
-    """The module and its arguments, of `python -m module …`."""
+    """The module and its arguments, of `python -m module …`; the script and its own, of `python script.py …`."""
+    if isinstance(command, list) and command[:1] == [sys.executable] and _is_script(str(command[1])):
+        return command[1:]
     for start in ([sys.executable, "-P", "-m"], [sys.executable, "-m"], [*ON_TERMINAL, sys.executable, "-m"]):
         if isinstance(command, list) and command[: len(start)] == start:
             return command[len(start) :]
     return []
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py")
 
 
 def run(command: list[str], timeout: float, input: str | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -162,26 +175,40 @@ def _start_children_by(zygote: _Zygote) -> None:
     children.subprocess = SimpleNamespace(Popen=WarmPopen, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
 
 
+def begin_interpreter() -> None:
+    """The same for `python -m pytest` and scripts with TRITON_INTERPRET=1, when the first test wants one."""
+    global _interpreter
+    if _interpreter is None and os.environ.get("TRITON_INTERPRET") != "1":
+        _interpreter = _start(_environment() | {"TRITON_INTERPRET": "1"})
+
+
 def begin() -> None:
     """Start the process that imports. In the main thread, before any test: the kernel ends an engine with the thread that its
     process descends from, and tests look for processes that others have left."""
+    if zygote := _start(_environment()):
+        _start_children_by(zygote)
+
+
+def _start(environment: dict[str, str]) -> _Zygote | None:
     if _CLONE is None or sys.version_info >= (3, 14):
-        return
-    environment = _environment()
+        return None
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-P", __file__, str(theirs.fileno()), "-" * 2000]      # room for `_show`
     options: Any = {"pass_fds": [theirs.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
     process = subprocess.Popen(command, env=environment, **options)
     theirs.close()
-    _start_children_by(_Zygote(environment, ours, process))
+    return _Zygote(environment, ours, process)
 
 
 # -- in the process that waits -----------------------------------------------------------------------------------------
 
 
 def _serve(link: socket.socket) -> None:
-    for module in IMPORTED:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    for module in INTERPRETED if interpreted else IMPORTED:
         importlib.import_module(module)
+    if interpreted:
+        quick_interpreter.install()
     gc.collect()
     gc.freeze()
     _wait_for_calls(link)
@@ -232,7 +259,7 @@ def _become(call: dict[str, Any], streams: list[int]) -> None:
         module, *arguments = call["words"]
         if module in COMMAND:
             _stay_ready()
-        _show(["python", "-P", "-m", module, *arguments])
+        _show(["python", *([] if _is_script(module) else ["-P", "-m"]), module, *arguments])
         sys.path[:0] = [each for each in call["env"].get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
         sys.argv = [module, *arguments]
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
@@ -241,7 +268,11 @@ def _become(call: dict[str, Any], streams: list[int]) -> None:
         try:
             logging.getLogger("ridgeline").handlers.clear()
             importlib.import_module("ridgeline.process.log").get_logger("start")     # with the level of this environment
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            if _is_script(module):
+                sys.path.insert(0, os.path.dirname(module))
+                runpy.run_path(module, run_name="__main__")
+            else:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1

@@ -49,6 +49,7 @@ def main(shape: str, layers: str, reserved: str, options: str, changes: str) -> 
         memory_pools.take = lambda device, num_bytes: None
     core = EngineCore.start(EngineConfig.of(
         model=str(write_shape(shape, int(layers), **json.loads(changes))), load_format="dummy", skip_tokenizer_init=True,
+        step_time_ms=0,                                  # steps are as slow as this machine: none would be full
         **json.loads(options),
     ))
     assert isinstance(core.executor, LocalExecutor)

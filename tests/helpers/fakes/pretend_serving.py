@@ -50,7 +50,8 @@ def main(shape: str, layers: int, options: dict[str, Any]) -> None:
     worker.collect_kernels = collect_from_unwritten_memory
     worker.load_weights = lambda *args: None                              # no kernel reads them
     core = EngineCore.start(EngineConfig.of(
-        model=str(write_shape(shape, layers)), load_format="dummy", skip_tokenizer_init=True, **options
+        model=str(write_shape(shape, layers)), load_format="dummy", skip_tokenizer_init=True, **options,
+        step_time_ms=0,                                  # steps are as slow as this machine: chunks would become tiny
     ))
     ready = {"ahead": len(registry.COMPILED_AHEAD), "late": HAPPENED["kernel_compile"]}
     late: dict[str, list[str]] = {}

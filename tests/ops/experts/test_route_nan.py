@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +61,7 @@ def test_the_kernels_write_every_slot(score: str, biased: bool, logits: Tensor, 
 
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernels_in_the_interpreter() -> None:
+def test_the_kernels_in_the_interpreter(run_interpreted: Any) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__, "-k", "every_slot"]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280)
+    run = run_interpreted(command)
     assert run.returncode == 0 and "3 passed" in run.stdout, run.stdout[-3000:]

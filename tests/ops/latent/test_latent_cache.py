@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -48,9 +47,9 @@ def test_the_kernel_writes_what_the_definition_writes(interleaved: bool, kv_dtyp
 
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_the_kernel_in_the_interpreter() -> None:
+def test_the_kernel_in_the_interpreter(run_interpreted: Any) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "kernel_writes"]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280)
+    run = run_interpreted(command)
     assert run.returncode == 0 and "4 passed" in run.stdout, run.stdout[-3000:] + run.stderr[-1000:]
 
 

@@ -108,10 +108,10 @@ def compiled(kind: str, codes: str, first: int, second: int) -> dict[str, Any]:
         pytest.param("wide", "row", 4096, 14336, marks=pytest.mark.slow),
     ],
 )
-def test_the_8_bit_kernel_compiles(tmp_path: Path, kind: str, codes: str, first: int, second: int) -> None:
+def test_the_8_bit_kernel_compiles(tmp_path: Path, run_script: Any, kind: str, codes: str, first: int, second: int) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, __file__, kind, codes, str(first), str(second)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = run_script(command, timeout=280, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["shared"] + 1024 <= SHARED and found["spills"] == 0 and found["mma"] > 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -36,18 +35,14 @@ def check_odd_sizes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's own test is below")
-def test_in_the_interpreter() -> None:
+def test_in_the_interpreter(run_interpreted: Any) -> None:
     """In a process of its own: the interpreter is chosen before anything is imported."""
     if TRITON_INTERPRETED:
         check_odd_sizes()
         return
     pytest.importorskip("triton")
-    code = (
-        "import sys; sys.path.insert(0, 'tests/ops/linear'); import test_gemm_gated as t; "
-        "t.gemm_gated.multiprocessors = lambda device: 3; t.check_odd_sizes()"
-    )
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=280)
+    run = run_interpreted([sys.executable, __file__])
+    assert run.returncode == 0, run.stderr[-3000:]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -78,3 +73,8 @@ def test_rows_at_odd_places_are_left_to_the_library() -> None:
     assert not gemm_gated.suits(x, weight, torch.zeros(8192, dtype=torch.bfloat16))
     assert not gemm_gated.suits(x[:, :60], weight[:, :60], None)
     assert not gemm_gated.suits(x, torch.zeros(2 * 4104 * 64 + 1, dtype=torch.bfloat16)[1:].view(-1, 64), None)
+
+
+if __name__ == "__main__":
+    gemm_gated.multiprocessors = lambda device: 3
+    check_odd_sizes()

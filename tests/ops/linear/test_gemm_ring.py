@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,11 +122,9 @@ def compiled(rows: int, gate: int) -> dict[str, Any]:
     ("rows", "gate"),
     [(4, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((16, 0), (16, 1), (32, 2), (32, 0), (8, 3), (64, 0)))],
 )
-def test_the_kernel_compiles(tmp_path: Path, rows: int, gate: int) -> None:
+def test_the_kernel_compiles(tmp_path: Path, run_script: Any, rows: int, gate: int) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    run = subprocess.run(
-        [sys.executable, __file__, str(rows), str(gate)], env=environment, capture_output=True, text=True, timeout=200
-    )
+    run = run_script([sys.executable, __file__, str(rows), str(gate)], timeout=200, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)
     plan = compiled_plan(rows, gate)

@@ -156,11 +156,11 @@ def compiled(outputs: int, inputs: int, gate: int) -> dict[str, Any]:
         pytest.param(128256, 4096, 0, marks=pytest.mark.slow),
     ],
 )
-def test_the_kernel_compiles(tmp_path: Path, outputs: int, inputs: int, gate: int) -> None:
+def test_the_kernel_compiles(tmp_path: Path, run_script: Any, outputs: int, inputs: int, gate: int) -> None:
     """Sums in registers, one wait per block, and only the warp that asks for rows waits for the kernel before."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, __file__, str(outputs), str(inputs), str(gate)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    run = run_script(command, timeout=280, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
     plan = wide_plan(128, outputs, inputs, gate > 0)

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,11 +113,9 @@ def compiled(inputs: int, gate: int) -> dict[str, Any]:
     ("inputs", "gate"),
     [(4096, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((14336, 0), (8192, 0), (5120, 2), (4096, 3)))],
 )
-def test_the_kernel_compiles(tmp_path: Path, inputs: int, gate: int) -> None:
+def test_the_kernel_compiles(tmp_path: Path, run_script: Any, inputs: int, gate: int) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    run = subprocess.run(
-        [sys.executable, __file__, str(inputs), str(gate)], env=environment, capture_output=True, text=True, timeout=200
-    )
+    run = run_script([sys.executable, __file__, str(inputs), str(gate)], timeout=200, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout)
     plan, padded = ring_plan(OUTPUTS, inputs, gate > 0), 1 << (inputs - 1).bit_length()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +38,8 @@ def check() -> None:
 
 @needs_triton
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="runs in this process")
-def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280)
+def test_in_the_interpreter(run_interpreted: Any) -> None:
+    run = run_interpreted([sys.executable, __file__])
     assert run.returncode == 0, run.stderr[-3000:]
 
 

@@ -108,10 +108,10 @@ def compiled(rows: int, outputs: int, inputs: int, gate: int, form: str) -> dict
         ]),
     ],
 )
-def test_the_kernel_compiles(tmp_path: Path, rows: int, outputs: int, inputs: int, gate: int, form: str) -> None:
+def test_the_kernel_compiles(tmp_path: Path, run_script: Any, rows: int, outputs: int, inputs: int, gate: int, form: str) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     command = [sys.executable, __file__, *map(str, (rows, outputs, inputs, gate, form))]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    run = run_script(command, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert 0 <= found["shared"] <= PACKED_RESERVED and found["spills"] == 0 and found["products"] > 0

@@ -88,11 +88,11 @@ def compiled(form: str, outputs: int, inputs: int, gate: int, norm: bool) -> dic
         ]),
     ],
 )
-def test_the_gemv_compiles(tmp_path: Path, form: str, outputs: int, inputs: int, gate: int) -> None:
+def test_the_gemv_compiles(tmp_path: Path, run_script: Any, form: str, outputs: int, inputs: int, gate: int) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
     norm = inputs < 14336                                # the inputs of a down projection have none
     command = [sys.executable, __file__, *map(str, (form, outputs, inputs, gate, int(norm)))]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    run = run_script(command, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
     assert 0 <= found["shared"] <= PACKED_RESERVED and found["spills"] == 0 and found["wide_loads"] >= 8

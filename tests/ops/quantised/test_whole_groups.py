@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +30,11 @@ def check(device: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_whole_groups() -> None:
+def test_whole_groups(run_interpreted: Any) -> None:
     if torch.cuda.is_available():
         check("cuda")
         return
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": import_path()}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280)
+    run = run_interpreted([sys.executable, __file__], PYTHONPATH=import_path())
     assert run.returncode == 0, run.stderr[-3000:]
 
 

@@ -96,12 +96,11 @@ def texts(events: list[Any]) -> list[str]:
     ("number", "says"),
     [
         (signal.SIGKILL, ["was killed by SIGKILL): restarting"]),
-        pytest.param(
-            signal.SIGSTOP, ["its stacks follow", "most recent call first", "the engine hung for"], marks=pytest.mark.slow
-        ),
+        (signal.SIGSTOP, ["its stacks follow", "most recent call first", "the engine hung for"]),
     ],
     ids=["killed", "hung"],
 )
+@pytest.mark.slow                                        # without HTTP: test_engine_faults.py
 def test_streams_survive_a_lost_engine(server: ServerProcess, url: str, number: int, says: list[str]) -> None:
     numbers = range(6)
     with ThreadPoolExecutor(6) as threads:

@@ -29,10 +29,10 @@ def dotted(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else "?"
 
 
-def full_names(tree: ast.Module) -> dict[str, str]:
+def full_names(nodes: list[ast.AST]) -> dict[str, str]:
     """Local names of what is imported, and what they stand for."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.asname or alias.name.partition(".")[0]: alias.name if alias.asname else alias.name.partition(".")[0]
                       for alias in node.names}
@@ -50,9 +50,10 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def offences(source: str, file_name: str = "made.py") -> Iterator[str]:
-    tree = ast.parse(source)
-    names = full_names(tree)
-    for node in ast.walk(tree):
+    looked_at = (ast.Import, ast.ImportFrom, ast.Call)
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, looked_at)]
+    names = full_names(nodes)
+    for node in nodes:
         where = f"{file_name}:{getattr(node, 'lineno', 0)}"
         for name in imported(node):
             if name.partition(".")[0] in MODULES or name in CALLS:
