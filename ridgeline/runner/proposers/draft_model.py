@@ -32,6 +32,7 @@ from ridgeline.runner.sampler import Sampler
 
 STAGED = MOST_DRAFTS + 1             # steps of it that may be on their way at once
 _FEW = 2                             # tokens of a row that are computed before each proposal: those accepted last
+CALM_PROPOSALS = 16                  # after these, steps that were made smaller when memory ran out may be twice as large
 _NONE = np.zeros(0, np.int32)
 _NO_BLOCKS = _NONE.reshape(0, 4)
 
@@ -87,7 +88,8 @@ class DraftModel(NoDraftModel):
         self.model = model
         self._forward, self._rows, self._sampler, self._buffers, self._cache = forward, rows, sampler, buffers, cache
         self._group, self._vocab, self._broadcast = group, vocab, broadcast
-        self._budget = max(budget, rows.max_rows)
+        self._budget = self._most = max(budget, rows.max_rows)
+        self._calm = 0                                   # proposals that went well since the budget was last changed
         max_len = rows.tables.blocks.shape[2] * rows.block_size
         self._tokens = np.zeros((rows.max_rows, max_len + MOST_DRAFTS + 1), np.int32)    # of each row; pages that are used
         self._known = np.zeros(rows.max_rows, np.int64)  # how many of them
@@ -129,9 +131,9 @@ class DraftModel(NoDraftModel):
         self._known[rows] += counts
 
     def start_over(self) -> None:
-        """It may have been a step of it that was too large."""
+        """It may have been a step of it that was too large: its steps are smaller for a while."""
         self._guessed[:] = -1
-        self._budget = max(self._rows.max_rows, self._budget // 2)
+        self._budget, self._calm = max(self._rows.max_rows, self._budget // 2), 0
 
     def warm_up(self) -> None:
         """Proposals for one row and for all, before any sequence has a block: their KV goes to block 0. Kernels are compiled."""
@@ -195,7 +197,14 @@ class DraftModel(NoDraftModel):
         self._guessed[rows, : found.shape[1]] = np.where(computed, found, -1)
         self._guessed[rows, found.shape[1] :] = -1
         found[found >= self._vocab] = -1
+        self._grow_again()
         return found[np.argsort(order)]
+
+    def _grow_again(self) -> None:
+        """Memory that ran out once may be free again."""
+        self._calm += self._budget < self._most
+        if self._calm >= CALM_PROPOSALS:
+            self._budget, self._calm = min(self._most, 2 * self._budget), 0
 
     def _catch_up(self, rows: np.ndarray, known: np.ndarray) -> Tensor:
         """All known tokens that it has not seen, in steps of at most the budget; the first draft of each row. What rows share is

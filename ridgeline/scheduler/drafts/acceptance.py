@@ -6,6 +6,7 @@ draft j of a row survives is the product of the first j rates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,19 +42,15 @@ class Source(NamedTuple):
 
 
 class Sources:
-    """Sources by number, so that a step's drafts can have theirs in an array."""
+    """Sources by number, so that a step's drafts can have theirs in an array: of each proposer its grades of evidence, of each
+    grade first what was proposed with all tokens known. Half of a number, the `kind`, is what a row's own record is kept by."""
 
-    def __init__(self) -> None:
-        self.listed: list[Source] = []
-        self.numbers: dict[tuple[str, int], int] = {}    # by name and evidence; the number of the late one follows
+    def __init__(self, names: Iterable[str]) -> None:
+        self.listed = [Source(name, grade, late) for name in names for grade in range(EVIDENCE) for late in (False, True)]
+        self.kinds = len(self.listed) // 2
 
-    def add(self, name: str, evidence: int) -> int:
-        number = self.numbers[name, evidence] = len(self.listed)
-        self.listed += [Source(name, evidence, late) for late in (False, True)]
-        return number
-
-    def evidence(self, numbers: np.ndarray) -> np.ndarray:
-        return np.array([source.evidence for source in self.listed], np.int64)[numbers]
+    def number(self, proposer: int, evidence: np.ndarray, late: np.ndarray) -> np.ndarray:
+        return np.asarray(2 * (evidence + EVIDENCE * proposer) + late)
 
 
 class Honesty:
@@ -80,17 +77,19 @@ class _Counts:
 
 
 class RowRecords:
-    """What the drafts of each row came to lately, by grade of evidence: text that happens to repeat a pair of words says nothing
-    about text that is copied. And the drafts that are in flight: where they are from, and how many are expected to survive.
+    """What the drafts of each row came to lately, by kind, which is a proposer and a grade of evidence: text that happens to
+    repeat a pair of words says nothing about text that is copied, nor about what a draft model says. And the drafts that are in
+    flight: where they are from, and how many are expected to survive.
 
     All of it is arrays, so that a step's rows are counted at once. A sequence has a slot in them until it is forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: int) -> None:
+        self._kinds = kinds
         self._slots: dict[Sequence, int] = {}
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
-        self.tried, self.accepted = np.zeros((2, _FIRST_SLOTS, EVIDENCE))
-        self._step = np.zeros((_FIRST_SLOTS, EVIDENCE), np.int64)    # when it was last counted
+        self.tried, self.accepted = np.zeros((2, _FIRST_SLOTS, kinds))
+        self._step = np.zeros((_FIRST_SLOTS, kinds), np.int64)       # when it was last counted
         self._source = np.zeros((_FIRST_SLOTS, _IN_FLIGHT), np.int64)    # in flight, the oldest first …
         self._expected = np.zeros((_FIRST_SLOTS, _IN_FLIGHT))
         self.waiting = np.zeros(_FIRST_SLOTS, np.int64)              # … and of how many steps
@@ -116,17 +115,18 @@ class RowRecords:
         if slot is not None:
             self._free.append(slot)
 
-    def fade(self, slots: np.ndarray, evidence: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def fade(self, slots: np.ndarray, kind: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Tried and accepted drafts, as they count in this step."""
-        kept = _ROW_FADES ** (step - self._step[slots, evidence])
-        return self.tried[slots, evidence] * kept, self.accepted[slots, evidence] * kept
+        cells = slots * self._kinds + kind
+        kept = _ROW_FADES ** (step - self._step.take(cells))
+        return self.tried.take(cells) * kept, self.accepted.take(cells) * kept
 
-    def count(self, slots: np.ndarray, evidence: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> None:
+    def count(self, slots: np.ndarray, kind: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> None:
         """Drafts have come back."""
-        tried, kept = self.fade(slots, evidence, step)
-        self.tried[slots, evidence] = tried * _ROW_KEEPS + np.minimum(width, accepted + 1)
-        self.accepted[slots, evidence] = kept * _ROW_KEEPS + accepted
-        self._step[slots, evidence] = step
+        tried, kept = self.fade(slots, kind, step)
+        self.tried[slots, kind] = tried * _ROW_KEEPS + np.minimum(width, accepted + 1)
+        self.accepted[slots, kind] = kept * _ROW_KEEPS + accepted
+        self._step[slots, kind] = step
 
     def send(self, slots: np.ndarray, source: np.ndarray, expected: np.ndarray) -> None:
         """These rows have drafts in the step that is planned."""

@@ -10,7 +10,7 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Source, survival
 from ridgeline.scheduler.drafts.controller import PROBE_EVERY, Controller
-from ridgeline.scheduler.drafts.offer import Offer
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow
 from ridgeline.scheduler.drafts.shape_times import PLAIN, ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
@@ -121,8 +121,9 @@ def test_drafts_go_to_the_rows_whose_drafts_survive() -> None:
     run = Dial(8, 0.9, on_a_gpu, careful, GRAPHS).run(50)
     good, bad = run.sequences[0], run.sequences[1]
     records = run.controller._records
+    source = run.controller._sources.number(0, np.array([2, 2]), np.zeros(2, np.int64))
     for _ in range(30):
-        records.send(records.slots([good, bad]), np.array([0, 0]), np.array([4.0, 4.0]))
+        records.send(records.slots([good, bad]), source, np.array([4.0, 4.0]))
         run.controller.observe([good, bad], np.array([4, 4]), np.array([4, 0]), 0.0)
     planned = run.controller.plan(asked(run.sequences))
     assert planned is not None and planned.width[0] > planned.width[1]
@@ -133,13 +134,13 @@ def asked(sequences: list[Sequence], most: int = MOST_DRAFTS, pending: int = 0, 
     return DecodingRows(sequences, np.full(count, most), np.full(count, pending), room, count, CONTEXT * count)
 
 
-class Scripted:
+class Scripted(RowByRow):
     """Offers the numbers from 100 on."""
 
     name = "scripted"
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
-        return Offer(self.name, list(range(100, 100 + most)), 3)
+        return Offer(list(range(100, 100 + most)), 3)
 
     def ended(self, sequence: Sequence) -> None:
         """It knows no sequence."""
@@ -176,7 +177,7 @@ def test_the_better_of_two_proposers_is_taken() -> None:
         name = "worse"
 
         def propose(self, sequence: Sequence, most: int) -> Offer | None:
-            return Offer(self.name, [1] * most, 0)
+            return Offer([1] * most, 0)
 
     planned = Controller([Worse(), Scripted()], ShapeTimes(bold), 2, adaptive=False).plan(asked([make_sequence()]))
     assert planned is not None and planned.tokens is not None and planned.tokens.tolist() == [[100, 101]]
@@ -228,7 +229,7 @@ def test_rates_are_conditional_and_positions_learn_from_those_before() -> None:
 
 
 def test_a_row_counts_beside_its_proposer() -> None:
-    rates, records = np.full((1, 3), 0.5), RowRecords()
+    rates, records = np.full((1, 3), 0.5), RowRecords(EVIDENCE)
     slot, evidence, length = records.slots([make_sequence()]), np.array([1]), np.array([2])
     for step in range(40):
         records.count(slot, evidence, np.array([3]), np.array([0]), step)
@@ -250,7 +251,7 @@ def test_a_row_whose_first_drafts_are_wrong_is_given_up_soon() -> None:
 
 
 def test_records_are_kept_apart_and_used_again() -> None:
-    records, sequences = RowRecords(), [make_sequence(number) for number in range(200)]
+    records, sequences = RowRecords(EVIDENCE), [make_sequence(number) for number in range(200)]
     slots = records.slots(sequences)
     assert sorted(slots.tolist()) == sorted(set(slots.tolist())) and len(records) == 200
     records.send(slots, np.arange(200), np.arange(200) / 10)
