@@ -22,7 +22,7 @@ _BY_EVIDENCE = (0.4, 0.5, 0.65, 0.8)
 _PRIOR_WEIGHT = 2.0
 _POSITION_WEIGHT = 8.0               # a position is believed to be like the one before it
 _REMEMBERED = 500.0                  # counts of a position; then the old ones count half
-_ROW_WEIGHT = 12.0                   # counts of the proposer that a row's own are weighed against …
+_ROW_WEIGHT = 12.0                   # counts of the proposer that a row's own are weighed against, more if rows are alike, …
 _BY_CHANCE = 3.0                     # … unless they surprise: by more than that, as a squared distance over the variance, …
 _LEAST_SPREAD = 0.1                  # … which is at least this
 _ROW_KEEPS = 0.95                    # of a row's counts with each drafted step …
@@ -217,9 +217,24 @@ def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths
     first = rates[:, 0]
     missing = np.maximum(0.0, first * tried - accepted)
     surprise = missing**2 / np.maximum(tried * first * (1 - first), _LEAST_SPREAD)       # chance alone makes 1 of it, rarely 3
-    weight = (_ROW_WEIGHT / np.maximum(1.0, surprise / _BY_CHANCE))[:, None]
+    weight = (_alike(first, tried, accepted) / np.maximum(1.0, surprise / _BY_CHANCE))[:, None]
     mixed = (accepted[:, None] + weight * rates) / (tried[:, None] + weight)
     return np.asarray(np.cumprod(mixed, axis=1) * (np.arange(rates.shape[1]) < lengths[:, None]))
+
+
+def _alike(first: np.ndarray, tried: np.ndarray, accepted: np.ndarray) -> float:
+    """How many counts of a row the proposer's rates are worth: many, where chance alone explains how rows differ.
+
+        variance of a row's counts  =  tried · p (1 - p)  +  tried² · how much rows differ         worth  =  p (1 - p) / that
+
+    To the difference its own uncertainty is added: few rows, or rows with few counts, say little about it."""
+    squares, rows = float((tried * tried).sum()), len(tried)
+    if not squares:
+        return _ROW_WEIGHT
+    by_chance = tried * first * (1 - first)
+    differ = max(0.0, float(((accepted - first * tried) ** 2 - by_chance).sum()))
+    unsure = float(by_chance.sum()) * (2 / rows) ** 0.5
+    return max(_ROW_WEIGHT, float(np.mean(first * (1 - first))) * squares / max(differ + unsure, 1e-9))
 
 
 def beyond(values: np.ndarray, positions: int) -> np.ndarray:

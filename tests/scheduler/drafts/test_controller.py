@@ -42,6 +42,29 @@ def as_measured(rows: int, tokens: int, queries: int, context: int) -> float:
     return 1e-3 * (float(np.interp(size, *table)) + rows * context * KEY_MS * (1 + WIDE[graph.queries]))
 
 
+def size_of(rows: int, tokens: int, queries: int) -> int:
+    """Tokens that the step is padded to."""
+    graph = GRAPHS.fit(rows, 0, 0) if queries == 1 else GRAPHS.fit_drafts(rows, tokens, queries)
+    assert graph is not None
+    return graph.draft_tokens or graph.decodes
+
+
+def flat(rows: int, tokens: int, queries: int, context: int) -> float:
+    """Tokens are nearly free."""
+    return 5e-3 + 1e-6 * size_of(rows, tokens, queries) + 3e-8 * rows * context
+
+
+def steep(rows: int, tokens: int, queries: int, context: int) -> float:
+    """Each token costs a hundredth of a step from the first on."""
+    return 2e-3 + 20e-6 * size_of(rows, tokens, queries) + 1e-8 * rows * context
+
+
+def cliffs(rows: int, tokens: int, queries: int, context: int) -> float:
+    """A step up at 65, at 129 and at 257 tokens."""
+    size = size_of(rows, tokens, queries)
+    return 3e-3 + 0.5e-3 * (size > 64) + 2.5e-3 * (size > 128) + 4e-3 * (size > 256) + 2e-8 * rows * context
+
+
 def on_a_cpu(rows: int, tokens: int, queries: int, context: int) -> float:
     """Compute counts from the second token on: 8 tokens take 3.3 steps of one."""
     return 10e-3 * (1 + 0.33 * (tokens - 1))
@@ -78,6 +101,13 @@ def test_every_cell(rows: int, model: object, seconds: object, context: int) -> 
         run = Dial(rows, alpha, seconds, model, GRAPHS, context).run(600)    # type: ignore[arg-type]
         assert run.rate >= 0.97 * best_rate(rows, alpha, seconds, context), alpha        # type: ignore[arg-type]
         assert run.rate >= 0.98 * expected_rate(rows, alpha, 0, seconds, context), alpha     # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [flat, steep, cliffs])
+@pytest.mark.parametrize("rows", [8, 64, pytest.param(256, marks=pytest.mark.slow)])
+def test_on_other_staircases_too(rows: int, seconds: object) -> None:
+    run = Dial(rows, 0.8, seconds, careful, GRAPHS).run(300)     # type: ignore[arg-type]
+    assert run.rate >= 0.97 * best_rate(rows, 0.8, seconds)      # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("alpha", [0.6, 0.8])
@@ -248,6 +278,17 @@ def test_a_row_whose_first_drafts_are_wrong_is_given_up_soon() -> None:
     assert chances[0] == pytest.approx(0.8) and chances[3] < 0.3 and chances == sorted(chances, reverse=True)
     as_expected = survival(rates, np.array([10.0]), np.array([8.0]), np.array([3]))
     assert float(as_expected[0, 0]) == pytest.approx(0.8)
+
+
+def test_rows_that_differ_by_chance_alone_are_taken_for_equal() -> None:
+    """And those that differ by more are told apart, by as few counts as before."""
+    rng, rows, tried = np.random.default_rng(0), 256, np.full(256, 20.0)
+    rates, length = np.full((rows, 2), 0.8), np.full(rows, 2)
+    alike = survival(rates, tried, rng.binomial(20, 0.8, rows).astype(float), length)
+    differing = survival(rates, tried, np.where(np.arange(rows) % 2, 20.0, 12.0), length)
+    one = survival(rates[:1], tried[:1], np.array([12.0]), length[:1])
+    assert np.ptp(alike[:, 0]) < 0.1 < 0.15 < np.ptp(differing[:, 0])
+    assert float(differing[0, 0]) == pytest.approx(float(one[0, 0]), abs=0.05)
 
 
 def test_records_are_kept_apart_and_used_again() -> None:
