@@ -77,7 +77,9 @@ class ProgramForward:
             if len(self._recorded) == MOST_PROGRAMS:
                 self._recorded.popitem(last=False)
             self._recorded[size, greedy], self.stood_in = _Recorded(), True
-            return self._checked(batch, self.eager.run(self._as_rows(batch), greedy)) if drafted else self.eager.run(batch, greedy)
+            if not drafted:
+                return self.eager.run(batch, greedy)
+            return self._checked(batch, self.eager.run(self._as_rows(batch), greedy))
         self._recorded.move_to_end((size, greedy))
         if found.refused:
             return self.eager.run(batch, greedy)

@@ -23,8 +23,8 @@ def give_drafts(
     drafter: Drafter, running: Running, manager: KVManager, steady: Steady | None, rows: np.ndarray, tokens: np.ndarray,
     num_running: int, room: int,
 ) -> _Planned:
-    """Rows and tokens of the plan with drafts, and the drafts. `num_running`: the first of them have not just joined. `steady`: of
-    the plan before; if it has these very rows, all of them decode."""
+    """Rows and tokens of the plan with drafts, and the drafts. `num_running`: the first of them have not just joined.
+    `steady`: of the plan before; if it has these very rows, all of them decode."""
     table = running.rows
     room = min(room, MOST_VERIFIED - len(rows))
     if room <= 0:

@@ -230,7 +230,7 @@ class Scheduler:
         if not len(rows):
             return StepPlan(self._step, *_NOTHING)
         drafts = None
-        if self.drafter.active:
+        if self.drafter.active and self.drafter.awake():
             room = self._most_tokens - int(tokens.sum())
             rows, tokens, drafts = give_drafts(
                 self.drafter, self._running, self.manager, self._steady, rows, tokens, num_running, room

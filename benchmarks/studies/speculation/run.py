@@ -115,6 +115,9 @@ class Fixed:
         self._tape, self._width = tape, width
         self.proposed = self.accepted = 0
 
+    def awake(self) -> bool:
+        return True
+
     def plan(self, rows: DecodingRows) -> Drafts | None:
         width = np.minimum(self._width, rows.most)
         width = np.minimum(width, np.maximum(0, rows.room - (np.cumsum(width) - width))).astype(np.int32)

@@ -40,6 +40,8 @@ _GAIN = 1.01                         # drafts must promise this much more than n
 _OFF_EVERY = 500                     # steps with drafts before one without is taken, to measure it again
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
+_PATIENCE = 8                        # steps in vain, and again as many, and again …
+_MOST_SKIPPED = 8                    # … before it is asked in each second step only, each third, and so on up to this
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 
 
@@ -73,6 +75,8 @@ class Controller:
         self._step = 0
         self._last_drafted = 0                           # steps
         self._last_off = 0
+        self._in_vain = 0                                # steps since drafts were found that are worth verifying
+        self._skipped = 0                                # steps since it was asked
         self._probing = False                            # does the newest step with drafts have them only to learn?
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
 
@@ -84,7 +88,21 @@ class Controller:
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
+    def awake(self) -> bool:
+        """Looking for drafts takes the host's time. Where there were none for long, it does not look in every step."""
+        self._skipped += 1
+        if self._adaptive and self._skipped < min(_MOST_SKIPPED, 1 + self._in_vain // _PATIENCE):
+            self._step += 1
+            return False
+        self._skipped = 0
+        return True
+
     def plan(self, rows: DecodingRows) -> Drafts | None:
+        found = self._plan(rows)
+        self._in_vain = 0 if found is not None else self._in_vain + 1
+        return found
+
+    def _plan(self, rows: DecodingRows) -> Drafts | None:
         self._step += 1
         if rows.room <= 0 or not rows.most.any():
             return None
@@ -257,7 +275,8 @@ class Controller:
         if some is not None:
             offers, chances, own = offers.of(some), chances[some], own[some]
         if self._adaptive:
-            expected = np.cumsum(chances, axis=1)[np.arange(len(own)), own - 1] * (offers.tried > 0)     # a new row's is no promise
+            expected = np.cumsum(chances, axis=1)[np.arange(len(own)), own - 1]
+            expected[offers.tried == 0] = 0.0            # what is believed of a new row is no promise
         else:
             expected = np.zeros(len(own))
         self._records.send(offers.slots, offers.source, expected)
