@@ -5,8 +5,8 @@ output: the greedy tokens, or the logits. Its inputs are copied to places that s
 native, run op by op.
 
 A step with drafts is such a step, too: each token is a row of its own, with the blocks of its sequence and the keys up to itself.
-Every layer writes the keys of all tokens before it attends. So a draft costs what another row would, and the kernels, and to the
-last bit the logits, are those of steps without drafts.
+Every layer writes the keys of all tokens before it attends. So a draft costs what another row would, and goes through the kernels
+of steps without drafts.
 """
 
 from __future__ import annotations

@@ -137,6 +137,7 @@ class Steady:
     want: np.ndarray
     sequences: list[Sequence]
     constrained: list[tuple[int, Sequence]]
+    most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet
 
     def sampling(self, sampled: np.ndarray) -> list[Sequence]:
         return [sequence for sequence, samples in zip(self.sequences, sampled.tolist(), strict=True) if samples]

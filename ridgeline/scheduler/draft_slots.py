@@ -12,7 +12,9 @@ from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Want
 from ridgeline.scheduler.bookkeeping import DraftPlan, Steady
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
+from ridgeline.scheduler.row_table import Rows
 from ridgeline.scheduler.running import Running
+from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
 
 _PROMPT_LOGPROBS = np.int8(Want.PROMPT_LOGPROBS)
@@ -35,14 +37,11 @@ def give_drafts(
         decodes = (table.known[old] - table.computed[old] == 1) & (table.computed[old] >= table.num_prompt[old])
         places = np.flatnonzero(decodes & (tokens[:num_running] == 1))
     decoding = rows if places is None else rows[places]
+    sequences, allowed = _wanted(table, steady if places is None else None, decoding)
     known = table.known[decoding]
-    most = np.clip(np.minimum(table.limit[decoding] - known - 1, table.most_drafts[decoding]), 0, most_queries(len(rows)) - 1)
+    most = np.clip(np.minimum(table.limit[decoding] - known - 1, allowed), 0, most_queries(len(rows)) - 1)
     if not most.any():
         return rows, tokens, None
-    if places is None and steady is not None:
-        sequences = steady.sequences
-    else:
-        sequences = [sequence for row in decoding.tolist() if (sequence := table.sequences[row]) is not None]
     for place in (table.want[decoding] & _PROMPT_LOGPROBS).nonzero()[0].tolist():
         # A preemption loses them while they are in flight. With drafts the answer might end before they are computed again.
         most[place] *= sequences[place].prefill.logprobs_sent
@@ -58,6 +57,17 @@ def give_drafts(
         return _ordered(rows, tokens, DraftPlan(width, found.tokens, start.astype(np.int32)), None)
     plan = _spread(len(rows), places, width, start, found.tokens)
     return _ordered(rows, tokens, plan, table.known[rows] - table.computed[rows] > 1)
+
+
+def _wanted(table: Rows, steady: Steady | None, rows: np.ndarray) -> tuple[list[Sequence], np.ndarray]:
+    """The sequences of these rows, and how many drafts each may have by its request. `steady`: has these rows."""
+    if steady is not None and steady.most_drafts is not None:
+        return steady.sequences, steady.most_drafts
+    sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
+    allowed = np.array([sequence.most_drafts for sequence in sequences], np.int64)
+    if steady is not None:
+        steady.most_drafts = allowed
+    return sequences, allowed
 
 
 def _check(found: Drafts, asked: DecodingRows) -> None:

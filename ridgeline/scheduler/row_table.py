@@ -24,7 +24,6 @@ class Rows:
         self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
-        self.most_drafts = np.zeros(max_rows, np.int64)  # of a step, as the request wants it
         self.plain = np.zeros(max_rows, bool)            # it samples from the model's own logits
         self.stay = np.zeros(max_rows, np.int64)         # grows when a sequence gets the row, and when it leaves it
         self.num_held = 0                                # blocks in the tables of all rows …
@@ -51,7 +50,6 @@ class Rows:
         # What was lost with drafts in flight was counted as if all of them had been accepted.
         self.lost[row] = min(sequence.prefill.lost_tokens, len(sequence.tokens) - 1)
         self.want[row] = want
-        self.most_drafts[row] = sequence.most_drafts
         self.plain[row] = sequence.is_plain
         self.stay[row] += 1
         self._ranked = None

@@ -48,6 +48,8 @@ class Sources:
     def __init__(self, names: Iterable[str]) -> None:
         self.listed = [Source(name, grade, late) for name in names for grade in range(EVIDENCE) for late in (False, True)]
         self.kinds = len(self.listed) // 2
+        # Sources from this number on are the draft model's, which is the last proposer.
+        self.first_on_device = sum(each.name != DRAFT_MODEL for each in self.listed)
 
     def number(self, proposer: int, evidence: np.ndarray, late: np.ndarray) -> np.ndarray:
         return np.asarray(2 * (evidence + EVIDENCE * proposer) + late)

@@ -54,6 +54,22 @@ class DraftCounters:
     probes: int = 0                  # steps that had drafts only to learn
 
 
+@dataclass(slots=True)
+class _Search:
+    """When drafts were looked for, and found."""
+
+    last_drafted: int = 0            # the step in which there were some …
+    in_vain: int = 0                 # … and how often they were looked for since
+    skipped: int = 0                 # steps in which they were not looked for, since they were
+
+    def due(self) -> bool:
+        self.skipped += 1
+        if self.skipped < min(_MOST_SKIPPED, 1 + self.in_vain // _PATIENCE):
+            return False
+        self.skipped = 0
+        return True
+
+
 class Controller:
     """A Drafter. `most` drafts of a row at most; `adaptive` False: each row verifies all it is offered (to measure with)."""
 
@@ -68,15 +84,11 @@ class Controller:
         self._adaptive = adaptive
         self._sources = Sources(each.name for each in self._proposers)
         self._records = RowRecords(self._sources.kinds)
-        small = sum(not isinstance(each, SmallModel) for each in self._proposers)
-        self._first_on_device = 2 * EVIDENCE * small     # sources from this number on are the draft model's
         self._honesty = Honesty()
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
-        self._last_drafted = 0                           # steps
+        self._search = _Search()
         self._last_off = 0
-        self._in_vain = 0                                # steps since drafts were found that are worth verifying
-        self._skipped = 0                                # steps since it was asked
         self._probing = False                            # does the newest step with drafts have them only to learn?
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
 
@@ -90,16 +102,14 @@ class Controller:
 
     def awake(self) -> bool:
         """Looking for drafts takes the host's time. Where there were none for long, it does not look in every step."""
-        self._skipped += 1
-        if self._adaptive and self._skipped < min(_MOST_SKIPPED, 1 + self._in_vain // _PATIENCE):
+        if self._adaptive and not self._search.due():
             self._step += 1
             return False
-        self._skipped = 0
         return True
 
     def plan(self, rows: DecodingRows) -> Drafts | None:
         found = self._plan(rows)
-        self._in_vain = 0 if found is not None else self._in_vain + 1
+        self._search.in_vain = 0 if found is not None else self._search.in_vain + 1
         return found
 
     def _plan(self, rows: DecodingRows) -> Drafts | None:
@@ -108,7 +118,7 @@ class Controller:
             return None
         if self._adaptive and not self._knows_off(len(rows.sequences), rows.keys):
             return None
-        since = self._step - self._last_drafted
+        since = self._step - self._search.last_drafted
         probing = self._adaptive and since >= PROBE_EVERY
         if self._adaptive and (small := self._small) is not None:
             probing |= small.look(rows, self.times, self._step, since, probing)
@@ -124,7 +134,7 @@ class Controller:
         if not width.any():
             self._honesty.count(0.0, 0)
             return None
-        self._last_drafted = self._step
+        self._search.last_drafted = self._step
         return self._drafts(rows, offers, chances, width)
 
     def _offers(self, rows: DecodingRows) -> _Offers | None:
@@ -161,7 +171,7 @@ class Controller:
             records.waiting[slots[pending == 0]] = 0     # nothing is in flight: blocks were short, or memory ran out
         tried, accepted = records.fade(slots, source >> 1, self._step)
         length = np.minimum(paths.ends - pending, allowed)
-        on_device = source >= self._first_on_device
+        on_device = source >= self._sources.first_on_device
         if self._adaptive and not tried.all():           # a draft model is alike for all rows
             new = (tried == 0) & (paths.evidence < EVIDENCE - 1) & ~on_device
             length = np.where(new, np.minimum(length, _FIRST), length)
@@ -322,7 +332,7 @@ class Controller:
             records.count(slots, source >> 1, width, accepted, self._step)
         self._honesty.count(float(expected.sum()), int(accepted[expected > 0].sum()))
         if self._probing and len(width) and (accepted == width).all():
-            self._last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
+            self._search.last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
     def _count_predicted(
         self, sequences: list[Sequence], mine: np.ndarray, accepted: np.ndarray, rejected: np.ndarray

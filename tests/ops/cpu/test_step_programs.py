@@ -40,8 +40,7 @@ def test_the_same_tokens_as_op_by_op(name: str, temperature: float, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("mistral", 0.0), ("gemma3", 0.0), ("gemma2", 1.0)])
-def test_steps_with_drafts_are_programs_of_as_many_rows(name: str, temperature: float, tmp_path: Path) -> None:
-    """The same tokens in float32, too: every token goes through the kernels of a step without drafts."""
+def test_steps_with_drafts_have_the_same_tokens_in_float32(name: str, temperature: float, tmp_path: Path) -> None:
     model = save_checkpoint(name, tmp_path, tie_word_embeddings=False)
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=5, ignore_eos=True)
     asked = [Request(f"{number}", [5, 6, 7, 8 + number] * 6, params) for number in range(3)]
