@@ -38,7 +38,7 @@ class Computed:
 
 class Forward(Protocol):
     replays: int                     # steps that were a CUDA graph
-    stood_in: bool                   # a larger CUDA graph than its own ran the newest step, for it is not captured yet
+    stood_in: bool                   # the newest step was slower than it will be: a larger CUDA graph ran it, or no program yet
 
     @property
     def eager(self) -> Forward:

@@ -3,6 +3,10 @@
 A step in which every row computes one token and samples is recorded when its number of rows comes for the second time, up to its
 output: the greedy tokens, or the logits. Its inputs are copied to places that stay. Other steps, and those whose ops are not all
 native, run op by op.
+
+A step with drafts is such a step, too: each token is a row of its own, with the blocks of its sequence and the keys up to itself.
+Every layer writes the keys of all tokens before it attends. So a draft costs what another row would, and goes through the kernels
+of steps without drafts.
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ from ridgeline.ops.attention.attention_arguments import AttentionWork
 from ridgeline.ops.cpu.recording import Arena, Program, Recording
 from ridgeline.ops.registry import is_marked
 from ridgeline.process.log import get_logger
-from ridgeline.runner.device_rows import EVERY_HIDDEN
-from ridgeline.runner.forward import Computed, EagerForward
-from ridgeline.sizes.graph_shapes import Shape
+from ridgeline.runner.device_rows import EVERY_HIDDEN, leading_decodes
+from ridgeline.runner.forward import Computed, EagerForward, best_tokens
+from ridgeline.runner.to_host import greedy_bytes
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, Shape
 
 logger = get_logger("programs")
 
 MOST_PROGRAMS = 128                  # the one unused for longest makes room
-_Key = tuple[int, bool]              # rows, greedy
+_Key = tuple[int, bool]              # tokens, greedy
 
 
 @dataclass(slots=True)
@@ -38,10 +43,12 @@ class _Recorded:
 
 
 class ProgramForward:
-    def __init__(self, eager: EagerForward, tables: list[Tensor], last_token: Tensor) -> None:
+    def __init__(self, eager: EagerForward, tables: list[Tensor], last_token: Tensor, surplus: Tensor) -> None:
         """`tables`: of each KV group, the block tables of all rows. They and `last_token` stay where they are."""
         self.eager = eager
         self._inputs = _Inputs(tables, last_token)
+        self._last_token, self._surplus = last_token, surplus
+        self._accepted = torch.zeros(greedy_bytes(len(last_token)), dtype=torch.uint8)
         self._arena = Arena()
         self._recorded: OrderedDict[_Key, _Recorded] = OrderedDict()
         self._decodes = False                            # is the step that is about to run one that can be recorded?
@@ -50,8 +57,7 @@ class ProgramForward:
         self.stood_in = False
 
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
-        alike = plan.width is None and bool((plan.num_tokens == 1).all())
-        self._decodes = alike and not (plan.want & EVERY_HIDDEN).any()
+        self._decodes = leading_decodes(plan) == len(plan.rows) and not (plan.want & EVERY_HIDDEN).any()
         return None
 
     def prepare(self) -> bool:
@@ -61,29 +67,50 @@ class ProgramForward:
         """It holds no CUDA graphs."""
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
-        rows = len(batch.tokens)
-        if not self._decodes or len(batch.logits_index) != rows or batch.own_kernel or is_marked():
+        size, drafted = len(batch.tokens), batch.runs is not None
+        alike = self._decodes and len(batch.logits_index) == size <= self._inputs.most
+        self.stood_in = False
+        if not alike or batch.own_kernel or is_marked():
             return self.eager.run(batch, greedy)
-        key = (rows, greedy)
-        found = self._recorded.get(key)
+        found = self._recorded.get((size, greedy))
         if found is None:
             if len(self._recorded) == MOST_PROGRAMS:
                 self._recorded.popitem(last=False)
-            self._recorded[key] = _Recorded()
-            return self.eager.run(batch, greedy)
-        self._recorded.move_to_end(key)
+            self._recorded[size, greedy], self.stood_in = _Recorded(), True
+            if not drafted:
+                return self.eager.run(batch, greedy)
+            return self._checked(batch, self.eager.run(self._as_rows(batch), greedy))
+        self._recorded.move_to_end((size, greedy))
         if found.refused:
             return self.eager.run(batch, greedy)
         if found.program is None or found.computed is None:
-            return self._record(found, batch, greedy)
+            computed, self.stood_in = self._record(found, batch, greedy), True
+        else:
+            self._inputs.fill(batch)
+            found.program.run()
+            self.replays += 1
+            computed = found.computed
+        return self._checked(batch, computed) if drafted else computed
+
+    def _as_rows(self, batch: Batch) -> Batch:
+        """With each token as a row, at places that stay."""
         self._inputs.fill(batch)
-        found.program.run()
-        self.replays += 1
-        return found.computed
+        return self._inputs.batch(len(batch.tokens))
+
+    def _checked(self, batch: Batch, computed: Computed) -> Computed:
+        """With the drafts that are accepted, where rows take the best token: those of all positions are there."""
+        greedy, count = computed.greedy, len(batch.tokens)
+        if greedy is None:
+            return computed
+
+        def choose(tokens: Tensor, failed: Tensor, sample_rows: Tensor | None) -> None:
+            tokens.copy_(greedy[: 8 * count].view(torch.int64))
+            failed.copy_(greedy[len(greedy) - count :].view(torch.bool))
+
+        return Computed(None, None, best_tokens(choose, batch, self._accepted, self._last_token, self._surplus))
 
     def _record(self, found: _Recorded, batch: Batch, greedy: bool) -> Computed:
-        self._inputs.fill(batch)
-        inputs, recording = self._inputs.batch(len(batch.tokens)), Recording(self._arena)
+        inputs, recording = self._as_rows(batch), Recording(self._arena)
         with recording.of_calls():
             computed = self.eager.run(inputs, greedy)
         computed.hidden = None
@@ -104,12 +131,12 @@ class _Inputs:
     """The integers of a step, at places that stay."""
 
     def __init__(self, tables: list[Tensor], last_token: Tensor) -> None:
-        rows = len(last_token)
+        self.most = size = max(len(last_token), MOST_VERIFIED)           # tokens
         self._tables = tables
-        self._tokens, self._positions, self._sample_rows = (torch.zeros(rows, dtype=torch.int64) for _ in range(3))
-        self._kv_len, self._table_rows = (torch.zeros(rows, dtype=torch.int32) for _ in range(2))
-        self._slots = [torch.zeros(rows, dtype=torch.int64) for _ in tables]
-        self._borders = torch.arange(rows + 1, dtype=torch.int32)
+        self._tokens, self._positions, self._sample_rows = (torch.zeros(size, dtype=torch.int64) for _ in range(3))
+        self._kv_len, self._table_rows = (torch.zeros(size, dtype=torch.int32) for _ in range(2))
+        self._slots = [torch.zeros(size, dtype=torch.int64) for _ in tables]
+        self._borders = torch.arange(size + 1, dtype=torch.int32)
         self._last_token = last_token.numpy()
         self._copied = [
             tensor.numpy() for tensor in (self._positions, self._kv_len, self._table_rows, self._sample_rows, *self._slots)
@@ -117,12 +144,19 @@ class _Inputs:
         self._token_array = self._tokens.numpy()
 
     def fill(self, batch: Batch) -> None:
-        rows = len(batch.tokens)
+        size = len(batch.tokens)
         assert batch.table_rows is not None
-        given = (batch.positions, batch.kv_len, batch.table_rows, batch.sample_rows, *(group.slots for group in batch.groups))
-        for target, source in zip(self._copied, given, strict=True):
-            target[:rows] = source.numpy()
-        np.take(self._last_token, batch.table_rows.numpy(), out=self._token_array[:rows])
+        given = [batch.positions, batch.kv_len, batch.table_rows, batch.sample_rows]
+        tokens, rows = self._token_array[:size], batch.table_rows.numpy()
+        if batch.newest is None:
+            np.take(self._last_token, rows, out=tokens)
+        else:                                            # drafts: each token is a row, with the keys up to its own
+            newest = batch.newest.numpy()
+            tokens[:] = np.where(newest < 0, batch.tokens.numpy(), self._last_token[newest])
+            padding = torch.full_like(batch.sample_rows, len(self._last_token) - 1)      # which token is the newest shows later
+            given = [batch.positions, batch.positions + 1, batch.sample_rows, padding]
+        for target, source in zip(self._copied, [*given, *(group.slots for group in batch.groups)], strict=True):
+            target[:size] = source.numpy()
 
     def batch(self, rows: int) -> Batch:
         """As `fill` has filled it."""

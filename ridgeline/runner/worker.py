@@ -141,7 +141,7 @@ def _forward(
             config.graph_bytes, verified, comm.size == 1, beside if isinstance(beside, GraphForward) else None,
         )
     if _runs_programs(config, rows.device, dtype):
-        return ProgramForward(eager, rows.tables.groups, rows.last_token)
+        return ProgramForward(eager, rows.tables.groups, rows.last_token, rows.late.surplus)
     return eager
 
 

@@ -33,9 +33,11 @@ class Answers:
         self._manager = manager
         self._counters = counters
 
-    def settle(self, flight: InFlight, drafts: DraftPlan, result: StepResult, later: Iterable[InFlight]) -> None:
+    def settle(
+        self, flight: InFlight, drafts: DraftPlan, surplus: np.ndarray, result: StepResult, later: Iterable[InFlight]
+    ) -> None:
         """Drafts were rejected: rows, and steps that were planned meanwhile, are that many tokens shorter than was assumed."""
-        table, surplus = self._running.rows, flight.surplus(result)
+        table = self._running.rows
         if surplus.any():
             stays, too_many = np.full(len(table.stay), -1), np.zeros(len(table.stay), np.int64)
             stays[flight.rows], too_many[flight.rows] = flight.stays, surplus
@@ -45,10 +47,11 @@ class Answers:
             table.known -= too_many
             table.computed -= too_many
             table.num_used -= int(too_many.sum())
-        drafted = np.flatnonzero(drafts.width)
-        accepted = np.maximum(result.num_new[drafted] - 1, 0)
-        told = [flight.sequences[place] for place in drafted.tolist()]
-        self.drafter.observe(told, drafts.width[drafted], accepted, result.device_seconds)
+        told, width, new = flight.sequences, drafts.width, result.num_new
+        if not width.all():
+            drafted = np.flatnonzero(width)
+            told, width, new = [told[place] for place in drafted.tolist()], width[drafted], new[drafted]
+        self.drafter.observe(told, width, np.maximum(new - 1, 0), result.device_seconds)
         made = drafts.on_device
         if len(made):
             self.drafter.proposed(len(made), int(drafts.width[made].max()), result)

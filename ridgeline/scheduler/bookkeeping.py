@@ -98,30 +98,33 @@ class InFlight:
         drafts = 0 if self.drafts is None else int(self.drafts.width.sum())
         return self.num_decodes + self.num_prompt_tokens + drafts
 
-    def surplus(self, result: StepResult) -> np.ndarray:
+    def _surplus(self, result: StepResult, width: np.ndarray) -> np.ndarray:
         """int [R]: tokens of each row that were planned and not accepted. A token that failed is none of them."""
-        assert self.drafts is not None
-        advanced = result.num_new.copy()
-        failed = list(result.failed)
-        advanced[failed] += self.drafts.width[failed] > 0
-        return self.sampled * (1 + self.drafts.width) - advanced
+        advanced = result.num_new
+        if result.failed:
+            advanced, failed = advanced.copy(), list(result.failed)
+            advanced[failed] += width[failed] > 0
+        return self.sampled * (1 + width) - advanced
 
     def shorten(self, stays: np.ndarray, too_many: np.ndarray) -> None:
         """An earlier step with drafts brought fewer tokens than this one was planned behind: by row, of these stays."""
         self.ends -= too_many[self.rows] * (stays[self.rows] == self.stays)
 
-    def check(self, result: StepResult) -> None:
-        """The device does what the plan says; with drafts, no more than it says, and at least one token."""
+    def check(self, result: StepResult) -> np.ndarray | None:
+        """The device does what the plan says; with drafts, no more than it says, and at least one token. Of such a step: the
+        tokens of each row that were planned and not accepted."""
         if self.step != result.step:
             raise AssertionError(f"result of step {result.step} arrived, step {self.step} is the oldest in flight")
         if self.drafts is None:
+            surplus = None
             fits = np.array_equal(result.lengths, self.ends) and np.array_equal(result.num_new, self.sampled)
         else:
-            surplus = self.surplus(result)
-            fits = bool(((surplus >= 0) & (surplus <= self.drafts.width)).all())
-            fits &= np.array_equal(result.lengths, self.ends - surplus)
+            surplus = self._surplus(result, self.drafts.width)
+            right = (surplus >= 0) & (surplus <= self.drafts.width) & (result.lengths == self.ends - surplus)
+            fits = bool(right.all())
         if not fits:
             raise AssertionError(f"step {self.step} computed or sampled something else than was planned")
+        return surplus
 
 
 @dataclass(slots=True)
@@ -134,6 +137,7 @@ class Steady:
     want: np.ndarray
     sequences: list[Sequence]
     constrained: list[tuple[int, Sequence]]
+    most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet
 
     def sampling(self, sampled: np.ndarray) -> list[Sequence]:
         return [sequence for sequence, samples in zip(self.sequences, sampled.tolist(), strict=True) if samples]

@@ -10,9 +10,11 @@ import numpy as np
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Want
-from ridgeline.scheduler.bookkeeping import DraftPlan
+from ridgeline.scheduler.bookkeeping import DraftPlan, Steady
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
+from ridgeline.scheduler.row_table import Rows
 from ridgeline.scheduler.running import Running
+from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
 
 _PROMPT_LOGPROBS = np.int8(Want.PROMPT_LOGPROBS)
@@ -20,42 +22,56 @@ _Planned = tuple[np.ndarray, np.ndarray, DraftPlan | None]
 
 
 def give_drafts(
-    drafter: Drafter, running: Running, manager: KVManager, rows: np.ndarray, tokens: np.ndarray, num_running: int, room: int
+    drafter: Drafter, running: Running, manager: KVManager, steady: Steady | None, rows: np.ndarray, tokens: np.ndarray,
+    num_running: int, room: int,
 ) -> _Planned:
-    """Rows and tokens of the plan with drafts, and the drafts. `num_running`: the first of them have not just joined."""
+    """Rows and tokens of the plan with drafts, and the drafts. `num_running`: the first of them have not just joined.
+    `steady`: of the plan before; if it has these very rows, all of them decode."""
     table = running.rows
-    old = rows[:num_running]
-    decodes = (table.known[old] - table.computed[old] == 1) & (table.computed[old] >= table.num_prompt[old])
-    places = np.flatnonzero(decodes & (tokens[:num_running] == 1))
-    decoding = rows if len(places) == len(rows) else rows[places]
-    known, computed = table.known[decoding], table.computed[decoding]
-    sequences = [sequence for row in decoding.tolist() if (sequence := table.sequences[row]) is not None]
-    allowed = np.array([sequence.most_drafts for sequence in sequences], np.int64)
-    most = np.minimum(table.limit[decoding] - known - 1, allowed)
     room = min(room, MOST_VERIFIED - len(rows))
-    if room <= 0 or not (most > 0).any():
+    if room <= 0:
         return rows, tokens, None
-    for place in np.flatnonzero(table.want[decoding] & _PROMPT_LOGPROBS).tolist():
+    places: np.ndarray | None = None                     # None: all
+    if steady is None or steady.rows is not rows:
+        old = rows[:num_running]
+        decodes = (table.known[old] - table.computed[old] == 1) & (table.computed[old] >= table.num_prompt[old])
+        places = np.flatnonzero(decodes & (tokens[:num_running] == 1))
+    decoding = rows if places is None else rows[places]
+    sequences, allowed = _wanted(table, steady if places is None else None, decoding)
+    known = table.known[decoding]
+    most = np.clip(np.minimum(table.limit[decoding] - known - 1, allowed), 0, most_queries(len(rows)) - 1)
+    if not most.any():
+        return rows, tokens, None
+    for place in (table.want[decoding] & _PROMPT_LOGPROBS).nonzero()[0].tolist():
         # A preemption loses them while they are in flight. With drafts the answer might end before they are computed again.
         most[place] *= sequences[place].prefill.logprobs_sent
     arrived = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    asked = DecodingRows(
-        sequences, np.clip(most, 0, most_queries(len(rows)) - 1), known - arrived, room, int(tokens.sum()), int(computed.sum()),
-    )
+    asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), int(table.computed[decoding].sum()))
     found = drafter.plan(asked)
     if found is None:
         return rows, tokens, None
     _check(found, asked)
-    width = np.zeros(len(rows), np.int32)
-    width[places] = _with_blocks(running, manager, decoding, found.width)
-    if not width.any():
-        return rows, tokens, None
+    width = _with_blocks(running, manager, decoding, found.width)
     start = arrived if found.on_device is None else np.where(found.on_device, -1, arrived)
-    return _ordered(rows, tokens, width, places, start, found.tokens, table.known[rows] - table.computed[rows] > 1)
+    if places is None:
+        return _ordered(rows, tokens, DraftPlan(width, found.tokens, start.astype(np.int32)), None)
+    plan = _spread(len(rows), places, width, start, found.tokens)
+    return _ordered(rows, tokens, plan, table.known[rows] - table.computed[rows] > 1)
+
+
+def _wanted(table: Rows, steady: Steady | None, rows: np.ndarray) -> tuple[list[Sequence], np.ndarray]:
+    """The sequences of these rows, and how many drafts each may have by its request. `steady`: has these rows."""
+    if steady is not None and steady.most_drafts is not None:
+        return steady.sequences, steady.most_drafts
+    sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
+    allowed = np.array([sequence.most_drafts for sequence in sequences], np.int64)
+    if steady is not None:
+        steady.most_drafts = allowed
+    return sequences, allowed
 
 
 def _check(found: Drafts, asked: DecodingRows) -> None:
-    if (found.width < 0).any() or (found.width > asked.most).any() or int(found.width.sum()) > asked.room:
+    if ((found.width < 0) | (found.width > asked.most)).any() or int(found.width.sum()) > asked.room:
         raise AssertionError("the drafter plans more drafts than it may")
 
 
@@ -63,7 +79,7 @@ def _with_blocks(running: Running, manager: KVManager, rows: np.ndarray, width: 
     """Widths for which the rows have blocks now."""
     table, size = running.rows, manager.block_size
     width = width.copy()
-    for place in np.flatnonzero(table.computed[rows] + 1 + width > table.num_blocks[rows] * size).tolist():
+    for place in (table.computed[rows] + width >= table.num_blocks[rows] * size).nonzero()[0].tolist():
         row = int(rows[place])
         sequence, computed = table.sequences[row], int(table.computed[row])
         assert sequence is not None and sequence.blocks is not None
@@ -76,21 +92,26 @@ def _with_blocks(running: Running, manager: KVManager, rows: np.ndarray, width: 
     return width
 
 
-def _ordered(
-    rows: np.ndarray, tokens: np.ndarray, width: np.ndarray, places: np.ndarray, begin: np.ndarray,
-    guesses: np.ndarray | None, prompts: np.ndarray,
-) -> _Planned:
+def _spread(count: int, places: np.ndarray, width: np.ndarray, start: np.ndarray, guesses: np.ndarray | None) -> DraftPlan:
+    """From the rows that decode to all."""
+    plan = DraftPlan(np.zeros(count, np.int32), None, np.zeros(count, np.int32))
+    plan.width[places], plan.start[places] = width, start
+    if guesses is not None:
+        plan.tokens = np.full((count, guesses.shape[1]), -1, np.int32)
+        plan.tokens[places] = guesses
+    return plan
+
+
+def _ordered(rows: np.ndarray, tokens: np.ndarray, plan: DraftPlan, prompts: np.ndarray | None) -> _Planned:
     """Decodes without drafts first, then those with drafts, then prompts: so kernels find rows of a kind together. Rows that are
     in that order stay the same array: what was written down of them can be used again."""
-    start = np.zeros(len(rows), np.int32)
-    start[places] = begin
-    path = None
-    if guesses is not None:
-        path = np.full((len(rows), guesses.shape[1]), -1, np.int32)
-        path[places] = guesses
-    kinds = np.where(prompts, 2, width > 0)
+    kinds = plan.width > 0
+    if not kinds.any():
+        return rows, tokens, None
+    if prompts is not None:
+        kinds = np.where(prompts, 2, kinds)
     if (kinds[1:] >= kinds[:-1]).all():
-        return rows, tokens + width, DraftPlan(width, path, start)
+        return rows, tokens + plan.width, plan
     order = np.argsort(kinds, kind="stable")
-    plan = DraftPlan(width[order], None if path is None else path[order], start[order])
-    return rows[order], (tokens + width)[order], plan
+    ordered = DraftPlan(plan.width[order], None if plan.tokens is None else plan.tokens[order], plan.start[order])
+    return rows[order], (tokens + plan.width)[order], ordered

@@ -42,6 +42,9 @@ class Drafts:
 class Drafter(Protocol):
     active: bool                     # False: it is not asked, and steps cost what they cost without it
 
+    def awake(self) -> bool:
+        """Is it to be asked for this step? Once per step."""
+
     def plan(self, rows: DecodingRows) -> Drafts | None:
         """None: no row has drafts in this step, which then is as if there were no drafter."""
 
@@ -66,6 +69,9 @@ class NoDrafter:
     """The off version."""
 
     active = False
+
+    def awake(self) -> bool:
+        return False
 
     def plan(self, rows: DecodingRows) -> Drafts | None:
         return None

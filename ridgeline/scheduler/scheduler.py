@@ -230,9 +230,11 @@ class Scheduler:
         if not len(rows):
             return StepPlan(self._step, *_NOTHING)
         drafts = None
-        if self.drafter.active:
+        if self.drafter.active and self.drafter.awake():
             room = self._most_tokens - int(tokens.sum())
-            rows, tokens, drafts = give_drafts(self.drafter, self._running, self.manager, rows, tokens, num_running, room)
+            rows, tokens, drafts = give_drafts(
+                self.drafter, self._running, self.manager, self._steady, rows, tokens, num_running, room
+            )
         return self._plan(rows, tokens, drafts)
 
     def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, int, _Ahead | None]:
@@ -468,7 +470,7 @@ class Scheduler:
     def update(self, result: StepResult) -> list[TokenDelta]:
         """Take in the oldest step in flight: token values, stops, full blocks."""
         flight = self._flights.popleft()
-        flight.check(result)
+        surplus = flight.check(result)
         counters = self.counters
         counters.useful_tokens += result.useful
         counters.wasted_tokens += result.recomputed
@@ -483,6 +485,6 @@ class Scheduler:
         if self.drafter.active and not flight.num_prompt_tokens and result.typical:
             queries = 1 if flight.drafts is None else 1 + int(flight.drafts.width.max())
             self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), seconds)
-        if flight.drafts is not None:
-            self._answers.settle(flight, flight.drafts, result, self._flights)
+        if flight.drafts is not None and surplus is not None:
+            self._answers.settle(flight, flight.drafts, surplus, result, self._flights)
         return self._answers.take_in(flight, result)

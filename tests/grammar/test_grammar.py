@@ -354,11 +354,11 @@ def test_a_busy_machine_keeps_tokens_with_the_threads(
         assert masks._look_for_slow == (works > 0.1) and all(at.accept(seven) for at in made)
 
 
-@pytest.mark.parametrize("drafts", [0, 15])
-def test_masks_behind_drafts_are_those_of_later_steps(clock: Clock, drafts: int) -> None:
-    """Four answers take less than a step may, with one mask each. With drafts a step stands for many; without, it is too much."""
+@pytest.mark.parametrize(("count", "seconds", "drafts"), [(64, 0.02, 0), (4, 0.02, 15), (32, 0.003, 16)])
+def test_masks_behind_drafts_are_those_of_later_steps(clock: Clock, count: int, seconds: float, drafts: int) -> None:
+    """Some answers take less than a step may, with one mask each. With drafts a step stands for many; without, it is too much."""
     masks = Masks(PADDED, 1)
-    answers = [taking(clock, 0.02, "usual") for _ in range(4 if drafts else 64)]
+    answers = [taking(clock, seconds, "usual") for _ in range(count)]
     wanted = []
     for answer in answers:
         copies = [copy.copy(answer) for _ in range(drafts)]

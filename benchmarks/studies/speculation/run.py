@@ -54,7 +54,7 @@ from ridgeline.messages import Request, StepResult
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows, Drafts, NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
@@ -76,7 +76,7 @@ SPARE = 1.5                          # tokens that a row may say, of those that 
 Answers = dict[str, list[int]]
 
 
-class Tape:
+class Tape(RowByRow):
     """A guess for every token of the answers, right with probability alpha. A token's guess is compared once at most: rows go on
     behind the first wrong one. So it may be drawn ahead, where it costs the steps nothing."""
 
@@ -100,7 +100,7 @@ class Tape:
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
         tokens = self.guesses(sequence, most)
-        return Offer(self.name, tokens, EVIDENCE - 1) if tokens else None
+        return Offer(tokens, EVIDENCE - 1) if tokens else None
 
     def ended(self, sequence: Sequence) -> None:
         """Its answers are known."""
@@ -114,6 +114,9 @@ class Fixed:
     def __init__(self, tape: Tape, width: int) -> None:
         self._tape, self._width = tape, width
         self.proposed = self.accepted = 0
+
+    def awake(self) -> bool:
+        return True
 
     def plan(self, rows: DecodingRows) -> Drafts | None:
         width = np.minimum(self._width, rows.most)

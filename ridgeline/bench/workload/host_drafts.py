@@ -16,6 +16,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ from ridgeline.runner.to_host import greedy_bytes
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Paths
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, Shape
@@ -53,8 +54,10 @@ class Dial:
 
     name = "ngram"
 
-    def propose(self, sequence: Sequence, most: int) -> Offer | None:
-        return Offer(self.name, [7] * most, EVIDENCE - 1)
+    def propose_all(self, sequences: list[Sequence], most: np.ndarray) -> Paths | None:
+        count = len(sequences)
+        tokens = np.full((count, int(most.max())), 7, np.int32)
+        return Paths(np.arange(count), tokens, most, np.full(count, EVIDENCE - 1))
 
     def ended(self, sequence: Sequence) -> None:
         """It knows no sequence."""

@@ -32,6 +32,7 @@ from ridgeline.runner.sampler import Sampler
 
 STAGED = MOST_DRAFTS + 1             # steps of it that may be on their way at once
 _FEW = 2                             # tokens of a row that are computed before each proposal: those accepted last
+CALM_PROPOSALS = 16                  # after these, steps that were made smaller when memory ran out may be twice as large
 _NONE = np.zeros(0, np.int32)
 _NO_BLOCKS = _NONE.reshape(0, 4)
 
@@ -43,6 +44,29 @@ class Spent:
     draft_seconds: float = 0.0
     catch_up_seconds: float = 0.0
     caught_up: int = 0
+
+
+@dataclass(slots=True)
+class Budget:
+    """Most tokens of a step, fewer for a while after memory ran out."""
+
+    most: int
+    least: int
+    saved: int = 0                   # how often they were halved
+    calm: int = 0                    # proposals that went well since
+
+    @property
+    def tokens(self) -> int:
+        return max(self.least, self.most >> self.saved)
+
+    def ran_out(self) -> None:
+        self.saved, self.calm = self.saved + (self.tokens > self.least), 0
+
+    def went_well(self) -> None:
+        """Memory that ran out once may be free again."""
+        self.calm += self.saved > 0
+        if self.calm >= CALM_PROPOSALS:
+            self.saved, self.calm = self.saved - 1, 0
 
 
 class NoDraftModel:
@@ -87,7 +111,7 @@ class DraftModel(NoDraftModel):
         self.model = model
         self._forward, self._rows, self._sampler, self._buffers, self._cache = forward, rows, sampler, buffers, cache
         self._group, self._vocab, self._broadcast = group, vocab, broadcast
-        self._budget = max(budget, rows.max_rows)
+        self._budget = Budget(max(budget, rows.max_rows), rows.max_rows)
         max_len = rows.tables.blocks.shape[2] * rows.block_size
         self._tokens = np.zeros((rows.max_rows, max_len + MOST_DRAFTS + 1), np.int32)    # of each row; pages that are used
         self._known = np.zeros(rows.max_rows, np.int64)  # how many of them
@@ -129,9 +153,9 @@ class DraftModel(NoDraftModel):
         self._known[rows] += counts
 
     def start_over(self) -> None:
-        """It may have been a step of it that was too large."""
+        """It may have been a step of it that was too large: its steps are smaller for a while."""
         self._guessed[:] = -1
-        self._budget = max(self._rows.max_rows, self._budget // 2)
+        self._budget.ran_out()
 
     def warm_up(self) -> None:
         """Proposals for one row and for all, before any sequence has a block: their KV goes to block 0. Kernels are compiled."""
@@ -195,6 +219,7 @@ class DraftModel(NoDraftModel):
         self._guessed[rows, : found.shape[1]] = np.where(computed, found, -1)
         self._guessed[rows, found.shape[1] :] = -1
         found[found >= self._vocab] = -1
+        self._budget.went_well()
         return found[np.argsort(order)]
 
     def _catch_up(self, rows: np.ndarray, known: np.ndarray) -> Tensor:
@@ -206,10 +231,10 @@ class DraftModel(NoDraftModel):
             rest = known - 1 - done                      # the last token of each row comes with the step that samples
             behind = np.flatnonzero(rest)
             alone = behind[np.sort(np.unique(self._cache.next_blocks(rows[behind]), return_index=True)[1])]
-            if len(alone) == len(behind) and int(rest.sum()) + len(rows) <= self._budget:
+            if len(alone) == len(behind) and int(rest.sum()) + len(rows) <= self._budget.tokens:
                 break
             counts = np.zeros_like(rest)
-            counts[alone] = np.minimum(rest[alone], np.maximum(0, self._budget - (np.cumsum(rest[alone]) - rest[alone])))
+            counts[alone] = np.minimum(rest[alone], np.maximum(0, self._budget.tokens - (np.cumsum(rest[alone]) - rest[alone])))
             some = np.flatnonzero(counts)
             self._step(rows[some], counts[some], None)
             self._wait()                                 # what is staged for it is used again

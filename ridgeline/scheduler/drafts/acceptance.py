@@ -6,6 +6,7 @@ draft j of a row survives is the product of the first j rates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ _BY_EVIDENCE = (0.4, 0.5, 0.65, 0.8)
 _PRIOR_WEIGHT = 2.0
 _POSITION_WEIGHT = 8.0               # a position is believed to be like the one before it
 _REMEMBERED = 500.0                  # counts of a position; then the old ones count half
-_ROW_WEIGHT = 12.0                   # counts of the proposer that a row's own are weighed against …
+_ROW_WEIGHT = 12.0                   # counts of the proposer that a row's own are weighed against, more if rows are alike, …
 _BY_CHANCE = 3.0                     # … unless they surprise: by more than that, as a squared distance over the variance, …
 _LEAST_SPREAD = 0.1                  # … which is at least this
 _ROW_KEEPS = 0.95                    # of a row's counts with each drafted step …
@@ -41,19 +42,17 @@ class Source(NamedTuple):
 
 
 class Sources:
-    """Sources by number, so that a step's drafts can have theirs in an array."""
+    """Sources by number, so that a step's drafts can have theirs in an array: of each proposer its grades of evidence, of each
+    grade first what was proposed with all tokens known. Half of a number, the `kind`, is what a row's own record is kept by."""
 
-    def __init__(self) -> None:
-        self.listed: list[Source] = []
-        self.numbers: dict[tuple[str, int], int] = {}    # by name and evidence; the number of the late one follows
+    def __init__(self, names: Iterable[str]) -> None:
+        self.listed = [Source(name, grade, late) for name in names for grade in range(EVIDENCE) for late in (False, True)]
+        self.kinds = len(self.listed) // 2
+        # Sources from this number on are the draft model's, which is the last proposer.
+        self.first_on_device = sum(each.name != DRAFT_MODEL for each in self.listed)
 
-    def add(self, name: str, evidence: int) -> int:
-        number = self.numbers[name, evidence] = len(self.listed)
-        self.listed += [Source(name, evidence, late) for late in (False, True)]
-        return number
-
-    def evidence(self, numbers: np.ndarray) -> np.ndarray:
-        return np.array([source.evidence for source in self.listed], np.int64)[numbers]
+    def number(self, proposer: int, evidence: np.ndarray, late: np.ndarray) -> np.ndarray:
+        return np.asarray(2 * (evidence + EVIDENCE * proposer) + late)
 
 
 class Honesty:
@@ -80,17 +79,19 @@ class _Counts:
 
 
 class RowRecords:
-    """What the drafts of each row came to lately, by grade of evidence: text that happens to repeat a pair of words says nothing
-    about text that is copied. And the drafts that are in flight: where they are from, and how many are expected to survive.
+    """What the drafts of each row came to lately, by kind, which is a proposer and a grade of evidence: text that happens to
+    repeat a pair of words says nothing about text that is copied, nor about what a draft model says. And the drafts that are in
+    flight: where they are from, and how many are expected to survive.
 
     All of it is arrays, so that a step's rows are counted at once. A sequence has a slot in them until it is forgotten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: int) -> None:
+        self._kinds = kinds
         self._slots: dict[Sequence, int] = {}
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
-        self.tried, self.accepted = np.zeros((2, _FIRST_SLOTS, EVIDENCE))
-        self._step = np.zeros((_FIRST_SLOTS, EVIDENCE), np.int64)    # when it was last counted
+        self.tried, self.accepted = np.zeros((2, _FIRST_SLOTS, kinds))
+        self._step = np.zeros((_FIRST_SLOTS, kinds), np.int64)       # when it was last counted
         self._source = np.zeros((_FIRST_SLOTS, _IN_FLIGHT), np.int64)    # in flight, the oldest first …
         self._expected = np.zeros((_FIRST_SLOTS, _IN_FLIGHT))
         self.waiting = np.zeros(_FIRST_SLOTS, np.int64)              # … and of how many steps
@@ -116,17 +117,18 @@ class RowRecords:
         if slot is not None:
             self._free.append(slot)
 
-    def fade(self, slots: np.ndarray, evidence: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def fade(self, slots: np.ndarray, kind: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Tried and accepted drafts, as they count in this step."""
-        kept = _ROW_FADES ** (step - self._step[slots, evidence])
-        return self.tried[slots, evidence] * kept, self.accepted[slots, evidence] * kept
+        cells = slots * self._kinds + kind
+        kept = _ROW_FADES ** (step - self._step.take(cells))
+        return self.tried.take(cells) * kept, self.accepted.take(cells) * kept
 
-    def count(self, slots: np.ndarray, evidence: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> None:
+    def count(self, slots: np.ndarray, kind: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> None:
         """Drafts have come back."""
-        tried, kept = self.fade(slots, evidence, step)
-        self.tried[slots, evidence] = tried * _ROW_KEEPS + np.minimum(width, accepted + 1)
-        self.accepted[slots, evidence] = kept * _ROW_KEEPS + accepted
-        self._step[slots, evidence] = step
+        tried, kept = self.fade(slots, kind, step)
+        self.tried[slots, kind] = tried * _ROW_KEEPS + np.minimum(width, accepted + 1)
+        self.accepted[slots, kind] = kept * _ROW_KEEPS + accepted
+        self._step[slots, kind] = step
 
     def send(self, slots: np.ndarray, source: np.ndarray, expected: np.ndarray) -> None:
         """These rows have drafts in the step that is planned."""
@@ -217,9 +219,24 @@ def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths
     first = rates[:, 0]
     missing = np.maximum(0.0, first * tried - accepted)
     surprise = missing**2 / np.maximum(tried * first * (1 - first), _LEAST_SPREAD)       # chance alone makes 1 of it, rarely 3
-    weight = (_ROW_WEIGHT / np.maximum(1.0, surprise / _BY_CHANCE))[:, None]
+    weight = (_alike(first, tried, accepted) / np.maximum(1.0, surprise / _BY_CHANCE))[:, None]
     mixed = (accepted[:, None] + weight * rates) / (tried[:, None] + weight)
     return np.asarray(np.cumprod(mixed, axis=1) * (np.arange(rates.shape[1]) < lengths[:, None]))
+
+
+def _alike(first: np.ndarray, tried: np.ndarray, accepted: np.ndarray) -> float:
+    """How many counts of a row the proposer's rates are worth: many, where chance alone explains how rows differ.
+
+        variance of a row's counts  =  tried · p (1 - p)  +  tried² · how much rows differ         worth  =  p (1 - p) / that
+
+    To the difference its own uncertainty is added: few rows, or rows with few counts, say little about it."""
+    squares, rows = float((tried * tried).sum()), len(tried)
+    if not squares:
+        return _ROW_WEIGHT
+    by_chance = tried * first * (1 - first)
+    differ = max(0.0, float(((accepted - first * tried) ** 2 - by_chance).sum()))
+    unsure = float(by_chance.sum()) * (2 / rows) ** 0.5
+    return max(_ROW_WEIGHT, float(np.mean(first * (1 - first))) * squares / max(differ + unsure, 1e-9))
 
 
 def beyond(values: np.ndarray, positions: int) -> np.ndarray:

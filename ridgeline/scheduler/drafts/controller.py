@@ -15,18 +15,17 @@ row after the other.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
+from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources, beyond, survival
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Proposer
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.sequence import Sequence
@@ -41,6 +40,8 @@ _GAIN = 1.01                         # drafts must promise this much more than n
 _OFF_EVERY = 500                     # steps with drafts before one without is taken, to measure it again
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
+_PATIENCE = 8                        # steps in vain, and again as many, and again …
+_MOST_SKIPPED = 8                    # … before it is asked in each second step only, each third, and so on up to this
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 
 
@@ -51,6 +52,22 @@ class DraftCounters:
     accepted_tokens: int = 0
     accepted_per_position: np.ndarray = field(default_factory=lambda: np.zeros(MOST_DRAFTS, np.int64))
     probes: int = 0                  # steps that had drafts only to learn
+
+
+@dataclass(slots=True)
+class _Search:
+    """When drafts were looked for, and found."""
+
+    last_drafted: int = 0            # the step in which there were some …
+    in_vain: int = 0                 # … and how often they were looked for since
+    skipped: int = 0                 # steps in which they were not looked for, since they were
+
+    def due(self) -> bool:
+        self.skipped += 1
+        if self.skipped < min(_MOST_SKIPPED, 1 + self.in_vain // _PATIENCE):
+            return False
+        self.skipped = 0
+        return True
 
 
 class Controller:
@@ -65,12 +82,12 @@ class Controller:
         self._proposers = tuple(proposers)
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
-        self._records = RowRecords()
-        self._sources = Sources()
+        self._sources = Sources(each.name for each in self._proposers)
+        self._records = RowRecords(self._sources.kinds)
         self._honesty = Honesty()
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
-        self._last_drafted = 0                           # steps
+        self._search = _Search()
         self._last_off = 0
         self._probing = False                            # does the newest step with drafts have them only to learn?
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
@@ -83,13 +100,25 @@ class Controller:
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
+    def awake(self) -> bool:
+        """Looking for drafts takes the host's time. Where there were none for long, it does not look in every step."""
+        if self._adaptive and not self._search.due():
+            self._step += 1
+            return False
+        return True
+
     def plan(self, rows: DecodingRows) -> Drafts | None:
+        found = self._plan(rows)
+        self._search.in_vain = 0 if found is not None else self._search.in_vain + 1
+        return found
+
+    def _plan(self, rows: DecodingRows) -> Drafts | None:
         self._step += 1
         if rows.room <= 0 or not rows.most.any():
             return None
         if self._adaptive and not self._knows_off(len(rows.sequences), rows.keys):
             return None
-        since = self._step - self._last_drafted
+        since = self._step - self._search.last_drafted
         probing = self._adaptive and since >= PROBE_EVERY
         if self._adaptive and (small := self._small) is not None:
             probing |= small.look(rows, self.times, self._step, since, probing)
@@ -105,60 +134,53 @@ class Controller:
         if not width.any():
             self._honesty.count(0.0, 0)
             return None
-        self._last_drafted = self._step
+        self._search.last_drafted = self._step
         return self._drafts(rows, offers, chances, width)
 
     def _offers(self, rows: DecodingRows) -> _Offers | None:
         """Of every proposer, for each row that may have drafts."""
-        places: list[int] = []
-        paths: list[list[int]] = []
-        kinds: list[int] = []
-        numbers, place = self._sources.numbers, -1
-        most_of_each = np.minimum(rows.most, self._most).tolist()
-        for sequence, most, pending in zip(rows.sequences, most_of_each, rows.pending.tolist(), strict=True):
-            place += 1
-            if most <= 0:
+        allowed = np.minimum(rows.most, self._most)
+        wanted = (allowed + rows.pending) * (allowed > 0)
+        constrained = [place for place, sequence in enumerate(rows.sequences) if sequence.matcher is not None]
+        found: list[tuple[Paths, np.ndarray]] = []
+        for number, proposer in enumerate(self._proposers):
+            paths = proposer.propose_all(rows.sequences, wanted)
+            if paths is None:
                 continue
-            for proposer in self._proposers:
-                offer = proposer.propose(sequence, most + pending)
-                if offer is None:
-                    continue
-                tokens = offer.tokens
-                if sequence.matcher is not None:
-                    del tokens[sequence.matcher.allowed(tokens) :]       # the rest could never be accepted
-                if len(tokens) <= pending:
-                    continue
-                number = numbers.get((offer.source, offer.evidence))
-                places.append(place)
-                paths.append(tokens)
-                kinds.append(self._sources.add(offer.source, offer.evidence) if number is None else number)
-        if not places:
+            if constrained:
+                _cut(paths, {place: rows.sequences[place] for place in constrained})
+            enough = paths.ends > rows.pending[paths.places]
+            if not enough.all():
+                paths = paths.of(enough)
+            if len(paths.places):
+                late = rows.pending[paths.places] > 0
+                found.append((paths, self._sources.number(number, paths.evidence, late)))
+        if not found:
             return None
-        return self._arranged(rows, np.array(places), paths, np.array(kinds))
+        paths, source = found[0] if len(found) == 1 else _joined(found)
+        return self._arranged(rows, allowed, paths, source)
 
-    def _arranged(self, rows: DecodingRows, places: np.ndarray, paths: list[list[int]], kinds: np.ndarray) -> _Offers:
-        records = self._records
-        pending = rows.pending[places]
-        if len(places) == len(rows.sequences) and len(self._proposers) == 1:
-            slots = records.slots(rows.sequences)
+    def _arranged(self, rows: DecodingRows, allowed: np.ndarray, paths: Paths, source: np.ndarray) -> _Offers:
+        records, places = self._records, paths.places
+        slots = records.slots(rows.sequences)
+        if len(places) < len(slots) or len(self._proposers) > 1:
+            slots, allowed, pending = slots[places], allowed[places], rows.pending[places]
         else:
-            slots = records.slots([rows.sequences[place] for place in places.tolist()])
-        records.waiting[slots[pending == 0]] = 0         # nothing is in flight: blocks were short, or memory ran out
-        source = kinds + (pending > 0)
-        evidence = self._sources.evidence(source)
-        tried, accepted = records.fade(slots, evidence, self._step)
-        ends = np.array([len(path) for path in paths])
-        length = np.minimum(ends - pending, np.minimum(rows.most[places], self._most))
-        on_device = np.array([each.name == DRAFT_MODEL for each in self._sources.listed])[source]
-        if self._adaptive:                               # a draft model is alike for all rows
-            new = (tried == 0) & (evidence < EVIDENCE - 1) & ~on_device
+            pending = rows.pending
+        if not pending.all():
+            records.waiting[slots[pending == 0]] = 0     # nothing is in flight: blocks were short, or memory ran out
+        tried, accepted = records.fade(slots, source >> 1, self._step)
+        length = np.minimum(paths.ends - pending, allowed)
+        on_device = source >= self._sources.first_on_device
+        if self._adaptive and not tried.all():           # a draft model is alike for all rows
+            new = (tried == 0) & (paths.evidence < EVIDENCE - 1) & ~on_device
             length = np.where(new, np.minimum(length, _FIRST), length)
-        return _Offers(places, paths, ends, length, source, slots, tried, accepted, on_device)
+        return _Offers(paths, length, source, slots, tried, accepted, on_device)
 
     def _chances(self, offers: _Offers) -> np.ndarray:
         """float [offers, positions]"""
         positions, found = int(offers.length.max()), sorted(set(offers.source.tolist()))
-        rates = np.stack([self.acceptance.rates(self._sources.listed[number])[:positions] for number in found])
+        rates = np.array([self.acceptance.rates(self._sources.listed[number])[:positions] for number in found])
         rates = rates[np.searchsorted(found, offers.source)] if len(found) > 1 else rates
         return survival(rates, offers.tried, offers.accepted, offers.length)
 
@@ -259,18 +281,20 @@ class Controller:
 
     def _drafts(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, width: np.ndarray) -> Drafts:
         own = width[offers.places]
-        drafted = np.flatnonzero(own)
-        expected = np.cumsum(chances, axis=1)[drafted, own[drafted] - 1] if self._adaptive else np.zeros(len(drafted))
-        expected[offers.tried[drafted] == 0] = 0.0       # what is believed of a new row is no promise
-        self._records.send(offers.slots[drafted], offers.source[drafted], expected)
+        some = None if own.all() else np.flatnonzero(own)        # None: all
+        if some is not None:
+            offers, chances, own = offers.of(some), chances[some], own[some]
+        if self._adaptive:
+            expected = np.cumsum(chances, axis=1)[np.arange(len(own)), own - 1]
+            expected[offers.tried == 0] = 0.0            # what is believed of a new row is no promise
+        else:
+            expected = np.zeros(len(own))
+        self._records.send(offers.slots, offers.source, expected)
         reach = int((width + rows.pending).max())
-        tokens = np.full((len(width), reach), -1, np.int32)
-        ends = np.minimum(offers.ends[drafted], reach)
-        paths = offers.paths
-        if len(drafted) < len(own) or int(offers.ends.max()) > reach:
-            paths = [paths[number][:reach] for number in drafted.tolist()]
-        flat = np.fromiter(itertools.chain.from_iterable(paths), np.int32, int(ends.sum()))
-        tokens[offers.places[drafted]] = _as_rows(flat, ends, reach)
+        tokens = offers.paths.tokens[:, :reach]
+        if len(own) < len(width) or tokens.shape[1] < reach:
+            tokens = np.full((len(width), reach), -1, np.int32)
+            tokens[offers.places, : offers.paths.tokens.shape[1]] = offers.paths.tokens[:, :reach]
         on_device = self._made_there(rows, offers, width)
         if on_device is not None and on_device[width > 0].all():
             return Drafts(width.astype(np.int32), None, on_device)
@@ -293,22 +317,22 @@ class Controller:
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         self._count(width, accepted)
         records, slots = self._records, self._records.known(sequences)
-        there = slots >= 0
-        there[there] = records.waiting[slots[there]] > 0         # others have ended, or were preempted
+        there = (slots >= 0) & (records.waiting[slots] > 0)      # others have ended, or were preempted
         if not there.all():
             slots, width, accepted = slots[there], width[there], accepted[there]
+            sequences = [each for each, has in zip(sequences, there.tolist(), strict=True) if has]
         source, expected = records.arrive(slots)
-        for number in set(source.tolist()):
+        numbers = set(source.tolist())
+        for number in numbers:
             mine, known = source == number, self._sources.listed[number]
-            self.acceptance.count(known, width[mine], accepted[mine])
+            self.acceptance.count(known, *((width, accepted) if len(numbers) == 1 else (width[mine], accepted[mine])))
             if known.name == "prediction":
-                self._count_predicted([each for each, has in zip(sequences, there.tolist(), strict=True) if has], mine,
-                                      accepted, width - accepted)
+                self._count_predicted(sequences, mine, accepted, width - accepted)
         if len(slots):
-            records.count(slots, self._sources.evidence(source), width, accepted, self._step)
+            records.count(slots, source >> 1, width, accepted, self._step)
         self._honesty.count(float(expected.sum()), int(accepted[expected > 0].sum()))
         if self._probing and len(width) and (accepted == width).all():
-            self._last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
+            self._search.last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
     def _count_predicted(
         self, sequences: list[Sequence], mine: np.ndarray, accepted: np.ndarray, rejected: np.ndarray
@@ -344,11 +368,9 @@ class Controller:
 
 @dataclass(slots=True)
 class _Offers:
-    """Proposers' offers, as arrays; several of a row, where there are several proposers."""
+    """Proposers' offers; several of a row, where there are several proposers."""
 
-    places: np.ndarray               # of the rows, ascending
-    paths: list[list[int]]           # tokens
-    ends: np.ndarray                 # how many
+    paths: Paths
     length: np.ndarray               # drafts that the row may verify of them
     source: np.ndarray               # number of the Source
     slots: np.ndarray                # of the row's record …
@@ -356,11 +378,37 @@ class _Offers:
     accepted: np.ndarray
     on_device: np.ndarray            # bool: the draft model is to make them
 
+    @property
+    def places(self) -> np.ndarray:
+        return self.paths.places
+
     def of(self, chosen: np.ndarray) -> _Offers:
         return _Offers(
-            self.places[chosen], [self.paths[number] for number in chosen.tolist()], self.ends[chosen], self.length[chosen],
-            self.source[chosen], self.slots[chosen], self.tried[chosen], self.accepted[chosen], self.on_device[chosen],
+            self.paths.of(chosen), self.length[chosen], self.source[chosen], self.slots[chosen], self.tried[chosen],
+            self.accepted[chosen], self.on_device[chosen],
         )
+
+
+def _cut(paths: Paths, constrained: dict[int, Sequence]) -> None:
+    """What a grammar refuses could never be accepted."""
+    for number, place in enumerate(paths.places.tolist()):
+        sequence = constrained.get(place)
+        if sequence is not None and sequence.matcher is not None:
+            end = paths.ends[number] = sequence.matcher.allowed(paths.tokens[number, : paths.ends[number]].tolist())
+            paths.tokens[number, end:] = -1
+
+
+def _joined(found: list[tuple[Paths, np.ndarray]]) -> tuple[Paths, np.ndarray]:
+    """Several proposers' offers, row by row; of a row in the order of the proposers."""
+    places = np.concatenate([paths.places for paths, _ in found])
+    reach = max(paths.tokens.shape[1] for paths, _ in found)
+    tokens, first = np.full((len(places), reach), -1, np.int32), 0
+    for paths, _ in found:
+        tokens[first : first + len(paths.places), : paths.tokens.shape[1]] = paths.tokens
+        first += len(paths.places)
+    ends, evidence = (np.concatenate([getattr(paths, name) for paths, _ in found]) for name in ("ends", "evidence"))
+    order = np.argsort(places, kind="stable")
+    return Paths(places, tokens, ends, evidence).of(order), np.concatenate([source for _, source in found])[order]
 
 
 def _best_of_each_row(offers: _Offers, chances: np.ndarray, pass_share: float) -> tuple[_Offers, np.ndarray]:
@@ -386,12 +434,3 @@ def _ordered(chances: np.ndarray, least: float) -> np.ndarray:
     flat = chances.ravel()
     order = np.argsort(-flat, kind="stable")
     return order[: int(np.count_nonzero(flat > least))]
-
-
-def _as_rows(flat: np.ndarray, ends: np.ndarray, reach: int) -> np.ndarray:
-    """int32 [rows, reach]: the flat numbers, `ends` of them in each row; -1 behind them."""
-    if (ends == reach).all():
-        return flat.reshape(len(ends), reach)
-    found = np.full((len(ends), reach), -1, np.int32)
-    found[np.arange(reach) < ends[:, None]] = flat
-    return found

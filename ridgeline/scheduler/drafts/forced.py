@@ -6,17 +6,17 @@ grammar allows too: so these are drafts as all others, and verified.
 
 from __future__ import annotations
 
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow
 from ridgeline.scheduler.sequence import Sequence
 
 
-class Forced:
+class Forced(RowByRow):
     name = "grammar"
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
         matcher = sequence.matcher
         tokens = matcher.forced(most) if matcher is not None else []
-        return Offer(self.name, tokens, EVIDENCE - 1) if tokens else None
+        return Offer(tokens, EVIDENCE - 1) if tokens else None
 
     def ended(self, sequence: Sequence) -> None:
         """The matcher is the sequence's own."""

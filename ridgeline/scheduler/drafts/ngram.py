@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass
 
 from ridgeline.scheduler.drafts.gram_index import GramIndex
-from ridgeline.scheduler.drafts.offer import Offer, grade
+from ridgeline.scheduler.drafts.offer import Offer, RowByRow, grade
 from ridgeline.scheduler.sequence import Sequence
 
 
@@ -22,7 +22,7 @@ class _State:
     known: int = 0                   # tokens of the sequence when that was found
 
 
-class Ngram:
+class Ngram(RowByRow):
     """`fewest`, `longest`: tokens that must match, and that are compared (vLLM's prompt_lookup_min and prompt_lookup_max)."""
 
     name = "ngram"
@@ -43,7 +43,7 @@ class Ngram:
         state.known = len(tokens)
         if not state.position:
             return None
-        return Offer(self.name, state.index.follow(state.position, most), grade(state.matched))
+        return Offer(state.index.follow(state.position, most), grade(state.matched))
 
     def ended(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)

@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass
 
 from ridgeline.scheduler.drafts.gram_index import GramIndex
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, grade
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow, grade
 from ridgeline.scheduler.sequence import Sequence
 
 _FEWEST = 2                          # tokens that must match to find the place again
@@ -26,7 +26,7 @@ class _State:
     matched: int = _LONGEST          # tokens before that place that are equal; at the beginning nothing speaks against it
 
 
-class Predicted:
+class Predicted(RowByRow):
     name = "prediction"
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Predicted:
         if state.lost or state.position >= len(predicted):
             return None
         tokens = state.index.tokens[state.position : state.position + most].tolist()
-        return Offer(self.name, tokens, min(EVIDENCE - 1, grade(state.matched)))
+        return Offer(tokens, min(EVIDENCE - 1, grade(state.matched)))
 
     def ended(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)

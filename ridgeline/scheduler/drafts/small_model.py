@@ -15,7 +15,7 @@ import numpy as np
 
 from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
 from ridgeline.scheduler.drafting import DecodingRows
-from ridgeline.scheduler.drafts.offer import Offer
+from ridgeline.scheduler.drafts.offer import Offer, RowByRow
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
 
@@ -32,7 +32,7 @@ _PROBED = 4                          # drafts of a probe
 _SHARE, _CREDIT = 0.01, 1000         # a probe takes this share of the time since the last one; the first have a credit of steps
 
 
-class SmallModel:
+class SmallModel(RowByRow):
     """A Proposer. `limit`: the longest sequence that the draft model can read. `seconds`: of a pass by its tokens, roughly."""
 
     name = DRAFT_MODEL
@@ -51,7 +51,7 @@ class SmallModel:
         """None for rows with a grammar, too: masks are filled on the host, which does not know these drafts."""
         if self.resting or not self._reads(sequence, most) or self._only not in (None, sequence):
             return None
-        return Offer(self.name, [-1] * most, on_device=True)
+        return Offer([-1] * most)
 
     def _reads(self, sequence: Sequence, most: int) -> bool:
         return sequence.matcher is None and len(sequence.tokens) + most < self._limit

@@ -13,7 +13,7 @@ from array import array
 from collections import Counter, OrderedDict
 
 from ridgeline.scheduler.drafts.gram_index import SEPARATOR, GramIndex
-from ridgeline.scheduler.drafts.offer import Offer, grade
+from ridgeline.scheduler.drafts.offer import Offer, RowByRow, grade
 from ridgeline.scheduler.sequence import Sequence
 
 _FEWEST = 3                          # tokens that must match: any text has pairs that occur somewhere
@@ -63,7 +63,7 @@ class AnswerLog:
         return tokens, longest
 
 
-class Suffix:
+class Suffix(RowByRow):
     name = "suffix"
 
     def __init__(self, most_bytes: int) -> None:
@@ -79,7 +79,7 @@ class Suffix:
         if log is None:
             return None
         tokens, matched = log.continuation(sequence.tokens[-_LONGEST:], most)
-        return Offer(self.name, tokens, grade(matched)) if tokens else None
+        return Offer(tokens, grade(matched)) if tokens else None
 
     def ended(self, sequence: Sequence) -> None:
         """Remember an answer. A sequence that only waits again is not over."""

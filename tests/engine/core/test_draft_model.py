@@ -25,6 +25,7 @@ from ridgeline.errors import ConfigError, ModelError
 from ridgeline.messages import Request
 from ridgeline.process import embedded
 from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
+from ridgeline.runner.proposers import draft_model
 from ridgeline.runner.proposers.draft_model import DraftModel
 from ridgeline.sampling_params import SamplingParams
 
@@ -243,6 +244,17 @@ def test_a_warm_start_leaves_nothing_behind(models: dict[str, Path]) -> None:
         served.core.executor.runner.drafter.warm_up()    # type: ignore[attr-defined]
     assert served.run(requests()) == plain
     assert served.drafts.counters.accepted_tokens == served.drafts.counters.draft_tokens > 30
+
+
+def test_its_steps_grow_again_after_memory_ran_out(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "CALM_PROPOSALS", 4)
+    plain = Served(models["llama"]).run(requests())
+    served = Served(models["llama"], max_num_batched_tokens=64, max_num_seqs=8, **drafts_of(models["llama"], 1))
+    draft: DraftModel = served.core.executor.runner.drafter    # type: ignore[attr-defined]
+    draft.start_over()
+    assert draft._budget.tokens == 32
+    assert served.run(requests()) == plain
+    assert draft._budget.tokens == 64
 
 
 @pytest.mark.slow

@@ -27,6 +27,9 @@ class DialDrafter:
         self.planned = self.proposed = self.accepted = 0
         self.ended_with: list[list[int]] = []
 
+    def awake(self) -> bool:
+        return True
+
     def plan(self, rows: DecodingRows) -> Drafts | None:
         width = np.zeros(len(rows.sequences), np.int32)
         room = rows.room

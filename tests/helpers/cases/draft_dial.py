@@ -14,7 +14,7 @@ from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.controller import Controller
-from ridgeline.scheduler.drafts.offer import Offer
+from ridgeline.scheduler.drafts.offer import Offer, RowByRow
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence, Turn
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
@@ -28,7 +28,7 @@ def make_sequence(number: int = 0, prompt: Several[int] = (1, 2, 3), **fields: A
     return Sequence(request, 0, Turn(0, number, 0), 10**9, 0, frozenset())
 
 
-class DialProposer:
+class DialProposer(RowByRow):
     """Always has as many drafts as it is asked for."""
 
     name = "dial"
@@ -38,7 +38,7 @@ class DialProposer:
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
         self.asked += 1
-        return Offer(self.name, [7] * most, 2)
+        return Offer([7] * most, 2)
 
     def ended(self, sequence: Sequence) -> None:
         """It knows no sequence."""

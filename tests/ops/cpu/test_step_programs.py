@@ -39,6 +39,17 @@ def test_the_same_tokens_as_op_by_op(name: str, temperature: float, tmp_path: Pa
     assert replays(recorded) > 20 and replays(plain) == 0
 
 
+@pytest.mark.parametrize(("name", "temperature"), [("mistral", 0.0), ("gemma3", 0.0), ("gemma2", 1.0)])
+def test_steps_with_drafts_have_the_same_tokens_in_float32(name: str, temperature: float, tmp_path: Path) -> None:
+    model = save_checkpoint(name, tmp_path, tie_word_embeddings=False)
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5, ignore_eos=True)
+    asked = [Request(f"{number}", [5, 6, 7, 8 + number] * 6, params) for number in range(3)]
+    options = OPTIONS | {"max_num_seqs": 2}
+    drafting = run(model, options | {"speculative_config": '{"method": "ngram", "adaptive": false}'}, asked)
+    assert drafting.answers == run(model, options, asked).answers
+    assert drafting.core.scheduler.drafter.counters.draft_tokens > 20
+
+
 def test_an_op_that_is_not_native_ends_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_checkpoint("mistral", tmp_path, tie_word_embeddings=False)
     expected = run(model, OPTIONS, requests()).answers

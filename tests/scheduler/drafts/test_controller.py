@@ -10,7 +10,7 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Source, survival
 from ridgeline.scheduler.drafts.controller import PROBE_EVERY, Controller
-from ridgeline.scheduler.drafts.offer import Offer
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow
 from ridgeline.scheduler.drafts.shape_times import PLAIN, ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
@@ -40,6 +40,29 @@ def as_measured(rows: int, tokens: int, queries: int, context: int) -> float:
     assert graph is not None
     size, table = (graph.draft_tokens, DRAFTED) if queries > 1 else (graph.decodes, PLAIN_STEPS)
     return 1e-3 * (float(np.interp(size, *table)) + rows * context * KEY_MS * (1 + WIDE[graph.queries]))
+
+
+def size_of(rows: int, tokens: int, queries: int) -> int:
+    """Tokens that the step is padded to."""
+    graph = GRAPHS.fit(rows, 0, 0) if queries == 1 else GRAPHS.fit_drafts(rows, tokens, queries)
+    assert graph is not None
+    return graph.draft_tokens or graph.decodes
+
+
+def flat(rows: int, tokens: int, queries: int, context: int) -> float:
+    """Tokens are nearly free."""
+    return 5e-3 + 1e-6 * size_of(rows, tokens, queries) + 3e-8 * rows * context
+
+
+def steep(rows: int, tokens: int, queries: int, context: int) -> float:
+    """Each token costs a hundredth of a step from the first on."""
+    return 2e-3 + 20e-6 * size_of(rows, tokens, queries) + 1e-8 * rows * context
+
+
+def cliffs(rows: int, tokens: int, queries: int, context: int) -> float:
+    """A step up at 65, at 129 and at 257 tokens."""
+    size = size_of(rows, tokens, queries)
+    return 3e-3 + 0.5e-3 * (size > 64) + 2.5e-3 * (size > 128) + 4e-3 * (size > 256) + 2e-8 * rows * context
 
 
 def on_a_cpu(rows: int, tokens: int, queries: int, context: int) -> float:
@@ -80,6 +103,13 @@ def test_every_cell(rows: int, model: object, seconds: object, context: int) -> 
         assert run.rate >= 0.98 * expected_rate(rows, alpha, 0, seconds, context), alpha     # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seconds", [flat, steep, cliffs])
+@pytest.mark.parametrize("rows", [8, 64, pytest.param(256, marks=pytest.mark.slow)])
+def test_on_other_staircases_too(rows: int, seconds: object) -> None:
+    run = Dial(rows, 0.8, seconds, careful, GRAPHS).run(300)     # type: ignore[arg-type]
+    assert run.rate >= 0.97 * best_rate(rows, 0.8, seconds)      # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("alpha", [0.6, 0.8])
 def test_rows_with_many_drafts_are_not_paid_for_by_all(alpha: float) -> None:
     """With 64 rows and their drafts equally good, a few rows with a fourth draft would make the whole step slower."""
@@ -110,6 +140,20 @@ def test_no_proposer_is_asked_while_no_drafts_could_pay() -> None:
     assert run.proposer.asked - before <= 4 * (1 + 100 // PROBE_EVERY)
 
 
+def test_it_looks_less_often_where_there_is_nothing_to_find() -> None:
+    class Silent(Scripted):
+        def propose(self, sequence: Sequence, most: int) -> Offer | None:
+            return Offer([1] * most, 3) if speaks else None
+
+    speaks, controller, rows = False, Controller([Silent()], ShapeTimes(bold), 4), asked([make_sequence()])
+    controller.timed(1, 1, 1, rows.keys, 3e-3)
+    looked = [controller.awake() and controller.plan(rows) is None for _ in range(200)]
+    assert all(looked[:8]) and 10 < sum(looked[:100]) < 40 and sum(looked[100:]) <= 18
+    speaks = True
+    found = [controller.awake() and controller.plan(rows) is not None for _ in range(30)]
+    assert sum(found) >= 20 and all(found[10:])          # a few steps late, and then in every step
+
+
 def test_it_notices_when_drafts_begin_to_pay() -> None:
     run = Dial(1, 0.0, on_a_cpu, bold, None).run(500)
     run.alpha = 0.95
@@ -121,8 +165,9 @@ def test_drafts_go_to_the_rows_whose_drafts_survive() -> None:
     run = Dial(8, 0.9, on_a_gpu, careful, GRAPHS).run(50)
     good, bad = run.sequences[0], run.sequences[1]
     records = run.controller._records
+    source = run.controller._sources.number(0, np.array([2, 2]), np.zeros(2, np.int64))
     for _ in range(30):
-        records.send(records.slots([good, bad]), np.array([0, 0]), np.array([4.0, 4.0]))
+        records.send(records.slots([good, bad]), source, np.array([4.0, 4.0]))
         run.controller.observe([good, bad], np.array([4, 4]), np.array([4, 0]), 0.0)
     planned = run.controller.plan(asked(run.sequences))
     assert planned is not None and planned.width[0] > planned.width[1]
@@ -133,13 +178,13 @@ def asked(sequences: list[Sequence], most: int = MOST_DRAFTS, pending: int = 0, 
     return DecodingRows(sequences, np.full(count, most), np.full(count, pending), room, count, CONTEXT * count)
 
 
-class Scripted:
+class Scripted(RowByRow):
     """Offers the numbers from 100 on."""
 
     name = "scripted"
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
-        return Offer(self.name, list(range(100, 100 + most)), 3)
+        return Offer(list(range(100, 100 + most)), 3)
 
     def ended(self, sequence: Sequence) -> None:
         """It knows no sequence."""
@@ -176,7 +221,7 @@ def test_the_better_of_two_proposers_is_taken() -> None:
         name = "worse"
 
         def propose(self, sequence: Sequence, most: int) -> Offer | None:
-            return Offer(self.name, [1] * most, 0)
+            return Offer([1] * most, 0)
 
     planned = Controller([Worse(), Scripted()], ShapeTimes(bold), 2, adaptive=False).plan(asked([make_sequence()]))
     assert planned is not None and planned.tokens is not None and planned.tokens.tolist() == [[100, 101]]
@@ -228,7 +273,7 @@ def test_rates_are_conditional_and_positions_learn_from_those_before() -> None:
 
 
 def test_a_row_counts_beside_its_proposer() -> None:
-    rates, records = np.full((1, 3), 0.5), RowRecords()
+    rates, records = np.full((1, 3), 0.5), RowRecords(EVIDENCE)
     slot, evidence, length = records.slots([make_sequence()]), np.array([1]), np.array([2])
     for step in range(40):
         records.count(slot, evidence, np.array([3]), np.array([0]), step)
@@ -249,8 +294,19 @@ def test_a_row_whose_first_drafts_are_wrong_is_given_up_soon() -> None:
     assert float(as_expected[0, 0]) == pytest.approx(0.8)
 
 
+def test_rows_that_differ_by_chance_alone_are_taken_for_equal() -> None:
+    """And those that differ by more are told apart, by as few counts as before."""
+    rng, rows, tried = np.random.default_rng(0), 256, np.full(256, 20.0)
+    rates, length = np.full((rows, 2), 0.8), np.full(rows, 2)
+    alike = survival(rates, tried, rng.binomial(20, 0.8, rows).astype(float), length)
+    differing = survival(rates, tried, np.where(np.arange(rows) % 2, 20.0, 12.0), length)
+    one = survival(rates[:1], tried[:1], np.array([12.0]), length[:1])
+    assert alike[:, 0].std() < 0.03 and differing[:, 0].std() > 0.1
+    assert float(differing[0, 0]) == pytest.approx(float(one[0, 0]), abs=0.05)
+
+
 def test_records_are_kept_apart_and_used_again() -> None:
-    records, sequences = RowRecords(), [make_sequence(number) for number in range(200)]
+    records, sequences = RowRecords(EVIDENCE), [make_sequence(number) for number in range(200)]
     slots = records.slots(sequences)
     assert sorted(slots.tolist()) == sorted(set(slots.tolist())) and len(records) == 200
     records.send(slots, np.arange(200), np.arange(200) / 10)

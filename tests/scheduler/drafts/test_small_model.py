@@ -14,7 +14,7 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.controller import Controller
-from ridgeline.scheduler.drafts.offer import Offer
+from ridgeline.scheduler.drafts.offer import Offer, RowByRow
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.sequence import Sequence
@@ -139,13 +139,13 @@ def test_a_short_answer_is_not_worth_a_long_text() -> None:
     assert planned[CONTEXT + 20] is None and planned[CONTEXT + 10**6] is not None
 
 
-class Free:
+class Free(RowByRow):
     """Offers three drafts that cost nothing."""
 
     name = "free"
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
-        return Offer(self.name, [4, 5, 6][:most])
+        return Offer([4, 5, 6][:most])
 
     def ended(self, sequence: Sequence) -> None:
         """It knows no sequence."""
@@ -163,6 +163,20 @@ def test_free_drafts_go_before_ones_that_cost_time(own: float) -> None:
         assert planned.tokens is None and planned.width.tolist() == [9, 9]
     else:
         assert planned.on_device is None and planned.width.tolist() == [3, 3]
+
+
+def test_each_proposer_has_its_own_record_of_a_row() -> None:
+    """Text that happens to repeat itself, and goes on differently, says nothing about a draft model."""
+    small = SmallModel(10**9, lambda rows: 1e-4, MOST_DRAFTS)
+    controller = Controller([Free(), small], ShapeTimes(bold), MOST_DRAFTS)
+    rows = DecodingRows([make_sequence()], np.full(1, 9), np.zeros(1, np.int64), 10**6, 1, CONTEXT)
+    free, made = (controller._sources.number(number, np.zeros(1, np.int64), np.zeros(1, np.int64)) for number in (0, 1))
+    records = controller._records
+    slots = records.slots(rows.sequences)
+    for _ in range(30):
+        records.send(slots, free, np.ones(1))
+        controller.observe(rows.sequences, np.array([3]), np.array([0]), 0.0)
+    assert records.fade(slots, free >> 1, controller._step)[0] > 3 and records.fade(slots, made >> 1, controller._step)[0] == 0
 
 
 def test_rows_with_a_grammar_and_too_long_ones_have_no_offer() -> None:
