@@ -121,8 +121,9 @@ class _PartsLater:
             parent.become_whole()
             if (found := sys.modules.get(name)) is not None:         # it came with the rest: not a second one
                 # Python takes the spec of a module that has come meanwhile, whatever is returned here.
-                found.__spec__ = ModuleSpec(name, _FoundLoader(found), is_package=hasattr(found, "__path__"))
-                return found.__spec__
+                spec = ModuleSpec(name, _FoundLoader(found), is_package="__path__" in vars(found))
+                vars(found)["__spec__"] = spec           # not by setattr: torch's modules of settings refuse names
+                return spec
         if name not in _LATER:
             return None
         spec = PathFinder.find_spec(name, path)
@@ -154,7 +155,7 @@ class _FoundLoader(importlib.abc.Loader):
         return self.found
 
     def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self.spec
+        vars(module)["__spec__"] = self.spec
 
 
 def _call_later(module: types.ModuleType, name: str, *args: object, **settings: object) -> object:
