@@ -61,8 +61,8 @@ class ProgramForward:
         """It holds no CUDA graphs."""
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
-        rows = len(batch.tokens)
-        if not self._decodes or len(batch.logits_index) != rows or batch.own_kernel or is_marked():
+        rows = batch.tokens.shape[0]
+        if not self._decodes or batch.logits_index.shape[0] != rows or batch.own_kernel or is_marked():
             return self.eager.run(batch, greedy)
         key = (rows, greedy)
         found = self._recorded.get(key)
@@ -115,14 +115,26 @@ class _Inputs:
             tensor.numpy() for tensor in (self._positions, self._kv_len, self._table_rows, self._sample_rows, *self._slots)
         ]
         self._token_array = self._tokens.numpy()
+        self._newest: Batch | None = None
+        self._copies: list[tuple[np.ndarray, np.ndarray]] = []           # to, from: of the newest batch
+        self._taken: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int32), np.empty(0, np.int64))
 
     def fill(self, batch: Batch) -> None:
-        rows = len(batch.tokens)
+        """Steps whose rows decode again have the same batch, with other numbers in it (DeviceRows.advance)."""
+        if batch is not self._newest:
+            self._find(batch)
+        for target, source in self._copies:
+            target[:] = source
+        rows, tokens = self._taken
+        np.take(self._last_token, rows, out=tokens)
+
+    def _find(self, batch: Batch) -> None:
+        rows = batch.tokens.shape[0]
         assert batch.table_rows is not None
         given = (batch.positions, batch.kv_len, batch.table_rows, batch.sample_rows, *(group.slots for group in batch.groups))
-        for target, source in zip(self._copied, given, strict=True):
-            target[:rows] = source.numpy()
-        np.take(self._last_token, batch.table_rows.numpy(), out=self._token_array[:rows])
+        self._copies = [(target[:rows], source.numpy()) for target, source in zip(self._copied, given, strict=True)]
+        self._taken = batch.table_rows.numpy(), self._token_array[:rows]
+        self._newest = batch
 
     def batch(self, rows: int) -> Batch:
         """As `fill` has filled it."""

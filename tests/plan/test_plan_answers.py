@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_writer import write_gguf
-from quantised_models import DIALECTS, set_quantization
+from quantised_models import DIALECTS
 from served_model import write_model
 
 from ridgeline.__main__ import main
@@ -172,8 +173,9 @@ def test_blocks_are_planned_as_they_are_kept(stored: str, planned: str, tmp_path
 @pytest.mark.parametrize(("dialect", "planned", "bits"), [("ct-w4a16", "int4", 5), ("ct-w8a16", "int8", 8), ("ct-fp8-channel", "fp8", 8)])
 def test_a_quantised_checkpoint_is_planned_as_a_cpu_keeps_it(dialect: str, planned: str, bits: int, tmp_path: Path) -> None:
     """Its bytes are the engine's own, a step reads no more than they are, and codes of integers have their own rate."""
-    path = write_model(tmp_path / "model", hidden_size=256, intermediate_size=512, vocab_size=512)
-    set_quantization(path, DIALECTS[dialect][0])
+    path = write_model(tmp_path / "model", hidden_size=256)
+    told = json.loads((path / "config.json").read_text()) | {"intermediate_size": 512, "torch_dtype": "bfloat16"}
+    (path / "config.json").write_text(json.dumps(told | {"quantization_config": DIALECTS[dialect][0]}))
     model = find_model(str(path), as_stored=True)
     kept = kept_bytes(model)
     made = Setup(model=model, device=CPU, dtype="float32", weights=planned, stored=kept)
