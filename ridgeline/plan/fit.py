@@ -38,8 +38,8 @@ _EXPECTED_GPU: dict[str, tuple[float, float]] = {
     "host": (1.0, 0.3),
 }
 # On a CPU the times of kernels are those of benchmarks/studies/cpu_step: a product of one row of SmolLM2-135M takes 9 µs beyond
-# reading its weights, norms, rotation and activation of a layer 6 µs, the host 1.1 ms of every step. Attention of one row over 190
-# tokens reads 5 GB/s, of 8 rows 8.7, where a sum reads 19.5.
+# reading its weights, norms, rotation and activation of a layer 6 µs, the host 1.1 ms of every step. Attention of one row over
+# 190 tokens reads 5 GB/s, of 8 rows 8.7, where a sum reads 19.5.
 _EXPECTED_CPU: dict[str, tuple[float, float]] = {
     "linear_read": (0.85, 0.05), "linear_compute": (0.6, 0.3), "overlap": (2.0, 0.3), "kernel_one_s": (9e-6, 0.2),
     "kernel_many_s": (20e-6, 0.7), "attention_call_s": (10e-6, 0.3), "attention_read": (0.5, 0.2),

@@ -89,8 +89,8 @@ def leave_out_shapes() -> None:
 
 
 def load_largest_library(beside: Sequence[str]) -> None:
-    """Before torch is imported. The library is loaded by a call of a foreign function, which leaves the interpreter to the thread;
-    it calls nothing of Python. It belongs to this thread: torch's profiler wants to be loaded by the first."""
+    """Before torch is imported. The library is loaded by a call of a foreign function, which leaves the interpreter to the
+    thread; it calls nothing of Python. It belongs to this thread: torch's profiler wants to be loaded by the first."""
     spec = importlib.util.find_spec("torch")
     if "torch" in sys.modules or spec is None or spec.origin is None:
         return

@@ -802,7 +802,8 @@ def test_the_page_of_the_cpus_records() -> None:
 def test_the_cpus_constants_are_fitted_again(tmp_path: Path) -> None:
     shipped = json.loads(FITTED["cpu"].read_text())
     out = tmp_path / "fitted.json"
-    assert main(["plan", "--fit", *(str(ROOT / "benchmarks/cpu" / name) for name in shipped["fitted_on"]), "--out", str(out)]) == 0
+    records = [str(ROOT / "benchmarks/cpu" / name) for name in shipped["fitted_on"]]
+    assert main(["plan", "--fit", *records, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["constants"] == pytest.approx(shipped["constants"], rel=0.01)
     with pytest.raises(ConfigError, match="of both"):
         one_kind([read_record(CPU_RECORDS[0], {}), read_record(smallest(), {})])

@@ -170,7 +170,9 @@ def test_blocks_are_planned_as_they_are_kept(stored: str, planned: str, tmp_path
     assert packed_format(str(path)) == planned
 
 
-@pytest.mark.parametrize(("dialect", "planned", "bits"), [("ct-w4a16", "int4", 5), ("ct-w8a16", "int8", 8), ("ct-fp8-channel", "fp8", 8)])
+@pytest.mark.parametrize(
+    ("dialect", "planned", "bits"), [("ct-w4a16", "int4", 5), ("ct-w8a16", "int8", 8), ("ct-fp8-channel", "fp8", 8)]
+)
 def test_a_quantised_checkpoint_is_planned_as_a_cpu_keeps_it(dialect: str, planned: str, bits: int, tmp_path: Path) -> None:
     """Its bytes are the engine's own, a step reads no more than they are, and codes of integers have their own rate."""
     path = write_model(tmp_path / "model", hidden_size=256)
@@ -181,7 +183,8 @@ def test_a_quantised_checkpoint_is_planned_as_a_cpu_keeps_it(dialect: str, plann
     made = Setup(model=model, device=CPU, dtype="float32", weights=planned, stored=kept)
     options = EngineConfig.of(model=str(path), max_model_len=256, max_num_seqs=4, load_format="dummy")
     resolved = resolve(options, DeviceFacts("cpu", CPU.usable, ("float32",)))
-    assert packed_format(str(path)) == planned and Capacity.of(made, 256).parts(4)[ledger.WEIGHTS] == resolved.memory[ledger.WEIGHTS]
+    assert packed_format(str(path)) == planned
+    assert Capacity.of(made, 256).parts(4)[ledger.WEIGHTS] == resolved.memory[ledger.WEIGHTS]
     plain = kept_bytes(find_model(str(path)))            # what formats are chosen for has none of its own
     assert plain is None and kept is not None and bits / 8 <= kept < 2
     fast = replace(CPU, flops={"float32": 100e9, "int4": 400e9, "int8": 300e9})

@@ -70,7 +70,8 @@ def main() -> None:
             }
             print(f"{name:26s}", *(f"{place} {100 * each['perplexity_ratio'] - 100:+.2f} % KL {each['kl']:.5f}"
                                    for place, each in figures[name].items()), flush=True)
-    write(record("int8_activations", {"model": "embedded", "tokens": args.tokens, "context": task.context}, figures), Path(args.out))
+    setting = {"model": "embedded", "tokens": args.tokens, "context": task.context}
+    write(record("int8_activations", setting, figures), Path(args.out))
 
 
 if __name__ == "__main__":
