@@ -181,8 +181,8 @@ def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> 
     )
 
 
-# Of the measured rate of packed products (`bench ops`), what the fastest prompts of SmolLM2-135M reach, attention and all else
-# included: 0.158 of 0.294 TFLOP/s in Q4_1, 0.088 of 0.188 in Q8_0. For records that have no measured rates.
+# For records without measured rates, an assumption: the fastest prompts, attention and all else included, reach half of the rate
+# of packed products with 64 rows. The fitted share of that rate goes with it (fitted_cpu.json).
 PROMPT_SHARE = 0.53
 _CPU_SIZES = {"latency": (1, 128, 128), "batch8": (8, 128, 128), "batch32": (32, 128, 128), "prefill": (1, 512, 1)}
 _CPU_SIZE = re.compile(r"(\d+)x(\d+)\+(\d+)")            # as `bench offline --requests` names its workloads
