@@ -121,9 +121,9 @@ class _PartsLater:
             parent.become_whole()
             if (found := sys.modules.get(name)) is not None:         # it came with the rest: not a second one
                 # Python takes the spec of a module that has come meanwhile, whatever is returned here.
-                spec = ModuleSpec(name, _FoundLoader(found), is_package="__path__" in vars(found))
-                vars(found)["__spec__"] = spec           # not by setattr: torch's modules of settings refuse names
-                return spec
+                again = ModuleSpec(name, _FoundLoader(found), is_package="__path__" in vars(found))
+                vars(found)["__spec__"] = again          # not by setattr: torch's modules of settings refuse names
+                return again
         if name not in _LATER:
             return None
         spec = PathFinder.find_spec(name, path)

@@ -65,11 +65,14 @@ def main() -> None:
             cpu_packed.block_linear = variant(*VARIANTS[name])
             found = evaluate({"device": "cpu"}, task, reference=logits, show=False)
             figures[name] = {
-                place: {key: each[key] for key in ("tokens", "kl", "top1", "perplexity_ratio")}
+                place: {key: each[key] for key in ("tokens", "kl", "top1", "perplexity_ratio", "perplexity_ratio_error")}
                 for place, each in (found["slices"] | {"all": found["all"]}).items()
             }
-            print(f"{name:26s}", *(f"{place} {100 * each['perplexity_ratio'] - 100:+.2f} % KL {each['kl']:.5f}"
-                                   for place, each in figures[name].items()), flush=True)
+            said = [
+                f"{place} {each['perplexity_ratio'] - 1:+.2%} ± {each['perplexity_ratio_error']:.2%}, KL {each['kl']:.5f}"
+                for place, each in figures[name].items()
+            ]
+            print(f"{name:26s}", *said, flush=True)
     setting = {"model": "embedded", "tokens": args.tokens, "context": task.context}
     write(record("int8_activations", setting, figures), Path(args.out))
 
