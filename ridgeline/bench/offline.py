@@ -20,7 +20,7 @@ import torch
 
 from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
-from ridgeline.bench.lab.device_peaks import read_bandwidth
+from ridgeline.bench.lab.device_peaks import machine_peaks, read_bandwidth
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
@@ -108,6 +108,8 @@ def _measure_all(
     contenders: list[Contender] = [engine, *([peer(args.against, config)] if args.against else [])]
     bandwidth = read_bandwidth()
     figures["read_bandwidth_gb_s"] = bandwidth / 1e9
+    if config.device == "cpu":
+        figures["peak_flops_s"] = machine_peaks("cpu").flops_s
     for workload in workloads:
         begin = time.time()
         row = measure(workload, contenders, config, bandwidth, args.repeats)

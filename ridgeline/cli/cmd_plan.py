@@ -21,13 +21,13 @@ from ridgeline.bench.workload.workloads import GPU_PRESETS, TIMED
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ConfigError
 from ridgeline.plan import check, plan_report
-from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants, write_fit
+from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants, one_kind, write_fit
 from ridgeline.plan.operation import Slo, Traffic
 from ridgeline.plan.own_cpu import best_known
 from ridgeline.plan.plan_page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
-from ridgeline.plan.public_models import CONFIGS, PlannedModel, find_model, is_same_model, packed_format
+from ridgeline.plan.public_models import CONFIGS, PlannedModel, find_model, is_same_model, kept_bytes, packed_format
 from ridgeline.plan.records import NotPredicted, read_link, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--fit", nargs="+", metavar="RECORD", help="fit the device constants on these records")
     out.add_argument("--host", nargs="+", default=[], metavar="RECORD", help="with --fit: records of `bench host`")
     out.add_argument("--ops", metavar="RECORD", help="with --fit: a record of `bench ops` for attention over an fp8 KV cache")
-    out.add_argument("--out", metavar="FILE", help=f"with --fit: file for the constants (default: the package's {FITTED.name})")
+    out.add_argument("--out", metavar="FILE", help="with --fit: file for the constants (default: the package's own)")
 
 
 def _add_machine(machine: argparse._ArgumentGroup) -> None:
@@ -137,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _question(args: argparse.Namespace) -> plan_report.Question:
-    model, device = find_model(_required(args)), _device(args)
+    name, device = _required(args), _device(args)
+    model = find_model(name, as_stored=device.kind == "cpu" and not args.weights)
     objective = OBJECTIVES[args.objective] if args.objective else None
     default = objective.traffic if objective else Traffic(1024, 256)
     tokens_in = default.tokens_in if args.input is None else args.input
@@ -200,26 +201,17 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     _check_rest(args)
     stages = args.nodes if args.stages == 1 else args.stages             # ranks of a stage stay on one machine
     dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
-    # A GPU keeps quantised weights packed; a CPU reads only a GGUF file's blocks as they are.
-    stored = packed_format(args.model) if device.kind != "cpu" or args.model.endswith(".gguf") else None
+    stored = packed_format(args.model)
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # both refuse what cannot be divided
     stage_layers(model.config.num_layers, 0, stages)
     return Setup(
         model=model, device=device, ranks=args.count, stages=stages, dtype=dtype, weights=args.weights or stored or dtype,
-        stored=_stored_bytes(args, model, device),
+        stored=kept_bytes(model) if device.kind == "cpu" and stored and not args.weights else None,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
         stage_link=_stage_link(args), expert_parallel=args.expert_parallel, context_parallel=args.context > 1, nodes=args.nodes,
         node_link=read_link(args.stage_comm, "send") if args.stage_comm and args.nodes > 1 else None,
     )
-
-
-def _stored_bytes(args: argparse.Namespace, model: PlannedModel, device: Device) -> float | None:
-    """Of a weight in a packed GGUF file, as a CPU keeps it; None: the format says it."""
-    packed = model.config.packed
-    if args.weights or device.kind != "cpu" or not packed or packed_format(args.model) is None:
-        return None
-    return sum(each.nbytes for each in packed) / sum(each.weights for each in packed)
 
 
 def _stage_link(args: argparse.Namespace) -> Link | None:
@@ -277,7 +269,7 @@ def preset_lengths() -> dict[str, Lengths]:
 
 def _check(args: argparse.Namespace) -> int:
     lengths = preset_lengths()
-    fitted_on = json.loads(FITTED.read_text())["fitted_on"]
+    fitted_on = [name for file in FITTED.values() for name in json.loads(file.read_text())["fitted_on"]]
     found = []
     for path in sorted(args.check, key=record_order):
         if (served := _served(path)) is not None:        # such a record does not know the server's device or formats
@@ -342,7 +334,7 @@ def _fit(args: argparse.Namespace) -> int:
     for each in errors:
         print(f"{each['record']:<24}{each['figure']:<30}{each['measured'] * 1e3:>10.3f} ms, predicted "
               f"{each['predicted'] * 1e3:>10.3f} ms{each['error']:>+8.1%}")
-    target = Path(args.out) if args.out else FITTED
+    target = Path(args.out) if args.out else FITTED[one_kind(records)]
     try:
         write_fit(target, constants, errors, [record_id(each) for each in [*args.fit, *args.host, *filter(None, [args.ops])]])
     except OSError as error:

@@ -9,6 +9,7 @@ same top token, the figures by position, and the worst tenth of the passages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,15 +97,19 @@ def summary(passages: Sequence[Passage], found: Divergence, places: Sequence[int
     """Figures of the passages at these places, together."""
     kl = np.concatenate([found.kl[place][passages[place].first - 1 :] for place in places])
     agree = np.concatenate([found.agree(place)[passages[place].first - 1 :] for place in places])
-    losses = [
-        float(np.concatenate([-scores.logprobs[place][passages[place].first - 1 :] for place in places]).mean())
+    reference, model = (
+        np.concatenate([-scores.logprobs[place][passages[place].first - 1 :] for place in places])
         for scores in (found.reference, found.model)
-    ]
+    )
+    ratio = exponential(float(model.mean() - reference.mean()))
+    # Both score the same tokens: the error is that of the mean difference, much smaller than that of either perplexity.
+    with np.errstate(invalid="ignore"):                  # a broken format gives tokens no probability
+        error = ratio * float((model - reference).std(ddof=1)) / math.sqrt(len(kl)) if len(kl) > 1 else math.nan
     return {
         "tokens": len(kl), "kl": float(kl.mean()), "kl_median": float(np.median(kl)),
         "kl_p90": float(np.quantile(kl, 0.9)), "kl_p99": float(np.quantile(kl, 0.99)), "kl_max": float(kl.max()),
-        "top1": float(agree.mean()), "reference_perplexity": exponential(losses[0]),
-        "perplexity_ratio": exponential(losses[1] - losses[0]),
+        "top1": float(agree.mean()), "reference_perplexity": exponential(float(reference.mean())),
+        "perplexity_ratio": ratio, "perplexity_ratio_error": error if math.isfinite(error) else None,
     }
 
 

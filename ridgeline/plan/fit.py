@@ -28,7 +28,7 @@ from ridgeline.sizes.hardware import Device, data_sheet
 # The expected value of each constant, and the standard deviation of its logarithm. Kernel times and the overlap come from single
 # matrices of Llama-3.1-8B on the H200: with one row a + bytes / rate with a = 2.5 µs, with 128 rows about 4.5 µs above the
 # roofline with p = 4. Cards of 4.8 TB/s by their data sheet read 4.38 to 4.44 as measured.
-_EXPECTED: dict[str, tuple[float, float]] = {
+_EXPECTED_GPU: dict[str, tuple[float, float]] = {
     "linear_read": (0.87, 0.03), "linear_compute": (0.65, 0.2), "overlap": (4.0, 0.3), "kernel_one_s": (2.5e-6, 0.15),
     "kernel_many_s": (4.5e-6, 0.15), "attention_call_s": (6e-6, 0.5), "attention_read": (0.8, 0.15),
     "attention_compute": (0.6, 0.4), "layer_one_s": (2e-6, 0.7), "layer_many_s": (6e-6, 0.7), "step_s": (20e-6, 0.7),
@@ -37,6 +37,16 @@ _EXPECTED: dict[str, tuple[float, float]] = {
     # How much longer a new request takes in a running engine than in `bench host`.
     "host": (1.0, 0.3),
 }
+# On a CPU the times of kernels are those of benchmarks/studies/cpu_step: a product of one row of SmolLM2-135M takes 9 µs beyond
+# reading its weights, norms, rotation and activation of a layer 6 µs, the host 1.1 ms of every step. Attention of one row over
+# 190 tokens reads 5 GB/s, of 8 rows 8.7, where a sum reads 19.5.
+_EXPECTED_CPU: dict[str, tuple[float, float]] = {
+    "linear_read": (0.85, 0.05), "linear_compute": (0.6, 0.3), "overlap": (2.0, 0.3), "kernel_one_s": (9e-6, 0.2),
+    "kernel_many_s": (20e-6, 0.7), "attention_call_s": (10e-6, 0.3), "attention_read": (0.5, 0.2),
+    "attention_compute": (0.3, 0.7), "layer_one_s": (6e-6, 0.2), "layer_many_s": (150e-6, 0.7), "step_s": (1.1e-3, 0.1),
+    "idle_s": (1e-3, 0.5),
+}
+_EXPECTED = {"cuda": _EXPECTED_GPU, "cpu": _EXPECTED_CPU}
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
 _ERROR = 0.02                        # of every measured figure: cards of one kind differ by at least this much
 OPS_HEADS = (32, 8, 128)             # heads, KV heads and their size in `bench ops`: Llama-3.1-8B's
@@ -250,6 +260,14 @@ def _speed(row: dict[str, Any], rate: str, call_s: float) -> float:
     return float(row[rate] * seconds / (seconds - call_s))
 
 
+def one_kind(records: Sequence[Record]) -> str:
+    """The kind of device that all of these were measured on."""
+    kinds = {record.setup.device.kind for record in records} or {"cuda"}
+    if len(kinds) > 1:
+        raise ConfigError("constants are fitted for GPUs or for CPUs: these records are of both")
+    return kinds.pop()
+
+
 def fit(
     records: Sequence[Record], host: dict[str, float] | None = None, ops: str | Path | None = None
 ) -> tuple[Constants, list[dict[str, Any]]]:
@@ -261,12 +279,15 @@ def fit(
         seen += [(setup, each, Path(ops).stem) for each in kernel_observations(ops, setup)]
     if len(seen) < 3:
         raise ConfigError("these records have too few workloads to fit: first tokens and decodes are needed")
-    names = list(_EXPECTED)
-    expected = np.log([_EXPECTED[name][0] for name in names])
-    widths = np.array([_EXPECTED[name][1] for name in names])
+    kind = one_kind(records)
+    names = list(_EXPECTED[kind])
+    expected = np.log([_EXPECTED[kind][name][0] for name in names])
+    widths = np.array([_EXPECTED[kind][name][1] for name in names])
 
     def constants(logs: np.ndarray) -> Constants:
         values: dict[str, float] = dict(zip(names, np.exp(logs).tolist(), strict=True))
+        if kind == "cpu":
+            return Constants(**values, launch_s=0.0)     # a recorded step launches nothing
         factor = values.pop("host")
         measured = {name: value * (factor if name in _ADMISSION else 1) for name, value in (host or {}).items()}
         return Constants(**values, **measured)

@@ -46,7 +46,7 @@ from ridgeline.sizes.hardware import INFINIBAND, Device, Link
 from ridgeline.sizes.kv_format import KVFormat, cache_dtype
 from ridgeline.techniques import turned_off
 
-FITTED = Path(__file__).with_name("fitted.json")
+FITTED = {"cuda": Path(__file__).with_name("fitted.json"), "cpu": Path(__file__).with_name("fitted_cpu.json")}
 EXPERTS = PRODUCTS.index("experts")
 MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
@@ -101,16 +101,13 @@ class Constants:
         return {field.name: getattr(self, field.name) for field in fields(Constants)}
 
 
-# A CPU's peaks are measured, so only the interpreter's cost is added: a few microseconds per op.
-CPU = Constants(0.9, 0.8, 1.5, 10e-6, 10e-6, 20e-6, 0.8, 0.3, 60e-6, 200e-6, 500e-6, launch_s=0.0)
-
-
 @functools.cache
-def fitted() -> Constants:
+def fitted(kind: str = "cuda") -> Constants:
+    """Of a kind of device: shares of a GPU's data sheet, or of a CPU's measured peaks."""
     try:
-        return Constants(**json.loads(FITTED.read_text())["constants"])
+        return Constants(**json.loads(FITTED[kind].read_text())["constants"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{FITTED} cannot be used ({error}); make it anew with `ridgeline plan --fit RECORD`") from None
+        raise ConfigError(f"{FITTED[kind]} cannot be used ({error}); make it anew with `ridgeline plan --fit RECORD`") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +152,7 @@ class Setup:
 
     @property
     def used(self) -> Constants:
-        return self.constants or (CPU if self.device.kind == "cpu" else fitted())
+        return self.constants or fitted("cpu" if self.device.kind == "cpu" else "cuda")
 
     @property
     def shape(self) -> DecoderShape:

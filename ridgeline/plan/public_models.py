@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import cpu_weight_bytes
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
@@ -135,6 +136,8 @@ def _gemma3(*sizes: int, head_dim: int, scalar: int, window: int = 1024, context
 
 _DEEPSEEK_V3 = _deepseek("V3", (7168, 18432, 61, 128, 128), 129280, n_routed_experts=256, n_shared_experts=1,
                          num_experts_per_tok=8, moe_intermediate_size=2048, first_k_dense_replace=3)
+_QWEN_1_5B = _qwen2(1536, 8960, 28, 12, 2, vocab=151936, tied=True)
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, 8, head_dim=128, tie_word_embeddings=True),
@@ -151,6 +154,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _qwen3_moe(2048, 6144, 48, 32, 4, expert=768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 12288, 94, 64, 4, expert=1536),
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151936, tied=True),
+    "qwen2.5-1.5b": _QWEN_1_5B,
+    "qwen2.5-coder-1.5b": _QWEN_1_5B,
     "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4),
     "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8),
     "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8),
@@ -180,11 +185,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def find_model(name: str) -> PlannedModel:
-    """A name of the table, `embedded`, a config.json, a directory with one, or a .gguf file."""
+def find_model(name: str, as_stored: bool = False) -> PlannedModel:
+    """A name of the table, `embedded`, a config.json, a directory with one, or a .gguf file. `as_stored`: a directory's weights
+    are in the formats of its checkpoint; otherwise formats are chosen apart from the model."""
     path = Path(name)
     if name == embedded.SHORT_NAME and not path.exists():
         path = embedded.require()
+    if as_stored and path.is_dir():
+        return PlannedModel(path.resolve().name, load_model_config(path))
     if path.is_file() and path.suffix == ".json":
         return _from_json(path.resolve().parent.name or path.stem, read_json(path), str(path))
     if (path / "config.json").is_file():
@@ -218,6 +226,18 @@ def packed_format(name: str) -> str | None:
     return packed_width(bits) or None
 
 
+def kept_bytes(model: PlannedModel) -> float | None:
+    """Of a weight, the head included, as a CPU keeps a packed file or a quantised checkpoint; None: its weights are numbers."""
+    config = model.config
+    if config.packed:
+        return sum(each.nbytes for each in config.packed) / sum(each.weights for each in config.packed)
+    if config.quantisation is None:
+        return None
+    unread = 0 if config.tied else config.vocab_size * config.hidden_size        # the embedding: a step reads a few of its rows
+    width = 2 if config.dtype in ("bfloat16", "float16") else 4
+    return (cpu_weight_bytes(config, 1, "none") - unread * width) / (config.num_parameters - unread)
+
+
 def _checkpoint_format(path: Path) -> str | None:
     """By the first layer's MLP."""
     quantisation = read_quantisation(read_json(path / "config.json"), "config.json", path)
@@ -237,14 +257,18 @@ def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:
     return PlannedModel(name, config, "mxfp4" if experts_alone else "")
 
 
+def table_name(label: str) -> str:
+    """The name of the table that a file's or a record's name contains, the longest of several; empty: none."""
+    fits = [name for name in CONFIGS if _plain(name) in _plain(label)]
+    return max(fits, key=lambda name: len(_plain(name)), default="")
+
+
 def is_same_model(model: PlannedModel, served: str, known_as: str = "") -> bool:
     """Does a server's model name mean this model? `known_as`: the name that its operator gave it. Names of the table may have
     words around them (Meta-Llama-3.1-8B-Instruct-FP8); the longest match counts."""
     if known_as:
         return served == known_as
-    fits = [name for name in CONFIGS if _plain(name) in _plain(served)]
-    found = _plain(max(fits, key=lambda name: len(_plain(name)))) if fits else _plain(served)
-    return found == _plain(model.name)
+    return _plain(table_name(served) or served) == _plain(model.name)
 
 
 def _plain(name: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from ridgeline.errors import ConfigError
 from ridgeline.plan.precision import WEIGHT_FORMATS
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
-from ridgeline.plan.public_models import CONFIGS, find_model
+from ridgeline.plan.public_models import CONFIGS, find_model, table_name
 from ridgeline.plan.workload_steps import Lengths
 from ridgeline.sizes.abilities import packed_width
 from ridgeline.sizes.hardware import NO_LINK, Device, Link, data_sheet
@@ -181,6 +181,9 @@ def _gpu_row(name: str, row: dict[str, Any], lengths: Mapping[str, Lengths]) -> 
     )
 
 
+# For records without measured rates, an assumption: the fastest prompts, attention and all else included, reach half of the rate
+# of packed products with 64 rows. The fitted share of that rate goes with it (fitted_cpu.json).
+PROMPT_SHARE = 0.53
 _CPU_SIZES = {"latency": (1, 128, 128), "batch8": (8, 128, 128), "batch32": (32, 128, 128), "prefill": (1, 512, 1)}
 _CPU_SIZE = re.compile(r"(\d+)x(\d+)\+(\d+)")            # as `bench offline --requests` names its workloads
 
@@ -195,9 +198,9 @@ def _cpu_size(name: str) -> tuple[int, int, int] | None:
 
 
 def _cpu(raw: dict[str, Any]) -> Record:
-    """Bandwidth as the record measured it; the matrix rate is that of its fastest prompts."""
+    """Bandwidth as the record measured it; the rate of products is the measured one, or follows from its fastest prompts."""
     workload, figures = raw["workload"], raw["figures"]
-    model = find_model("smollm2-135m" if workload["model"].startswith("SmolLM2-135M") else workload["model"])
+    model = find_model(table_name(workload["model"]) or workload["model"])
     rows, formats = [], set()
     for name, measured in figures.items():
         size = _cpu_size(name)
@@ -224,6 +227,7 @@ def _cpu(raw: dict[str, Any]) -> Record:
     # The engine multiplies the file's own blocks. Prompts alone say nothing of their width.
     stored = min(formats - {None}, default=4.0)
     width = packed_width(8 * stored)
-    device = Device("CPU", 0, bandwidth, {"float32": rate / 0.8, **({width: rate / 0.8} if width else {})}, NO_LINK, kind="cpu")
+    rates = figures.get("peak_flops_s") or {"float32": rate / PROMPT_SHARE, width or "float32": rate / PROMPT_SHARE}
+    device = Device("CPU", 0, bandwidth, rates, NO_LINK, kind="cpu")
     setup = Setup(model=model, device=device, dtype="float32", weights=width or "float32", stored=stored if width else None)
     return Record(workload["model"], setup, rows, 512, 128)

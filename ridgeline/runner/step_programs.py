@@ -142,20 +142,37 @@ class _Inputs:
             tensor.numpy() for tensor in (self._positions, self._kv_len, self._table_rows, self._sample_rows, *self._slots)
         ]
         self._token_array = self._tokens.numpy()
+        self._newest: Batch | None = None
+        self._copies: list[tuple[np.ndarray, np.ndarray]] = []           # to, from: of the newest batch
+        self._taken: tuple[np.ndarray, np.ndarray] = (np.empty(0, np.int32), np.empty(0, np.int64))
 
     def fill(self, batch: Batch) -> None:
+        """Steps whose rows decode again have the same batch, with other numbers in it (DeviceRows.advance)."""
+        if batch.newest is not None:
+            self._fill_drafted(batch, batch.newest.numpy())
+            return
+        if batch is not self._newest:
+            self._find(batch)
+        for target, source in self._copies:
+            target[:] = source
+        rows, tokens = self._taken
+        np.take(self._last_token, rows, out=tokens)
+
+    def _find(self, batch: Batch) -> None:
         size = len(batch.tokens)
         assert batch.table_rows is not None
-        given = [batch.positions, batch.kv_len, batch.table_rows, batch.sample_rows]
-        tokens, rows = self._token_array[:size], batch.table_rows.numpy()
-        if batch.newest is None:
-            np.take(self._last_token, rows, out=tokens)
-        else:                                            # drafts: each token is a row, with the keys up to its own
-            newest = batch.newest.numpy()
-            tokens[:] = np.where(newest < 0, batch.tokens.numpy(), self._last_token[newest])
-            padding = torch.full_like(batch.sample_rows, len(self._last_token) - 1)      # which token is the newest shows later
-            given = [batch.positions, batch.positions + 1, batch.sample_rows, padding]
-        for target, source in zip(self._copied, [*given, *(group.slots for group in batch.groups)], strict=True):
+        given = (batch.positions, batch.kv_len, batch.table_rows, batch.sample_rows, *(group.slots for group in batch.groups))
+        self._copies = [(target[:size], source.numpy()) for target, source in zip(self._copied, given, strict=True)]
+        self._taken = batch.table_rows.numpy(), self._token_array[:size]
+        self._newest = batch
+
+    def _fill_drafted(self, batch: Batch, newest: np.ndarray) -> None:
+        """Each token is a row, with the keys up to its own."""
+        size = len(batch.tokens)
+        self._token_array[:size] = np.where(newest < 0, batch.tokens.numpy(), self._last_token[newest])
+        padding = torch.full_like(batch.sample_rows, len(self._last_token) - 1)          # which token is the newest shows later
+        given = (batch.positions, batch.positions + 1, batch.sample_rows, padding, *(group.slots for group in batch.groups))
+        for target, source in zip(self._copied, given, strict=True):
             target[:size] = source.numpy()
 
     def batch(self, rows: int) -> Batch:

@@ -172,6 +172,7 @@ def test_divergence_by_hand() -> None:
     assert summary["kl"] == pytest.approx(BY_HAND / 2)
     assert summary["top1"] == 0.5
     assert summary["perplexity_ratio"] == pytest.approx(math.sqrt(0.25 / 0.5))
+    assert summary["perplexity_ratio_error"] == pytest.approx(math.sqrt(0.25 / 0.5) * math.log(2) / 2)  # ln 2 and 0
 
 
 def test_divergence_agrees_with_torch_and_ignores_what_the_reference_rules_out() -> None:

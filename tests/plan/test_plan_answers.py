@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf_writer import write_gguf
+from quantised_models import DIALECTS
 from served_model import write_model
 
 from ridgeline.__main__ import main
@@ -18,7 +20,7 @@ from ridgeline.plan.capacity import Capacity
 from ridgeline.plan.operation import Slo, Traffic, devices_for, operate
 from ridgeline.plan.plan_report import Question, answer, objectives, text
 from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, step_parts
-from ridgeline.plan.public_models import find_model, packed_format
+from ridgeline.plan.public_models import find_model, kept_bytes, packed_format
 from ridgeline.plan.search import candidates, effects, missing
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.process.platform import CoreSeconds
@@ -166,6 +168,28 @@ def test_blocks_are_planned_as_they_are_kept(stored: str, planned: str, tmp_path
     matrix = np.zeros((256, 256), np.float32)
     path = write_gguf(tmp_path / "model.gguf", {"general.architecture": "llama"}, {"blk.0.w": (matrix, stored)})
     assert packed_format(str(path)) == planned
+
+
+@pytest.mark.parametrize(
+    ("dialect", "planned", "bits"), [("ct-w4a16", "int4", 5), ("ct-w8a16", "int8", 8), ("ct-fp8-channel", "fp8", 8)]
+)
+def test_a_quantised_checkpoint_is_planned_as_a_cpu_keeps_it(dialect: str, planned: str, bits: int, tmp_path: Path) -> None:
+    """Its bytes are the engine's own, a step reads no more than they are, and codes of integers have their own rate."""
+    path = write_model(tmp_path / "model", hidden_size=256)
+    told = json.loads((path / "config.json").read_text()) | {"intermediate_size": 512, "torch_dtype": "bfloat16"}
+    (path / "config.json").write_text(json.dumps(told | {"quantization_config": DIALECTS[dialect][0]}))
+    model = find_model(str(path), as_stored=True)
+    kept = kept_bytes(model)
+    made = Setup(model=model, device=CPU, dtype="float32", weights=planned, stored=kept)
+    options = EngineConfig.of(model=str(path), max_model_len=256, max_num_seqs=4, load_format="dummy")
+    resolved = resolve(options, DeviceFacts("cpu", CPU.usable, ("float32",)))
+    assert packed_format(str(path)) == planned
+    assert Capacity.of(made, 256).parts(4)[ledger.WEIGHTS] == resolved.memory[ledger.WEIGHTS]
+    plain = kept_bytes(find_model(str(path)))            # what formats are chosen for has none of its own
+    assert plain is None and kept is not None and bits / 8 <= kept < 2
+    fast = replace(CPU, flops={"float32": 100e9, "int4": 400e9, "int8": 300e9})
+    gained = prefill_seconds(made, 256) / prefill_seconds(replace(made, device=fast), 256)
+    assert gained > 1.2 if planned.startswith("int") else gained == 1
 
 
 def test_packed_products_have_a_rate_of_their_own_and_the_head_is_packed_too() -> None:

@@ -227,7 +227,8 @@ def _packed_rate(kind: str, block: int) -> float:
     part = Part(kind, side, side)
     part.put_blocks(torch.full((side, side // 32 * block), 0x33, dtype=torch.uint8))     # their scale is 0.22
     matrix, x = Matrix([part]), torch.ones(PACKED_ROWS, side)
-    return 2 * PACKED_ROWS * side**2 / min(_times(lambda: block_linear_native(x, matrix, integers=True), "cpu", 10))
+    # Calls of half a millisecond: of many, one has all cores for itself, on a busy machine too.
+    return 2 * PACKED_ROWS * side**2 / min(_times(lambda: block_linear_native(x, matrix, integers=True), "cpu", 80))
 
 
 def _fp8_rate() -> float:
