@@ -427,7 +427,8 @@ def test_figures_of_a_wrong_engine_do_not_count(
 ) -> None:
     """They are on disk with what was found, and the command fails; not so where a lossy technique was asked for."""
     parts = {"one row": {"top1_agreement": 0.97, "positions": 9}}
-    agreement = {"top1_agreement": 0.97, "top1_agreement_alike_rows": 0.9, "positions": 9, "by_part": parts, "reached": []}
+    agreement = {"top1_agreement": 0.97, "least": 0.99, "same_dtype_agreement": None, "top1_agreement_alike_rows": 0.9,
+                 "positions": 9, "by_part": parts, "reached": []}
     monkeypatch.setattr(presets, "check_quality", lambda *_, **__: agreement)
     monkeypatch.setitem(shapes.SHAPES, "llama-3.1-8b", shapes.SHAPES[small_shape] | {"num_hidden_layers": 1})
     words = ["bench", "offline", "--preset", "latency_b1", "--shape", "llama-3.1-8b", "--directory", str(tmp_path)]

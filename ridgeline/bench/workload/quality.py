@@ -86,6 +86,20 @@ class Heard:
     cached: int = 0                  # tokens of the prompt that it had already
 
 
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """What the engine under test said, and with what."""
+
+    plain: list[Heard]               # with the head's rows all alike
+    spread: list[Heard]
+    weights: dict[str, torch.Tensor]
+    device: str
+    dtype: str
+    techniques: list[str]
+    kernels: list[str]
+    rounded: bool                    # its experts or its weights depend on rounding
+
+
 def check_quality(shape: str, dtype: str = "auto", parts: Sequence[Part] = PARTS, **options: Any) -> dict[str, Any]:
     """Share of positions at which both pick the same token, prefill's last and every decode's; and what was compared."""
     # A head that is the embedding would find the token that was put in, whatever the layers do. One of codes has scales of 16
@@ -111,50 +125,60 @@ def compare(model: str, dtype: str, parts: Sequence[Part], plain_model: str = ""
         # More rows than needed: the largest graph is captured before the first request, where its kernels would not be seen.
         "max_num_seqs": max(part.count for part in parts) + 32,
     }
-    blocks = max(_blocks([part.longest] * part.count) for part in parts)
-    tested = {"num_gpu_blocks_override": blocks} | options | {"dtype": dtype, "enable_prefix_caching": True}
-    fast = Engine(model, **sizes | tested)
-    vocab = fast.config.model.vocab_size
-    asked = [(part, _prompts(part, vocab, number)) for number, part in enumerate(parts)]
-    before = _counts(fast)
-    with launched_kernels() as launched:
-        plain = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "plain")]
-        spread_head(fast.model)
-        spread = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "spread")]
-    weights = fast.model.numbers()
-    device, used = fast.config.device, fast.config.dtype
-    rounded = fast.config.model.experts is not None or fast.config.model.quantisation is not None
-    techniques = reached(fast, before, spread)
-    fast.close()
-
+    tested = _try(model, parts, sizes | options | {"dtype": dtype, "enable_prefix_caching": True})
+    spread, device = tested.spread, tested.device
     sizes |= {
         "max_num_batched_tokens": 4096 if device == "cuda" else 512,
         "num_gpu_blocks_override": _blocks([len(each.prompt) + len(each.answer) for each in spread]),
     }
     slow = {"kernels": "reference", "async_scheduling": False, "enforce_eager": True, "device": device}
-    reference = Engine(plain_model or model, **sizes | slow | {"dtype": "float32"})
-    copy_weights(weights, reference.model)
-    best = best_tokens(reference, spread)
+    best, alike = _read(Engine(plain_model or model, **sizes | slow | {"dtype": "float32"}), tested.weights, spread, tested.plain)
     found = agreements(spread, best)
-    spread_head(reference.model, back=True)
-    undecided = [heard for heard in plain if heard.part.alike]
-    alike = agreements(undecided, best_tokens(reference, undecided))
-    reference.close()
     same_dtype = None
-    if rounded:
-        reference = Engine(plain_model or model, **sizes | slow | {"dtype": used})
-        copy_weights(weights, reference.model)
-        same_dtype = _share([same_tokens(spread, best, best_tokens(reference, spread))])
-        reference.close()
+    if tested.rounded:
+        others, _ = _read(Engine(plain_model or model, **sizes | slow | {"dtype": tested.dtype}), tested.weights, spread, [])
+        same_dtype = _share([same_tokens(spread, best, others)])
     set_kernels("auto")
     return {
         "top1_agreement": _share(found.values()), "least": least_of(same_dtype), "same_dtype_agreement": same_dtype,
         "positions": sum(count for _, count in found.values()),
         "by_part": {name: {"top1_agreement": right / count, "positions": count} for name, (right, count) in found.items()},
-        "top1_agreement_alike_rows": _share(alike.values()) if alike else None, "layers": LAYERS, "dtype": used,
-        "reached": techniques, "kernels": sorted({name for name, _ in launched}),
+        "top1_agreement_alike_rows": _share(alike.values()) if alike else None, "layers": LAYERS, "dtype": tested.dtype,
+        "reached": tested.techniques, "kernels": tested.kernels,
         "reference": "every op by its definition in float32, the same weights; teacher-forced",
     }
+
+
+def _try(model: str, parts: Sequence[Part], options: dict[str, Any]) -> Tested:
+    """The engine under test answers, with its head as it is and spread."""
+    blocks = max(_blocks([part.longest] * part.count) for part in parts)
+    fast = Engine(model, **{"num_gpu_blocks_override": blocks} | options)
+    vocab = fast.config.model.vocab_size
+    asked = [(part, _prompts(part, vocab, number)) for number, part in enumerate(parts)]
+    before = _counts(fast)
+    with launched_kernels() as launched:
+        plain = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "plain") if part.alike]
+        spread_head(fast.model)
+        spread = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "spread")]
+    config = fast.config
+    tested = Tested(
+        plain, spread, fast.model.numbers(), config.device, config.dtype, reached(fast, before, spread),
+        sorted({name for name, _ in launched}), config.model.experts is not None or config.model.quantisation is not None,
+    )
+    fast.close()
+    return tested
+
+
+def _read(
+    reference: Engine, weights: dict[str, torch.Tensor], spread: Sequence[Heard], undecided: Sequence[Heard]
+) -> tuple[list[list[int]], dict[str, tuple[int, int]]]:
+    """A reference with these weights: its tokens where the head is spread, and its agreement where it is not."""
+    copy_weights(weights, reference.model)
+    best = best_tokens(reference, spread)
+    spread_head(reference.model, back=True)
+    alike = agreements(undecided, best_tokens(reference, undecided))
+    reference.close()
+    return best, alike
 
 
 def listen(engine: Engine, part: Part, asked: Asked, salt: str) -> list[Heard]:
