@@ -434,7 +434,7 @@ def test_figures_of_a_wrong_engine_do_not_count(
     words = ["bench", "offline", "--preset", "latency_b1", "--shape", "llama-3.1-8b", "--directory", str(tmp_path)]
     words += ["--set", "device=cpu"]
     assert main(words) != 0
-    assert "below 99%: these figures are invalid" in capsys.readouterr().err
+    assert "below 99.00%: these figures are invalid" in capsys.readouterr().err
     made = json.loads((tmp_path / "offline-llama-3.1-8b.json").read_text())
     assert made["figures"]["quality"] == agreement and made["figures"]["rows"]["latency_b1"]["runs"]
     assert main([*words, "--no-quality"]) == 0
