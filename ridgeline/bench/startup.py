@@ -24,7 +24,6 @@ from ridgeline.bench.lab.peak_memory import own_peak
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
-from ridgeline.engine.core.engine_process import BESIDE_TORCH
 from ridgeline.errors import EngineDead
 from ridgeline.metrics import HAPPENED
 from ridgeline.process import head_start, start_phases
@@ -136,7 +135,7 @@ def start_once(model: str, words: list[str], environment: dict[str, str] | None 
 
 def main(argv: list[str]) -> None:
     """The child: starts, answers with one token, and prints its phases."""
-    head_start.begin(gpu="device=cpu" not in argv, beside=BESIDE_TORCH)
+    head_start.begin(gpu="device=cpu" not in argv)
     # These import torch, which must come after head_start.begin, and which the parent does not need.
     bench_engine, device_log = (
         importlib.import_module(f"ridgeline.bench.{name}") for name in ("workload.bench_engine", "lab.device_log")

@@ -1,6 +1,6 @@
 """Shortens the imports of an engine process: called in its first lines.
 
-    head_start.begin(gpu=True, beside=MODULES)           # before anything else imports torch
+    head_start.begin(gpu=True)       # before anything else imports torch
     import ...
     head_start.imported()
 
@@ -15,8 +15,6 @@ Imports run in one thread of Python, so everything else is taken off that thread
     looking for other backends       in what every installed package says of itself
     shapes for compilers             torch defines its ops once more in Python, for tensors without numbers: a fifth of its
                                      import, and of its memory. An engine on a CPU has no such tensors
-    parts of torch                   that no step on a CPU uses (`_LATER`): each is imported when something asks for it
-    loading torch's largest library  which needs no interpreter: modules that need no torch are imported meanwhile, in a thread
     collecting garbage               imports make none; what they made is not looked at again (gc.freeze)
 
 For our own processes only: a user's program imports modules as it likes. No torch here.
@@ -28,14 +26,11 @@ import ctypes
 import functools
 import gc
 import importlib
-import importlib.abc
 import importlib.util
 import os
 import sys
 import threading
 import types
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from ridgeline.errors import ConfigError
@@ -44,27 +39,17 @@ from ridgeline.process import platform
 _DRIVER = "libcuda.so.1"
 _SHAPES = "torch._meta_registrations"
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._prims", "torch._refs", "torch._decomp")
-# What torch imports for its users, with the functions that it takes from there by name.
-_LATER: dict[str, tuple[str, ...]] = {
-    "torch._higher_order_ops": ("cond", "while_loop"), "torch.ao": (), "torch.compiler": (), "torch.distributions": (),
-    "torch.export": (), "torch.masked": (), "torch.mps": (), "torch.mtia": (), "torch.nn.intrinsic": (), "torch.nn.qat": (),
-    "torch.nn.quantizable": (), "torch.nn.quantized": (), "torch.optim": (), "torch.profiler": (), "torch.quantization": (),
-    "torch.utils.data": (),
-}
-_LARGEST = "libtorch_cpu.so"
 
 
 _dlopen_flags = sys.getdlopenflags()
 
 
-def begin(gpu: bool, beside: Sequence[str] = ()) -> None:
-    """`beside`: modules that need no torch, and that this process will need."""
+def begin(gpu: bool) -> None:
     gc.disable()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     sys.setdlopenflags(os.RTLD_LAZY)
     if not (gpu and has_driver()):
         leave_out_shapes()
-        load_largest_library(beside)
     else:
         # The driver holds the loader's lock while it starts, and other loads wait: so torch's libraries come first.
         importlib.import_module("torch")
@@ -85,102 +70,7 @@ def leave_out_shapes() -> None:
     needs them, such as its profiler, gets them when it is imported."""
     if "torch" not in sys.modules:
         sys.modules[_SHAPES] = types.ModuleType(_SHAPES)
-        sys.meta_path[:0] = [_ShapesLater(), _PartsLater()]
-
-
-def load_largest_library(beside: Sequence[str]) -> None:
-    """Before torch is imported. The library is loaded by a call of a foreign function, which leaves the interpreter to the
-    thread; it calls nothing of Python. It belongs to this thread: torch's profiler wants to be loaded by the first."""
-    spec = importlib.util.find_spec("torch")
-    if "torch" in sys.modules or spec is None or spec.origin is None:
-        return
-    thread = threading.Thread(target=_import_all, args=(beside,), name="import-beside")
-    thread.start()
-    load = ctypes.CDLL(None).dlopen
-    load.restype = ctypes.c_void_p
-    # Where it is not found, or cannot be loaded, torch says so itself.
-    load(os.fsencode(Path(spec.origin).parent / "lib" / "libtorch_global_deps.so"), os.RTLD_LAZY | os.RTLD_GLOBAL)
-    load(os.fsencode(Path(spec.origin).parent / "lib" / _LARGEST), os.RTLD_LAZY)
-    thread.join()
-
-
-def _import_all(names: Sequence[str]) -> None:
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception:                                # comes again where the module is needed, and is reported there
-            return
-
-
-class _PartsLater:
-    """Finds the parts of torch that are imported when they are asked for: by an attribute, or by one of their own modules."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        parent = sys.modules.get(name.rpartition(".")[0])
-        if isinstance(parent, _Part):
-            parent.become_whole()
-            if (found := sys.modules.get(name)) is not None:         # it came with the rest: not a second one
-                # Python takes the spec of a module that has come meanwhile, whatever is returned here.
-                again = ModuleSpec(name, _FoundLoader(found), is_package="__path__" in vars(found))
-                vars(found)["__spec__"] = again          # not by setattr: torch's modules of settings refuse names
-                return again
-        if name not in _LATER:
-            return None
-        spec = PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _PartLoader(spec.loader)
-        return spec
-
-
-class _PartLoader(importlib.abc.Loader):
-    def __init__(self, real: importlib.abc.Loader) -> None:
-        self.real = real
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _Part(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Not yet: but functions that torch takes from it by name, which import it when they are called."""
-        for name in _LATER[module.__name__]:
-            setattr(module, name, functools.partial(_call_later, module, name))
-
-
-class _FoundLoader(importlib.abc.Loader):
-    """Of a module that was imported while it was looked for."""
-
-    def __init__(self, found: types.ModuleType) -> None:
-        self.found, self.spec = found, found.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return self.found
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        vars(module)["__spec__"] = self.spec
-
-
-def _call_later(module: types.ModuleType, name: str, *args: object, **settings: object) -> object:
-    if isinstance(module, _Part):
-        module.become_whole()
-    return getattr(module, name)(*args, **settings)
-
-
-class _Part(types.ModuleType):
-    """A module that is empty until an attribute is asked for. Names with two underscores do not count: `inspect` looks at
-    those of every module."""
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.become_whole()
-        return getattr(self, name)
-
-    def become_whole(self) -> None:
-        loader = self.__spec__.loader if self.__spec__ is not None else None
-        assert isinstance(loader, _PartLoader)
-        self.__class__ = types.ModuleType                # type: ignore[assignment]
-        for name in _LATER[self.__name__]:
-            delattr(self, name)
-        loader.real.exec_module(self)
+        sys.meta_path.insert(0, _ShapesLater())
 
 
 class _ShapesLater:

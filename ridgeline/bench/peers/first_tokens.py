@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.lab.sweep import figure
-from ridgeline.engine.core.engine_process import BESIDE_TORCH
 from ridgeline.errors import EngineDead
 from ridgeline.process import head_start
 from ridgeline.process.children import child_environment, start_child
@@ -61,7 +60,7 @@ def main(name: str, path: str) -> None:
     threads = int(os.environ["OMP_NUM_THREADS"])
     # Each process imports one of the two: importing is part of a start.
     if name == "ridgeline":
-        head_start.begin(gpu=False, beside=BESIDE_TORCH)     # as the engine's own process begins
+        head_start.begin(gpu=False)                      # as the engine's own process begins
         bench_engine = importlib.import_module("ridgeline.bench.workload.bench_engine")
         head_start.imported()
         bench_engine.Engine(path).run([PROMPT], 1)

@@ -17,12 +17,6 @@ from ridgeline.process import head_start
 from ridgeline.process.orphans import end_at_once, end_with_parent
 from ridgeline.process.standard_streams import open_missing
 
-# Of what engine/core/loop.py imports, the parts that need no torch.
-BESIDE_TORCH = (
-    "numpy", "ridgeline.engine.core.frontend_socket", "ridgeline.draft_checkpoint", "ridgeline.scheduler.scheduler",
-    "ridgeline.roofline.live",
-)
-
 
 def main(settings: str) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the front end's to handle
@@ -33,7 +27,7 @@ def main(settings: str) -> int:
     end_with_parent(given["parent"], lambda: shutil.rmtree(given["folder"], ignore_errors=True))
     unusable = ""
     try:
-        head_start.begin(gpu=given["options"].get("device") != "cpu", beside=BESIDE_TORCH)
+        head_start.begin(gpu=given["options"].get("device") != "cpu")
         from ridgeline.engine.core.loop import run
     except (ImportError, OSError, MemoryError) as error: # a broken installation, or no memory for its libraries
         unusable = f"the engine's libraries cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
