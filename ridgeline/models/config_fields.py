@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "relu2": "relu2",
@@ -88,9 +89,10 @@ class Fields:
         return tuple(ids)
 
 
-def read_activation(fields: Fields, gated: bool, usual: str) -> str:
-    """By our name; `usual`: where the config does not say."""
-    activation = fields.get("hidden_activation") or fields.get("hidden_act") or usual
+def read_activation(fields: Fields, gated: bool, usual: str, legacy: str = "") -> str:
+    """By our name; `usual`: where the config does not say, or says no more than `legacy`."""
+    act = fields.get("hidden_act")
+    activation = fields.get("hidden_activation") or (usual if act in (None, legacy) else act)
     known = [name for name, kind in ACTIVATIONS.items() if kind in GATED or not gated]
     if not isinstance(activation, str) or activation not in known:
         raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(known)}")

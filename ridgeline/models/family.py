@@ -133,6 +133,7 @@ class Family:
     gguf: str = ""                   # `general.architecture` of a GGUF file
 
     activation: str = "silu"         # of the gate, where the checkpoint does not say
+    legacy_act: str = ""             # a `hidden_act` that stands in old files of this family, and means `activation`
     tied: bool = False               # the head is the embedding, where the checkpoint does not say
     qkv_bias: bool = False           # q, k and v have biases whatever the checkpoint says
     qk_norm: bool = False            # an RMS norm on every head of q and k, before the rotation

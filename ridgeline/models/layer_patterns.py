@@ -136,8 +136,7 @@ def hf_ropes(
         return make_rope(parameters, theta, dim, max_position, family.longrope, fields.where)
 
     full = rope(everywhere, "rope_theta")
-    if family.late_qk_norm and full.scale != 1.0:        # norms behind the rotation take the scale away again
-        raise ModelError(f"{fields.where}: a rope with a scale of {full.scale:g} is not supported for {family.name}")
+    _check_scale(full, fields, family)
     local = full
     if family.local_rope:
         local = rope(nested.get("sliding_attention", {}), "rope_local_base_freq")
@@ -152,6 +151,11 @@ def hf_ropes(
     return tuple(
         (full if window is None else local) if turns else no_rope(dim) for window, turns in zip(windows, turned, strict=True)
     ), max_position
+
+
+def _check_scale(rope: Rope, fields: Fields, family: Family) -> None:
+    if family.late_qk_norm and rope.scale != 1.0:        # norms behind the rotation take the scale away again
+        raise ModelError(f"{fields.where}: a rope with a scale of {rope.scale:g} is not supported for {family.name}")
 
 
 def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> list[bool]:
@@ -200,6 +204,7 @@ def gguf_ropes(
         raise ModelError(f"{fields.where}: {key('rope.dimension_count')} must be even and at most {head_dim}, "
                          f"got {dim}")
     full = _gguf_full_rope(file, fields, dim, max_position, key)
+    _check_scale(full, fields, family)
     local = full
     if family.local_rope:
         local = Rope(fields.number(key("rope.freq_base_swa"), GGUF_LOCAL_THETA), dim)

@@ -320,7 +320,7 @@ def hf_model_config(
         dtype=_dtype(fields),
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
-        activation=read_activation(fields, family.gated, family.activation),
+        activation=read_activation(fields, family.gated, family.activation, family.legacy_act),
         norm_offset=family.norm_offset,
         attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
         final_softcap=_softcap(fields, family, "final_logit_softcapping"),
@@ -483,7 +483,8 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         quantisation=gguf_quantisation(file),
         latent=latent,
         **_gguf_scales(fields, family, key, hidden_size, num_heads, head_dim, num_layers),
-        **_layout(family) | {"parallel": family.parallel and fields.flag(key("use_parallel_residual"), True)},
+        **_layout(family) | {"parallel": family.parallel and (fields.flag(key("use_parallel_residual"), True)
+                             if family.own_mlp_norm else not has("blk.0.ffn_norm.weight"))},
     )
 
 

@@ -188,9 +188,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def find_model(name: str, as_stored: bool = False) -> PlannedModel:
     """A name of the table, `embedded`, a config.json, a directory with one, or a .gguf file. `as_stored`: a directory's weights
     are in the formats of its checkpoint; otherwise formats are chosen apart from the model."""
-    path = Path(name)
-    if name == embedded.SHORT_NAME and not path.exists():
-        path = embedded.require()
+    path = _place(name)
     if as_stored and path.is_dir():
         return PlannedModel(path.resolve().name, load_model_config(path))
     if path.is_file() and path.suffix == ".json":
@@ -205,13 +203,19 @@ def find_model(name: str, as_stored: bool = False) -> PlannedModel:
             return _from_json(known, raw)
     close = difflib.get_close_matches(name.lower(), CONFIGS, 3, 0.4) or list(CONFIGS)
     raise ConfigError(f"{name} is neither a config.json, a model directory or file, nor one of the names: "
-                      f"{', '.join(close)} …")
+                      f"{embedded.SHORT_NAME}, {', '.join(close)} …")
+
+
+def _place(name: str) -> Path:
+    """Where a model lies; a name of the table lies nowhere."""
+    path = Path(name)
+    return embedded.require() if name == embedded.SHORT_NAME and not path.exists() else path
 
 
 def packed_format(name: str) -> str | None:
     """Of a quantised checkpoint or a .gguf file, the format that reads of its matrices are nearest to; None where they are wide.
     A CPU multiplies most of a file's packings as they are stored; the others are expanded when they are loaded."""
-    path = Path(name)
+    path = _place(name)
     if (path / "config.json").is_file():
         return _checkpoint_format(path)
     if path.suffix != ".gguf" or not path.is_file():

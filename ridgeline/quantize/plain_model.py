@@ -40,6 +40,10 @@ class PlainModel:
             raise ModelError(
                 f"{path.name} is quantised already ({stored.method}): give the checkpoint that it was made from, in 16 or 32 bits"
             )
+        family = self.config.family
+        if not self.gguf and (family.transposed or family.by_head):
+            raise ModelError(f"{path.name}: checkpoints of {family.name} store matrices in another order and cannot be quantised "
+                             "by this command yet; serve with --quantization instead")
         if self.config.latent is not None:
             raise ModelError(f"{path.name}: models with latent attention cannot be quantised by this command yet; serve with "
                              "--quantization instead")

@@ -27,11 +27,12 @@ from ridgeline.process.log import get_logger
 from ridgeline.runner.device_rows import EVERY_HIDDEN, leading_decodes
 from ridgeline.runner.forward import Computed, EagerForward, best_tokens
 from ridgeline.runner.to_host import greedy_bytes
-from ridgeline.sizes.graph_shapes import MOST_VERIFIED, Shape
+from ridgeline.sizes.graph_shapes import Shape
 
 logger = get_logger("programs")
 
 MOST_PROGRAMS = 128                  # the one unused for longest makes room
+MOST_DRAFTED = 64                    # tokens of a recorded step with drafts: its logits are kept, and the ledger counts rows
 _Key = tuple[int, bool]              # tokens, greedy
 
 
@@ -81,8 +82,10 @@ class ProgramForward:
                 return self.eager.run(batch, greedy)
             return self._checked(batch, self.eager.run(self._as_rows(batch), greedy))
         self._recorded.move_to_end((size, greedy))
-        if found.refused:
+        if found.refused and not drafted:
             return self.eager.run(batch, greedy)
+        if found.refused:                                # as rows: by the kernels of steps without drafts
+            return self._checked(batch, self.eager.run(self._as_rows(batch), greedy))
         if found.program is None or found.computed is None:
             computed, self.stood_in = self._record(found, batch, greedy), True
         else:
@@ -131,7 +134,7 @@ class _Inputs:
     """The integers of a step, at places that stay."""
 
     def __init__(self, tables: list[Tensor], last_token: Tensor) -> None:
-        self.most = size = max(len(last_token), MOST_VERIFIED)           # tokens
+        self.most = size = max(len(last_token), MOST_DRAFTED)            # tokens
         self._tables = tables
         self._tokens, self._positions, self._sample_rows = (torch.zeros(size, dtype=torch.int64) for _ in range(3))
         self._kv_len, self._table_rows = (torch.zeros(size, dtype=torch.int32) for _ in range(2))

@@ -217,6 +217,7 @@ def save_gguf(directory: Path, architecture: str, rope: dict[str, Any], tensors:
     ("hunyuan_v1_dense", "hunyuan-dense", {}),
     ("stablelm", "stablelm", {"use_parallel_residual": True}),
     ("stablelm-in-turn", "stablelm", {"use_parallel_residual": False}),
+    ("stablelm-in-turn", "stablelm", {"use_parallel_residual": True}),       # converters write it for files of both kinds
     ("phi", "phi2", {}),
     ("gpt2", "gpt2", {}),
 ])

@@ -259,7 +259,7 @@ def test_a_recipe_that_fits_no_linear_says_why(plain: Path, tmp_path: Path) -> N
         quantize(job(plain, tmp_path / "out", keep=["proj"]))
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "gpt_neox", "gpt2"])
 def test_what_cannot_be_quantised_yet_is_one_line(family: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot (be quantised by this command|quantise) yet"):
         PlainModel(save_checkpoint(family, tmp_path / family))

@@ -114,7 +114,7 @@ def main() -> None:
     else:
         args.model = args.model.resolve()
     result: dict[str, Any] = {
-        "benchmark": "quantize on a GPU", "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "study": "quantize on a GPU", "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "", "architecture": platform.machine(),
                     "cores": os.cpu_count()},
         "versions": {name: version(name) for name in ("torch", "numpy", "safetensors", "tokenizers")},

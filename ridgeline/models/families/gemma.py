@@ -17,6 +17,7 @@ GEMMA = Family(
     architectures=("GemmaForCausalLM",),
     gguf="gemma",
     activation="gelu_tanh",
+    legacy_act="gelu",
     tied=True,
     norm_offset=1.0,
     scale_embeddings=True,

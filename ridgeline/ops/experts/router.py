@@ -168,23 +168,24 @@ def normed_route_rows_triton(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, offset: Tensor | None, used: int,
     *, norm_offset: float = 0.0, invariant: bool = False, score: str = "softmax", normalise: bool = False,
     bias: Tensor | None = None, groups: int = 1, top_groups: int = 1, group_score: str = "best", scale: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if invariant and len(x) > MOST_TILES:
         first, second = (
             normed_route_rows_triton(
                 x[part], None if residual is None else residual[part], norm, eps, weight, offset, used, norm_offset=norm_offset,
                 invariant=True, score=score, normalise=normalise, bias=bias, groups=groups, top_groups=top_groups,
-                group_score=group_score, scale=scale,
+                group_score=group_score, scale=scale, jitter=jitter,
             ) for part in (slice(0, MOST_TILES), slice(MOST_TILES, None))
         )
         rows, stream, chosen, weights = (torch.cat(parts) for parts in zip(first, second, strict=True))
         return rows, stream, chosen, weights
     plain = x.stride(-1) == 1 and (residual is None or residual.stride(-1) == 1)
     few = 0 < len(x) <= (MOST_TILES if invariant else MOST_TOKENS)
-    if not few or groups > MOST_GROUPS or not plain:
+    if not few or groups > MOST_GROUPS or not plain or jitter:
         return normed_route_rows_apart(
             x, residual, norm, eps, weight, offset, used, norm_offset=norm_offset, score=score, normalise=normalise, bias=bias,
-            groups=groups, top_groups=top_groups, group_score=group_score, scale=scale,
+            groups=groups, top_groups=top_groups, group_score=group_score, scale=scale, jitter=jitter,
         )
     rows = torch.empty_like(x, memory_format=torch.contiguous_format)
     stream = x if residual is None else torch.empty_like(rows)

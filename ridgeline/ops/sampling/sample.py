@@ -368,8 +368,9 @@ def _draw_native(logits: Tensor, best: Tensor, how: np.ndarray, rows: np.ndarray
 
 
 def apply_mask_native(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor) -> None:
-    packed = mask is not None and mask.dtype == torch.int32 and mask.is_contiguous()
-    if not packed or out.dtype != logits.dtype or logits.stride(1) != 1 or not out.is_contiguous():
+    rows, width = logits.shape
+    packed = mask is not None and mask.dtype == torch.int32 and mask.is_contiguous() and mask.shape == (rows, -(-width // 32))
+    if not packed or out.shape != logits.shape or out.dtype != logits.dtype or logits.stride(1) != 1 or not out.is_contiguous():
         return apply_mask_reference(logits, mask, out, broken)
     assert mask is not None
     pointers = (logits.data_ptr(), mask.data_ptr(), out.data_ptr(), broken.data_ptr())

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import ACTIVATIONS
 from ridgeline.models.model_config import ModelConfig, hf_model_config
+from ridgeline.sizes.op_costs import ACTIVATION_FLOPS
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -150,3 +151,17 @@ def test_layers_of_experts_are_listed_in_three_ways() -> None:
         assert found is not None and found.dense == dense
     with pytest.raises(ModelError, match="mlp_layer_types must list 5 times dense or sparse"):
         hf_model_config(raw | {"mlp_layer_types": ["dense"]}, {})
+
+
+def test_a_legacy_name_of_an_activation_means_the_familys() -> None:
+    """Gemma's first files say gelu, and were trained with its tanh form."""
+    gemma = LLAMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 32}
+    for given in ({}, {"hidden_act": "gelu"}, {"hidden_act": "gelu", "hidden_activation": None}):
+        theirs = transformers.GemmaConfig(**{key: value for key, value in (gemma | given).items() if key != "architectures"})
+        assert hf_model_config(gemma | given, {}).activation == ACTIVATIONS[theirs.hidden_act] == "gelu_tanh"
+    assert hf_model_config(gemma | {"hidden_activation": "silu"}, {}).activation == "silu"
+    assert hf_model_config(LLAMA | {"hidden_act": "gelu"}, {}).activation == "gelu"
+
+
+def test_every_activation_has_a_cost() -> None:
+    assert {*ACTIVATIONS.values()} == {*ACTIVATION_FLOPS}
