@@ -184,6 +184,9 @@ def test_switching_off_a_flag_shows(cases: dict[str, Case], name: str, flag: str
     case = cases[name]
     raw = json.loads((case.path / "config.json").read_text())
     family = load_model_config(case.path).family
+    if flag == "legacy_act":         # as old files have it; transformers writes the name of today
+        raw |= {"hidden_act": family.legacy_act, "hidden_activation": None}
+        assert not shows(case, hf_model_config(raw, {}, family))
     default = next(field.default for field in dataclasses.fields(Family) if field.name == flag)
     switched = dataclasses.replace(family, **{flag: 1 if flag == "full_every" else default})
     try:
