@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,14 +56,14 @@ class Proposer(Protocol):
         """The sequence is over, or waits again: forget its state."""
 
 
-class RowByRow:
+class RowByRow(ABC):
     """A proposer that is asked for one row after the other."""
 
     name: str
 
+    @abstractmethod
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
         """At most that many drafts; None: it has nothing to say here."""
-        raise NotImplementedError
 
     def propose_all(self, sequences: list[Sequence], most: np.ndarray) -> Paths | None:
         places: list[int] = []

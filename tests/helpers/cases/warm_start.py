@@ -111,7 +111,7 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
     """Popen asks `_execute_child` for the process. It is private, so `begin` names the versions of Python it was read in; every
     call that is not ours goes to Popen's own."""
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,  # type: ignore
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
                        env: Any, startupinfo: Any, creationflags: Any, shell: Any, *rest: Any) -> None:
         pipes, (session, group) = rest[:6], rest[-2:]
         words = _words_of(args)
@@ -134,7 +134,7 @@ class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 def _words_of(command: Any) -> list[str]:
     """The module and its arguments, of `python -m module …`; the script and its own, of `python script.py …`."""
-    if isinstance(command, list) and command[:1] == [sys.executable] and _is_script(str(command[1])):
+    if isinstance(command, list) and command[:1] == [sys.executable] and _is_script("".join(map(str, command[1:2]))):
         return command[1:]
     for start in ([sys.executable, "-P", "-m"], [sys.executable, "-m"], [*ON_TERMINAL, sys.executable, "-m"]):
         if isinstance(command, list) and command[: len(start)] == start:
