@@ -15,8 +15,10 @@ from ridgeline.ops.linear.select import (
     MULTIPROCESSORS,
     GemmPlan,
     GemvPlan,
+    OneRowPlan,
     RingGemmPlan,
     fp8_ring_gemm_plan,
+    one_row_plan,
     plan,
     ring_gemm_plan,
     ring_plan,
@@ -144,6 +146,12 @@ def _ungated(call: Call) -> Call:
     return call._replace(outputs=2 * call.outputs, gated=False) if call.gated else call
 
 
+def _one_row_gemm(call: Call) -> OneRowPlan | None:
+    if call.rows != 1 or not (call.device.gluon and call.device.hopper):
+        return None
+    return one_row_plan(call.outputs, call.inputs, call.gated, call.device.shared - RING_GEMM_RESERVED)
+
+
 def _code_ring_gemm(call: Call) -> RingGemmPlan | None:
     whole = _ungated(call)
     return _ring(whole, fp8_ring_gemm_plan(whole.rows, whole.outputs, whole.inputs), 1)
@@ -164,23 +172,27 @@ def _integer_gemm(call: Call) -> bool | None:
     return True if call.device.hopper and call.device.shared >= INTEGER_SHARED else None
 
 
-def _packed(call: Call) -> PackedGemvPlan | PackedGemmPlan | None:
+def _packed(call: Call, high: bool) -> PackedGemvPlan | PackedGemmPlan | None:
     if not (call.device.gluon and call.device.hopper):
         return None
-    found = packed_plan(call.rows, call.outputs * (2 if call.gated else 1), call.inputs)
+    found = packed_plan(call.rows, call.outputs * (2 if call.gated else 1), call.inputs, high)
     if found is None:
         return None
     placed = found.shared_bytes(call.inputs) if isinstance(found, PackedGemvPlan) else found.shared_bytes()
     return found if found.programs * (placed + PACKED_RESERVED) <= call.device.shared else None
 
 
-def _packed_gemv(call: Call) -> PackedGemvPlan | None:
-    found = _packed(call)
+def _packed_gemv(call: Call, high: bool = False) -> PackedGemvPlan | None:
+    found = _packed(call, high)
     return found if isinstance(found, PackedGemvPlan) else None
 
 
+def _high_gemv(call: Call) -> PackedGemvPlan | None:
+    return _packed_gemv(call, True)
+
+
 def _packed_gemm(call: Call) -> PackedGemmPlan | None:
-    found = _packed(call)
+    found = _packed(call, False)
     return found if isinstance(found, PackedGemmPlan) else None
 
 
@@ -207,7 +219,11 @@ def _always(call: Call) -> bool:
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_ROWS = (Kernel("ring_gemm", _code_ring_gemm), Kernel("wide_gemm", _code_wide_gemm))
+# One row has two rows of codes: the ops ask for one row, and where nothing serves that, for two.
+_ROWS = (
+    Kernel("one_row_gemm", _one_row_gemm, True), Kernel("ring_gemm", _code_ring_gemm), Kernel("wide_gemm", _code_wide_gemm),
+)
+_PACKED_ROWS = (Kernel("packed_gemm", _packed_gemm), Kernel("expand", _always))
 _ANY = (Kernel("few_rows", _few_rows), Kernel("expand", _always))
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "16-bit": (
@@ -218,9 +234,10 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     "fp8-row": (*_ROWS, Kernel("scaled_mm", _always)),
     "int8-row": (*_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
     "fp8-block": (*_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
-    "fp8-block-cut": (_ROWS[0], Kernel("expand", _always)),              # blocks that a part of the linear cuts
-    "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # x stays in 16 bits: GGUF, W8A16, LLM.int8()
-    "4-bit": (Kernel("packed_gemv", _packed_gemv, True), Kernel("packed_gemm", _packed_gemm), Kernel("expand", _always)),
+    "fp8-block-cut": (*_ROWS[:2], Kernel("expand", _always)),            # blocks that a part of the linear cuts
+    "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # x stays in 16 bits: Q8_0, W8A16, LLM.int8()
+    "4-bit": (Kernel("packed_gemv", _packed_gemv, True), *_PACKED_ROWS),
+    "6-bit": (Kernel("packed_gemv", _high_gemv, True), *_PACKED_ROWS),   # Q5 and Q6_K: two more bits have a plane of their own
     "groups": (Kernel("few_rows", _few_group_rows), Kernel("expand", _always)),      # GGUF and W8A16, more than one row
     "other": _ANY,
     "cpu-float32": (Kernel("linear_row", _one_row), Kernel("blocked", _blocked), Kernel("library", _always)),

@@ -1,4 +1,5 @@
-"""The scheme of 4-bit weights on a Hopper GPU: after loading, codes and scales are laid out as the kernels of ops/packed want.
+"""The scheme of 4-bit weights and of GGUF's 5 and 6 bits on a Hopper GPU: after loading, codes and scales are laid out as the
+kernels of ops/packed want.
 
 Formats that the layout does not hold exactly (scales of more than 16 bits, zeros between two codes, groups it does not know) stay
 with `Quantised`, and so do all formats on other devices.
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.hopper import is_hopper
 from ridgeline.ops.linear import gemm_small
+from ridgeline.ops.packed.block_weight import block_form, pack_blocks, packed_numbers
 from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
-from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, packs
+from ridgeline.ops.packed.packed_weight import PackedWeight, pack, packs
 from ridgeline.quant.format import WeightFormat, has_kernels
 from ridgeline.quant.four_bits import FourBits, four_bits
 from ridgeline.quant.quantised import Quantised
@@ -35,24 +37,27 @@ class Packed(Quantised):
         super().finish(linear)
         if linear.scheme is not self:                    # expanded
             return
-        four = self._pack(linear)
-        if four is not None:
+        order = linear.quantised.order
+        self._pack(linear)
+        if linear.packed is not None:
             self._forget(linear)
-            for name, tensor in _tensors(linear.packed, four.order).items():
+            for name, tensor in _tensors(linear.packed, order).items():
                 setattr(linear, name, nn.Parameter(tensor, requires_grad=False))
             gemm_small.prepare(linear.weight.device)
 
-    def _pack(self, linear: nn.Module) -> FourBits | None:
-        """What was packed; None: the linear keeps its format's tensors."""
-        device = linear.weight.device
+    def _pack(self, linear: nn.Module) -> None:
+        """Where this does nothing, the linear keeps its format's tensors."""
+        device, weight = linear.weight.device, linear.quantised
         if device.type == "cuda" and not is_hopper(device):
-            return None
-        four = four_bits(linear.quantised)
-        gated = set(linear.rows) == {"gate", "up"} and (four is None or four.order is None)
-        if four is None or not (_holds(four, gated) if linear.is_loaded else _may_hold(four, gated, linear.format)):
-            return None
-        linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
-        return four
+            return
+        gated = set(linear.rows) == {"gate", "up"} and weight.order is None
+        if block_form(weight) is not None:
+            if weight.order is None and (not gated or len(weight.weight) % 16 == 0):
+                linear.packed = pack_blocks(weight, gated)
+            return
+        four = four_bits(weight)
+        if four is not None and (_holds(four, gated) if linear.is_loaded else _may_hold(four, gated, linear.format)):
+            linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
 
     def _is_packed(self, linear: nn.Module) -> bool:
         """While kernels are collected, before the weights are loaded, whatever the codes are is packed once."""
@@ -65,7 +70,7 @@ class Packed(Quantised):
         packed = getattr(linear, "packed", None)
         if packed is None:
             return super().numbers(linear)
-        found = expanded(packed, torch.promote_types(linear.dtype, torch.float32))
+        found = packed_numbers(packed, torch.promote_types(linear.dtype, torch.float32))
         order = getattr(linear, "order", None)
         return found if order is None else torch.empty_like(found).index_copy_(1, order.long(), found)
 
@@ -114,5 +119,8 @@ def _exact(values: Tensor, dtype: torch.dtype) -> bool:
 
 def _tensors(packed: PackedWeight, order: Tensor | None) -> dict[str, Tensor]:
     """By the names of a format's parameters, so that memory and reads are counted as before."""
-    found = {"weight": packed.codes, "scale": packed.scale, "zero": packed.zero, "outer": packed.outer, "order": order}
+    found = {
+        "weight": packed.codes, "scale": packed.scale, "zero": packed.zero, "high": packed.high, "order": order,
+        "outer": packed.blocks if packed.outer is None else packed.outer,
+    }
     return {name: tensor for name, tensor in found.items() if tensor is not None}

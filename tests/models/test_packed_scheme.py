@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised_models import SIZES
+from quantised_models import BLOCK_FORMATS, SIZES, random_blocks
 from tiny_models import save_checkpoint
 
 from ridgeline.distributed.comm import Communicator
@@ -79,9 +79,20 @@ def test_what_the_layout_would_round_is_left_alone() -> None:
     assert not _holds(FourBits("uint4", codes, torch.ones(32, 3), None, None, None), False)
 
 
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_gguf_formats_are_packed_as_they_are(name: str) -> None:
+    linear, weight = torch.nn.Module(), random_blocks(name, 32, 512)
+    scheme = Packed(FORMATS["Q4_K"], Unquantised())
+    linear.quantised, linear.weight, linear.rows, linear.is_loaded = weight, weight.weight, {"gate": 16, "up": 16}, True
+    linear.packed, linear.dtype = None, torch.float64
+    scheme._pack(linear)
+    assert linear.packed is not None and linear.packed.gated
+    assert torch.equal(scheme.numbers(linear), expand(weight, torch.float64))
+
+
 @pytest.mark.parametrize("name", ["Q4_1", "Q4_K"])
 def test_dummy_weights_with_offsets_are_kept_as_those_of_files_are(name: str) -> None:
-    """Offsets of zero would be packed, and a benchmark would time other kernels than a file's."""
+    """Offsets of zero would be packed as zeros, and a benchmark would time other kernels than a file's."""
     scheme = Packed(FORMATS[name], Unquantised())
     tensors = {
         spec.name: scheme.dummy(spec, 512, torch.device("cpu"))(torch.Generator(), spec.shape(32, 512))

@@ -89,8 +89,8 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
         )
     if not any(quantises_rows(format) for format in kept):
         return (
-            f"kept in 4 bits; decode is faster than in {dtype} up to about 64 rows, and from about 100 rows on, and in "
-            "prompts, it is slower: use fp8 where batches are large"
+            f"kept in 4 to 6 bits; on Hopper decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, "
+            "slower: use fp8 where batches are large. Other GPUs expand each weight"
         )
     if hidden_size < FEWEST_RING_INPUTS:
         return (

@@ -31,6 +31,8 @@ from ridgeline.ops.hopper import (
 from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
+from ridgeline.ops.packed.block_asm import has_high
+from ridgeline.ops.packed.block_operand import block_operand, is_byte, unpacked
 from ridgeline.ops.packed.packed_asm import factors, operand_registers, operands, subtrahends
 from ridgeline.ops.packed.packed_gemv import NAMES
 from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
@@ -83,10 +85,10 @@ def _origin(item, items, row_blocks, splits, part_runs, step, strips, RUNS: gl.c
 @gluon_kernel()
 def _load_codes(  # type: ignore[no-untyped-def]
     code_ptr, start, room, PART: gl.constexpr, RUNS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, RUN_WORDS: gl.constexpr = 1024,
 ):
     """Request a block: a tensor [WARPS, 32, 4] for each half and tile. What is not there has scales of zero and some codes
-    that are: a mask would cost an instruction for every register."""
+    that are: a mask would cost an instruction for every register. RUN_WORDS: words of a strip's 512 inputs."""
     layout: gl.constexpr = _word_layout(WARPS)
     flat: gl.constexpr = gl.SliceLayout(2, layout)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, flat))[:, None]
@@ -95,7 +97,7 @@ def _load_codes(  # type: ignore[no-untyped-def]
     loaded = ()
     for half in gl.static_range(HALVES):
         place = gl.minimum((PART * HALVES + half) * WARPS + warp, room)
-        source = code_ptr + start + ((place * (RUNS * 1024) + lane * 4)[:, :, None] + word)
+        source = code_ptr + start + ((place * (RUNS * RUN_WORDS) + lane * 4)[:, :, None] + word)
         for tile in gl.static_range(TILES):
             loaded = loaded + (gl.load(source + tile * 128),)  # type: ignore[assignment]
     return loaded
@@ -160,22 +162,54 @@ def _left_operand(  # type: ignore[no-untyped-def]
         arguments = arguments + _spread(zeros, block + TILE // 2, subtrahends(DTYPE), TILE, HALF, EACH, WARPS)
     text: gl.constexpr = operands(KIND, DTYPE, ZEROS)
     constraints: gl.constexpr = operand_registers(ZEROS)
-    if DTYPE == "bf16":
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            text, constraints, arguments, is_pure=True, pack=1,
-            dtype=(
-                gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16
-            ),
-        )
+    return unpacked(text, constraints, arguments, layout, DTYPE, WARPS)
+
+
+@gluon_kernel()
+def _load_high(  # type: ignore[no-untyped-def]
+    high_ptr, start, room, PART: gl.constexpr, RUNS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr,
+    KIND: gl.constexpr, WARPS: gl.constexpr,
+):
+    """Request the upper bits of a block of codes that begins at word `start`: half as many words."""
+    loaded = ()
+    if has_high(KIND):
+        loaded = _load_codes(high_ptr, start // 2, room, PART, RUNS, TILES // 2, HALVES, WARPS, 512)
+    return loaded
+
+
+@gluon_kernel()
+def _operand(  # type: ignore[no-untyped-def]
+    codes, high, scales, zeros, multipliers, block, layout: gl.constexpr, TILE: gl.constexpr, HALF: gl.constexpr,
+    TILES: gl.constexpr, EACH: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
+    SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, WARPS: gl.constexpr,
+):
+    """The left operand of one tile of a block."""
+    mine = codes[HALF * TILES + TILE]
+    if FORM == "":
+        result = _left_operand(mine, scales, zeros, block, layout, TILE, HALF, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS, WARPS)
     else:
-        a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-            text, constraints, arguments, is_pure=True, pack=1,
-            dtype=(gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+        above = mine
+        if has_high(KIND):
+            above = high[HALF * (TILES // 2) + TILE // 2]
+        result = block_operand(
+            mine, above, scales, zeros, multipliers, block, layout, _word_layout(WARPS), TILE, HALF, KIND, FORM, GROUP, DTYPE,
+            SCALE_DTYPE, WARPS,
         )
-    # warp, r, t, 16 inputs, odd input, upper eight inputs, upper eight outputs
-    numbers = gl.join(gl.join(gl.join(a, b), gl.join(e, f)), gl.join(gl.join(c, d), gl.join(g, h)))
-    numbers = numbers.reshape([WARPS, 8, 4, 4, 2, 2, 2]).permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * WARPS, 64])
-    return gl.convert_layout(numbers, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    return result
+
+
+@gluon_kernel()
+def _add_parts(sums, memory, written, taken, number, layout: gl.constexpr, PART: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of part 0, with those of part 1 added. `number`: how many items this CTA has finished."""
+    if PART == 1:
+        mbarrier.wait(taken, (number & 1) ^ 1)
+        memory.store(sums)
+        mbarrier.arrive(written, count=1)
+    else:
+        mbarrier.wait(written, number & 1)
+        sums += memory.load(layout)
+        mbarrier.arrive(taken, count=1)
+    return sums
 
 
 @gluon_kernel()
@@ -233,25 +267,34 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _multiply(  # type: ignore[no-untyped-def]
-    code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
-    items, row_blocks, splits, part_runs, strips, step, rows, outputs,
-    PART: gl.constexpr, PARTS: gl.constexpr, RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, TILES: gl.constexpr,
-    HALVES: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
-    SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr,
-    WARPS: gl.constexpr,
+    code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
+    memory, written, taken, items, row_blocks, splits, part_runs, strips, step, rows, outputs,
+    PART: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    TILES: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
+    OUTER: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """WARPS warps: 16 WARPS HALVES outputs of every tile."""
-    BLOCKS: gl.constexpr = 8 // TILES                    # in a run of 512 inputs
-    EACH: gl.constexpr = 128 // GROUP
+    """WARPS warps: 16 WARPS HALVES outputs of every tile, or with TOGETHER a half of every run's inputs."""
+    ALL: gl.constexpr = 8 // TILES                       # blocks in a run of 512 inputs
+    BLOCKS: gl.constexpr = ALL // 2 if TOGETHER else ALL
+    FIRST: gl.constexpr = PART * BLOCKS if TOGETHER else 0
+    PLACE: gl.constexpr = 0 if TOGETHER else PART
+    EACH: gl.constexpr = 4 if is_byte(FORM) else 128 // GROUP
+    AT: gl.constexpr = FIRST * TILES * 128               # the first words of codes in a run
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 16])
     first = gl.program_id(0)
     ahead, number_ahead, room_ahead = _origin(first, items, row_blocks, splits, part_runs, step, strips, RUNS)
-    next_codes = _load_codes(code_ptr, ahead * 1024, room_ahead, PART, RUNS, TILES, HALVES, WARPS)
-    next_scales = _load_words(scale_ptr, ahead, RUNS - number_ahead, room_ahead, step, PART, RUNS, HALVES, EACH, WARPS)
+    next_codes = _load_codes(code_ptr, ahead * 1024 + AT, room_ahead, PLACE, RUNS, TILES, HALVES, WARPS)
+    next_high = _load_high(high_ptr, ahead * 1024 + AT, room_ahead, PLACE, RUNS, TILES, HALVES, KIND, WARPS)
+    left_ahead = RUNS - number_ahead
+    next_scales = _load_words(scale_ptr, ahead, left_ahead, room_ahead, step, PLACE, RUNS, HALVES, EACH, WARPS)
     next_zeros = next_scales
     if ZEROS:
-        next_zeros = _load_words(zero_ptr, ahead, RUNS - number_ahead, room_ahead, step, PART, RUNS, HALVES, EACH, WARPS)
-    count = 0
+        next_zeros = _load_words(zero_ptr, ahead, left_ahead, room_ahead, step, PLACE, RUNS, HALVES, EACH, WARPS)
+    next_multipliers = next_scales
+    if is_byte(FORM):
+        next_multipliers = _load_words(block_ptr, ahead, left_ahead, room_ahead, step, PLACE, RUNS, HALVES, 1, WARPS)
+    count, finished = FIRST, 0
     for item in range(first, items, gl.num_programs(0)):
         origin, number, room = ahead, number_ahead, room_ahead
         following_item = item + gl.num_programs(0)
@@ -265,42 +308,44 @@ def _multiply(  # type: ignore[no-untyped-def]
             next_run = gl.where(last, ahead, origin + gl.minimum(run + 1, RUNS - 1 - number))
             remaining = gl.where(last, RUNS - number_ahead, RUNS - number - run - 1)
             next_room = gl.where(last, room_ahead, room)
-            scales = next_scales
-            zeros = next_zeros
-            next_scales = _load_words(scale_ptr, next_run, remaining, next_room, step, PART, RUNS, HALVES, EACH, WARPS)
+            scales, zeros, multipliers = next_scales, next_zeros, next_multipliers
+            next_scales = _load_words(scale_ptr, next_run, remaining, next_room, step, PLACE, RUNS, HALVES, EACH, WARPS)
+            next_zeros = next_scales
             if ZEROS:
-                next_zeros = _load_words(zero_ptr, next_run, remaining, next_room, step, PART, RUNS, HALVES, EACH, WARPS)
-            else:
-                next_zeros = next_scales
+                next_zeros = _load_words(zero_ptr, next_run, remaining, next_room, step, PLACE, RUNS, HALVES, EACH, WARPS)
+            next_multipliers = next_scales
+            if is_byte(FORM):
+                next_multipliers = _load_words(block_ptr, next_run, remaining, next_room, step, PLACE, RUNS, HALVES, 1, WARPS)
             for block in range(BLOCKS):                  # a loop, since the unrolled code did not fit into the cache
-                codes = next_codes
+                codes, high = next_codes, next_high
                 end = block == BLOCKS - 1
-                start = gl.where(end, next_run * 1024, here * 1024 + (block + 1) * (TILES * 128))
-                next_codes = _load_codes(
-                    code_ptr, start, gl.where(end, next_room, room), PART, RUNS, TILES, HALVES, WARPS
-                )
-                part = block * (TILES // 2)
+                start = gl.where(end, next_run * 1024, here * 1024 + (block + 1) * (TILES * 128)) + AT
+                code_room = gl.where(end, next_room, room)
+                next_codes = _load_codes(code_ptr, start, code_room, PLACE, RUNS, TILES, HALVES, WARPS)
+                next_high = _load_high(high_ptr, start, code_room, PLACE, RUNS, TILES, HALVES, KIND, WARPS)
+                part = (FIRST + block) * (TILES // 2)
                 slot = count % STAGES
                 x = x_ring.index(slot)
-                left = _left_operand(
-                    codes[0], scales, zeros, part, layout, 0, 0, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS, WARPS
+                left = _operand(
+                    codes, high, scales, zeros, multipliers, part, layout, 0, 0, TILES, EACH, KIND, FORM, GROUP, DTYPE,
+                    SCALE_DTYPE, ZEROS, WARPS,
                 )
                 mbarrier.wait(full.index(slot), (count // STAGES) & 1)
                 for tile in gl.static_range(TILES):
                     right = x.slice(tile * 64, 64, dim=1).permute((1, 0))
                     sums = warpgroup_mma(left, right, sums, is_async=True)
                     if HALVES == 2:
-                        second = _left_operand(
-                            codes[TILES + tile], scales, zeros, part, layout, tile, 1, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS,
-                            WARPS,
+                        second = _operand(
+                            codes, high, scales, zeros, multipliers, part, layout, tile, 1, TILES, EACH, KIND, FORM, GROUP,
+                            DTYPE, SCALE_DTYPE, ZEROS, WARPS,
                         )
                         sums, left = warpgroup_mma_wait(0, deps=(sums, left))
                         other = warpgroup_mma(second, right, other, is_async=True)
                     following = left
                     if tile + 1 < TILES:
-                        following = _left_operand(
-                            codes[tile + 1], scales, zeros, part, layout, tile + 1, 0, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS,
-                            WARPS,
+                        following = _operand(
+                            codes, high, scales, zeros, multipliers, part, layout, tile + 1, 0, TILES, EACH, KIND, FORM, GROUP,
+                            DTYPE, SCALE_DTYPE, ZEROS, WARPS,
                         )
                     if HALVES == 2:
                         other, second = warpgroup_mma_wait(0, deps=(other, second))
@@ -309,43 +354,61 @@ def _multiply(  # type: ignore[no-untyped-def]
                     left = following
                 mbarrier.arrive(empty.index(slot), count=1)
                 count += 1
+            count += ALL - BLOCKS
         tile, row_block, split = _item(item, row_blocks, splits)
-        _finish(
-            sums, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, row_block, row_blocks, split, splits, rows, outputs,
-            strips, step, layout, PART * HALVES, PARTS * HALVES, BLOCK_ROWS, GATE, BIAS, OUTER, WARPS,
-        )
+        if TOGETHER:
+            sums = _add_parts(sums, memory, written, taken, finished, layout, PART)
+        if PART == 0 or not TOGETHER:
+            _finish(
+                sums, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, row_block, row_blocks, split, splits, rows,
+                outputs, strips, step, layout, PLACE * HALVES, (1 if TOGETHER else PARTS) * HALVES, BLOCK_ROWS, GATE, BIAS,
+                OUTER, WARPS,
+            )
         if HALVES == 2:
             _finish(
                 other, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, tile, row_block, row_blocks, split, splits, rows,
-                outputs, strips, step, layout, PART * HALVES + 1, PARTS * HALVES, BLOCK_ROWS, GATE, BIAS, OUTER, WARPS,
+                outputs, strips, step, layout, PLACE * HALVES + 1, PARTS * HALVES, BLOCK_ROWS, GATE, BIAS, OUTER, WARPS,
             )
+        finished += 1
 
 
 @gluon_kernel(do_not_specialize=["items", "row_blocks", "splits", "part_runs", "strips", "step", "rows", "outputs"])
 def packed_gemm_kernel(  # type: ignore[no-untyped-def]
-    x, code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
+    x, code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
     items, row_blocks, splits, part_runs, strips, step, rows, outputs,
-    RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr,
-    STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr,
+    RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
+    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr,
     ZEROS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, WARPS: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """x [rows, inputs] is a TMA descriptor, which fills in zeros beyond it. An item is one split of one tile of one block of
-    rows. A tile has `step` strips of 16 outputs, at most PARTS HALVES WARPS. Blocks have TILES times 64 inputs."""
+    rows. A tile has `step` strips of 16 outputs, at most PARTS HALVES WARPS. Blocks have TILES times 64 inputs. TOGETHER: both
+    parts have the outputs of a tile, at most WARPS strips, and each a half of the inputs."""
     BLOCK: gl.constexpr = TILES * 64
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_ROWS, BLOCK], x.layout)
-    full, empty = ring_barriers(STAGES, PARTS)
+    full, empty = ring_barriers(STAGES, 1 if TOGETHER else PARTS)
+    memory, written, taken = full, full, full
+    if TOGETHER:
+        swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        memory = gl.allocate_shared_memory(gl.float32, [16 * WARPS, BLOCK_ROWS], swizzled)
+        written = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(written, count=1)
+        mbarrier.init(taken, count=1)
     if PARTS == 2:
         gl.warp_specialize([
             (_multiply, (
-                code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
-                items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, PARTS, RUNS, BLOCK_ROWS, TILES, HALVES,
-                STAGES, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS, OUTER, WARPS,
+                code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring,
+                full, empty, memory, written, taken, items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, PARTS,
+                TOGETHER, RUNS, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
+                OUTER, WARPS,
             )),
             (_multiply, (
-                code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
-                items, row_blocks, splits, part_runs, strips, step, rows, outputs, 1, PARTS, RUNS, BLOCK_ROWS, TILES, HALVES,
-                STAGES, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS, OUTER, WARPS,
+                code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring,
+                full, empty, memory, written, taken, items, row_blocks, splits, part_runs, strips, step, rows, outputs, 1, PARTS,
+                TOGETHER, RUNS, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
+                OUTER, WARPS,
             )),
             (_fetch_rows, (
                 x, x_ring, full, empty, items, row_blocks, splits, part_runs, BLOCK_ROWS, BLOCK, STAGES, DEPENDENT,
@@ -354,9 +417,10 @@ def packed_gemm_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize([
             (_multiply, (
-                code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
-                items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, PARTS, RUNS, BLOCK_ROWS, TILES, HALVES,
-                STAGES, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS, OUTER, WARPS,
+                code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring,
+                full, empty, memory, written, taken, items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, PARTS,
+                TOGETHER, RUNS, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
+                OUTER, WARPS,
             )),
             (_fetch_rows, (
                 x, x_ring, full, empty, items, row_blocks, splits, part_runs, BLOCK_ROWS, BLOCK, STAGES, DEPENDENT,
@@ -377,17 +441,19 @@ def packed_gemm(
     part_runs = triton.cdiv(runs, plan.splits)
     splits = triton.cdiv(runs, part_runs)                # fewer than asked for where the last ones would be empty
     items = tiles * row_blocks * splits
-    places = plan.parts * plan.halves
+    places = plan.halves * (1 if plan.together else plan.parts)
     size = items * places * plan.warps * 16 * plan.block_rows if splits > 1 else 0
     parts = torch.empty(size, dtype=torch.float32, device=x.device)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     described = TensorDescriptor(x, [rows, inputs], [x.stride(0), 1], [plan.block_rows, plan.tiles * 64], layout)
     packed_gemm_kernel[min(items, plan.programs * multiprocessors(x.device)),](
         described, weight.codes, weight.scale, weight.scale if weight.zero is None else weight.zero,
+        weight.codes if weight.high is None else weight.high, weight.codes if weight.blocks is None else weight.blocks,
         weight.scale if weight.outer is None else weight.outer, x if bias is None else bias, out, parts, arrivals(x.device),
         items, row_blocks, splits, part_runs, strips, plan.step, rows, outputs,
-        RUNS=runs, BLOCK_ROWS=plan.block_rows, TILES=plan.tiles, PARTS=plan.parts, HALVES=plan.halves, STAGES=plan.stages,
-        KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype],
+        RUNS=runs, BLOCK_ROWS=plan.block_rows, TILES=plan.tiles, PARTS=plan.parts, TOGETHER=plan.together,
+        HALVES=plan.halves, STAGES=plan.stages, KIND=weight.kind, FORM=weight.form, GROUP=weight.group, DTYPE=NAMES[x.dtype],
+        SCALE_DTYPE=NAMES[weight.scale_dtype],
         ZEROS=weight.zero is not None, GATE=GATES[gate], BIAS=bias is not None, OUTER=weight.outer is not None,
         WARPS=plan.warps, num_warps=plan.warps, maxnreg=plan.registers(), **dependent_launch(x.device),
     )

@@ -19,6 +19,8 @@ from torch import Tensor
 from ridgeline.ops.hopper import compile_time, gl, group_barrier, viewed, wait_for_kernel_before
 from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemv import GATES, activated
+from ridgeline.ops.packed.block_asm import block_product_registers, block_products, has_high, zero_words
+from ridgeline.ops.packed.block_operand import is_byte
 from ridgeline.ops.packed.packed_asm import product_registers, products
 from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemvPlan
@@ -100,6 +102,35 @@ def _load_unit(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
+def _load_blocks(  # type: ignore[no-untyped-def]
+    high_ptr, block_ptr, unit, strips, layout: gl.constexpr,
+    RUNS: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+):
+    """As `_load_unit`: what only GGUF's formats have (block_weight.py), the word of the multipliers and the upper bits."""
+    ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
+    flat: gl.constexpr = gl.SliceLayout(3, layout)
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, flat)))[:, None][:, :, None]
+    warp = gl.arange(0, WARPS, gl.SliceLayout(0, gl.SliceLayout(2, flat)))[None, :][:, :, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, flat)))[None, :][:, None, :]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, :][:, None, :][:, :, None, :]
+    strip = (gl.program_id(0) + unit // ROUNDS * gl.num_programs(0)) * GROUPS
+    before = unit % ROUNDS * WARPS
+    start = strip.to(gl.int64) * RUNS + before
+    there = (before + warp < RUNS) & (group + lane >= 0)
+    if GROUPS > 1:
+        group = gl.minimum(group, strips - 1 - strip)
+    run = group * RUNS + gl.minimum(warp, RUNS - 1 - before)
+    loaded = ()
+    if is_byte(FORM):
+        loaded = loaded + (_load_line(block_ptr + start * 32 + (run * 32 + lane), there, RUNS % WARPS != 0),)  # type: ignore[assignment]
+    if has_high(KIND):
+        source = high_ptr + start * 512 + ((run * 512 + lane * 4)[:, :, :, None] + word)
+        for part in gl.static_range(4):
+            loaded = loaded + (gl.load(source + part * 128, eviction_policy="evict_first"),)  # type: ignore[assignment]
+    return loaded
+
+
+@gluon_kernel()
 def _load_line(source, there, MASKED: gl.constexpr):  # type: ignore[no-untyped-def]
     if MASKED:
         words = gl.load(source, mask=there, other=0)
@@ -122,6 +153,28 @@ def _multiply_block(  # type: ignore[no-untyped-def]
         operands = operands + (_x_operand(x_words, first + part, layout, GROUPS, WARPS),)  # type: ignore[assignment]
     for part in gl.static_range(WORDS):
         operands = operands + (loaded[8 + part][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)  # type: ignore[assignment]
+    return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
+
+
+@gluon_kernel()
+def _multiply_gguf(  # type: ignore[no-untyped-def]
+    sums, loaded, above, x_words, first, layout: gl.constexpr, BLOCK: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr,
+    GROUP: gl.constexpr, DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+):
+    """128 inputs of each warp, in GGUF's formats. Weights are rounded to 16 bits, as in packed_gemm.py."""
+    WORDS: gl.constexpr = 8 if zero_words(FORM, GROUP) else 4
+    BYTE: gl.constexpr = is_byte(FORM)
+    text: gl.constexpr = block_products(KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, BLOCK)
+    constraints: gl.constexpr = block_product_registers(KIND, FORM, GROUP)
+    operands = (sums, loaded[2 * BLOCK], loaded[2 * BLOCK + 1])
+    for part in gl.static_range(4):
+        operands = operands + (_x_operand(x_words, first + part, layout, GROUPS, WARPS),)  # type: ignore[assignment]
+    for part in gl.static_range(WORDS):
+        operands = operands + (loaded[8 + part][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)  # type: ignore[assignment]
+    if BYTE:
+        operands = operands + (above[0][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)  # type: ignore[assignment]
+    if has_high(KIND):
+        operands = operands + (above[BLOCK + (1 if BYTE else 0)],)  # type: ignore[assignment]
     return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
@@ -202,21 +255,22 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @gluon_kernel(do_not_specialize=["outputs", "strips"])
 def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, norm_ptr, code_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, out_ptr, new_residual_ptr,
-    inputs, outputs, strips, eps, norm_offset,
-    RUNS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
+    x_ptr, residual_ptr, norm_ptr, code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr,
+    new_residual_ptr, inputs, outputs, strips, eps, norm_offset,
+    RUNS: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
     SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GATE: gl.constexpr,
     BIAS: gl.constexpr, OUTER: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """GROUPS strips at a time are assigned to the CTAs round-robin; WARPS warps have one of them. RUNS: how often the inputs
     have 512."""
     layout: gl.constexpr = _word_layout(GROUPS, WARPS)
-    EACH: gl.constexpr = 128 // GROUP
+    EACH: gl.constexpr = 4 if is_byte(FORM) else 128 // GROUP
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
     program = gl.program_id(0)
     blocks = (strips + GROUPS - 1) // GROUPS
     units = (blocks - program + gl.num_programs(0) - 1) // gl.num_programs(0) * ROUNDS
     following = _load_unit(code_ptr, scale_ptr, zero_ptr, 0, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS)
+    above_following = _load_blocks(high_ptr, block_ptr, 0, strips, layout, RUNS, KIND, FORM, GROUPS, WARPS)
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, 4, 2, 2, 2], _plain_shared(7))
     wait_for_kernel_before(DEPENDENT)
     factor = _place_rows(
@@ -228,16 +282,22 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     for begin in range(0, units, ROUNDS):
         sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
         for unit in range(begin, begin + ROUNDS):
-            loaded = following
+            loaded, above = following, above_following
             if unit + 1 < units:
                 following = _load_unit(
                     code_ptr, scale_ptr, zero_ptr, unit + 1, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS
                 )
+                above_following = _load_blocks(high_ptr, block_ptr, unit + 1, strips, layout, RUNS, KIND, FORM, GROUPS, WARPS)
             for block in gl.static_range(4):
-                sums = _multiply_block(
-                    sums, loaded, x_words, (unit - begin) * 16 + block * 4, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE,
-                    ZEROS, GROUPS, WARPS,
-                )
+                at = (unit - begin) * 16 + block * 4
+                if FORM == "":
+                    sums = _multiply_block(
+                        sums, loaded, x_words, at, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GROUPS, WARPS
+                    )
+                else:
+                    sums = _multiply_gguf(
+                        sums, loaded, above, x_words, at, layout, block, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
+                    )
         strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
         _finish(
             sums, parts, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs, GATE, BIAS, OUTER, GROUPS, WARPS
@@ -260,12 +320,13 @@ def packed_gemv(
     programs = min(triton.cdiv(strips, plan.groups), plan.programs * multiprocessors(x.device))
     _packed_gemv_kernel[(programs,)](
         x, x if residual is None else residual, x if norm is None else norm, weight.codes, weight.scale,
-        weight.scale if weight.zero is None else weight.zero, weight.scale if weight.outer is None else weight.outer,
+        weight.scale if weight.zero is None else weight.zero, weight.codes if weight.high is None else weight.high,
+        weight.codes if weight.blocks is None else weight.blocks, weight.scale if weight.outer is None else weight.outer,
         x if bias is None else bias, out, new_residual, x.shape[1], outputs, strips, eps, norm_offset,
-        RUNS=weight.codes.shape[1] * 64 // RUN, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype],
-        SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, NORM=norm is not None,
+        RUNS=weight.codes.shape[1] * 64 // RUN, KIND=weight.kind, FORM=weight.form, GROUP=weight.group,
+        DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, NORM=norm is not None,
         RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None, OUTER=weight.outer is not None,
-        GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps,
+        GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps, maxnreg=plan.registers(),
         **dependent_launch(x.device),
     )
     return out, new_residual

@@ -1,4 +1,5 @@
-"""The linear with packed 4-bit weights (packed_weight.py), alone and behind a norm, with or without a gate.
+"""The linear with packed weights of 4 to 6 bits (packed_weight.py, block_weight.py), alone and behind a norm, with or without
+a gate.
 
 Kernels: packed_gemv.py (one row), packed_gemm.py (up to 768 rows), else the weight is expanded (packed_expand.py) and cuBLAS
 multiplies. ops/kernel_table.py chooses. x is never quantised.
@@ -15,10 +16,11 @@ from torch import Tensor
 from ridgeline.ops.activation import gated_activation, gated_activation_reference
 from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.kernel_table import Choice, choose
+from ridgeline.ops.packed.block_weight import packed_numbers
 from ridgeline.ops.packed.packed_expand import expand
 from ridgeline.ops.packed.packed_gemm import packed_gemm
 from ridgeline.ops.packed.packed_gemv import packed_gemv
-from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
+from ridgeline.ops.packed.packed_weight import PackedWeight, pack, quantised
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.sizes.packed_costs import (
@@ -36,7 +38,7 @@ EXPAND = Choice("expand", True, False)
 
 def packed_linear_reference(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [T, inputs] -> x w^T + bias, [T, outputs], with the weight as numbers"""
-    return F.linear(x, expanded(weight, x.dtype), bias)
+    return F.linear(x, packed_numbers(weight, x.dtype), bias)
 
 
 def normed_packed_linear_reference(
@@ -59,11 +61,12 @@ def _chosen(x: Tensor, weight: PackedWeight, gated: bool) -> Choice:
     """Kernels read rows at multiples of 16 bytes; they know e2m1 in bfloat16 only, zeros that are codes, and gates and partners
     that alternate where there is a gate."""
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    known = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and weight.kind == "uint4")
+    known = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and weight.kind != "e2m1")
     if not (aligned and known and weight.whole_zeros and weight.gated == gated and weight.inputs % 8 == 0 and len(x)):
         return EXPAND
     outputs = weight.outputs // 2 if gated else weight.outputs
-    return choose("4-bit", len(x), outputs, weight.inputs, gated, device_facts(x.device))
+    format = "4-bit" if weight.high is None else "6-bit"
+    return choose(format, len(x), outputs, weight.inputs, gated, device_facts(x.device))
 
 
 def multiplied(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: str | None) -> Tensor:

@@ -45,10 +45,14 @@ class PackedWeight:
     whole_zeros: bool                # zeros are codes, and no numbers between them
     scale_dtype: torch.dtype         # bfloat16 or float16
     outer: Tensor | None             # float32 [outputs]: a second factor, of NVFP4
+    high: Tensor | None = None       # bits above four, block_weight.py
+    blocks: Tensor | None = None     # what multiplies the scales of 256 inputs, block_weight.py
+    form: str = ""                   # of GGUF's scales and offsets, block_weight.py
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in (self.codes, self.scale, self.zero, self.outer) if each is not None)
+        tensors = (self.codes, self.scale, self.zero, self.outer, self.high, self.blocks)
+        return sum(each.nbytes for each in tensors if each is not None)
 
     @property
     def device(self) -> torch.device:

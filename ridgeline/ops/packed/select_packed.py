@@ -1,7 +1,11 @@
-"""Chooses the kernel and its tiles for packed 4-bit weights by rows and shape, in plain Python.
+"""Chooses the kernel and its tiles for packed weights of 4 to 6 bits by rows and shape, in plain Python.
 
-The rules come from benchmarks/studies/int4_linears on an H200, with the matrices of an 8B model. From about 100 rows on these
-kernels are slower than cuBLAS with 16-bit weights: 0.85 of its speed at 128 rows, 0.75 at 256 and 512.
+The rules come from benchmarks/studies/int4_linears on an H200, with the matrices of an 8B model. At 64 rows these kernels have
+1.31 times the speed of cuBLAS with 16-bit weights (int4) or 1.18 (Q4_K_M), at 128 rows 0.92 and 0.89, at 256 rows 0.76 and 0.71.
+Expanding a weight and cuBLAS together are slower still, up to MOST_ROWS.
+
+Plans with `together` are faster from 17 to 128 rows (128 rows of int4: 1.07). No rule takes them: with such rules one of five
+engines with int4 weights died of a launch failure on its first steps, and the cause is not known. The study times them.
 """
 
 from __future__ import annotations
@@ -40,10 +44,12 @@ class PackedGemmPlan:
     splits: int                      # split-K
     step: int                        # strips of 16 outputs in a tile, at most parts * warps * halves
     programs: int = 1                # CTAs per SM
+    together: bool = False           # both parts have all outputs of a tile, and each a half of the inputs; not chosen (below)
 
     def shared_bytes(self) -> int:
-        """Shared memory that the ring of one CTA takes."""
-        return self.tiles * 64 * self.block_rows * 2 * self.stages
+        """Shared memory that the ring of one CTA takes, and the sums that a part hands over."""
+        sums = self.warps * 16 * self.block_rows * 4 if self.together else 0
+        return self.tiles * 64 * self.block_rows * 2 * self.stages + sums
 
     def registers(self) -> int:
         """Of each thread, before the loading warp gives most of its own away. Its warp counts as four."""
@@ -66,8 +72,9 @@ _SOME_TILES = (1, 4, 1, 4, 6, 3)     # up to 16 rows, more than two strips and u
 
 
 @functools.cache
-def packed_plan(rows: int, outputs: int, inputs: int) -> PackedGemvPlan | PackedGemmPlan | None:
-    """`outputs` are those stored: gates and partners. None: expand the weight and call cuBLAS."""
+def packed_plan(rows: int, outputs: int, inputs: int, high: bool = False) -> PackedGemvPlan | PackedGemmPlan | None:
+    """`outputs` are those stored: gates and partners. `high`: codes have more than four bits. None: expand the weight and call
+    cuBLAS."""
     if not 1 <= rows <= MOST_ROWS:
         return None
     strips = -(-outputs // 16)
@@ -76,7 +83,10 @@ def packed_plan(rows: int, outputs: int, inputs: int) -> PackedGemvPlan | Packed
         # Two CTAs with eight warps each where a strip is all that a CTA has, or where it is long.
         if strips <= 2 * MULTIPROCESSORS or inputs > 4096:
             return PackedGemvPlan(1, 8, 2)
-        return PackedGemvPlan(2, 4, 2) if some else PackedGemvPlan(1, 4, 4)
+        if some:
+            # q, k and v of Q4_K and Q6_K: 8.3 us instead of 11.6. Of Q4_K alone: 7.4 instead of 6.9.
+            return PackedGemvPlan(1, 4, 3) if high else PackedGemvPlan(2, 4, 2)
+        return PackedGemvPlan(1, 4, 4)
     block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
     row_blocks, runs = -(-rows // block_rows), -(-inputs // 512)
     shape = _FEW_TILES[block_rows]

@@ -78,14 +78,17 @@ def _product(a: list[Lanes], b: list[Lanes], c: list[Lanes], pairs: Callable[[La
 
 _INTEGER: dict[str, Callable[..., Lanes]] = {
     "mov.b32": lambda a: a, "mov.f32": lambda a: a, "and.b32": lambda a, b: a & b, "xor.b32": lambda a, b: a ^ b,
-    "shr.u32": lambda a, n: a >> n, "shl.b32": lambda a, n: a << n, "mul.lo.u32": lambda a, b: a * b, "prmt.b32": _permuted,
+    "shr.u32": lambda a, n: a >> n, "shl.b32": lambda a, n: a << n, "add.u32": lambda a, b: a + b,
+    "mul.lo.u32": lambda a, b: a * b, "prmt.b32": _permuted,
     "bfe.u32": lambda a, first, count: a >> first & ((np.uint32(1) << count) - np.uint32(1)),
 }
 _FLOAT: dict[str, Callable[..., Lanes]] = {
     "add.f32": lambda a, b: a + b, "sub.f32": lambda a, b: a - b, "mul.f32": lambda a, b: a * b,
     "fma.rn.f32": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
 }
-_PAIRS: dict[str, Callable[..., Lanes]] = {"sub": lambda a, b: a - b, "mul": lambda a, b: a * b}
+_PAIRS: dict[str, Callable[..., Lanes]] = {
+    "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
+}
 
 
 class _Warp:
@@ -109,6 +112,9 @@ class _Warp:
         elif out.startswith("{"):                        # mov.b32 {h0, h1}, word
             low, high = (each.strip() for each in out.strip("{}").split(","))
             self.registers |= {low: self.read(rest[0]) & 0xFFFF, high: self.read(rest[0]) >> 16}
+        elif rest[0].startswith("{"):                    # mov.b32 word, {h0, h1}
+            low, high = (self.read(each.strip()) for each in rest[0].strip("{}").split(","))
+            self.registers[out] = low & 0xFFFF | high << 16
         elif operation == "cvt.f32.f16":
             self.registers[out] = _words(self.read(rest[0]).astype(np.uint16).view(np.float16))
         elif operation == "lop3.b32":
@@ -117,12 +123,18 @@ class _Warp:
             self.registers[out] = a & b | c
         elif operation == "shfl.sync.bfly.b32":
             self.registers[out] = self.read(rest[0])[np.arange(32) ^ int(rest[1])]
+        elif operation == "shfl.sync.idx.b32":
+            assert rest[2] == "0x1c03"                   # among four lanes
+            self.registers[out] = self.read(rest[0])[np.arange(32) & 28 | self.read(rest[1]) & 3]
+        elif operation.startswith("cvt.rn."):            # the second source goes into the lower half
+            write = _bf16_words if "bf16x2" in operation else _f16_words
+            self.registers[out] = write(*(_floats(self.read(each)) for each in reversed(rest)))
         elif operation in _INTEGER:
             self.registers[out] = _INTEGER[operation](*map(self.read, rest)).astype(np.uint32)
         elif operation in _FLOAT:
             self.registers[out] = _words(_FLOAT[operation](*(_floats(self.read(each)) for each in rest)))
         else:
-            name, dtype = operation.split(".")
+            name, *_, dtype = operation.split(".")
             read, write = (_bf16, _bf16_words) if dtype == "bf16x2" else (_f16, _f16_words)
             pairs = [read(self.read(each)) for each in rest]
             self.registers[out] = write(*(_PAIRS[name](*(pair[half] for pair in pairs)) for half in (0, 1)))

@@ -15,7 +15,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_checkpoint
 from torch import Tensor
 
+from ridgeline.models.checkpoints.gguf_formats import FORMATS
 from ridgeline.ops.quantised.codes import NF4
+from ridgeline.ops.quantised.expand import QuantisedWeight
+from ridgeline.quant.format import SPREAD, WeightFormat, common
+from ridgeline.quant.quantised import quantised_weight, torch_dtype
 
 Stored = dict[str, Tensor]
 Writer = Callable[[str, Tensor], tuple[Stored, Tensor]]
@@ -286,3 +290,31 @@ def save_quantised(
 def set_quantization(path: Path, config: dict[str, Any]) -> None:
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+
+
+# GGUF's formats of 4 to 6 bits that have offsets, bytes as scales or more than four bits.
+BLOCK_FORMATS = ("Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q4_K and Q6_K")
+
+
+def random_blocks(name: str, outputs: int, inputs: int, device: str = "cpu") -> QuantisedWeight:
+    """Any codes, with scales and offsets of both signs. A name with "and": parts of a fused linear, in their common format."""
+    format = common([FORMATS[each] for each in name.split(" and ")])
+    assert format is not None
+    return random_stored(format, outputs, inputs, device)
+
+
+def random_stored(format: WeightFormat, outputs: int, inputs: int, device: str) -> QuantisedWeight:
+    """Any codes of a GGUF format, with scales and offsets of both signs."""
+    generator, tensors = torch.Generator(device).manual_seed(outputs + inputs), {}
+    small = any(spec.name == "outer" for spec in format.tensors())
+    for spec in format.tensors():
+        shape, dtype = spec.shape(outputs, inputs), torch_dtype(spec.dtype)
+        if not dtype.is_floating_point:
+            most = 256 if spec.name in ("weight", "high") else 64
+            codes = torch.randint(0, most, shape, device=device, generator=generator, dtype=torch.uint8)
+            signed = spec.name in ("scale", "offset") and dtype == torch.int8
+            tensors[spec.name] = (codes.int() - 32).to(dtype) if signed else codes.view(dtype)
+        else:
+            size = inputs**-0.5 / SPREAD[format.grid] / (20 if small else 1)
+            tensors[spec.name] = (torch.randn(shape, device=device, generator=generator) * size).to(dtype)
+    return quantised_weight(format, inputs, tensors)

@@ -246,7 +246,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(sorted(DIALECTS)), st.data())
 def test_a_config_with_any_value_is_read_or_refused(name: str, data: st.DataObject) -> None:
     """Never another error: the message must name the field."""

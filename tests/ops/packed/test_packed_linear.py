@@ -49,6 +49,21 @@ def test_one_row_is_a_gemv_and_many_rows_are_cublas() -> None:
     assert packed_plan(MOST_ROWS + 1, 4096, 4096) is None and packed_plan(0, 4096, 4096) is None
 
 
+def test_no_rule_takes_parts_that_share_outputs() -> None:
+    """An engine with such rules died once of a launch failure whose cause is not known."""
+    matrices = [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (1024, 4096)]
+    plans = [packed_plan(rows, *matrix) for rows in (2, 16, 17, 32, 64, 128, 256) for matrix in matrices]
+    assert all(isinstance(plan, PackedGemmPlan) and not plan.together for plan in plans)
+
+
+def test_codes_of_more_bits_have_a_gemv_plan_of_their_own() -> None:
+    assert packed_plan(1, 6144, 4096) == PackedGemvPlan(2, 4, 2) and packed_plan(1, 6144, 4096, True) == PackedGemvPlan(1, 4, 3)
+    for outputs, inputs in [(4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)]:
+        assert packed_plan(1, outputs, inputs) == packed_plan(1, outputs, inputs, True)
+    six, four = (kernel_table.choose(format, 1, 6144, 4096, False, kernel_table.H200) for format in ("6-bit", "4-bit"))
+    assert six.plan == PackedGemvPlan(1, 4, 3) and four.plan == PackedGemvPlan(2, 4, 2) and six.fuses_norm
+
+
 def random_weight(outputs: int, inputs: int, group: int, gated: bool = False, **more: Any) -> PackedWeight:
     kind = more.pop("kind", "uint4")
     codes, scale = quantised(torch.randn(outputs, inputs) * inputs**-0.5, group, kind)

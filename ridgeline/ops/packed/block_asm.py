@@ -1,0 +1,237 @@
+"""PTX for packed weights whose numbers are code * scale + offset (GGUF): codes of 4 to 6 bits to 16-bit numbers.
+
+Scales have two forms. `pair`: 16-bit numbers, as the other packed formats have them. `byte`: a signed byte, which the number of
+256 inputs multiplies: the scales of K types, exactly as a file has them. The product of both is rounded to 16 bits, and so is
+code * scale + offset: once, by one fma. The same instructions serve one row (mma.sync) and many (wgmma).
+
+In fp16 every second code is left where it is in its word, as 1024 + 16 code; the fma that subtracts the base also divides. A
+bf16 number has too few bits for that.
+"""
+
+from __future__ import annotations
+
+from ridgeline.ops.hopper import compile_time
+from ridgeline.ops.packed.packed_asm import _floats, _from_lane
+
+MIDDLES = {"uint4": 8, "q5": 16, "q6": 32}   # kinds, and the code that means 0 where there is no offset
+HIGH_PLACES = (4, 0, 6, 2)                   # where the two upper bits of each of a word's four pairs lie in their byte
+REGISTERS = (
+    ".reg .b32 t<4>; .reg .b32 word; .reg .b32 high; .reg .b32 m<2>; .reg .b32 base<2>; .reg .b32 part; .reg .b32 q<4>; "
+    ".reg .b32 p<4>; .reg .f32 f<4>; .reg .b16 h<2>;"
+)
+
+
+@compile_time
+def has_high(kind: str) -> bool:
+    return kind in ("q5", "q6")
+
+
+@compile_time
+def zero_words(form: str, group: int) -> bool:
+    """Whether offsets have words of their own: bytes of groups of 32 share a word with their scales."""
+    return form == "pair+offset" or (form == "byte+offset" and group == 16)
+
+
+@compile_time
+def bases(kind: str, dtype: str, offset: bool) -> list[str]:
+    """What `code_numbers` subtracts: the base and the code that means 0."""
+    middle = 0 if offset else MIDDLES[kind]
+    if dtype == "bf16":
+        return [f"mov.b32 base0, {0x10001 * (0x4300 + middle)};"]
+    odd = 0xD400 + (middle << 4)                         # -(64 + middle)
+    return [f"mov.b32 base0, {0x10001 * (0x6400 + middle)};", f"mov.b32 base1, {0x10001 * odd};", "mov.b32 part, 0x2c002c00;"]
+
+
+@compile_time
+def code_numbers(word: str, out: str, kind: str, dtype: str, high: str) -> list[str]:
+    """`out`0 to `out`3: the codes of a word less what means 0, exactly. `high`: a register with the upper bits of the word's
+    codes, those of even inputs in its byte 0 and those of odd ones in byte 2."""
+    half = dtype == "f16"
+    lines = [f"shr.u32 t1, {word}, 8;"] if half else []
+    for number in range(4):
+        source, mask = word, 0x000F000F
+        if half:
+            source, mask = ("t1" if number > 1 else word), (0x00F000F0 if number % 2 else 0x000F000F)
+        elif number:
+            lines.append(f"shr.u32 t1, {word}, {4 * number};")
+            source = "t1"
+        lines.append(f"lop3.b32 {out}{number}, {source}, {mask}, {0x64006400 if half else 0x43004300}, 0xea;")
+        if has_high(kind):
+            wanted = 8 if half and number % 2 else 4
+            shift, above = wanted - HIGH_PLACES[number], high
+            if shift:
+                lines.append(f"shl.b32 t2, {high}, {shift};" if shift > 0 else f"shr.u32 t2, {high}, {-shift};")
+                above = "t2"
+            lines.append(f"lop3.b32 {out}{number}, {above}, {0x00030003 << wanted}, {out}{number}, 0xea;")
+    for number in range(4):
+        if half and number % 2:
+            lines.append(f"fma.rn.f16x2 {out}{number}, {out}{number}, part, base1;")
+        else:
+            lines.append(f"sub.{dtype}x2 {out}{number}, {out}{number}, base0;")
+    return lines
+
+
+@compile_time
+def _twice(word: str, low: str, high: str) -> list[str]:
+    """Both halves of a word, each twice in a register. Written so that the assembler may read them as operands' halves."""
+    return [f"mov.b32 {{h0, h1}}, {word};", f"mov.b32 {low}, {{h0, h0}};", f"mov.b32 {high}, {{h1, h1}};"]
+
+
+@compile_time
+def pair_factors(word: str, out: str, dtype: str, scale_dtype: str) -> list[str]:
+    """The two numbers of a word, each twice in a register."""
+    if dtype == scale_dtype:
+        return _twice(word, f"{out}0", f"{out}1")
+    lines = _floats(word, "f0", "f1", scale_dtype)
+    return lines + [f"cvt.rn.{dtype}x2.f32 {out}{number}, f{number}, f{number};" for number in (0, 1)]
+
+
+@compile_time
+def byte_factors(word: str, out: str, dtype: str, multipliers: tuple[str, str]) -> list[str]:
+    """The four bytes of a word (+ 128), the first two times the numbers of one multiplier, each product twice in a register."""
+    lines = []
+    for half, multiplier in enumerate(multipliers):
+        lines += [f"prmt.b32 t0, {word}, 0x64646464, {0x4342 if half else 0x4140};", "sub.f16x2 t0, t0, t3;"]
+        low, high = f"{out}{2 * half}", f"{out}{2 * half + 1}"
+        if dtype == "f16":
+            lines += [f"mul.f16x2 t0, t0, {multiplier};", *_twice("t0", low, high)]
+            continue
+        lines += ["mov.b32 {h0, h1}, t0;", "cvt.f32.f16 f0, h0;", "cvt.f32.f16 f1, h1;"]
+        lines += [f"mov.b32 {{h0, h1}}, {multiplier};", "cvt.f32.f16 f2, h0;", "cvt.f32.f16 f3, h1;"]
+        lines += ["mul.f32 f0, f0, f2;", "mul.f32 f1, f1, f3;"]
+        lines += [f"cvt.rn.bf16x2.f32 {name}, f{number}, f{number};" for number, name in enumerate((low, high))]
+    return lines
+
+
+@compile_time
+def weighted(out: str, dtype: str, scales: tuple[str, str], offsets: tuple[str, str] | None) -> list[str]:
+    """Codes times their scales, of outputs r and r + 8 by turns, and their offsets added."""
+    lines = []
+    for number in range(4):
+        name, scale = f"{out}{number}", scales[number % 2]
+        if offsets is None:
+            lines.append(f"mul.{dtype}x2 {name}, {name}, {scale};")
+        else:
+            lines.append(f"fma.rn.{dtype}x2 {name}, {name}, {scale}, {offsets[number % 2]};")
+    return lines
+
+
+# ── one row ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@compile_time
+def _group(form: str, group: int, dtype: str, scale_dtype: str, block: int, scale: str, zero: str) -> list[str]:
+    """q0 to q3 and p0 to p3: factors of 32 inputs. m0 and m1 have the multipliers."""
+    lines = [_from_lane(scale, "word", block)]
+    if form.startswith("pair"):
+        lines += pair_factors("word", "q", dtype, scale_dtype)
+        if form == "pair+offset":
+            lines += [_from_lane(zero, "word", block), *pair_factors("word", "p", dtype, scale_dtype)]
+        return lines
+    if group == 32:
+        return lines + byte_factors("word", "q", dtype, ("m0", "m1"))
+    lines += byte_factors("word", "q", dtype, ("m0", "m0"))
+    if form == "byte+offset":
+        lines += [_from_lane(zero, "word", block), *byte_factors("word", "p", dtype, ("m1", "m1"))]
+    return lines
+
+
+@compile_time
+def named(form: str, group: int, half: int) -> tuple[tuple[str, str], tuple[str, str] | None]:
+    """The registers with the scales, and those with the offsets, of one half of 32 inputs."""
+    scales, offsets = ("q0", "q1"), ("p0", "p1")
+    if form.startswith("byte"):
+        if group == 32:
+            offsets = ("q2", "q3")
+        elif half:
+            scales, offsets = ("q2", "q3"), ("p2", "p3")
+    return scales, (offsets if form.endswith("offset") else None)
+
+
+@compile_time
+def block_products(kind: str, form: str, group: int, dtype: str, scale_dtype: str, block: int) -> str:
+    """16 outputs x 128 inputs of one warp, added to `sums`.
+
+    Operands, four registers each: out sums; in sums, words of two tiles, x of these tiles (two registers for every 16 inputs),
+    then, all four alike, four words of scales, four of offsets where they have their own, the word of the multipliers; then the
+    upper bits. `block`: which 128 of 512 inputs. Two chains of products take turns.
+    """
+    zero_at = 4 + 4 + 8 + 16 + 16
+    blocks_at = zero_at + (16 if zero_words(form, group) else 0)
+    high_at = blocks_at + (4 if form.startswith("byte") else 0)
+    lines = [REGISTERS, ".reg .b32 a<4>; .reg .f32 d<4>; .reg .f32 e<4>;", *bases(kind, dtype, form.endswith("offset"))]
+    if form.startswith("byte"):
+        lines += ["mov.b32 t3, 0x64806480;"]
+        lines += [_from_lane(f"${blocks_at}", f"m{number}", block // 2 * 2 + number) for number in (0, 1)]
+    for step in range(8):
+        if step % 2 == 0:
+            lines += _group(form, group, dtype, scale_dtype, block, f"${32 + 2 * step}", f"${zero_at + 2 * step}")
+        if has_high(kind):
+            selector = "0x4342" if step % 2 else "0x4140"
+            lines.append(f"prmt.b32 high, ${high_at + step // 2}, 0, {selector};")
+        lines += code_numbers(f"${8 + step}", "a", kind, dtype, "high")
+        lines += weighted("a", dtype, *named(form, group, step % 2))
+        sums = "de"[step % 2]
+        names = ", ".join(f"{sums}{number}" for number in range(4))
+        added = names
+        if step < 2:
+            added = ", ".join("0f00000000" if step else f"${4 + number}" for number in range(4))
+        lines.append(
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{{names}}}, {{a0, a1, a2, a3}}, "
+            f"{{${16 + 2 * step}, ${17 + 2 * step}}}, {{{added}}};"
+        )
+    lines += [f"add.f32 d{number}, d{number}, e{number};" for number in range(4)]
+    lines += [f"mov.f32 ${number}, d{number};" for number in range(4)]
+    return "{ " + " ".join(lines) + " }"
+
+
+@compile_time
+def block_product_registers(kind: str, form: str, group: int) -> str:
+    """The constraints of `block_products`."""
+    words = 8 + 16 + 16 + (16 if zero_words(form, group) else 0) + (4 if form.startswith("byte") else 0)
+    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * (words + (4 if has_high(kind) else 0)))
+
+
+# ── many rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@compile_time
+def pair_text(dtype: str, scale_dtype: str) -> str:
+    """Operands: out two factors; in the word, and which 128 of 512 inputs."""
+    lines = [REGISTERS, _from_lane("$2", "word", "$3"), *pair_factors("word", "q", dtype, scale_dtype)]
+    return "{ " + " ".join(lines + ["mov.b32 $0, q0; mov.b32 $1, q1;"]) + " }"
+
+
+@compile_time
+def byte_text(dtype: str, first: int, second: int) -> str:
+    """Operands: out four factors; in the word, the word of the multipliers, and which 128 of 512 inputs. `first` and `second`:
+    which multiplier, that of scales or that of offsets."""
+    lines = [REGISTERS, "mov.b32 t3, 0x64806480;", _from_lane("$4", "word", "$6"), "and.b32 t0, $6, 2;", "mov.b32 t1, t0;"]
+    if first or second:
+        lines += ["add.u32 t2, t0, 1;"]
+    lines += [_from_lane("$5", f"m{number}", "t2" if number else "t1") for number in sorted({first, second})]
+    lines += byte_factors("word", "q", dtype, (f"m{first}", f"m{second}"))
+    return "{ " + " ".join(lines + [f"mov.b32 ${number}, q{number};" for number in range(4)]) + " }"
+
+
+@compile_time
+def block_operands(kind: str, dtype: str, offset: bool) -> str:
+    """A word as wgmma's left operand.
+
+    Operands: out the word's eight numbers, pair by pair; in the word, the scales of outputs r and r + 8, their offsets, then the
+    word with the upper bits and the selector of the word's part of it.
+    """
+    high_at = 13 if offset else 11
+    lines = [REGISTERS, ".reg .b32 n<4>;", *bases(kind, dtype, offset)]
+    if has_high(kind):
+        lines.append(f"prmt.b32 high, ${high_at}, 0, ${high_at + 1};")
+    lines += code_numbers("$8", "n", kind, dtype, "high")
+    lines += weighted("n", dtype, ("$9", "$10"), ("$11", "$12") if offset else None)
+    lines += [f"mov.b32 {{${2 * number}, ${2 * number + 1}}}, n{number};" for number in range(4)]
+    return "{ " + " ".join(lines) + " }"
+
+
+@compile_time
+def block_operand_registers(kind: str, offset: bool) -> str:
+    """The constraints of `block_operands`."""
+    return ",".join(["=h"] * 8 + ["r"] * (3 + (2 if offset else 0) + (2 if has_high(kind) else 0)))

@@ -1,0 +1,113 @@
+"""The PTX for GGUF's weights in the packed layout, run by a warp that is not there (ptx_warp.py), against the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import ptx_warp
+import pytest
+import torch
+from quantised_models import BLOCK_FORMATS, random_blocks
+
+from ridgeline.ops.packed.block_asm import (
+    block_operands,
+    block_products,
+    byte_text,
+    pair_text,
+    zero_words,
+)
+from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
+from ridgeline.ops.packed.packed_weight import PackedWeight
+
+LANE = np.arange(32)
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+ERRORS = {"bf16": 0.006, "f16": 0.0008}
+
+
+def words(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.numpy().astype(np.int64).astype(np.uint32)
+
+
+def product_operands(weight: PackedWeight, x: torch.Tensor, block: int) -> dict[int, np.ndarray]:
+    """As packed_gemv.py hands over 128 of 512 inputs."""
+    codes, scale = words(weight.codes[0]), words(weight.scale[0, 0])
+    operands = {number: np.zeros(32, np.uint32) for number in range(8)}
+    pairs = words(x.view(-1, 2).contiguous().view(torch.int32)[:, 0]).reshape(-1, 8)         # 16 inputs
+    for step in range(8):
+        operands[8 + step] = codes[2 * block + step // 4, :, step % 4]
+        for half in (0, 1):
+            operands[16 + 2 * step + half] = pairs[8 * block + step][LANE % 4 + 4 * half]
+    at = 32
+    tensors = [scale] + ([words(weight.zero[0, 0])] if zero_words(weight.form, weight.group) else [])  # type: ignore[index]
+    for tensor in tensors:
+        operands |= {at + 4 * part: tensor[part] for part in range(4)}
+        at += 16
+    if weight.blocks is not None:
+        operands[at] = words(weight.blocks[0, 0])
+        at += 4
+    if weight.high is not None:
+        operands |= {at + number: words(weight.high[0, block])[:, number] for number in range(4)}
+    return operands
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_one_row(name: str, dtype: str) -> None:
+    weight = pack_blocks(random_blocks(name, 16, 512))
+    x = torch.randn(512, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
+    sums = np.zeros(16)
+    for block in range(4):
+        text = block_products(weight.kind, weight.form, weight.group, dtype, "f16", block)
+        found = ptx_warp.run(text, product_operands(weight, x, block))
+        for half in (0, 1):
+            column = found[2 * half].view(np.float32).reshape(8, 4)
+            assert (column == column[:, :1]).all()                               # x is in every column
+            sums[8 * half : 8 * half + 8] += column[:, 0]
+    wanted = (packed_numbers(weight, torch.float64) @ x.double()).numpy()
+    assert np.linalg.norm(sums - wanted) < ERRORS[dtype] * np.linalg.norm(wanted)
+
+
+def left_operand(weight: PackedWeight, tile: int, dtype: str) -> np.ndarray:
+    """[16, 64] as block_operand.py makes it of one of the eight tiles of 512 inputs."""
+    lane_block = np.full(32, tile // 2, np.uint32)
+    scale, part = words(weight.scale[0, 0]), tile % 2 * 2
+    out = np.zeros((16, 64))
+    for word in range(4):
+        number, half = part + word // 2, word % 2
+        if weight.blocks is None:
+            q = ptx_warp.run(pair_text(dtype, "f16"), {2: scale[number], 3: lane_block})
+            scales, offsets = (q[0], q[1]), None
+            if weight.zero is not None:
+                p = ptx_warp.run(pair_text(dtype, "f16"), {2: words(weight.zero[0, 0])[number], 3: lane_block})
+                offsets = (p[0], p[1])
+        else:
+            blocks, second = words(weight.blocks[0, 0]), int(weight.group == 32)
+            q = ptx_warp.run(byte_text(dtype, 0, second), {4: scale[number], 5: blocks, 6: lane_block})
+            first = 0 if weight.group == 32 else 2 * half
+            scales, offsets = (q[first], q[first + 1]), (q[2], q[3]) if weight.group == 32 else None
+            if weight.zero is not None:
+                p = ptx_warp.run(byte_text(dtype, 1, 1), {4: words(weight.zero[0, 0])[number], 5: blocks, 6: lane_block})
+                offsets = (p[first], p[first + 1])
+        operands = [words(weight.codes[0])[tile, :, word], *scales, *(offsets or ())]
+        if weight.high is not None:
+            operands += [words(weight.high[0, tile // 2])[:, 2 * (tile % 2) + word // 2]]
+            operands += [np.full(32, 0x4342 if word % 2 else 0x4140, np.uint32)]
+        found = ptx_warp.run(
+            block_operands(weight.kind, dtype, offsets is not None), {8 + at: each for at, each in enumerate(operands)}
+        )
+        for number in range(8):
+            bits = found[number].astype(np.uint16)
+            values = bits.view(np.float16) if dtype == "f16" else (bits.astype(np.uint32) << 16).view(np.float32)
+            pair, odd = divmod(number, 2)
+            out[LANE // 4 + 8 * (pair % 2), 16 * word + 8 * (pair // 2) + 2 * (LANE % 4) + odd] = values
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_many_rows(name: str, dtype: str) -> None:
+    weight = pack_blocks(random_blocks(name, 16, 512))
+    wanted = packed_numbers(weight, torch.float64).numpy()
+    for tile in (0, 3, 6):
+        part = wanted[:, 64 * tile : 64 * tile + 64]
+        error = np.abs(left_operand(weight, tile, dtype) - part)
+        assert np.linalg.norm(error) < ERRORS[dtype] * np.linalg.norm(part)
