@@ -20,11 +20,14 @@ from ridgeline.ops.linear.fp8_linear import (
     Fp8Rows,
     expanded,
     fp8_linear,
+    gated_one_row,
     gated_rows,
     multiplied,
+    multiplied_row,
     multiplies,
     normed_fp8_linear,
 )
+from ridgeline.ops.linear.fp8_one_row import OneRow
 from ridgeline.quant.format import FP8_ROW, WeightFormat
 from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Norm, Scheme
@@ -50,7 +53,9 @@ class Fp8(Quantised):
             return super().numbers(linear)
         return expanded(linear.weight, linear.scale, torch.promote_types(linear.dtype, torch.float32))
 
-    def apply(self, linear: nn.Module, x: Tensor | Fp8Rows, batch: object) -> Tensor:
+    def apply(self, linear: nn.Module, x: Tensor | Fp8Rows | OneRow, batch: object) -> Tensor:
+        if isinstance(x, OneRow):
+            return multiplied_row(x, linear.weight, linear.scale, linear.bias)
         if isinstance(x, Fp8Rows):
             return multiplied(x, linear.weight, linear.scale, linear.bias)
         return fp8_linear(x, linear.weight, linear.scale, linear.bias)
@@ -60,14 +65,20 @@ class Fp8(Quantised):
         following: nn.Module | None = None,
     ) -> tuple[Any, Tensor]:
         """The gated activation is quantised by the kernel that computes it, where the linear that follows wants codes."""
+        next_codes = following if following is not None and isinstance(following.scheme, Fp8) else None
+        if gate is not None and next_codes is not None:
+            made = gated_one_row(
+                x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, gate,
+                (next_codes.weight, next_codes.scale), norm_offset=norm.offset,
+            )
+            if made is not None:
+                return made
         out, stream = normed_fp8_linear(
             x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, norm_offset=norm.offset
         )
         if gate is None:
             return out, stream
-        rows = None
-        if following is not None and isinstance(following.scheme, Fp8):
-            rows = gated_rows(out, gate, following.weight, following.scale)
+        rows = None if next_codes is None else gated_rows(out, gate, next_codes.weight, next_codes.scale)
         return (gated_activation(out, gate) if rows is None else rows), stream
 
     def read_bytes(self, linear: nn.Module, rows: int) -> int:

@@ -23,11 +23,22 @@ from ridgeline.layers.linear import Linear, Placement
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.activation import gated_activation_reference
 from ridgeline.ops.hopper import device_facts
-from ridgeline.ops.kernel_table import choose
-from ridgeline.ops.linear.fp8_linear import PAIRED_ROWS, _has_units, expanded, fp8_linear_gpu, fp8_linear_reference
+from ridgeline.ops.kernel_table import H200, choose
+from ridgeline.ops.linear.fp8_linear import (
+    PAIRED_ROWS,
+    _has_units,
+    expanded,
+    fp8_linear_gpu,
+    fp8_linear_reference,
+    gated_one_row,
+    multiplied_row,
+    normed_fp8_linear_gpu,
+    normed_fp8_linear_reference,
+)
 from ridgeline.ops.linear.fp8_rows import CODES, FINER, LARGEST, fp8_groups, fp8_rows_reference
-from ridgeline.ops.linear.select import fp8_ring_gemm_plan
+from ridgeline.ops.linear.select import fp8_ring_gemm_plan, one_row_plan
 from ridgeline.ops.linear.select_wide import fp8_wide_plan
 from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, INT8_ROW, WeightFormat
 from ridgeline.quant.fp8 import Fp8
@@ -287,3 +298,55 @@ def test_gpu_sums_of_many_equal_terms_are_right(rows: int) -> None:
     weight = torch.full((4096, 14336), 1.125, device="cuda").to(CODES)
     out = fp8_linear_gpu(x, weight, torch.ones(4096, device="cuda"))
     torch.testing.assert_close(out.float(), torch.full_like(out, 14336 * 1.125, dtype=torch.float32), rtol=2**-8, atol=0)
+
+
+@GPU
+@pytest.mark.parametrize("kind", ["row", "block", "int8"])
+@pytest.mark.parametrize(("hidden", "intermediate"), [(4096, 14336), (8192, 8192), (2560, 3072)])
+@pytest.mark.parametrize(("residual", "bias", "gate"), [(True, False, "silu"), (False, True, "gelu_tanh")])
+def test_one_row_is_normed_quantised_and_gated_by_the_kernels_that_multiply_it(
+    kind: str, hidden: int, intermediate: int, residual: bool, bias: bool, gate: str
+) -> None:
+    """Several times in a row, and a row of zeros: split-K leaves its counters at zero, and no scale is 0."""
+    generator = torch.Generator("cuda").manual_seed(hidden)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).bfloat16()
+
+    up, up_scale = eight_bit_weight(kind, 2 * intermediate, hidden, "cuda", 1)
+    down, down_scale = eight_bit_weight(kind, hidden, intermediate, "cuda", 2)
+    norm, up_bias, down_bias = random(hidden), random(2 * intermediate) if bias else None, random(hidden) if bias else None
+    for size in (1.0, 30.0, 0.0):
+        x, added = size * random(1, hidden), size * random(1, hidden) if residual else None
+        whole, whole_stream = normed_fp8_linear_gpu(x, added, norm, 1e-5, up, up_scale, up_bias, norm_offset=0.5)
+        known, stream = normed_fp8_linear_reference(
+            x.double(), None if added is None else added.double(), norm.double(), 1e-5, up, up_scale,
+            None if up_bias is None else up_bias.double(), norm_offset=0.5,
+        )
+        assert close(whole, known) and close(whole_stream, stream)
+        made = gated_one_row(
+            x, added, norm, 1e-5, up, up_scale, up_bias, gate, (down, down_scale), norm_offset=0.5
+        )
+        assert made is not None and close(made[1], stream)
+        act = gated_activation_reference(known, gate)
+        assert close(made[0].x, act) and made[0].peaks.max() == made[0].x.abs().max()
+        out = multiplied_row(made[0], down, down_scale, down_bias)
+        assert close(out, fp8_linear_reference(act, down, down_scale, None if down_bias is None else down_bias.double()))
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    return bool((found.double() - exact).norm() <= 0.006 * exact.norm())
+
+
+def test_one_row_has_a_plan_where_its_codes_and_its_rings_fit() -> None:
+    """Shapes of 8B and 70B models on an H200; the last row is too long to hold its codes beside the weights."""
+    names = {
+        (outputs, inputs, gated): choose("fp8-row", 1, outputs, inputs, gated, H200).kernel
+        for outputs, inputs, gated in [
+            (6144, 4096, False), (14336, 4096, True), (4096, 14336, False), (28672, 8192, True), (1024, 1024, False),
+            (8192, 28672, False),
+        ]
+    }
+    assert list(names.values()) == ["one_row_gemm"] * 4 + ["scaled_mm", "ring_gemm"]
+    assert not one_row_plan(4096, 14336, False, H200.shared - 1280).whole      # type: ignore[union-attr]
+    assert choose("fp8-row", 2, 6144, 4096, False, H200).kernel == "ring_gemm"

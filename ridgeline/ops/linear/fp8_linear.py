@@ -1,10 +1,11 @@
 """The linear with 8-bit weights, alone and behind a norm: e4m3 or int8 codes with a float32 scale for each output, or e4m3 codes
 with a scale for each block of 128 outputs and 128 inputs.
 
-The definition multiplies by the expanded weight. The kernels also quantise x, to codes of the same kind: where the ring GEMM
-runs, up to PAIRED_ROWS rows get coarse and fine codes, which keep what a bf16 number has; otherwise a row has one code per number
-and one scale, as is usual for fp8 and int8 checkpoints. ops/kernel_table.py chooses the kernel; cuBLAS serves every other shape.
-With blocks it takes x with a scale for each 128 inputs, or the expanded weight and x as it is.
+The definition multiplies by the expanded weight. The kernels also quantise x, to codes of the same kind: one row in the kernel
+that multiplies it (fp8_one_row.py), more rows before. There and where the ring GEMM runs, up to PAIRED_ROWS rows get coarse and
+fine codes, which keep what a bf16 number has; otherwise a row has one code per number and one scale, as is usual for fp8 and int8
+checkpoints. ops/kernel_table.py chooses the kernel; cuBLAS serves every other shape. With blocks it takes x with a scale for each
+128 inputs, or the expanded weight and x as it is.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.kernel_table import Choice, choose
+from ridgeline.ops.linear.fp8_one_row import OneRow, one_row_gemm
 from ridgeline.ops.linear.fp8_rows import fp8_groups, fp8_rows, fp8_rows_reference, gated_fp8_rows, normed_fp8_rows
 from ridgeline.ops.linear.gemm_ring import ring_gemm
 from ridgeline.ops.linear.gemm_wide import wide_gemm
 from ridgeline.ops.linear.integer_product import integer_gemm, integer_product
+from ridgeline.ops.linear.select import OneRowPlan
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
 from ridgeline.ops.quantised.quantised_kernels import expand_triton
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance, kernels_are_used
@@ -113,6 +116,16 @@ def _pairs(x: Tensor, weight: Tensor, scale: Tensor) -> bool:
     return len(x) <= PAIRED_ROWS and _choice(2 * len(x), weight, scale).kernel == "ring_gemm"
 
 
+def _one_row_plan(x: Tensor, weight: Tensor, scale: Tensor, *, gated: bool = False, known: bool = False) -> OneRowPlan | None:
+    """Of the kernel that quantises a single row itself. `known`: so is the row's largest magnitude."""
+    if len(x) != 1:
+        return None
+    outputs, inputs = weight.shape
+    pairs = outputs // 2 if gated else outputs
+    found = choose(_format(weight, scale), 1, pairs, inputs, gated, device_facts(weight.device))
+    return found.plan if found.kernel == "one_row_gemm" and (known or found.plan.whole) else None
+
+
 def multiplied(rows: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The GEMM of quantised rows."""
     (kernel, plan, _), scales = _choice(len(rows.codes), weight, scale), (rows.scale, scale)
@@ -140,9 +153,35 @@ def gated_rows(x: Tensor, gate: str, weight: Tensor, scale: Tensor) -> Fp8Rows |
     return Fp8Rows(*gated_fp8_rows(x, gate, paired, weight.dtype), paired, x.dtype)
 
 
+def gated_one_row(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    gate: str, following: tuple[Tensor, Tensor], *, norm_offset: float = 0.0,
+) -> tuple[OneRow, Tensor] | None:
+    """(the gated activation of a single normed row, x + residual), for the weight and scale that follow; None: no kernel."""
+    if not (_supports(Site(x.device.type, x.dtype, x.shape[1])) and kernels_are_used() and _suits(x, weight)):
+        return None
+    plan = _one_row_plan(x, weight, scale, gated=True)
+    if plan is None or not multiplies(following[0]) or _one_row_plan(x, *following, known=True) is None:
+        return None
+    out, stream, peaks = one_row_gemm(
+        x, weight, scale, bias, plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate
+    )
+    return OneRow(out, peaks), stream
+
+
+def multiplied_row(row: OneRow, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product of what `gated_one_row` made."""
+    plan = _one_row_plan(row.x, weight, scale, known=True)
+    assert plan is not None
+    return one_row_gemm(row, weight, scale, bias, plan)[0]
+
+
 def fp8_linear_gpu(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _suits(x, weight):
         return fp8_linear_reference(x, weight, scale, bias)
+    plan = _one_row_plan(x, weight, scale)
+    if plan is not None:
+        return one_row_gemm(x, weight, scale, bias, plan)[0]
     if not _takes_codes(len(x), weight, scale):
         return _blocks_product(x, weight, scale, bias)
     paired = _pairs(x, weight, scale)
@@ -163,7 +202,12 @@ def normed_fp8_linear_gpu(
 ) -> tuple[Tensor, Tensor]:
     if not _suits(x, weight):
         return normed_fp8_linear_reference(x, residual, norm, eps, weight, scale, bias, norm_offset=norm_offset)
-    if _takes_codes(len(x), weight, scale):
+    plan = _one_row_plan(x, weight, scale)
+    if plan is not None:
+        out, stream, _ = one_row_gemm(
+            x, weight, scale, bias, plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual
+        )
+    elif _takes_codes(len(x), weight, scale):
         paired = _pairs(x, weight, scale)
         codes, x_scale, stream = normed_fp8_rows(
             x, residual, norm, eps, norm_offset=norm_offset, paired=paired, codes=weight.dtype

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.hopper import (
-    HAS_GLUON,
     async_copy,
+    compile_time,
     copy,
     described,
     fence_async_shared,
@@ -31,22 +31,21 @@ from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_
 from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.linear.select import SPLIT_UNIT, RingGemmPlan, split_inputs
-from ridgeline.ops.registry import gluon_kernel, triton
+from ridgeline.ops.registry import gluon_kernel
 
-if HAS_GLUON:
 
-    @triton.constexpr_function
-    def _pair_layout(rows, outputs, warps):  # type: ignore[no-untyped-def]
-        """Of [outputs, rows / 2]: as the GEMM leaves its sums, when neighbouring columns have been added."""
-        registers = [[8, 0]] + [[0, 4 << bit] for bit in range((rows // 8).bit_length() - 1)]
-        lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
-        return gl.DistributedLinearLayout(
-            registers, lanes, [[16 << bit, 0] for bit in range(warps.bit_length() - 1)], [], [outputs, rows // 2]
-        )
+@compile_time
+def pair_layout(rows, outputs, warps):  # type: ignore[no-untyped-def]
+    """Of [outputs, rows / 2]: as the GEMM leaves its sums, when neighbouring columns have been added."""
+    registers = [[8, 0]] + [[0, 4 << bit] for bit in range((rows // 8).bit_length() - 1)]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[16 << bit, 0] for bit in range(warps.bit_length() - 1)], [], [outputs, rows // 2]
+    )
 
 
 @gluon_kernel()
-def _copy_weight(  # type: ignore[no-untyped-def]
+def copy_weight(  # type: ignore[no-untyped-def]
     weight_ptr, ring, slot, unit, units, chunks, first, outputs, step, weight_stride, line, place, GATE: gl.constexpr
 ):
     """Request a block of weights, with a gate its partner too; zeros behind the last one."""
@@ -77,7 +76,7 @@ def _multiply_line(weights, rows, sums, LINE: gl.constexpr):  # type: ignore[no-
 
 
 @gluon_kernel()
-def _line_scales(scale_ptr, output, outputs, column, scale_stride, BLOCK_SCALED: gl.constexpr):  # type: ignore[no-untyped-def]
+def line_scales(scale_ptr, output, outputs, column, scale_stride, BLOCK_SCALED: gl.constexpr):  # type: ignore[no-untyped-def]
     """Scales of 128 inputs from `column` on, which every BLOCK_SCALED outputs share."""
     at = scale_ptr + output // BLOCK_SCALED * scale_stride + column // 128
     return gl.load(at, mask=output < outputs, other=0.0)
@@ -88,18 +87,18 @@ def _block_scales(  # type: ignore[no-untyped-def]
     scale_ptr, output, outputs, column, scale_stride, BLOCK_INPUTS: gl.constexpr, BLOCK_SCALED: gl.constexpr
 ):
     """Of the two or four lines of a block."""
-    one = _line_scales(scale_ptr, output, outputs, column, scale_stride, BLOCK_SCALED)
-    two = _line_scales(scale_ptr, output, outputs, column + 128, scale_stride, BLOCK_SCALED)
+    one = line_scales(scale_ptr, output, outputs, column, scale_stride, BLOCK_SCALED)
+    two = line_scales(scale_ptr, output, outputs, column + 128, scale_stride, BLOCK_SCALED)
     three = one
     four = two
     if BLOCK_INPUTS > 256:
-        three = _line_scales(scale_ptr, output, outputs, column + 256, scale_stride, BLOCK_SCALED)
-        four = _line_scales(scale_ptr, output, outputs, column + 384, scale_stride, BLOCK_SCALED)
+        three = line_scales(scale_ptr, output, outputs, column + 256, scale_stride, BLOCK_SCALED)
+        four = line_scales(scale_ptr, output, outputs, column + 384, scale_stride, BLOCK_SCALED)
     return one, two, three, four
 
 
 @gluon_kernel()
-def _no_scales(output):  # type: ignore[no-untyped-def]
+def no_scales(output):  # type: ignore[no-untyped-def]
     ones = (output * 0 + 1).to(gl.float32)
     return ones, ones, ones, ones
 
@@ -148,7 +147,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
     x_ring = gl.allocate_shared_memory(dtype, [X_STAGES, BLOCK_ROWS, BLOCK_INPUTS], x_tiles.layout)
     filled = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES - 1):
-        _copy_weight(
+        copy_weight(
             weight_ptr, ring, stage, stage, units, chunks, first, outputs, step, weight_stride, line, place, GATE
         )
     for stage in gl.static_range(X_STAGES):
@@ -171,7 +170,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
         third = sums
         fourth = sums
         output = tile * step + place_of_output
-        scales = _no_scales(output)
+        scales = no_scales(output)
         for unit in range(begin, begin + chunks):
             async_copy.wait_group(STAGES - 2)
             mbarrier.wait(filled.index(x_slot), phase)
@@ -202,7 +201,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
                 sums = warpgroup_mma(ring.index(2 * slot), x, sums, is_async=True)
                 other = warpgroup_mma(ring.index(2 * slot + 1), x, other, is_async=True)
                 sums, other = warpgroup_mma_wait(2, deps=(sums, other))
-            _copy_weight(
+            copy_weight(
                 weight_ptr, ring, free, unit + (STAGES - 1), units, chunks, first, outputs, step, weight_stride, line,
                 place, GATE,
             )
@@ -247,7 +246,7 @@ def _ring_gemm_kernel(  # type: ignore[no-untyped-def]
                 sums *= gl.load(scale_ptr + output, mask=output < end, other=0.0)
             sums *= gl.load(x_scale_ptr + row, mask=row < rows, other=0.0)
         if PAIRED:
-            halved: gl.constexpr = _pair_layout(BLOCK_ROWS, BLOCK_OUTPUTS, WARPS)
+            halved: gl.constexpr = pair_layout(BLOCK_ROWS, BLOCK_OUTPUTS, WARPS)
             coarse, fine = sums.reshape([BLOCK_OUTPUTS, BLOCK_ROWS // 2, 2]).split()
             sums = gl.convert_layout(coarse + fine, halved)
             token = gl.arange(0, BLOCK_ROWS // 2, gl.SliceLayout(0, halved))[None, :]

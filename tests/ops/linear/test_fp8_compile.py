@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from ridgeline.ops import registry
-from ridgeline.ops.linear import gemm_ring, gemm_wide
-from ridgeline.ops.linear.select import fp8_ring_gemm_plan
+from ridgeline.ops.kernel_table import RING_GEMM_RESERVED
+from ridgeline.ops.linear import fp8_one_row, gemm_ring, gemm_wide
+from ridgeline.ops.linear.select import MOST_PEAKS, fp8_ring_gemm_plan, one_row_plan
 from ridgeline.ops.linear.select_wide import fp8_wide_plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
@@ -61,6 +62,24 @@ def wide_source(module: Any, codes: str, outputs: int, inputs: int) -> tuple[Any
     return module.wide_gemm_kernel, constants, types, 4
 
 
+def one_row_source(module: Any, codes: str, outputs: int, inputs: int) -> tuple[Any, dict[str, Any], dict[str, str], int]:
+    """Pairs of gate and up behind a norm, or the linear that follows them."""
+    gated = outputs > inputs
+    plan = one_row_plan(outputs, inputs, gated, SHARED - RING_GEMM_RESERVED)
+    assert plan is not None
+    part = plan.part_inputs // plan.block_inputs
+    constants = {
+        "BLOCK_OUTPUTS": plan.block_outputs, "BLOCK_INPUTS": plan.block_inputs, "STAGES": plan.stages, "CHUNKS": part,
+        "PART_CHUNKS": part, "NORM": gated, "RESIDUAL": gated, "PEAKS": not gated, "MOST": MOST_PEAKS, "GATE": int(gated),
+        "BIAS": False, "BLOCK_SCALED": 128 if codes == "block" else 0, "WARPS": plan.warps, "DEPENDENT": True,
+    }
+    types = dict.fromkeys(("x_ptr", "residual_ptr", "norm_ptr", "bias_ptr", "out_ptr", "new_residual_ptr"), "*bf16")
+    types |= dict.fromkeys(("scale_ptr", "peak_ptr", "new_peak_ptr", "part_ptr"), "*fp32")
+    types |= {"weight_ptr": f"*{TYPES[codes]}", "arrived_ptr": "*i32", "eps": "fp32", "norm_offset": "fp32"}
+    types |= dict.fromkeys((*COUNTS[1:], "peaks"), "i32")
+    return module._one_row_gemm_kernel, constants, types, plan.warps
+
+
 def compiled(kind: str, codes: str, first: int, second: int) -> dict[str, Any]:
     """In a process of its own, where the op files believe in a GPU."""
     import triton
@@ -73,6 +92,9 @@ def compiled(kind: str, codes: str, first: int, second: int) -> dict[str, Any]:
         importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
     if kind == "ring":
         kernel, constants, types, warps = ring_source(importlib.reload(gemm_ring), codes, first, bool(second))
+    elif kind == "one":
+        importlib.reload(gemm_ring)
+        kernel, constants, types, warps = one_row_source(importlib.reload(fp8_one_row), codes, first, second)
     else:
         kernel, constants, types, warps = wide_source(importlib.reload(gemm_wide), codes, first, second)
     types |= dict.fromkeys(constants, "constexpr")
@@ -100,7 +122,9 @@ def compiled(kind: str, codes: str, first: int, second: int) -> dict[str, Any]:
     ("kind", "codes", "first", "second"),
     [
         # On every commit each kernel once, and each kind of sum.
-        ("ring", "block", 8, 1), ("wide", "int8", 4096, 14336),
+        ("ring", "block", 8, 1), ("wide", "int8", 4096, 14336), ("one", "row", 14336, 4096),
+        *(pytest.param("one", codes, 4096, 14336, marks=pytest.mark.slow) for codes in TYPES),
+        *(pytest.param("one", codes, 14336, 4096, marks=pytest.mark.slow) for codes in ("block", "int8")),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("ring", "int8", 8, 1), ("wide", "block", 4096, 14336)]),
         *(pytest.param("ring", codes, rows, 0, marks=pytest.mark.slow) for rows in (16, 32, 64) for codes in TYPES),
         *(pytest.param("wide", codes, 28672, 4096, marks=pytest.mark.slow) for codes in TYPES),

@@ -73,6 +73,8 @@ def test_every_plan_is_sound(rows: int, outputs: int, inputs: int, gated: bool) 
 def test_rings_fill_the_shared_memory() -> None:
     """Deep enough to keep the memory busy while a kernel waits, and threads whose registers hold what they multiply."""
     assert ring_plan(6144, 4096) == RingPlan(2, 8, 3, 4) and ring_plan(4096, 14336) == RingPlan(1, 16, 2, 3)
+    assert ring_plan(2048, 4096) == ring_plan(4096, 4096)            # O of Qwen3-30B-A3B, and nothing else of so few outputs
+    assert ring_plan(2048, 8192) is ring_plan(2048, 4096, True) is ring_plan(1536, 4096) is ring_plan(2048, 3072) is None
     for outputs, inputs, gated in SHAPES:
         if not isinstance(plan(1, outputs, inputs, gated), GemvPlan):
             continue
