@@ -156,6 +156,7 @@ class Family:
     partial_rotary: bool = False     # only the first part of a head is rotated
     interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint
     longrope: bool = False           # rope type "longrope"
+    alpha_rope: bool = False         # dynamic rope with an `alpha` that stretches every length
     # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "all".
     nope: str = "none"
     learned_positions: bool = False  # every position has an embedding, which is added to the token's

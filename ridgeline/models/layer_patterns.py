@@ -13,6 +13,7 @@ from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.rope import (
     Rope,
+    alpha_theta,
     make_rope,
     no_rope,
     numbers_of,
@@ -133,6 +134,8 @@ def hf_ropes(
     def rope(parameters: Mapping[str, Any], theta_name: str) -> Rope:
         own = Fields(fields.where, parameters, {})
         theta = own.number("rope_theta", fields.number(theta_name, 10_000.0))
+        if family.alpha_rope:
+            theta = alpha_theta(parameters, theta, dim, fields.where)
         return make_rope(parameters, theta, dim, max_position, family.longrope, fields.where)
 
     full = rope(everywhere, "rope_theta")

@@ -79,6 +79,14 @@ def rope_kind(scaling: Mapping[str, Any], longrope: bool) -> str:
     return "longrope" if longrope and kind in ("su", "yarn") and "short_factor" in scaling else kind
 
 
+def alpha_theta(scaling: Mapping[str, Any], theta: float, dim: int, where: str) -> float:
+    """Hunyuan's dynamic rope: an `alpha` stretches the theta for every length. Other families do not read it."""
+    with numbers_of(where):
+        if rope_kind(scaling, False) != "dynamic" or not scaling.get("alpha"):
+            return theta
+        return float(theta * _number(scaling, f"{where}: dynamic rope", "alpha") ** (dim / (dim - 2)))
+
+
 def make_rope(
     scaling: Mapping[str, Any], theta: float, dim: int, max_position: int, longrope: bool, where: str
 ) -> Rope:
@@ -103,8 +111,7 @@ def _scaled_rope(
     if kind == "linear":
         return Rope(theta, dim, (number("factor"),) * (dim // 2))
     if kind == "dynamic":            # it changes with the length beyond the model's own context, which is not stretched here
-        alpha = number("alpha", 1.0)                     # Hunyuan's, for every length
-        return Rope(theta * alpha ** (dim / (dim - 2)) if alpha != 1.0 else theta, dim)
+        return Rope(theta, dim)
     original = number("original_max_position_embeddings", max_position)
     if kind == "llama3":
         divisors = llama3_divisors(theta, dim, number("factor"), number("low_freq_factor"), number("high_freq_factor"),

@@ -33,6 +33,16 @@ def without(fields: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key != name}
 
 
+def test_alpha_of_a_dynamic_rope_is_hunyuans_alone() -> None:
+    """As in transformers, where other families' dynamic rope has a factor beyond the model's own context and no alpha."""
+    given = LLAMA | {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}
+    plain = hf_model_config(given, {})
+    assert {rope.theta for rope in plain.ropes} == {1e4}
+    hunyuan = hf_model_config(given | {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}, {})
+    dim = hunyuan.head_dim
+    assert {rope.theta for rope in hunyuan.ropes} == {1e4 * 1000.0 ** (dim / (dim - 2))}
+
+
 def test_defaults_of_an_old_llama() -> None:
     config = hf_model_config(LLAMA, {})
     assert (config.num_kv_heads, config.head_dim, config.dtype) == (4, 16, "bfloat16")

@@ -13,6 +13,7 @@ HUNYUAN = Family(
     gguf="hunyuan-dense",
     qk_norm=True,
     late_qk_norm=True,
+    alpha_rope=True,
     defaults={"rms_norm_eps": 1e-5},
     names=LLAMA_NAMES | LATE_NORM_NAMES,
 )
@@ -23,6 +24,7 @@ HUNYUAN_MOE = Family(
     gguf="hunyuan-moe",
     qk_norm=True,
     late_qk_norm=True,
+    alpha_rope=True,
     experts=ExpertRule(normalise=True),
     spelled={"num_experts_per_tok": "moe_topk", "moe_intermediate_size": "intermediate_size",
              "shared_expert_intermediate_size": "intermediate_size"},

@@ -35,11 +35,10 @@ class Few(NamedTuple):
 
 @triton_kernel()
 def _weights_of(  # type: ignore[no-untyped-def]
-    weight_ptr, first, apart, start, column, output, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EVEN: tl.constexpr,
+    weight_ptr, first, start, column, output, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, EVEN: tl.constexpr,
 ):
-    """A block of a matrix whose first output is row `first` of the tensor, with rows `apart` times INPUTS from each other; zeros
-    beyond its ends."""
-    place = weight_ptr + ((first + output) * apart)[:, None] * INPUTS + (start + column)[None, :]
+    """A block of a matrix whose first output is row `first` of the tensor; zeros beyond its ends."""
+    place = weight_ptr + (first + output)[:, None] * INPUTS + (start + column)[None, :]
     if EVEN:
         return tl.load(place, eviction_policy="evict_first")
     inside = (output < OUTPUTS)[:, None] & (start + column < INPUTS)[None, :]
@@ -93,16 +92,16 @@ def _experts_few_up_kernel(  # type: ignore[no-untyped-def]
             base = shared_ptr
             first = (place - USED).to(tl.int64) * OUTPUTS
     row = x_ptr + token.to(tl.int64) * stride + column
-    gates = _weights_of(base, first, 1, 0, column, output, INPUTS, OUTPUTS, EVEN)
-    ups = _weights_of(base, first + partner, 1, 0, column, output, INPUTS, OUTPUTS, EVEN)
+    gates = _weights_of(base, first, 0, column, output, INPUTS, OUTPUTS, EVEN)
+    ups = _weights_of(base, first + partner, 0, column, output, INPUTS, OUTPUTS, EVEN)
     if READS:
         if tl.program_id(0) == 0:
             visited_experts(chosen_ptr, reads_ptr, pairs, PAIRS)
     gate = tl.zeros((BLOCK,), tl.float32)
     up = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, INPUTS - STEP, STEP):
-        next_gates = _weights_of(base, first, 1, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
-        next_ups = _weights_of(base, first + partner, 1, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
+        next_gates = _weights_of(base, first, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
+        next_ups = _weights_of(base, first + partner, start + STEP, column, output, INPUTS, OUTPUTS, EVEN)
         x = tl.load(row + start).to(tl.float32)
         gate += _row_sums(gates, x, scale_ptr, first, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
         up += _row_sums(ups, x, scale_ptr, first + OUTPUTS, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
@@ -131,22 +130,48 @@ def visited_experts(chosen_ptr, reads_ptr, pairs, PAIRS: tl.constexpr):  # type:
 
 
 @triton_kernel()
-def _down_block(  # type: ignore[no-untyped-def]
-    weight_ptr, shared_ptr, chosen_ptr, token, step, column, output, USED: tl.constexpr, SHARED: tl.constexpr,
-    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr,
+def _down_row(  # type: ignore[no-untyped-def]
+    chosen_ptr, token, step, USED: tl.constexpr, SHARED: tl.constexpr, OUTPUTS: tl.constexpr, CHUNKS: tl.constexpr,
 ):
-    """The block of weights of a token's step; of the last step again where there are no more."""
-    chunks: tl.constexpr = (INPUTS + STEP - 1) // STEP
-    known = tl.minimum(step, (USED + SHARED) * chunks - 1)
-    place = known // chunks
-    first = tl.load(chosen_ptr + token * USED + tl.minimum(place, USED - 1), cache_modifier=".cg") * OUTPUTS
+    """The first row of a step's expert; 0 in the shared one. From L2: the routing wrote it a moment ago."""
+    place = tl.minimum(step // CHUNKS, USED - 1)
+    first = tl.load(chosen_ptr + token * USED + place, cache_modifier=".cg") * OUTPUTS
+    if SHARED > 0:
+        first = tl.where(step < USED * CHUNKS, first, 0)
+    return first
+
+
+@triton_kernel()
+def _down_block(  # type: ignore[no-untyped-def]
+    weight_ptr, shared_ptr, first, step, column, output, USED: tl.constexpr, SHARED: tl.constexpr, INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr, CHUNKS: tl.constexpr, STEP: tl.constexpr,
+):
+    """The block of weights of a token's step, from the rows that begin at `first`; behind the last step nothing is read."""
+    place = step // CHUNKS
+    start = step % CHUNKS * STEP
     base, apart = weight_ptr, 1
     if SHARED > 0:
         apart = tl.where(place < USED, 1, SHARED)
-        first = tl.where(place < USED, first, 0)
         if place >= USED:
             base = shared_ptr + (place - USED) * INPUTS
-    return _weights_of(base, first, apart, known % chunks * STEP, column, output, INPUTS, OUTPUTS, EVEN)
+    inside = (output < OUTPUTS)[:, None] & (start + column < tl.where(place < USED + SHARED, INPUTS, 0))[None, :]
+    source = base + ((first + output) * apart)[:, None] * INPUTS + (start + column)[None, :]
+    return tl.load(source, mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton_kernel()
+def _down_input(  # type: ignore[no-untyped-def]
+    x_ptr, share_ptr, token, step, column, USED: tl.constexpr, SHARED: tl.constexpr, INPUTS: tl.constexpr, CHUNKS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """A step's part of the activated row, and the expert's share in the token."""
+    place = tl.minimum(step // CHUNKS, USED + SHARED - 1)
+    start = step % CHUNKS * STEP
+    x = tl.load(x_ptr + (token * (USED + SHARED) + place) * INPUTS + start + column, mask=start + column < INPUTS, other=0.0)
+    share = tl.load(share_ptr + token * USED + tl.minimum(place, USED - 1)).to(tl.float32)
+    if SHARED > 0:
+        share = tl.where(place < USED, share, 1.0)
+    return x, share
 
 
 @triton_kernel()
@@ -157,44 +182,53 @@ def _experts_few_down_kernel(  # type: ignore[no-untyped-def]
     DEPENDENT: tl.constexpr,
 ):
     """x [T, USED + SHARED, INPUTS], weight [experts, OUTPUTS, INPUTS], shares [T, USED] -> out [T, OUTPUTS]. The shared expert is
-    [OUTPUTS, SHARED INPUTS]. The blocks of the next two steps are on their way while one is multiplied."""
+    [OUTPUTS, SHARED INPUTS].
+
+    The blocks of the next two steps are on their way while one is multiplied. Where a step takes a whole row, it waits for
+    nothing else (AHEAD): its x and its share are requested one step before, and its expert one step before its block. With
+    several steps for a row, a loop that carries less is faster: the compiler unrolls it."""
     blocks: tl.constexpr = (OUTPUTS + BLOCK - 1) // BLOCK
-    chunks: tl.constexpr = (INPUTS + STEP - 1) // STEP
-    EVEN: tl.constexpr = INPUTS % STEP == 0 and OUTPUTS % BLOCK == 0
+    CHUNKS: tl.constexpr = (INPUTS + STEP - 1) // STEP
+    AHEAD: tl.constexpr = CHUNKS == 1
     token = (tl.program_id(0) // blocks).to(tl.int64)
     output = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, STEP)
-    weights = _down_block(
-        weight_ptr, shared_ptr, chosen_ptr, token, 0, column, output, USED, SHARED, INPUTS, OUTPUTS, STEP, EVEN
-    )
-    following = _down_block(
-        weight_ptr, shared_ptr, chosen_ptr, token, 1, column, output, USED, SHARED, INPUTS, OUTPUTS, STEP, EVEN
-    )
+    first = _down_row(chosen_ptr, token, 0, USED, SHARED, OUTPUTS, CHUNKS)
+    second = _down_row(chosen_ptr, token, 1, USED, SHARED, OUTPUTS, CHUNKS)
+    if AHEAD:
+        third = _down_row(chosen_ptr, token, 2, USED, SHARED, OUTPUTS, CHUNKS)
+    weights = _down_block(weight_ptr, shared_ptr, first, 0, column, output, USED, SHARED, INPUTS, OUTPUTS, CHUNKS, STEP)
+    following = _down_block(weight_ptr, shared_ptr, second, 1, column, output, USED, SHARED, INPUTS, OUTPUTS, CHUNKS, STEP)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD:
+        x, share = _down_input(x_ptr, share_ptr, token, 0, column, USED, SHARED, INPUTS, CHUNKS, STEP)
     sums = tl.zeros((BLOCK, STEP), tl.float32)
     biases = tl.zeros((BLOCK,), tl.float32)
-    for step in range((USED + SHARED) * chunks):
+    for step in range((USED + SHARED) * CHUNKS):
+        if not AHEAD:
+            third = _down_row(chosen_ptr, token, step + 2, USED, SHARED, OUTPUTS, CHUNKS)
+            x, share = _down_input(x_ptr, share_ptr, token, step, column, USED, SHARED, INPUTS, CHUNKS, STEP)
         later = _down_block(
-            weight_ptr, shared_ptr, chosen_ptr, token, step + 2, column, output, USED, SHARED, INPUTS, OUTPUTS, STEP, EVEN
+            weight_ptr, shared_ptr, third, step + 2, column, output, USED, SHARED, INPUTS, OUTPUTS, CHUNKS, STEP
         )
-        place = step // chunks
-        pair = token * USED + tl.minimum(place, USED - 1)
-        share = tl.where(place < USED, tl.load(share_ptr + pair).to(tl.float32), 1.0)
-        start = step % chunks * STEP
-        row = x_ptr + (token * (USED + SHARED) + place) * INPUTS
-        x = tl.load(row + start + column, mask=start + column < INPUTS, other=0.0).to(tl.float32)
+        if AHEAD:
+            fourth = _down_row(chosen_ptr, token, step + 3, USED, SHARED, OUTPUTS, CHUNKS)
+            next_x, next_share = _down_input(x_ptr, share_ptr, token, step + 1, column, USED, SHARED, INPUTS, CHUNKS, STEP)
+        wide = share * x.to(tl.float32)
         if GRID == "":
-            sums += weights.to(tl.float32) * (share * x)[None, :]
+            sums += weights.to(tl.float32) * wide[None, :]
         else:
-            first = tl.load(chosen_ptr + pair) * OUTPUTS
-            biases += _row_sums(weights, share * x, scale_ptr, first, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
+            start = step % CHUNKS * STEP
+            biases += _row_sums(weights, wide, scale_ptr, first, start, output, INPUTS, OUTPUTS, GRID, GROUP, SCALE_ROWS)
         if BIAS:
-            expert = tl.load(chosen_ptr + pair)
-            bias = tl.load(bias_ptr + expert * OUTPUTS + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
-            biases += tl.where(start == 0, share, 0.0) * bias
+            bias = tl.load(bias_ptr + first + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)
+            biases += tl.where((step % CHUNKS == 0) & (step < USED * CHUNKS), share, 0.0) * bias
         weights, following = following, later
+        first, second = second, third
+        if AHEAD:
+            third, x, share = fourth, next_x, next_share
     result = tl.sum(sums, 1) + biases
     tl.store(out_ptr + token * OUTPUTS + output, result.to(out_ptr.dtype.element_ty), mask=output < OUTPUTS)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeline.ops.experts import expert_tiles, experts_op, route
+from ridgeline.ops.experts import expert_tiles, experts_op, few_tokens, route
 from ridgeline.ops.experts.expert_products import tile_for
+from ridgeline.ops.registry import TRITON_INTERPRETED
 from ridgeline.sizes.expert_costs import chosen_experts
 
 
@@ -93,6 +94,17 @@ def test_only_visited_experts_are_touched_on_a_cpu() -> None:
     reads = torch.zeros(1, dtype=torch.int32)
     torch.testing.assert_close(experts_op.experts(x, gate_up, down, chosen, weights, kind, **options, reads=reads), expected)
     assert int(reads) == len(gate_up) - len(others)
+
+
+@pytest.mark.skipif(not (TRITON_INTERPRETED or torch.cuda.is_available()), reason="no Triton kernels here")
+def test_down_takes_a_row_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three for each of three experts and of a shared one; the last is half empty."""
+    monkeypatch.setattr(few_tokens, "few_down", lambda *_: few_tokens.Few(8, 16, 4))
+    case = next(case for case in experts_op.experts.cases if case.name == "shared-two")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args, options = experts_op.experts.inputs(torch.Generator().manual_seed(0), torch.float32, device, **case.sizes)
+    found = experts_op.experts_triton(*args, **options)
+    torch.testing.assert_close(found, experts_op.experts_reference(*args, **options), rtol=1e-4, atol=1e-4)
 
 
 def test_experts_are_chosen_among_the_best_groups() -> None:

@@ -40,8 +40,8 @@ slow = pytest.mark.slow
 HIDDEN, WIDTH, EXPERTS, USED = 2048, 768, 128, 8         # Qwen3-30B-A3B
 MODULES = (expert_codes, expert_gate, expert_products, expert_tiles, few_tokens, gemv, route, router)
 CALLED = (
-    "activated", "gated_sums", "tile_at", "_weights_of", "visited_experts", "_down_block", "_write_tiles", "_logits_at",
-    "_scored", "choose_experts", "placed_codes", "_allowed_groups", "_in_groups", "_stream_at",
+    "activated", "gated_sums", "tile_at", "_weights_of", "visited_experts", "_down_row", "_down_block", "_down_input",
+    "_write_tiles", "_logits_at", "_scored", "choose_experts", "placed_codes", "_allowed_groups", "_in_groups", "_stream_at",
     "_scales_at", "_weights_at", "expanded_codes", "integer_codes", "_product", "_row_sums",
 )
 INTEGERS = ("arrived_ptr", "order_ptr", "tiles_ptr", "reads_ptr")
@@ -150,7 +150,9 @@ def test_routing_sorting_and_the_sum_compile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("hidden", "width", "used", "clamped"), [
-    (HIDDEN, WIDTH, USED, False), pytest.param(2880, 2880, 4, True, marks=slow), pytest.param(4096, 14336, 2, False, marks=slow),
+    (HIDDEN, WIDTH, USED, False), *(pytest.param(*case, marks=slow) for case in (
+        (2880, 2880, 4, True), (4096, 14336, 2, False), (HIDDEN, 1408, 6, False),
+    )),
 ])
 def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
     hidden: int, width: int, used: int, clamped: bool, tmp_path: Path
@@ -161,8 +163,8 @@ def test_experts_of_few_tokens_read_sixteen_bytes_at_once(
     }
     for name, constants, warps in (
         ("_experts_few_up_kernel", {
-            "INPUTS": hidden, "OUTPUTS": width, "GATE": 1, "CLAMPED": clamped, "READS": True, "PAIRS": 8 * used,
-            "BLOCK": up.outputs, "STEP": up.inputs,
+            "INPUTS": hidden, "OUTPUTS": width, "GATE": 1, "CLAMPED": clamped, "READS": True,
+            "PAIRS": 1 << (8 * used - 1).bit_length(), "BLOCK": up.outputs, "STEP": up.inputs,
         }, up.warps),
         ("_experts_few_down_kernel", {
             "INPUTS": width, "OUTPUTS": hidden, "BLOCK": down.outputs, "STEP": down.inputs,
