@@ -20,6 +20,7 @@ import torch
 
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.record import add_output, finish, record
+from ridgeline.distributed.time_collectives import ONE_SHOT
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import start_child
 
@@ -41,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def sent(operation: str, size: int, ranks: int) -> float:
     """Bytes that each rank sends for a message of `size`, in the way that moves least."""
     around = (ranks - 1) / ranks
-    return size * {"all_reduce": 2 * around, "all_gather": around, "all_to_all": around}.get(operation, 1.0)
+    shares = {"all_reduce": 2 * around, "all_gather": around, "all_to_all": around, ONE_SHOT: ranks - 1.0}
+    return size * shares.get(operation, 1.0)
 
 
 def line(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
@@ -75,13 +77,15 @@ def run(args: argparse.Namespace) -> None:
     args.sizes = args.sizes or default_sizes(args.ranks)
     told = measured(args)
     figures, rows = {}, []
+    columns = [(size, f"{label(size)}, µs") for size in (min(args.sizes), max(args.sizes))]
     for name, seconds in told["seconds"].items():
+        if len(seconds) < 2:                             # of the sizes that a one-shot all-reduce can have
+            continue
         latency, bandwidth = line([sent(name, int(size), args.ranks) for size in seconds], list(seconds.values()))
         figures[name] = {"latency_us": latency * 1e6, "gigabytes_per_s": bandwidth / 1e9,
                          "seconds": {size: float(taken) for size, taken in seconds.items()}}
-        least, most = (f"{label(int(size))}, µs" for size in (min(seconds, key=int), max(seconds, key=int)))
-        ends = [seconds[str(edge(map(int, seconds)))] * 1e6 for edge in (min, max)]
-        rows.append({"collective": name, "latency µs": latency * 1e6, "GB/s": bandwidth / 1e9, least: ends[0], most: ends[1]})
+        ends = {column: seconds[str(size)] * 1e6 if str(size) in seconds else "" for size, column in columns}
+        rows.append({"collective": name, "latency µs": latency * 1e6, "GB/s": bandwidth / 1e9, **ends})
     print(table.as_markdown(rows))
     setting = {name: getattr(args, name) for name in ("ranks", "device", "sizes", "repeats", "in_a_row")}
     finish(record("comm", setting, figures, gpu={"name": told["gpu"]} if args.device == "cuda" else None), args)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ridgeline.distributed.one_shot import OneShot
 from ridgeline.distributed.pipeline import WHOLE, Stage
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor        # its new name, from torch 2.13 on
@@ -70,6 +71,9 @@ class Communicator:
         """Seconds in blocking collectives so far."""
         return self.tensor.waited + self.stages.waited
 
+    def reach_peers(self, device: torch.device) -> None:
+        """Once the device of this rank is known, on all ranks: let GPUs read each other's memory where they can."""
+
     def agree(self, decision: bool) -> bool:
         """Rank 0's decision, on every rank: where a clock decides, they would differ."""
         return decision
@@ -99,31 +103,38 @@ class ProcessAxis(Axis):
     def __init__(self, members: list[int], rank: int, group: dist.ProcessGroup | None = None) -> None:
         """`members`: the ranks of this axis as the mesh counts them; `rank`: this one, likewise."""
         self.rank, self.size = members.index(rank), len(members)
-        self._members, self._group = members, group
+        self._members, self.group = members, group
+        self.one_shot: OneShot | None = None             # of small messages between GPUs that reach each other
         self._waits = dist.get_backend(group) == "gloo"              # NCCL only queues its work
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self.one_shot is not None and self.one_shot.takes(x):
+            return self.one_shot.sum(x)
+        return self.sum_over_group(x)
+
+    def sum_over_group(self, x: Tensor) -> Tensor:
+        """By gloo or NCCL, whatever the size."""
         with self._waiting():
-            dist.all_reduce(x, group=self._group)
+            dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Into one tensor of a size that the host knows: a CUDA graph can hold it."""
         found = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         with self._waiting():
-            _gather(found, x.contiguous(), group=self._group)
+            _gather(found, x.contiguous(), group=self.group)
         return torch.cat(found.chunk(self.size), dim=-1)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         found = torch.empty_like(x)
         with self._waiting():
-            dist.all_to_all_single(found, x, group=self._group)
+            dist.all_to_all_single(found, x, group=self.group)
         return found
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         with self._waiting():
-            dist.broadcast(x, self._members[source], group=self._group)
+            dist.broadcast(x, self._members[source], group=self.group)
         return x
 
     @contextmanager

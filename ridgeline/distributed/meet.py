@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ridgeline.distributed.comm import ALONE, Axis, Communicator, ProcessAxis
+from ridgeline.distributed.one_shot import open_one_shot
 from ridgeline.distributed.pipeline import WHOLE, ProcessStage, Stage
 from ridgeline.errors import ConfigError
 from ridgeline.sizes.mesh_shape import MeshShape
@@ -22,6 +24,10 @@ _ABORT_SECONDS = 3.0
 
 class ProcessMesh(Communicator):
     """Several ranks; close() ends their connections."""
+
+    def reach_peers(self, device: torch.device) -> None:
+        if isinstance(self.tensor, ProcessAxis) and device.type == "cuda":
+            self.tensor.one_shot = open_one_shot(self.tensor, device)
 
     def agree(self, decision: bool) -> bool:
         on_gpu = dist.get_backend() == "nccl"
@@ -46,7 +52,12 @@ class ProcessMesh(Communicator):
 
     def give_up(self) -> None:
         """gloo notices by itself. NCCL's kernels wait for the other rank until they are told not to. Its communicators end when
-        the last CUDA graph with one of their collectives has: this waits for that, but not without end."""
+        the last CUDA graph with one of their collectives has: this waits for that, but not without end. One-shot kernels are let
+        go first."""
+        one_shot = getattr(self.tensor, "one_shot", None)
+        if one_shot is not None:
+            with suppress(RuntimeError):                 # a context that is broken: its kernels have ended
+                one_shot.let_go()
         if self._abort is None and dist.is_initialized() and dist.get_backend() == "nccl":
             abort = distributed_c10d._abort_process_group        # public only as an argument of later versions
             self._abort = threading.Thread(target=abort, name="abort", daemon=True)

@@ -12,6 +12,22 @@ from dataclasses import dataclass
 
 from ridgeline.errors import ConfigError
 
+# One-shot all-reduces (ops/one_shot_sum.py): a CTA sums a chunk, and a message has at most as many chunks as there are CTAs.
+ONE_SHOT_CHUNK, ONE_SHOT_CTAS = 4096, 128
+ONE_SHOT_MOST = ONE_SHOT_CHUNK * ONE_SHOT_CTAS           # bytes of a message
+ONE_SHOT_RANKS = 8                                       # a rank reads from all others: more of them pay less
+
+
+def one_shot_bytes(ranks: int) -> int:
+    """Of a rank's buffer: two slots, a flag for each CTA and rank, and the number of calls of each CTA."""
+    return 2 * ONE_SHOT_MOST + ONE_SHOT_CTAS * (ranks + 1) * 8
+
+
+def one_shot_memory(ranks: int) -> int:
+    """What the buffer takes of a GPU: the driver shares memory in pieces, and torch keeps flags of its own beside it."""
+    piece, torch_flags = 2**21, 2**16
+    return -(-(one_shot_bytes(ranks) + torch_flags) // piece) * piece
+
 
 @dataclass(frozen=True, slots=True)
 class MeshShape:

@@ -44,6 +44,8 @@ CASES = {
 }
 
 
+NARROW = ("llama", "smollm2", "gpt_oss", "deepseek_v2-lite")         # in float32, too
+
 # Tied and not, windows whose groups lie across stages, layers of different kinds on the two stages, and a sum of two streams.
 PIPELINE = ("llama", "gemma3", "mixtral", "qwen2_moe", "gpt_oss", "cohere2", "deepseek_v2-lite", "gpt2")
 # 5, 6 and 8 experts for two ranks; biases, shared experts, a limit.
@@ -87,7 +89,7 @@ def rank_main(rank: int, size: int, directory: Path) -> None:
         assert both.tensor.all_reduce(mine.clone()).tolist() == [3.0] * 3
         assert both.tensor.all_gather(mine[None, :2].T).tolist() == [[1.0, 2.0]] * 2
         assert both.tensor.broadcast(mine.clone(), source=1).tolist() == [2.0] * 3
-        found["tensor"] = all_logits(both, CASES, directory, (torch.float32, torch.float64))
+        found["tensor"] = all_logits(both, CASES, directory) | all_logits(both, NARROW, directory, (torch.float32,))
         config = load_model_config(directory / "smollm2")
         dummy = Decoder(config, both, torch.float64, "cpu", 32)
         load_weights(dummy, directory, config, "dummy")
@@ -163,7 +165,8 @@ def check(run: Path, name: str, logits: Logits) -> None:
 def test_two_ranks_give_the_logits_of_one(run: Path, name: str) -> None:
     first, second = ranks_logits(run)
     check(run, name, first)
-    assert all(torch.equal(first[name, dtype], second[name, dtype]) for dtype in (torch.float32, torch.float64))
+    dtypes = (torch.float32, torch.float64) if name in NARROW else (torch.float64,)
+    assert all(torch.equal(first[name, dtype], second[name, dtype]) for dtype in dtypes)
 
 
 @pytest.mark.parametrize("name", PIPELINE)

@@ -50,9 +50,9 @@ def test_two_ranks_are_measured_and_planned_with(tmp_path: Path, capsys: pytest.
     del made["figures"]["send"]
     path.write_text(json.dumps(made))
     assert read_link(str(path), "all_reduce") == read_link(str(path), "send") == Link(2e9, 50e-6)
-    main(["plan", "llama-3.1-8b", "--gpu", "H100", "--tp", "2", "--json"])
+    main(["plan", "llama-3.1-8b", "--gpu", "H100", "--tp", "2", "--most", "2", "--json"])
     known = json.loads(capsys.readouterr().out)
-    main(["plan", "llama-3.1-8b", "--gpu", "H100", "--tp", "2", "--json", "--comm", str(path)])
+    main(["plan", "llama-3.1-8b", "--gpu", "H100", "--tp", "2", "--most", "2", "--json", "--comm", str(path)])
     slower = json.loads(capsys.readouterr().out)
     assert known != slower
 

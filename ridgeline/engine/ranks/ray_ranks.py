@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import threading
 from contextlib import suppress
@@ -91,8 +92,10 @@ class RayLauncher:
             join_cluster(self._ray)
         own = self._ray.util.get_node_ip_address()
         self._group = self._placed(shape.size, on_gpu, own)
-        self._keepers = [self._keeper(rank, on_gpu) for rank in range(shape.size)]
-        places = self._ray.get([keeper.place.remote() for keeper in self._keepers], timeout=_ANSWER_SECONDS)
+        keepers = [self._keeper(place, on_gpu) for place in range(shape.size)]
+        places = self._ray.get([keeper.place.remote() for keeper in keepers], timeout=_ANSWER_SECONDS)
+        order = by_machine([address for address, _ in places], own)
+        self._keepers, places = [keepers[place] for place in order], [places[place] for place in order]
         for rank, (address, gpus) in enumerate(places):
             logger.info("rank %d is on %s%s", rank, address, f", GPU {gpus[0]}" if gpus else "")
         self._addresses = [address for address, _ in places]
@@ -116,8 +119,8 @@ class RayLauncher:
             )
         return group
 
-    def _keeper(self, rank: int, on_gpu: bool) -> Any:
-        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, rank)
+    def _keeper(self, place: int, on_gpu: bool) -> Any:
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, place)
         return self._ray.remote(Keeper).options(
             num_cpus=1, num_gpus=int(on_gpu), max_restarts=0, max_concurrency=2, scheduling_strategy=strategy
         ).remote()
@@ -143,6 +146,12 @@ class RayLauncher:
             self._ray.util.remove_placement_group(self._group)
 
 
+def by_machine(addresses: list[str], own: str) -> list[int]:
+    """Which of Ray's places each rank gets. Ray gives them in any order; the ranks of a stage, which are numbered one after the
+    other and sum in every layer, are to be on one machine. Rank 0 keeps the first place, which is here."""
+    return sorted(range(len(addresses)), key=lambda place: (place != 0, addresses[place] != own, addresses[place], place))
+
+
 def load_ray() -> Any:
     try:
         ray = importlib.import_module("ray")
@@ -153,6 +162,7 @@ def load_ray() -> Any:
 
 
 def join_cluster(ray: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address="auto", log_to_driver=False, configure_logging=False)
     except ConnectionError:
@@ -160,3 +170,5 @@ def join_cluster(ray: Any) -> None:
             "no Ray cluster runs on this machine: start one with `ray start --head`, and join others with "
             "`ray start --address=HEAD:6379`"
         ) from None
+    if before is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)            # Ray prints its stack at an orderly end otherwise

@@ -37,6 +37,7 @@ def test_there_are_a_compose_file_a_job_and_its_service() -> None:
     assert service["spec"]["ports"][0]["targetPort"] in {port["name"] for port in head["ports"]}
     gpus = [head["resources"]["limits"]["nvidia.com/gpu"]]
     for group in groups["workerGroupSpecs"]:
+        assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]     # an autoscaler takes no rank away
         gpus += [group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]] * group["replicas"]
     assert len(gpus) == int(options(job["spec"]["entrypoint"])["pipeline_parallel_size"]) and set(gpus) == {1}
 

@@ -3,6 +3,7 @@ says what was tried with a real one."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import zmq
 
 from ridgeline.engine.ranks import ray_ranks
-from ridgeline.engine.ranks.ray_ranks import RayLauncher, RayRank
+from ridgeline.engine.ranks.ray_ranks import RayLauncher, RayRank, by_machine
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.sizes.mesh_shape import MeshShape
 
@@ -33,6 +34,7 @@ class PretendedRay:
 
     def __init__(self, has_room: bool = True) -> None:
         self.killed: list[Any] = []
+        self.addresses = [f"10.0.0.{rank + 1}" for rank in range(4)]     # of the places that it gives
         self.bundles: list[dict[str, float]] = []
         self.removed = 0
         self.has_room = has_room
@@ -63,7 +65,7 @@ class PretendedRay:
     def _keeper(self, rank: int) -> Any:
         ended: Future[int] = Future()
         made = SimpleNamespace(
-            place=Call((f"10.0.0.{rank + 1}", [])), start=Call(), wait=Call(SimpleNamespace(future=lambda: ended)), ended=ended
+            place=Call((self.addresses[rank], [])), start=Call(), wait=Call(SimpleNamespace(future=lambda: ended)), ended=ended
         )
         self.keepers.append(made)
         return made
@@ -75,10 +77,15 @@ class PretendedRay:
         self.killed.append(keeper)
 
 
-def launcher(monkeypatch: pytest.MonkeyPatch, ray: PretendedRay) -> tuple[RayLauncher, zmq.Context]:
+TWO_STAGES = MeshShape(1, 2)
+
+
+def launcher(
+    monkeypatch: pytest.MonkeyPatch, ray: PretendedRay, shape: MeshShape = TWO_STAGES
+) -> tuple[RayLauncher, zmq.Context]:
     monkeypatch.setattr(ray_ranks, "load_ray", lambda: ray)
     context = zmq.Context()
-    return RayLauncher(context, MeshShape(1, 2), False), context
+    return RayLauncher(context, shape, False), context
 
 
 def test_a_place_for_every_rank_and_an_actor_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +99,25 @@ def test_a_place_for_every_rank_and_an_actor_that_starts_it(monkeypatch: pytest.
     made.close()
     context.destroy(linger=0)
     assert ray.killed == ray.keepers and ray.removed == 1
+
+
+def test_ranks_of_a_stage_are_on_one_machine() -> None:
+    """Two on each of three machines, which Ray gives in any order."""
+    addresses = ["10.0.0.9", "10.0.0.2", "10.0.0.1", "10.0.0.9", "10.0.0.1", "10.0.0.2"]
+    order = by_machine(addresses, "10.0.0.9")
+    assert order[0] == 0 and sorted(order) == list(range(6))
+    assert [addresses[place] for place in order] == ["10.0.0.9"] * 2 + ["10.0.0.1"] * 2 + ["10.0.0.2"] * 2
+
+
+def test_ranks_and_their_actors_are_ordered_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = PretendedRay()
+    ray.addresses = ["127.0.0.1", "10.0.0.2", "127.0.0.1", "10.0.0.2"]
+    made, context = launcher(monkeypatch, ray, MeshShape(2, 2))
+    made.start(1, {"rank": 1})
+    made.start(2, {"rank": 2})
+    assert ray.keepers[2].start.asked and ray.keepers[1].start.asked and not ray.keepers[3].start.asked
+    made.close()
+    context.destroy(linger=0)
 
 
 def test_too_few_machines_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,3 +183,10 @@ def test_without_a_cluster_the_command_is_named() -> None:
 
     with pytest.raises(ConfigError, match="ray start --head"):
         ray_ranks.join_cluster(SimpleNamespace(init=refuse))
+
+
+def test_an_end_by_signal_stays_as_it_was() -> None:
+    """Ray has a handler of its own, which prints its stack."""
+    before = signal.getsignal(signal.SIGTERM)
+    ray_ranks.join_cluster(SimpleNamespace(init=lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN)))
+    assert signal.getsignal(signal.SIGTERM) == before
