@@ -44,6 +44,7 @@ from ridgeline.runner.to_host import reserve_masks
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED
 from ridgeline.sizes.kv_spec import groups_here
+from ridgeline.sizes.mesh_shape import one_shot_memory
 
 logger = get_logger("worker")
 
@@ -68,8 +69,10 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
     name = torch.cuda.get_device_name()
     far = config.parallel.distributed_executor_backend == "ray"                  # which gives every rank a GPU of its own
     sharing = 1 if far else -(-config.parallel.num_ranks // torch.cuda.device_count())       # slow, to try things out
+    ranks, alone = config.parallel.tensor_parallel_size, config.parallel.disable_custom_all_reduce
+    runtime = GPU_RUNTIME_BYTES + (one_shot_memory(ranks) if ranks > 1 and not alone else 0)
     return DeviceFacts(
-        "cuda", total // sharing, ("bfloat16", "float16", "float32"), GPU_RUNTIME_BYTES, free // sharing, name,
+        "cuda", total // sharing, ("bfloat16", "float16", "float32"), runtime, free // sharing, name,
         kernels=kernel_facts(torch.device("cuda", torch.cuda.current_device())),
     )
 
@@ -84,6 +87,8 @@ def make_runner(
     log_compilations()
     with phase("device"):
         device = _device(config, comm)
+        if not options.parallel.disable_custom_all_reduce:
+            comm.reach_peers(device)
     meter = MemoryMeter(device)
     memory_pools.take_library(device)                    # as long as no free block is there that it could be put into
     drafts = draft_options(options.execution.speculative_config).on

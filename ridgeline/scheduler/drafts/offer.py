@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from ridgeline.scheduler.sequence import Sequence
 
+Native = Callable[..., None]         # a function of the native library, which the engine hands over: this half knows no kernels
 EVIDENCE = 4                         # grades of evidence, the last the strongest
 _GRADES = (3, 5, 9)                  # matched tokens from which on the evidence is of grade 1, 2, 3
 
@@ -89,6 +91,29 @@ def as_rows(flat: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return found
 
 
+def addresses(sequences: list[Sequence]) -> np.ndarray:
+    """int64 [rows, 2]: where each row's tokens are, and how many. They move when they grow: this holds for one call."""
+    found = itertools.chain.from_iterable([sequence.tokens.buffer_info() for sequence in sequences])
+    return np.fromiter(found, np.int64, 2 * len(sequences)).reshape(-1, 2)
+
+
+def as_paths(drafts: np.ndarray, ends: np.ndarray, matched: np.ndarray) -> Paths | None:
+    """Drafts of all rows, as a native function has left them: int32 [rows, most], `ends` of them in each row, which followed
+    `matched` tokens."""
+    places = np.flatnonzero(ends)
+    if not len(places):
+        return None
+    reach = int(ends.max())
+    if len(places) == len(ends):
+        return Paths(places, drafts[:, :reach], ends, grades(matched))
+    return Paths(places, drafts[places, :reach], ends[places], grades(matched[places]))
+
+
 def grade(matched: int) -> int:
     """Evidence by the number of matched tokens."""
     return bisect.bisect_right(_GRADES, matched)
+
+
+def grades(matched: np.ndarray) -> np.ndarray:
+    """The same of several."""
+    return np.searchsorted(_GRADES, matched, side="right")

@@ -4,6 +4,8 @@ Answers that have ended are kept in a log for each cache salt, so that the speed
 another's where salts keep them apart. A log is two halves: the newer one is filled, and takes the older one's place when it
 is full. So memory is bounded, and the oldest answers go first.
 
+With the native library one call serves all rows of a step (ops/cpu/src/grams.c), with the same answers.
+
 Among the places where the longest match ends, the continuation is chosen token by token by the majority, the newest of equals.
 """
 
@@ -12,8 +14,10 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 
+import numpy as np
+
 from ridgeline.scheduler.drafts.gram_index import SEPARATOR, GramIndex
-from ridgeline.scheduler.drafts.offer import Offer, RowByRow, grade
+from ridgeline.scheduler.drafts.offer import Native, Offer, Paths, RowByRow, addresses, as_paths, grade
 from ridgeline.scheduler.sequence import Sequence
 
 _FEWEST = 3                          # tokens that must match: any text has pairs that occur somewhere
@@ -46,6 +50,10 @@ class AnswerLog:
         self._newer.tokens.append(SEPARATOR)
         self._newer.catch_up()
 
+    @property
+    def addresses(self) -> list[tuple[int, ...]]:
+        return [half.addresses for half in (self._newer, self._older)]
+
     def continuation(self, tail: array[int], most: int) -> tuple[list[int], int]:
         """What followed the longest match of the tail, and how many tokens matched."""
         found = [(matched, index, position) for index in (self._newer, self._older)
@@ -66,7 +74,8 @@ class AnswerLog:
 class Suffix(RowByRow):
     name = "suffix"
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, native: Native | None = None) -> None:
+        self._native = native                                    # the library's suffix_drafts; None: row by row
         self._most = max(2, most_bytes // _TOKEN_BYTES)          # tokens of all logs together
         self._logs: OrderedDict[str, AnswerLog] = OrderedDict()  # by salt, the one used last at the end
 
@@ -80,6 +89,27 @@ class Suffix(RowByRow):
             return None
         tokens, matched = log.continuation(sequence.tokens[-_LONGEST:], most)
         return Offer(tokens, grade(matched)) if tokens else None
+
+    def propose_all(self, sequences: list[Sequence], most: np.ndarray) -> Paths | None:
+        width = int(most.max(initial=0))
+        if self._native is None or not self._logs or width <= 0:
+            return super().propose_all(sequences, most) if self._logs else None
+        salts = [sequence.request.cache_salt for sequence in sequences]
+        drafts = np.full((len(sequences), width), -1, np.int32)
+        ends, matched = np.zeros((2, len(sequences)), np.int64)
+        texts = addresses(sequences)
+        for salt in dict.fromkeys(salts):
+            log = self._logs.get(salt)
+            if log is not None:
+                own = np.array([each == salt for each in salts])
+                halves, wanted = np.array(log.addresses, np.int64), np.where(own, most, 0)
+                found, length = np.empty((2, len(sequences)), np.int64)
+                self._native(
+                    halves.ctypes.data, texts.ctypes.data, wanted.ctypes.data, drafts.ctypes.data, found.ctypes.data,
+                    length.ctypes.data, len(sequences), width, _FEWEST, _LONGEST, _VOTERS,
+                )
+                ends[own], matched[own] = found[own], length[own]
+        return as_paths(drafts, ends, matched)
 
     def ended(self, sequence: Sequence) -> None:
         """Remember an answer. A sequence that only waits again is not over."""

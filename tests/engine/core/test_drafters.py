@@ -81,6 +81,17 @@ def requests(count: int = 5, length: int = 24, predicted: Answers | None = None,
     return made
 
 
+_PLAIN: dict[str, Answers] = {}
+
+
+def plain_answers(model: Path, **params: Any) -> Answers:
+    """Without drafts, once for all tests that ask for the same."""
+    key = json.dumps([str(model), params])
+    if key not in _PLAIN:
+        _PLAIN[key] = Served(model).run(requests(**params))
+    return _PLAIN[key]
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeds": {"temperature": 1.0, "seed": 3},
@@ -94,7 +105,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_the_same_with_all_proposers(model: Path, way: str) -> None:
-    plain = Served(model).run(requests(**WAYS[way]))
+    plain = plain_answers(model, **WAYS[way])
     served = Served(model, speculative_config=config(["ngram", "suffix", "prediction"]))
     assert served.run(requests(predicted=plain, **WAYS[way])) == plain
     assert served.drafts.counters.accepted_tokens > 0
@@ -103,7 +114,7 @@ def test_tokens_are_the_same_with_all_proposers(model: Path, way: str) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "prediction", "suffix"])
 def test_tokens_are_the_same_with_each_proposer(model: Path, method: str) -> None:
-    plain = Served(model).run(requests())
+    plain = plain_answers(model)
     served = Served(model, speculative_config=config([method]))
     for _ in range(2):                                   # the suffix proposer knows nothing at first
         assert served.run(requests(predicted=plain)) == plain
@@ -123,7 +134,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_beside_other_techniques(model: Path, beside: str) -> None:
-    plain = Served(model).run(requests(temperature=0.8, seed=4))
+    plain = plain_answers(model, temperature=0.8, seed=4)
     served = Served(model, speculative_config=config(["ngram", "suffix", "prediction"]), **BESIDE[beside])
     assert served.run(requests(predicted=plain, temperature=0.8, seed=4)) == plain
     assert served.drafts.counters.draft_tokens > 0
@@ -152,7 +163,7 @@ def test_drafts_save_steps(model: Path) -> None:
 
 
 def test_the_adaptive_controller_gives_the_same_tokens(model: Path) -> None:
-    plain = Served(model).run(requests(temperature=0.9, seed=1))
+    plain = plain_answers(model, temperature=0.9, seed=1)
     served = Served(model, speculative_config="auto")
     for _ in range(2):
         assert served.run(requests(predicted=plain, temperature=0.9, seed=1)) == plain
@@ -160,7 +171,7 @@ def test_the_adaptive_controller_gives_the_same_tokens(model: Path) -> None:
 
 
 def test_usage_counts_the_prediction(model: Path) -> None:
-    plain = Served(model).run(requests())
+    plain = plain_answers(model)
     served = Served(model, speculative_config=config(["prediction"]))
     served.run(requests(predicted=plain))
     last = {delta.request_id: delta.predicted for delta in served.deltas}
@@ -171,7 +182,7 @@ def test_usage_counts_the_prediction(model: Path) -> None:
 
 
 def test_a_request_can_bound_its_drafts(model: Path) -> None:
-    plain = Served(model).run(requests())
+    plain = plain_answers(model)
     served = Served(model, speculative_config=config(["prediction"]))
     assert served.run(requests(predicted=plain, speculative=False)) == plain
     assert served.drafts.counters.draft_tokens == 0

@@ -20,6 +20,7 @@ from ridgeline.scheduler.sequence import Sequence, Turn
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
 
 CONTEXT = 640
+RIGHT = 7                            # the token that every draft names
 Seconds = Callable[[int, int, int, int], float]          # of a step: rows, tokens, most tokens of a row, keys of each row
 
 
@@ -38,18 +39,19 @@ class DialProposer(RowByRow):
 
     def propose(self, sequence: Sequence, most: int) -> Offer | None:
         self.asked += 1
-        return Offer([7] * most, 2)
+        return Offer([RIGHT] * most, 2)
 
     def ended(self, sequence: Sequence) -> None:
         """It knows no sequence."""
 
 
 class Dial:
-    """Steps of `rows` rows with drafts that are right with chance `alpha`; `seconds` is the true time of a step."""
+    """Steps of `rows` rows with drafts that are right with chance `alpha`, or each row's with its own; `seconds` is the true time
+    of a step."""
 
     def __init__(
-        self, rows: int, alpha: float, seconds: Seconds, model: Callable[[int, int], float], graphs: GraphShapes | None,
-        context: int = CONTEXT,
+        self, rows: int, alpha: float | list[float], seconds: Seconds, model: Callable[[int, int], float],
+        graphs: GraphShapes | None, context: int = CONTEXT,
     ) -> None:
         self.alpha, self.seconds, self.context = alpha, seconds, context
         self.proposer = DialProposer()
@@ -58,6 +60,7 @@ class Dial:
         self.rng = random.Random(rows)
         self.tokens, self.time, self.drafted = 0.0, 0.0, 0
         self.widths: list[int] = []                      # drafts of each step, all rows together
+        self.of_first: list[int] = []                    # drafts of the first row in each step
         self.widest = 0                                  # drafts of a row
 
     @property
@@ -71,26 +74,31 @@ class Dial:
                 self.sequences, np.full(count, most_queries(count) - 1), np.zeros(count, np.int64), MOST_VERIFIED - count, count,
                 keys,
             )
-            planned = self.controller.plan(rows)
+            planned = self.controller.plan(rows) if self.controller.awake() else None
             width = planned.width if planned is not None else np.zeros(count, np.int64)
-            accepted = np.array([self._accepted(own) for own in width.tolist()])
+            alphas = self.alpha if isinstance(self.alpha, list) else [self.alpha] * count
+            accepted = np.array([self._accepted(own, alpha) for own, alpha in zip(width.tolist(), alphas, strict=True)])
             total, queries = count + int(width.sum()), 1 + int(width.max())
             seconds = self.seconds(count, total, queries, self.context)
             self.controller.timed(count, total, queries, keys, seconds)
             had = np.nonzero(width)[0]
             if len(had):
                 self.controller.observe([self.sequences[place] for place in had.tolist()], width[had], accepted[had], seconds)
+            for sequence, own, kept, alpha in zip(self.sequences, width.tolist(), accepted.tolist(), alphas, strict=True):
+                right = kept == own and self.rng.random() < alpha
+                sequence.tokens.extend([RIGHT] * kept + [RIGHT if right else RIGHT + 1])
             # What these widths gain on average: one run then says as much as many.
-            self.tokens += count + sum(expected_gain(self.alpha, own) for own in width.tolist())
+            self.tokens += count + sum(expected_gain(alpha, own) for own, alpha in zip(width.tolist(), alphas, strict=True))
             self.time += seconds
             self.drafted += planned is not None
             self.widths.append(total - count)
+            self.of_first.append(int(width[0]))
             self.widest = queries - 1
         return self
 
-    def _accepted(self, width: int) -> int:
+    def _accepted(self, width: int, alpha: float) -> int:
         kept = 0
-        while kept < width and self.rng.random() < self.alpha:
+        while kept < width and self.rng.random() < alpha:
             kept += 1
         return kept
 

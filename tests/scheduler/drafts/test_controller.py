@@ -12,6 +12,7 @@ from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Source
 from ridgeline.scheduler.drafts.controller import PROBE_EVERY, Controller
 from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow
 from ridgeline.scheduler.drafts.shape_times import PLAIN, ShapeTimes
+from ridgeline.scheduler.drafts.watch import Watch
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
 
@@ -133,11 +134,12 @@ def test_probes_are_rare_while_drafts_do_not_pay() -> None:
     assert run.controller.counters.probes >= run.drafted - before
 
 
-def test_no_proposer_is_asked_while_no_drafts_could_pay() -> None:
-    run = Dial(4, 0.0, on_a_cpu, bold, None).run(300)
-    before = run.proposer.asked
+def test_few_rows_are_looked_at_while_no_drafts_could_pay() -> None:
+    """In one step of four, sixteen rows at most: what they would have had is compared with what comes."""
+    run = Dial(64, 0.0, on_a_cpu, bold, None).run(300)
+    before, drafted = run.proposer.asked, run.drafted
     run.run(100)
-    assert run.proposer.asked - before <= 4 * (1 + 100 // PROBE_EVERY)
+    assert 0 < run.proposer.asked - before <= 16 * 26 + 64 and run.drafted - drafted <= 1
 
 
 def test_it_looks_less_often_where_there_is_nothing_to_find() -> None:
@@ -148,7 +150,7 @@ def test_it_looks_less_often_where_there_is_nothing_to_find() -> None:
     speaks, controller, rows = False, Controller([Silent()], ShapeTimes(bold), 4), asked([make_sequence()])
     controller.timed(1, 1, 1, rows.keys, 3e-3)
     looked = [controller.awake() and controller.plan(rows) is None for _ in range(200)]
-    assert all(looked[:8]) and 10 < sum(looked[:100]) < 40 and sum(looked[100:]) <= 18
+    assert all(looked[:8]) and 10 < sum(looked[:100]) < 50 and sum(looked[100:]) <= 30
     speaks = True
     found = [controller.awake() and controller.plan(rows) is not None for _ in range(30)]
     assert sum(found) >= 20 and all(found[10:])          # a few steps late, and then in every step
@@ -157,8 +159,37 @@ def test_it_looks_less_often_where_there_is_nothing_to_find() -> None:
 def test_it_notices_when_drafts_begin_to_pay() -> None:
     run = Dial(1, 0.0, on_a_cpu, bold, None).run(500)
     run.alpha = 0.95
-    run.run(3 * PROBE_EVERY)
-    assert sum(width > 0 for width in run.widths[-100:]) >= 90
+    run.run(PROBE_EVERY // 4)                            # no probe is needed for it: what was not drafted is compared, too
+    assert sum(width > 0 for width in run.widths[-20:]) >= 15
+
+
+def test_a_row_that_begins_to_copy_is_noticed_among_others() -> None:
+    """All rows were given up."""
+    alphas = [0.0] * 8
+    run = Dial(8, alphas, as_measured, careful, GRAPHS).run(300)
+    alphas[0] = 0.95
+    run.run(PROBE_EVERY // 2)
+    assert sum(width > 0 for width in run.of_first[-50:]) >= 40
+
+
+def test_what_is_watched_counts_once_and_behind_the_tokens_in_flight() -> None:
+    watch, rows = Watch(), [make_sequence(number) for number in range(4)]
+    for number, row in enumerate(rows):
+        watch.keep(row, pending=number % 2, tokens=[5, 6, 7, 8, 9, 9, 9], source=2)
+    assert watch.seen() is None and watch.places(rows, 0) == []
+    rows[0].tokens.extend([5, 6, 1])                     # two right, none in flight
+    rows[1].tokens.extend([5, 6, 1])                     # the first of these was in flight
+    rows[2].tokens.extend([5, 6])                        # more is to come
+    watch.drop([rows[3]])
+    seen = watch.seen()
+    assert seen is not None and seen.sequences == rows[:2]
+    assert seen.width.tolist() == [4, 4] and seen.accepted.tolist() == [2, 1]
+    assert watch.seen() is None and watch.busy and watch.places(rows, 0) == [0, 1, 3]
+    assert watch.promising() is None                     # five drafts are too few
+    rows[2].tokens.extend([7, 8])
+    assert watch.seen() is not None and not watch.busy
+    found = watch.promising()
+    assert found is not None and found[0] == 2 and 0.7 < found[2] / found[1] < 0.85
 
 
 def test_drafts_go_to_the_rows_whose_drafts_survive() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import Any
 
+import numpy as np
 import pytest
 
 from ridgeline.messages import Request
+from ridgeline.ops.cpu import native
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafts import gram_index, suffix
 from ridgeline.scheduler.drafts.forced import Forced
 from ridgeline.scheduler.drafts.gram_index import SEPARATOR, GramIndex
 from ridgeline.scheduler.drafts.ngram import Ngram
-from ridgeline.scheduler.drafts.offer import EVIDENCE, grade
+from ridgeline.scheduler.drafts.ngram_table import NgramTable
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Paths, grade
 from ridgeline.scheduler.drafts.predicted import Predicted
 from ridgeline.scheduler.drafts.suffix import AnswerLog, Suffix
 from ridgeline.scheduler.sequence import Sequence, Turn
@@ -220,3 +224,75 @@ def test_grammar_offers_what_its_matcher_forces() -> None:
     row.matcher = ForcedText([4, 5, 6])                  # type: ignore[assignment]
     offer = Forced().propose(row, 2)
     assert offer is not None and offer.tokens == [4, 5]
+
+
+def library() -> Any:
+    return native.library() or pytest.skip("no C compiler")
+
+
+def native_ngrams(fewest: int, longest: int) -> NgramTable:
+    return NgramTable(fewest, longest, library().ngram_drafts)
+
+
+def check_same(one: Paths | None, other: Paths | None) -> int:
+    """How many rows have drafts, which must be the same."""
+    assert (one is None) == (other is None)
+    if one is None or other is None:
+        return 0
+    for name in ("places", "tokens", "ends", "evidence"):
+        assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
+    return len(one.places)
+
+
+@pytest.mark.parametrize(("fewest", "longest"), [(1, 1), (1, 8), (2, 8), (3, 5)])
+def test_all_rows_at_once_have_the_drafts_of_each_row(fewest: int, longest: int) -> None:
+    """Text of few and of many tokens, rows that grow by one token or a hundred, rows that end and come back."""
+    rng = random.Random(longest)
+    alone, together = Ngram(fewest, longest), native_ngrams(fewest, longest)
+    rows = [sequence([rng.randrange(kinds) for _ in range(length)])
+            for kinds, length in ((2, 1), (2, 70), (6, 5), (6, 63), (50, 64), (50, 300), (900, 2000))]
+    said = 0
+    for _ in range(120):
+        most = np.array([rng.choice([0, 1, 4, 15]) for _ in rows])
+        said += check_same(alone.propose_all(rows, most), together.propose_all(rows, most))
+        for row in rows:
+            kinds = 1 + max(row.tokens[:64])
+            new = rng.choice([0, 2, 3, 100]) if rng.random() < 0.1 else 1
+            row.tokens.extend(rng.randrange(kinds) for _ in range(new))
+        if rng.random() < 0.1:
+            place = rng.randrange(len(rows))
+            alone.ended(rows[place])
+            together.ended(rows[place])
+            rows = [*rows[:place], sequence([1, 2, 3, 1, 2]), *rows[place + 1 :]]
+    assert said > 200
+
+
+@pytest.mark.parametrize("tokens", [50, 400, 5000])
+def test_earlier_answers_are_found_for_all_rows_at_once(tokens: int) -> None:
+    """Logs that are full and lose their older half, several salts, and one that has no log."""
+    rng, said = random.Random(tokens), 0
+    alone, together = Suffix(16 * tokens), Suffix(16 * tokens, library().suffix_drafts)
+    for _ in range(80):
+        kinds = rng.choice([2, 4, 30])
+        answer = sequence([1], [rng.randrange(kinds) for _ in range(rng.choice([2, 10, 100]))], salt=rng.choice(["", "x"]))
+        answer.finished = True
+        alone.ended(answer)
+        together.ended(answer)
+        rows = [sequence([rng.randrange(kinds) for _ in range(length)], salt=salt)
+                for length, salt in ((1, ""), (2, "x"), (10, "y"), (40, ""), (40, "x"))]
+        rows.append(sequence(answer.tokens.tolist()[1:20], salt=answer.request.cache_salt))
+        most = np.array([rng.choice([0, 1, 5, 15]) for _ in rows])
+        said += check_same(alone.propose_all(rows, most), together.propose_all(rows, most))
+    assert said > 20
+
+
+def test_many_rows_at_once_keep_little_and_forget() -> None:
+    together, rows = native_ngrams(2, 8), [sequence([number, 1, 2, 3, number, 1]) for number in range(10, 210)]
+    found = together.propose_all(rows, np.full(200, 2))
+    assert found is not None and found.tokens.tolist() == [[2, 3]] * 200 and found.evidence.tolist() == [grade(2)] * 200
+    rows[0].tokens.extend(range(5000, 25_000))
+    assert together.propose_all(rows[:1], np.full(1, 2)) is None
+    assert together.num_bytes <= 16 * 20_006 * 1.1 + 200 * 1024
+    for row in rows:
+        together.ended(row)
+    assert not together.num_bytes and not together._slots

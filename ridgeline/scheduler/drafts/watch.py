@@ -1,0 +1,97 @@
+"""Offers that were not verified, kept until the tokens that came say whether they were right: evidence that costs no step.
+
+While drafts do not pay, or a row was given up, nothing would be learned from steps. But what a proposer would have said can be
+compared with what the model then said. A few rows are watched at a time, so the host's work stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ridgeline.scheduler.sequence import Sequence
+
+_MOST = 16                           # rows that are watched at once
+_DEEP = 4                            # drafts of each that are compared
+_KEEPS = 0.9                         # of the counts of a source with each comparison: what came lately counts
+_FEWEST = 6.0                        # counted drafts from which on a source's rate is believed
+
+
+@dataclass(slots=True)
+class _Guess:
+    """What would have been drafted for a row."""
+
+    sequence: Sequence
+    begin: int                       # tokens of the sequence then
+    pending: int                     # of `tokens`, the first are what steps in flight were to bring
+    tokens: list[int]
+    source: int
+
+
+@dataclass(slots=True)
+class Seen:
+    """Guesses whose tokens have come, one row each."""
+
+    sequences: list[Sequence]
+    source: np.ndarray
+    width: np.ndarray                # drafts that they would have been …
+    accepted: np.ndarray             # … and how many of them would have been accepted
+
+
+class Watch:
+    def __init__(self) -> None:
+        self._open: dict[Sequence, _Guess] = {}
+        self._counts: dict[int, tuple[float, float]] = {}        # by source: drafts compared, and right, lately
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def room(self) -> int:
+        return _MOST - len(self._open)
+
+    def places(self, sequences: list[Sequence], step: int) -> list[int]:
+        """Rows that may be watched from this step on; others in another step."""
+        count = len(sequences)
+        turned = ((place + step) % count for place in range(min(count, 2 * _MOST)))
+        return [place for place in turned if sequences[place] not in self._open][: self.room]
+
+    def keep(self, sequence: Sequence, pending: int, tokens: list[int], source: int) -> None:
+        self._open.setdefault(sequence, _Guess(sequence, len(sequence.tokens), pending, tokens[: pending + _DEEP], source))
+
+    def drop(self, sequences: Iterable[Sequence]) -> None:
+        """They have ended, or have drafts: a step counts these."""
+        for sequence in sequences:
+            self._open.pop(sequence, None)
+
+    def seen(self) -> Seen | None:
+        """What has become of guesses, each once; None: nothing yet."""
+        found = []
+        for guess in list(self._open.values()):
+            came = guess.sequence.tokens[guess.begin : guess.begin + len(guess.tokens)].tolist()
+            right = next((place for place, token in enumerate(came) if token != guess.tokens[place]), len(came))
+            if right < len(came) or len(came) == len(guess.tokens):
+                found.append((guess, max(0, right - guess.pending)))
+                del self._open[guess.sequence]
+        if not found:
+            return None
+        width = np.array([len(guess.tokens) - guess.pending for guess, _ in found])
+        accepted = np.array([right for _, right in found])
+        for (guess, _), own, right in zip(found, width.tolist(), accepted.tolist(), strict=True):
+            tried, kept = self._counts.get(guess.source, (0.0, 0.0))
+            self._counts[guess.source] = _KEEPS * tried + min(own, right + 1), _KEEPS * kept + right
+        return Seen([guess.sequence for guess, _ in found], np.array([guess.source for guess, _ in found]), width, accepted)
+
+    def promising(self) -> tuple[int, float, float] | None:
+        """The source whose drafts were right most often lately: its number, drafts compared, and right."""
+        believed = [(right / tried, source) for source, (tried, right) in self._counts.items() if tried >= _FEWEST]
+        if not believed:
+            return None
+        source = max(believed)[1]
+        return source, *self._counts[source]
+
+    def forget(self, source: int) -> None:
+        self._counts.pop(source, None)
