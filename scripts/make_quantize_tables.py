@@ -13,6 +13,8 @@ from typing import Any
 
 from generated_page import with_tables, write_or_compare
 
+from ridgeline.quantize.card import limits_said
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "quantize.md"
 CARDS = ROOT / "benchmarks" / "cards"
@@ -28,7 +30,8 @@ NEEDS = {
     "to see in a minute what 4 bits do": "int4-rtn",
     "a limit of error, and the fewest bytes that meet it": AUTO,
 }
-ALIKE = 0.05                         # how far sizes may be apart to be called the same
+ALIKE = 0.05                         # how much smaller than auto's a rival's output may be
+HEADERS = 0.002                      # how much larger: names of tensors and the like
 
 
 def _cards(prefix: str) -> list[tuple[Path, dict[str, Any]]]:
@@ -90,20 +93,23 @@ def _recipe(card: dict[str, Any]) -> str:
     """In words, as it was given."""
     name, rules = card["recipe"]["name"], card["recipe"]["rules"]
     if name == AUTO:
-        return f"`{name}`, " + ", ".join(f"{limit} ≤ {value:g}" for limit, value in card["limits"].items())
+        return f"`{name}`, {limits_said(card['limits'])}"
     group = next((rule["group"] for rule in rules if rule["group"]), None)
     return f"`{name}`" + (f", groups of {group}" if group else "")
 
 
 def same_size(prefix: str) -> list[tuple[tuple[Path, dict[str, Any]], list[tuple[Path, dict[str, Any]]]]]:
-    """Each card of auto with the cards of uniform recipes whose output has the same size, by ALIKE; the smallest first."""
+    """Each card of auto with those of uniform recipes that read the same tokens, and whose output is as large or a little
+    smaller; the smallest first."""
     def size(each: tuple[Path, dict[str, Any]]) -> int:
         return int(each[1]["size"]["output_bytes"])
 
-    found = sorted(_cards(prefix), key=size)
-    uniform = [each for each in found if each[1]["recipe"]["name"] != AUTO]
-    return [(each, [other for other in uniform if abs(size(other) / size(each) - 1) <= ALIKE]) for each in found
-            if each[1]["recipe"]["name"] == AUTO]
+    found = []
+    for same in _same_tokens(prefix):
+        uniform = sorted((each for each in same if each[1]["recipe"]["name"] != AUTO), key=size)
+        found += [(each, [other for other in uniform if -ALIKE <= size(other) / size(each) - 1 <= HEADERS]) for each in same
+                  if each[1]["recipe"]["name"] == AUTO]
+    return sorted(found, key=lambda pair: size(pair[0]))
 
 
 def auto(prefix: str) -> str:
@@ -120,19 +126,24 @@ def auto(prefix: str) -> str:
 
 
 def compressor() -> str:
+    """Seconds are CPU time, but of a GPU those on the clock."""
     lines = [
-        "| model | method | perplexity | llm-compressor's | ratio | equal words (8 codes) | CPU s here | llm-compressor's |",
+        "| model | method | perplexity | llm-compressor's | ratio | equal words (8 codes) | s here | llm-compressor's |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted((STUDIES / "llm_compressor").glob("*.json")):
         study = json.loads(path.read_text(encoding="utf-8"))
-        part = "" if study["layers"] == "all" else f", {study['layers']} layers"
-        lines.append(f"| {study['model']}{part} | none | {study['plain_ppl']:.3f} | {study['plain_ppl']:.3f} | | | | |")
+        if "methods" not in study:                       # of codes alone
+            continue
+        where = f", {study['gpu']}" if study.get("gpu") else ", CPU"
+        lines.append(f"| {study['model']}{where} | none | {study['plain_ppl']:.3f} | {study['plain_ppl']:.3f} | | | | |")
         for method, row in study["methods"].items():
-            codes = row["equal"]["weight_packed"]
+            codes, layers = row["equal"]["weight_packed"], row.get("layers", study["layers"])
+            here, there = (row.get(f"{maker}_cpu_s", row.get(f"{maker}_s")) for maker in ("ours", "theirs"))
+            part = "" if layers == "all" else f", {layers} layers"
             lines.append(
-                f"| | {method} | {row['ours_ppl']:.3f} | {row['theirs_ppl']:.3f} | {row['ratio']:.4f} | "
-                f"{codes['equal'] / max(codes['of'], 1):.1%} | {row['ours_cpu_s']:.0f} | {row['theirs_cpu_s']:.0f} |"
+                f"| | {method}{part} | {row['ours_ppl']:.3f} | {row['theirs_ppl']:.3f} | {row['ratio']:.4f} | "
+                f"{codes['equal'] / max(codes['of'], 1):.1%} | {here:.0f} | {there:.0f} |"
             )
     return "\n".join(lines)
 

@@ -17,6 +17,7 @@ from ridgeline.evaluate.task import Task
 from ridgeline.quant.quality_card import summary_line
 from ridgeline.quantize.card import PAGE, PLOTS, parse_limits
 from ridgeline.quantize.recipes import AUTO, KV_FORMATS, RECIPES, read_recipe
+from ridgeline.report.columns import fitted
 from ridgeline.resolve import model_path
 
 CARD_TOKENS, CARD_CONTEXT, CARD_NEEDLE = 1024, 256, 256
@@ -33,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     width = max(map(len, RECIPES))
     listed = "\n".join(f"  {name:<{width}}  {words}" for name, (_, _, words) in RECIPES.items())
     listed += f"\n  {AUTO:<{width}}  a format for each linear, the fewest bytes that meet the limits below"
-    parser.epilog = f"recipes:\n{listed}\n\nThe input is only read. A run that was stopped goes on when it is started again."
+    parser.epilog = fitted(
+        f"recipes:\n{listed}\n\nThe input is only read. A run that was stopped goes on when it is started again."
+    )
     group = parser.add_argument_group("quantisation")
     group.add_argument("--recipe", required=True, metavar="NAME|FILE.yaml",
                        help="one of the recipes below, or a file of {pattern: {bits, group, …}}")
@@ -55,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits", "every slice of the card must meet them; with --recipe auto they choose formats")
     for name, (option, words) in LIMIT_OPTIONS.items():
         limits.add_argument(option, dest=f"limit_{name}", metavar="X", help=words)
+    limits.add_argument("--max-gb", type=float, metavar="X",
+                        help="with --recipe auto: the best quality whose weights take at most X GB (10^9 bytes; the headers "
+                        "of the files beside), instead of the fewest bytes")
     limits.add_argument("--fastest", default="", metavar="GPU[:ROWS]",
                         help="with --recipe auto: the least predicted time of the linears on this GPU, instead of the fewest "
                         "bytes, in steps of ROWS rows (64)")
@@ -70,18 +76,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measured.add_argument("--json", action="store_true", help="print the card as JSON")
 
 
-def run(args: argparse.Namespace) -> int:
+def checked_limits(args: argparse.Namespace) -> dict[str, float]:
+    """ConfigError: what does not go together."""
     given = {name: getattr(args, f"limit_{name}") for name in LIMIT_OPTIONS}
-    limits = parse_limits(",".join(f"{name}:{value}" for name, value in given.items() if value is not None)) if any(
-        value is not None for value in given.values()) else {}
+    words = [f"{name}:{value}" for name, value in given.items() if value is not None]
+    limits = parse_limits(",".join(words)) if words else {}
     if limits and args.no_card:
         raise ConfigError("limits are checked on the card: leave out --no-card")
-    recipe = read_recipe(args.recipe, args.group, args.keep, args.keep_first, args.keep_last, args.kv_scales)
     if args.fastest and args.recipe != AUTO:
         raise ConfigError(f"--fastest chooses formats, which only --recipe {AUTO} does")
+    if args.max_gb is not None and (args.recipe != AUTO or args.fastest or not args.max_gb > 0):
+        raise ConfigError(f"--max-gb must be above 0, and is for --recipe {AUTO} without --fastest")
     for name in ("card_tokens", "calibration_tokens"):
         if getattr(args, name) < 2:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 2, got {getattr(args, name)}")
+    return limits
+
+
+def run(args: argparse.Namespace) -> int:
+    recipe = read_recipe(args.recipe, args.group, args.keep, args.keep_first, args.keep_last, args.kv_scales)
+    limits = checked_limits(args)
     out = Path(os.path.abspath(args.folder))
     config = EngineConfig.of(model=args.model)
     require_model(config)
@@ -94,15 +108,16 @@ def run(args: argparse.Namespace) -> int:
     maker = importlib.import_module("ridgeline.quantize.quantize_model")
     made = maker.quantize(maker.Job(
         model=path, recipe=recipe, out=out, seed=args.seed, text=args.calibration, tokens=args.calibration_tokens, card=task,
-        needles_if_they_fit=args.card_needle is None, limits=limits, fastest=args.fastest, show=not args.json,
+        needles_if_they_fit=args.card_needle is None, limits=limits, fastest=args.fastest,
+        most_bytes=1e9 * (args.max_gb or 0), show=not args.json,
     ))
     if args.json:
         print(json.dumps(made))
         return 0
-    print(f"{args.folder}: written" + ("; not measured, so it has no card" if made is None else ""))
+    print(fitted(f"{args.folder}: written" + ("; not measured, so it has no card" if made is None else "")))
     if made is not None:
-        print(f"quality: {summary_line(made)}")
-        print("not quantised: " + "; ".join(made["not_quantised"]))
-        print(f"card: {args.folder}/{PAGE}, with plots {args.folder}/{PLOTS}")
+        print(fitted(f"quality: {summary_line(made)}"))
+        print(fitted("not quantised: " + "; ".join(made["not_quantised"])))
+        print(fitted(f"card: {args.folder}/{PAGE}, with plots {args.folder}/{PLOTS}"))
     print(f"serve it: ridgeline serve {args.folder}")
     return 0

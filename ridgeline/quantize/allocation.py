@@ -23,11 +23,13 @@ def allocate(sizes: Sequence[Sequence[float]], costs: Sequence[Sequence[float]],
     for unit_sizes, unit_costs in zip(sizes, costs, strict=True):
         steps = [_steps(cost, budget) for cost in unit_costs]
         found, chosen = np.full(STEPS + 1, np.inf), np.zeros(STEPS + 1, dtype=np.int64)
-        for option, (size, step) in enumerate(zip(unit_sizes, steps, strict=True)):
+        # Of two with the same size, the one that costs less.
+        for option in sorted(range(len(steps)), key=unit_costs.__getitem__):
+            step = steps[option]
             if step > STEPS:
                 continue
             tried = np.full(STEPS + 1, np.inf)
-            tried[step:] = best[: STEPS + 1 - step] + size
+            tried[step:] = best[: STEPS + 1 - step] + unit_sizes[option]
             better = tried < found
             found[better], chosen[better] = tried[better], option
         best = found

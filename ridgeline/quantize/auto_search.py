@@ -1,15 +1,16 @@
-"""`--recipe auto`: the fewest bytes, or the least predicted time, that meet limits of quality.
+"""`--recipe auto`: the fewest bytes, or the least predicted time, that meet limits of quality; or the best quality in some bytes.
 
-    what each linear costs ─▶ formats that fit the budget ─▶ quantise ─▶ card ─▶ a better budget ─▶ …
+    what each linear costs ─▶ formats that fit the budget ─▶ measured together ─▶ quantise ─▶ card ─▶ a better budget ─▶ …
 
-The card decides, not the prediction: the first allocation is predicted, each further one is corrected by what the last card says.
+Uniform recipes are measured as well, so that the search is not worse than they are on its text. The card decides, not the
+prediction: the first allocation is predicted, each further one is corrected by what the last card says.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,46 +20,128 @@ from ridgeline.quantize.allocation import STEPS, allocate
 from ridgeline.quantize.card import LIMITS
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
-from ridgeline.quantize.sensitivity import PLAIN_BYTES, Unit, measure
+from ridgeline.quantize.sensitivity import PLAIN_BYTES, Measure, Texts, Unit, added_up
 from ridgeline.sizes.hardware import DEVICES, Device
 
-# From small to large, with scales in 16 bits; the linears keep the model's dtype after the last.
-OPTIONS = ("int4-gptq", "nvfp4", "int4-gptq-asym/32", "fp8")
+# The first is the coarsest; the linears keep the model's dtype after the last. Where two have the same bytes, the better one is
+# taken for each linear: so the method is a choice, too.
+OPTIONS = (
+    "int4-rtn", "int4-awq", "int4-rtn-asym", "int4-awq-asym", "nvfp4", "int4-rtn-asym/32", "int4-awq-asym/32", "fp8",
+)
+# GPTQ fits codes to its text, at the cost of other kinds of text. So it is tried with text of the user's own.
+WITH_TEXT = ("int4-gptq", "int4-gptq-asym/32")
 TRIES = 4
-BISECTIONS = 6                       # of the budget, to find formats that were not tried
+BETWEEN = (1 / 2, 3 / 4, 1 / 4, 7 / 8, 5 / 8, 3 / 8, 1 / 8)          # of two known budgets, to find formats that were not tried
 FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
 MARGIN = 0.93                        # of the limit that the next try aims at
-PASSAGES = 1                         # of the calibration text, to measure what linears cost: it is read once for each linear
+TRUSTS = (1.0, 0.7, 0.4)             # powers of what a linear costs alone, beside the mean of its kind: little text makes noise
 
 
-def option_recipe(option: str, base: QuantizeRecipe) -> QuantizeRecipe:
-    name, _, group = option.partition("/")
-    return read_recipe(name, int(group) if group else None, base.keep, base.keep_first, base.keep_last)
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What can be chosen, and by what."""
+
+    base: QuantizeRecipe
+    options: tuple[str, ...] = OPTIONS
+    fastest: Fastest | None = None
+
+    def recipe(self, option: str) -> QuantizeRecipe:
+        name, _, group = option.partition("/")
+        base = self.base
+        return read_recipe(name, int(group) if group else None, base.keep, base.keep_first, base.keep_last)
+
+    def of(self, units: list[Unit], picked: Sequence[int]) -> QuantizeRecipe:
+        """The recipe with these options of the units."""
+        rules = {option: self.recipe(option).rules[0] for option in self.options}
+        return exact_recipe("auto", {
+            module: rules[self.options[option]] if option < len(self.options) else None
+            for unit, option in zip(units, picked, strict=True) for module in unit.modules
+        }, self.base)
 
 
-def measured_units(path: Path, base: QuantizeRecipe, passages: list[list[int]], kept: Path, show: bool) -> list[Unit]:
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What was measured of a model."""
+
+    units: list[Unit]
+    uniform: list[float]             # KL of the whole model in each option
+
+    def best_uniform(self, most_bytes: float) -> int | None:
+        """The option with the least KL whose outputs fit."""
+        fit = [option for option in range(len(self.uniform)) if sum(unit.sizes[option] for unit in self.units) <= most_bytes]
+        return min(fit, key=self.uniform.__getitem__, default=None)
+
+
+def tried_options(own_text: bool, moves_scales: bool) -> tuple[str, ...]:
+    """Of a family whose scales cannot be moved, those of AWQ are rounded to nearest."""
+    found = (*OPTIONS, *(WITH_TEXT if own_text else ()))
+    return found if moves_scales else tuple(dict.fromkeys(option.replace("awq", "rtn") for option in found))
+
+
+def measured(measure: Measure, model: PlainModel, space: Space, texts: Texts, kept: Path) -> Costs:
     """What each linear costs; kept in a file beside the output, so that a stopped run need not measure again."""
-    model = PlainModel(path)
+    stamp = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in model.files()]
+    key = json.loads(json.dumps([stamp, space.base.as_data(), space.options, asdict(texts)]))
     try:
-        if model.config.experts is not None:
-            raise ConfigError(f"{path.name}: auto does not choose formats for mixtures of experts yet: give another --recipe")
-        stamp = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in model.files()]
-        key = json.loads(json.dumps([stamp, base.as_data(), OPTIONS, passages]))
-        try:
-            found = json.loads(kept.read_text())
-            if found["key"] == key:
-                return [Unit(**{name: tuple(value) for name, value in unit.items()}) for unit in found["units"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            pass                                         # none, or of another run
-        options = [model.linears(option_recipe(option, base)) for option in OPTIONS]
-        plain = [replace(linear, format=None) for linear in options[0]]
-        units = measure(model, [*options, plain], passages, show)
-    finally:
-        model.close()
+        found = json.loads(kept.read_text())
+        if found["key"] == key:
+            units = [Unit(**{name: tuple(value) for name, value in unit.items()}) for unit in found["units"]]
+            return Costs(units, [float(kl) for kl in found["uniform"]])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass                                             # none, or of another run
+    options = [model.linears(space.recipe(option)) for option in space.options]
+    plain = [replace(linear, format=None) for linear in options[0]]
+    units, uniform = measure.units([*options, plain])
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps({"key": key, "units": [asdict(unit) for unit in units]}))
-    return units
+    kept.write_text(json.dumps({"key": key, "units": [asdict(unit) for unit in units], "uniform": uniform}))
+    return Costs(units, uniform)
+
+
+def trusted(units: list[Unit], trust: float) -> list[Unit]:
+    """Costs between what was measured of each linear (1) and the mean of linears of its kind (0)."""
+    kinds: dict[str, list[Unit]] = {}
+    for unit in units:
+        if unit.costs[0] > 0:                            # others are kept as they are
+            kinds.setdefault(unit.modules[0].rpartition(".")[2], []).append(unit)
+    means = {kind: sum(unit.costs[0] for unit in same) / len(same) for kind, same in kinds.items()}
+    found = []
+    for unit in units:
+        factor = (means[unit.modules[0].rpartition(".")[2]] / unit.costs[0]) ** (1 - trust) if unit.costs[0] > 0 else 1.0
+        found.append(replace(unit, costs=tuple(cost * factor for cost in unit.costs)))
+    return found
+
+
+def refined(
+    costs: Costs, space: Space, pick: Callable[[list[Unit]], list[int] | None],
+    measure: Callable[[list[QuantizeRecipe]], list[float]], say: Callable[[str], None],
+) -> tuple[list[Unit], list[int] | None]:
+    """The costs to go on with, and their choice: the one of least measured KL. Where a uniform recipe of no more bytes is better
+    than all of them, that is the choice. `pick`: options by costs."""
+    ways = [added_up(trusted(costs.units, trust), costs.uniform) for trust in TRUSTS]
+    picked: list[tuple[list[Unit], list[int]]] = []
+    for units in ways:
+        found = pick(units)
+        if found is not None and found not in [others for _, others in picked]:
+            picked.append((units, found))
+    if not picked:
+        return ways[0], None
+    kls = measure([space.of(units, found) for units, found in picked])
+    least, (units, choice) = min(zip(kls, picked, strict=True), key=lambda each: each[0])
+    size = sum(unit.sizes[option] for unit, option in zip(units, choice, strict=True))
+    same = costs.best_uniform(size) if space.fastest is None else None   # fewer bytes are not always faster
+    rival = "none" if same is None else f"{space.options[same]} with {costs.uniform[same]:.3f}"
+    say(f"KL on the search's text: {least:.3f}; the best uniform recipe of no more bytes: {rival}")
+    if same is not None and costs.uniform[same] < least:
+        return units, [same] * len(units)
+    return units, choice
+
+
+def within_bytes(units: list[Unit], most: float) -> list[int] | None:
+    """The least cost in this many bytes, of the linears alone. None: nothing is that small."""
+    least = [min(unit.sizes) for unit in units]
+    more = [[size - smallest for size in unit.sizes] for unit, smallest in zip(units, least, strict=True)]
+    return allocate([unit.costs for unit in units], more, most - sum(least)) if most >= sum(least) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +151,10 @@ class Fastest:
     device: Device
     rows: int = 64
 
-    def seconds(self, unit: Unit) -> tuple[float, ...]:
+    def seconds(self, unit: Unit, options: tuple[str, ...]) -> tuple[float, ...]:
         """Of each option: reading the weights or multiplying, what takes longer. Only fp8 is multiplied as it is stored."""
         flops = 2 * self.rows * unit.sizes[-1] / PLAIN_BYTES
-        rates = [self.device.rate(name if name == "fp8" else self.device.wide) for name in (*OPTIONS, "")]
+        rates = [self.device.rate(name if name == "fp8" else self.device.wide) for name in (*options, "")]
         return tuple(max(size / self.device.bandwidth, flops / rate) for size, rate in zip(unit.sizes, rates, strict=True))
 
 
@@ -84,27 +167,15 @@ def parse_fastest(words: str) -> Fastest:
     return Fastest(found, int(rows or 64))
 
 
-def chosen_recipe(
-    units: list[Unit], budget: float, base: QuantizeRecipe, fastest: Fastest | None = None
-) -> QuantizeRecipe | None:
-    prices = [unit.sizes if fastest is None else fastest.seconds(unit) for unit in units]
-    picked = allocate(prices, [unit.costs for unit in units], budget)
-    if picked is None:
-        return None
-    formats = {}
-    for unit, option in zip(units, picked, strict=True):
-        for module in unit.modules:
-            formats[module] = OPTIONS[option] if option < len(OPTIONS) else None
-    return exact_recipe("auto", {
-        module: None if option is None else option_recipe(option, base).rules[0] for module, option in formats.items()
-    }, base)
+def within_budget(units: list[Unit], budget: float, space: Space) -> list[int] | None:
+    """The fewest bytes, or the least time, whose costs fit the budget."""
+    prices = [unit.sizes if space.fastest is None else space.fastest.seconds(unit, space.options) for unit in units]
+    return allocate(prices, [unit.costs for unit in units], budget)
 
 
-def rounded_to_nearest(recipe: QuantizeRecipe) -> QuantizeRecipe:
-    """GPTQ fits codes to its text, at the cost of other kinds of text, which the card reads as well. So it is for text of the
-    user's own; without, the same formats are rounded to nearest, as their costs were measured."""
-    rules = tuple(replace(rule, method="rtn") if rule.method == "gptq" else rule for rule in recipe.rules)
-    return replace(recipe, rules=rules)
+def chosen_recipe(units: list[Unit], budget: float, space: Space) -> QuantizeRecipe | None:
+    picked = within_budget(units, budget, space)
+    return None if picked is None else space.of(units, picked)
 
 
 def excess(card: dict[str, Any], limits: dict[str, float]) -> float:
@@ -119,32 +190,46 @@ def excess(card: dict[str, Any], limits: dict[str, float]) -> float:
 
 
 def _next(
-    units: list[Unit], budget: float, spent: float, beyond: float, base: QuantizeRecipe, fastest: Fastest | None, tried: set[str]
+    units: list[Unit], budget: float, spent: float, beyond: float, space: Space, tried: set[str]
 ) -> tuple[float, QuantizeRecipe | None]:
     """A budget with formats that were not tried: this one, or one between those that are known. None: there is none."""
-    for _ in range(BISECTIONS):
-        recipe = chosen_recipe(units, budget, base, fastest)
+    for each in (budget, *(spent + share * (beyond - spent) for share in BETWEEN)):
+        recipe = chosen_recipe(units, each, space)
         if recipe is not None and str(recipe) not in tried:
-            return budget, recipe
-        budget = (spent + beyond) / 2 if not spent < budget < beyond else (budget + beyond) / 2
+            return each, recipe
     return budget, None
 
 
+def _most(units: list[Unit]) -> float:
+    """Any formats fit this budget: costs are rounded up."""
+    return sum(max(unit.costs) for unit in units) * (1 + len(units) / STEPS)
+
+
+def first_budget(units: list[Unit], limits: dict[str, float]) -> float:
+    return min(limits.get("kl", _most(units)) * FIRST, _most(units))
+
+
+def _better(card: dict[str, Any], best: dict[str, Any] | None, space: Space) -> dict[str, Any]:
+    """Of two that meet the limits, the later one unless it is larger."""
+    larger = best is not None and space.fastest is None and card["size"]["output_bytes"] >= best["size"]["output_bytes"]
+    return best if best is not None and larger else card
+
+
 def search(
-    units: list[Unit], limits: dict[str, float], base: QuantizeRecipe,
+    units: list[Unit], limits: dict[str, float], space: Space,
     make: Callable[[QuantizeRecipe], dict[str, Any]], say: Callable[[str], None] = lambda line: None,
-    fastest: Fastest | None = None,
+    first: QuantizeRecipe | None = None,
 ) -> dict[str, Any]:
     """`make` writes an output and returns its card. Returns the card of the smallest (or fastest) that met the limits: the one
-    with the largest budget."""
-    most = sum(max(unit.costs) for unit in units) * (1 + len(units) / STEPS)     # any formats fit: costs are rounded up
-    budget = min(limits.get("kl", most) * FIRST, most)
+    with the largest budget. `first`: what to try first, instead of what the costs say."""
+    most = _most(units)
+    budget = first_budget(units, limits)
     best: dict[str, Any] | None = None
     spent, beyond = 0.0, most                            # the largest budget that met the limits, the smallest that did not
     nearest: tuple[float, dict[str, Any]] | None = None
     tried: set[str] = set()
     for number in range(TRIES):
-        budget, recipe = _next(units, budget, spent, beyond, base, fastest, tried)
+        budget, recipe = _next(units, budget, spent, beyond, space, tried) if first is None or number else (budget, first)
         if recipe is None:
             break
         tried.add(str(recipe))
@@ -159,8 +244,8 @@ def search(
         say(f"try {number + 1}: {size / 1e9:.3f} GB, the worst slice is at {share:.0%} of its limit")
         if share > 1:
             beyond = min(beyond, budget)
-        elif budget > spent:                             # a larger budget never takes more bytes or time
-            best, spent = card, budget
+        elif budget > spent:                             # a larger budget takes no more bytes or time, but `first` had none
+            best, spent = _better(card, best, space), budget
         if nearest is None or share < nearest[0]:
             nearest = share, card
         if CLOSE <= share <= 1 or (share <= 1 and budget >= most):

@@ -208,6 +208,10 @@ class Calibration:
         self._fill(decoder, weights)
         return self._forward(decoder, self.groups[0], self.streams[0].clone()) - self.streams[0]
 
+    def use(self, weights: Mapping[str, Tensor]) -> None:
+        """Of the current layer, for what `through` computes next."""
+        self._fill(self._decoder(self.layer), weights)
+
     @torch.inference_mode()
     def through(self, streams: list[Tensor], weights: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """Other hidden states through the current layer; `weights`: other ones than the last that were used."""
@@ -248,7 +252,7 @@ class Calibration:
         pages = [-(-count // PAGE) for count in counts]
         shape = (sum(pages) + 1, PAGE, config.num_kv_heads, config.head_dim)
         kv = LayerKV(torch.zeros(shape, device=self.device), torch.zeros(shape, device=self.device))
-        with _exact_kernels(self.device):
+        with exact_kernels(self.device):
             out, residual = decoder.layers[0](stream, None, _batch(counts, pages, self.device), kv)
         self.largest_kv = [max(old, float(new.abs().amax())) for old, new in zip(self.largest_kv, (kv.k, kv.v), strict=True)]
         return out if residual is None else out + residual
@@ -290,7 +294,7 @@ def _batch(counts: list[int], pages: list[int], device: str) -> Batch:
 
 
 @contextmanager
-def _exact_kernels(device: str) -> Iterator[None]:
+def exact_kernels(device: str) -> Iterator[None]:
     """On a GPU the ops' definitions, in float32: its kernels are made for 16 bits."""
     if device == "cpu":
         yield

@@ -99,7 +99,7 @@ def page(card: dict[str, Any]) -> str:
     lines = [
         f"# {card['model']}", "", summary_line(card), "",
         f"Made by `ridgeline quantize` {card['versions']['ridgeline']} from {card['input']['model']} with the recipe "
-        f"`{recipe['name']}`, seed {card['seed']}{_limits_said(card.get('limits'))}.", "",
+        f"`{recipe['name']}`, seed {card['seed']}{_limits_words(card.get('limits'))}.", "",
         "| | before | after |", "|---|---|---|",
         f"| weights, bytes | {sizes['plain_bytes']:,} in {card['input']['dtype']} | {sizes['output_bytes']:,} |",
         f"| input file, bytes | {sizes['input_bytes']:,} | |", *_speed_rows(card.get("speed")), "",
@@ -115,8 +115,9 @@ def page(card: dict[str, Any]) -> str:
     if needle := quality.get("needle"):
         lines += [f"Needles: {needle['found']:.0%} of {needle['trials']} numbers hidden in long texts were found, "
                   f"{needle['picked']:.0%} were picked among others.", ""]
-    lines += ["| linears | format | method |", "|---|---|---|"]
-    lines += [f"| {row['count']} {row['modules']} | {row['format']} | {row['method']} |" for row in card["linears"]]
+    lines += ["| linears | format | which means | method |", "|---|---|---|---|"]
+    lines += [f"| {row['count']} {row['modules']} | {row['format']} | {format_words(row['format'])} | {row['method']} |"
+              for row in card["linears"]]
     lines += ["", "Not quantised: " + "; ".join(card["not_quantised"]) + "."]
     if card.get("calibration"):
         used = card["calibration"]
@@ -130,8 +131,27 @@ def page(card: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _limits_said(limits: dict[str, float] | None) -> str:
-    return "" if not limits else ", limits of every slice: " + ", ".join(f"{name} {value:g}" for name, value in limits.items())
+GRIDS = {"uint4": "4-bit integers", "int8": "8-bit integers", "e4m3": "8-bit floats", "e2m1": "4-bit floats"}
+
+
+def format_words(name: str) -> str:
+    """Of a format's name on a card; empty for one that has no such words."""
+    format, _, kind = name.partition(", ")
+    grid, _, block = format.partition("-")
+    if grid not in GRIDS:
+        return "half of the weights are zero" if format.endswith("2:4") else ""
+    shared = "each output" if block == "row" else f"each block of {block}" if "x" in block else f"{block} inputs" if block else ""
+    return GRIDS[grid] + (f", a scale for {shared}" if shared else "") + (" and a zero point" if kind == "asymmetric" else "")
+
+
+def limits_said(limits: dict[str, float] | None) -> str:
+    """Of every slice; `bytes` is of the weights."""
+    return ", ".join(f"{value / 1e6:,.1f} MB of weights" if name == "bytes" else f"{name} ≤ {value:g}"
+                     for name, value in (limits or {}).items())
+
+
+def _limits_words(limits: dict[str, float] | None) -> str:
+    return f", limits (of every slice): {limits_said(limits)}" if limits else ""
 
 
 def _speed_rows(speed: dict[str, Any] | None) -> list[str]:
@@ -151,7 +171,8 @@ def _time_lines(times: dict[str, Any] | None) -> list[str]:
     said = f"Quantising took {times['quantise']['wall_s']:.0f} s, the card {times['card']['wall_s']:.0f} s"
     if predicted := times.get("predicted"):
         said += f" (predicted: {predicted['quantise']['wall_s']:.0f} s and {predicted['card']['wall_s']:.0f} s)"
-    return ["", f"{said}, on {times['cores']} threads at a load of {times['load']}."]
+    threads = "1 thread" if times["cores"] == 1 else f"{times['cores']} threads"
+    return ["", f"{said}, on {threads} at a load of {times['load']} (processes that want a core)."]
 
 
 def write_card(card: dict[str, Any], folder: Path, plots: str = "") -> None:

@@ -24,7 +24,7 @@ from ridgeline.quant.format import WeightFormat
 from ridgeline.quantize.calibration import CONTEXT, SAMPLE, Calibration
 from ridgeline.quantize.ct_writer import Linear
 from ridgeline.quantize.methods.gptq_rounding import BLOCK, InverseFactor, gptq_rounded
-from ridgeline.quantize.methods.rounding import expanded, rounded
+from ridgeline.quantize.methods.rounding import as_rounded, expanded, rounded
 from ridgeline.quantize.methods.scale_search import SHRINKS, STRENGTHS
 from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
@@ -216,7 +216,8 @@ def _rounding(linear: Linear, values: Tensor, timer: Timed) -> Spent:
         return once + timer(lambda: (part.float() - part).norm() / part.float().norm()) * times      # the error, for the card
     x = torch.randn(SAMPLE, linear.inputs, device=values.device)
     product = timer(lambda: x @ part.float().t()) * times
-    return once * (SEARCHES[linear.method] + CLIPS[linear.method]) + product * (1 + SEARCHES[linear.method])
+    tried = timer(lambda: as_rounded(part, format)) * times
+    return once + tried * (SEARCHES[linear.method] + CLIPS[linear.method]) + product * (1 + SEARCHES[linear.method])
 
 
 def _by_columns(linear: Linear, values: Tensor, timer: Timed) -> Spent:

@@ -12,6 +12,7 @@ import platform as python_platform
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,7 @@ from ridgeline.quant.format import WeightFormat, quantises_rows
 from ridgeline.quantize import auto_search, card
 from ridgeline.quantize.blocks import block_bytes, write_blocks
 from ridgeline.quantize.calibration import (
+    CONTEXT,
     FEWEST_TOKENS,
     Calibration,
     calibration_passages,
@@ -41,13 +43,18 @@ from ridgeline.quantize.card_page import page as card_page
 from ridgeline.quantize.ct_writer import Linear, quantization_config
 from ridgeline.quantize.duration import Forecast, Spent, Watch, forecast
 from ridgeline.quantize.hf_files import write_small_files
-from ridgeline.quantize.own_text import own_passages
+from ridgeline.quantize.own_text import SEARCH_OPENINGS, own_passages
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import AUTO, OWN_TEXT, READ_TEXT, QuantizeRecipe
+from ridgeline.quantize.sensitivity import Measure, Texts, Unit
 from ridgeline.quantize.workspace import Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
+
+# Tokens of text to choose formats by: that methods read, that whole models are judged by, of each passage for one linear alone,
+# and how many such passages. A linear alone costs a pass through half of the model.
+SEARCH_READ, SEARCH_JUDGED, SEARCH_ALONE, SEARCH_PASSAGES = 512, 512, 24, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +68,9 @@ class Job:
     card: Task | None = None         # what the card measures; None: no card
     needles_if_they_fit: bool = False    # leave the card's needles out where its text is too short
     limits: dict[str, float] = field(default_factory=dict)   # of card.LIMITS, that every slice must meet
+    most_bytes: float = 0.0          # of auto: that the weights of the output may take; 0: as many as the limits need
     fastest: str = ""                # of auto: the GPU (and rows) whose time counts, instead of bytes
+    costs: Path | None = None        # of auto: a file for what was measured; None: beside the output, until that is complete
     name: str = ""                   # of the output on its card; empty: the directory's
     show: bool = True
 
@@ -152,19 +161,15 @@ def _times(expected: Forecast | None, quantised: Spent, judged: Spent) -> dict[s
 
 def _search(job: Job) -> dict[str, Any]:
     """Several whole outputs, each beside the final place; the smallest that meets the limits gets its name."""
-    if job.card is None or not job.limits:
-        raise ConfigError("the recipe auto needs a limit that the card can check: --max-kl, --max-flips or --max-ppl-increase")
+    if job.card is None or not (job.limits or job.most_bytes):
+        raise ConfigError("the recipe auto needs a limit that the card can check: --max-kl, --max-flips or --max-ppl-increase; "
+                          "or --max-gb")
     if job.out.exists():
         raise ConfigError(f"{job.out} exists already: choose another --out, or delete it")
-    fastest = auto_search.parse_fastest(job.fastest) if job.fastest else None
-    kept = job.out.with_name(f"{job.out.name}.costs.json")
-    passages = _passages(job, FEWEST_TOKENS)[: auto_search.PASSAGES]
-    units = auto_search.measured_units(job.model, job.recipe, passages, kept, job.show)
     tries: list[tuple[Path, dict[str, Any]]] = []
 
     def make(recipe: QuantizeRecipe) -> dict[str, Any]:
         folder = job.out.with_name(f"{job.out.name}.{os.getpid()}.try{len(tries) + 1}")
-        recipe = recipe if job.text else auto_search.rounded_to_nearest(recipe)
         try:
             made = _quantize(replace(job, recipe=recipe, out=folder, name=job.out.name))
         except BaseException:
@@ -174,15 +179,67 @@ def _search(job: Job) -> dict[str, Any]:
         tries.append((folder, made))
         return made
 
+    kept = job.costs or job.out.with_name(f"{job.out.name}.costs.json")
     try:
-        made = auto_search.search(units, job.limits, job.recipe, make, say if job.show else lambda line: None, fastest)
+        made = _chosen(job, kept, make)
         next(folder for folder, its in tries if its is made).rename(job.out)
     finally:
         for folder, _ in tries:
             shutil.rmtree(folder, ignore_errors=True)
-    kept.unlink(missing_ok=True)
+    if job.costs is None:
+        kept.unlink(missing_ok=True)
     quality_card.find_card(job.out)
     return made
+
+
+def _chosen(job: Job, kept: Path, make: Callable[[QuantizeRecipe], dict[str, Any]]) -> dict[str, Any]:
+    """The card of the formats that `auto` found."""
+    words = say if job.show else lambda line: None
+    texts = search_texts(job)
+    model = PlainModel(job.model)
+    try:
+        if model.config.experts is not None:
+            raise ConfigError(f"{job.model.name}: auto does not choose formats for mixtures of experts yet: give another "
+                              "--recipe")
+        measure = Measure(model, texts, job.show, device())
+        space = auto_search.Space(job.recipe, auto_search.tried_options(bool(job.text), measure.moves_scales()),
+                                  auto_search.parse_fastest(job.fastest) if job.fastest else None)
+        costs = auto_search.measured(measure, model, space, texts, kept)
+        rest = model.plain_bytes([name for block in model.blocks for name in model.names(block)]) \
+            - sum(unit.sizes[-1] for unit in costs.units)
+
+        def pick(units: list[Unit]) -> list[int] | None:
+            if job.most_bytes:
+                return auto_search.within_bytes(units, job.most_bytes - rest)
+            return auto_search.within_budget(units, auto_search.first_budget(units, job.limits), space)
+
+        units, picked = auto_search.refined(
+            costs, space, pick, lambda recipes: measure.recipes([model.linears(recipe) for recipe in recipes]), words)
+    finally:
+        model.close()
+    first = None if picked is None else space.of(units, picked)
+    if not job.most_bytes:
+        return auto_search.search(units, job.limits, space, make, words, first)
+    if first is None:
+        least = rest + sum(min(unit.sizes) for unit in units)
+        raise ConfigError(f"--max-gb {job.most_bytes / 1e9:g}: the smallest formats of auto take {least / 1e9:.4g} GB")
+    made = make(first)
+    if job.limits:
+        card.require_limits(made, job.limits, f"the best that auto found in {job.most_bytes / 1e9:g} GB")
+    return made
+
+
+def search_texts(job: Job) -> Texts:
+    """To choose formats: the user's text, a part of which no method reads; or the default text to read, and what the model itself
+    writes in several languages to judge by, since the card reads more than one kind of text."""
+    if job.text and job.text != OWN_TEXT:
+        found = _passages(job, max(SEARCH_READ + SEARCH_JUDGED, FEWEST_TOKENS))
+        count = len(found) // 2
+        return Texts(found[count:], found[:count], [each[:SEARCH_ALONE] for each in found[:count]][:SEARCH_PASSAGES])
+    length = SEARCH_JUDGED // len(SEARCH_OPENINGS)
+    judged = own_passages(job.model, SEARCH_JUDGED, job.seed + 1, job.show, length, SEARCH_OPENINGS)
+    alone = [each[:SEARCH_ALONE] for each in judged[:SEARCH_PASSAGES]]
+    return Texts(_passages(job, FEWEST_TOKENS)[: SEARCH_READ // CONTEXT], judged, alone)
 
 
 def _run(job: Job, model: PlainModel, calibration: Calibration | None) -> dict[str, Any]:
@@ -267,7 +324,7 @@ def make_card(job: Job, model: PlainModel, linears: list[Linear], folder: Path) 
     files = model.files()
     return {
         "card": 1, "model": job.name or job.out.name, "recipe": job.recipe.as_data(), "seed": job.seed,
-        "limits": job.limits,
+        "limits": job.limits | ({"bytes": job.most_bytes} if job.most_bytes else {}),
         "linears": formats_said(linears), "not_quantised": not_quantised_said(model, linears),
         "quality": quality, "speed": found.get("speed"),
         "size": {

@@ -19,7 +19,19 @@ from ridgeline.evaluate.task import Task
 from ridgeline.quant.quality_card import CARD, hashes, output_files
 from ridgeline.quantize import auto_search, quantize_model
 from ridgeline.quantize.allocation import allocate
-from ridgeline.quantize.auto_search import chosen_recipe, excess, measured_units, parse_fastest, search
+from ridgeline.quantize.auto_search import (
+    Costs,
+    Space,
+    chosen_recipe,
+    excess,
+    measured,
+    parse_fastest,
+    refined,
+    search,
+    tried_options,
+    trusted,
+    within_bytes,
+)
 from ridgeline.quantize.blocks import write_blocks
 from ridgeline.quantize.calibration import Calibration
 from ridgeline.quantize.ct_writer import quantization_config, stored_bytes
@@ -27,11 +39,21 @@ from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
 from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
-from ridgeline.quantize.sensitivity import PLAIN_BYTES, Unit
+from ridgeline.quantize.sensitivity import PLAIN_BYTES, Measure, Texts, Unit, added_up
 from ridgeline.quantize.workspace import Workspace
 
 SEQUENCES = [random_tokens(20 + number, seed=number) for number in range(9)]
 AUTO = read_recipe("auto")
+SPACE = Space(AUTO)
+TEXTS = Texts(read=[random_tokens(40, seed=number) for number in range(20, 26)], judged=SEQUENCES, alone=SEQUENCES)
+LAST = len(auto_search.OPTIONS)                          # the option that leaves linears as they are
+FP8 = auto_search.OPTIONS.index("fp8")
+
+
+def costs_of(plain: Path, kept: Path, space: Space = SPACE) -> tuple[Costs, PlainModel, Measure]:
+    model = PlainModel(plain)
+    measure = Measure(model, TEXTS, False)
+    return measured(measure, model, space, TEXTS, kept), model, measure
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -55,33 +77,101 @@ def test_budgets_of_nothing_and_of_plenty() -> None:
     assert allocate(sizes, costs, 0.0) == [1, 1, 1]
     assert allocate(sizes, costs, 100.0) == [0, 0, 0]
     assert allocate(sizes, [[0.5, 0.2]] * 3, 0.5) is None
+    assert allocate([[1.0, 1.0, 4.0]] * 3, [[0.5, 0.2, 0.0]] * 3, 100.0) == [1, 1, 1]        # the same size for less
+
+
+def kl_of(plain: Path, out: Path) -> float:
+    before, after, kls = load(plain), load(out), []
+    for tokens in SEQUENCES:
+        old, new = (teacher_forced_logits(each, tokens, len(tokens)).log_softmax(-1) for each in (before, after))
+        kls.append((old.exp() * (old - new)).sum(-1))
+    return float(torch.cat(kls).mean())
 
 
 def test_what_a_linear_costs_is_its_kl_alone(tmp_path: Path) -> None:
-    """Measured layer by layer, against whole models with one linear rounded."""
+    """Measured layer by layer, against whole models with one linear rounded, and with all of them."""
     plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES)
-    units = measured_units(plain, AUTO, SEQUENCES, tmp_path / "costs.json", show=False)
-    before = load(plain)
-    assert len(units) == 4 * before.config.num_layers
+    found, model, measure = costs_of(plain, tmp_path / "costs.json")
+    units = found.units
+    assert len(units) == 4 * model.config.num_layers
     for unit in units:
-        assert max(unit.sizes[:3]) < unit.sizes[3] < unit.sizes[4] and unit.costs[-1] == 0 < unit.costs[0] == max(unit.costs)
-        assert unit.costs[3] < 0.2 * unit.costs[0]       # 8 bits
+        assert max(unit.sizes[:FP8]) < unit.sizes[FP8] < unit.sizes[LAST] and unit.costs[LAST] == 0 < unit.costs[FP8]
+        assert unit.costs[FP8] < 0.2 * unit.costs[0]     # 8 bits
+    for unit in units[1:3]:
         others = [f"^{module}$" for other in units if other is not unit for module in other.modules]
         quantize(Job(model=plain, recipe=read_recipe("int4-rtn", keep=others), out=tmp_path / "one", show=False))
-        after = load(tmp_path / "one")
-        kls = []
-        for tokens in SEQUENCES:
-            old, new = (teacher_forced_logits(each, tokens, len(tokens)).log_softmax(-1) for each in (before, after))
-            kls.append((old.exp() * (old - new)).sum(-1))
-        assert unit.costs[0] == pytest.approx(float(torch.cat(kls).mean()), rel=2e-3), unit.modules
+        assert unit.costs[0] == pytest.approx(kl_of(plain, tmp_path / "one"), rel=2e-3), unit.modules
         shutil.rmtree(tmp_path / "one")
-    again = measured_units(plain, AUTO, SEQUENCES, tmp_path / "costs.json", show=False)      # from the file
-    assert again == units
+    for option in ("int4-rtn", "nvfp4"):
+        quantize(Job(model=plain, recipe=read_recipe(option), out=tmp_path / option, show=False))
+        assert found.uniform[auto_search.OPTIONS.index(option)] == pytest.approx(kl_of(plain, tmp_path / option), rel=2e-3)
+    assert costs_of(plain, tmp_path / "costs.json")[0] == found          # from the file
+    mixed = [number % LAST for number in range(len(units))]
+    together = measure.recipes([model.linears(SPACE.of(units, [0] * len(units))), model.linears(SPACE.of(units, mixed))])
+    assert together[0] == pytest.approx(found.uniform[0], rel=1e-5) and together[1] != pytest.approx(together[0], rel=1e-3)
 
 
-SIZES_OF_OPTIONS = (1e6, 1.1e6, 1.2e6, 2e6, 4e6)
+def test_awq_as_numbers_is_what_is_written(tmp_path: Path) -> None:
+    """Scales are moved back: the same answers as the output, up to the rounding of what scales moved into."""
+    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES | {"num_hidden_layers": 1})
+    model = PlainModel(plain)
+    recipe = read_recipe("int4-awq")
+    linears = model.linears(recipe)
+    space = Workspace(tmp_path / "made", {}, len(model.blocks))
+    write_blocks(model, linears, space, Calibration(model, TEXTS.read), False)
+    space.write_index()
+    write_small_files(plain, model.config, quantization_config(linears, model.others, "1"), space.folder)
+    measure = Measure(model, TEXTS, False)
+    assert measure.moves_scales()
+    assert measure.recipes([linears])[0] == pytest.approx(kl_of(plain, space.folder), rel=0.02)
+
+
+def test_costs_add_up_to_what_uniform_recipes_cost() -> None:
+    uniform = [0.9, 0.5, 0.45, 0.4, 0.35, 0.3, 0.2, 0.01]
+    scaled = added_up(UNITS, uniform)
+    assert [sum(unit.costs[option] for unit in scaled) for option in range(LAST)] == pytest.approx(uniform)
+    assert all(unit.costs[LAST] == 0 for unit in scaled)
+    flat = trusted(UNITS, 0.0)
+    assert {round(unit.costs[0], 9) for unit in flat} == {round(sum(unit.costs[0] for unit in UNITS) / len(UNITS), 9)}
+    assert [unit.costs for unit in trusted(UNITS, 1.0)] == [unit.costs for unit in UNITS]
+
+
+def test_a_uniform_recipe_that_is_better_is_taken() -> None:
+    """Of those that are no larger: what was added up is not believed against what was measured."""
+    costs = Costs(UNITS, [0.9, 0.5, 0.1, 0.4, 0.3, 0.25, 0.2, 0.01])
+    most = sum(unit.sizes[4] for unit in UNITS)
+
+    def pick(units: list[Unit]) -> list[int] | None:
+        return within_bytes(units, most)
+
+    units, found = refined(costs, SPACE, pick, lambda recipes: [0.15] * len(recipes), lambda line: None)
+    assert found == [2] * len(UNITS)
+    units, found = refined(costs, SPACE, pick, lambda recipes: [0.09 + 0.01 * number for number in range(len(recipes))],
+                           lambda line: None)
+    assert found == pick(units) and units == added_up(trusted(UNITS, auto_search.TRUSTS[0]), costs.uniform)
+
+
+def test_the_least_cost_in_some_bytes() -> None:
+    for most in (8e6, 9e6, 12e6, 32e6):
+        found = within_bytes(UNITS, most)
+        assert found is not None
+        sizes = sum(unit.sizes[option] for unit, option in zip(UNITS, found, strict=True))
+        assert 0.97 * most <= sizes <= most
+    assert within_bytes(UNITS, 7.9e6) is None
+    assert within_bytes(UNITS, 8e6) == [1] * len(UNITS)  # the better of two methods with the same bytes
+
+
+def test_which_options_are_tried() -> None:
+    assert tried_options(False, True) == auto_search.OPTIONS
+    assert {"int4-gptq", "int4-awq"} <= set(tried_options(True, True))
+    assert not any("awq" in option for option in tried_options(True, False))
+    assert len(tried_options(False, False)) == len(set(tried_options(False, False)))
+
+
+SIZES_OF_OPTIONS = (1e6, 1e6, 1.05e6, 1.05e6, 1.1e6, 1.2e6, 1.2e6, 2e6, 4e6)
 UNITS = [Unit((f"model.layers.{number}.mlp.down_proj",), SIZES_OF_OPTIONS,
-              (0.01 * number, 0.008 * number, 0.006 * number, 0.001, 0.0)) for number in range(1, 9)]
+              (*(each * number for each in (0.012, 0.01, 0.0095, 0.009, 0.008, 0.0065, 0.006)), 0.001, 0.0))
+         for number in range(1, 9)]
 
 
 def card_of(size: float, kl: float) -> dict[str, Any]:
@@ -94,7 +184,7 @@ def made_by(factor: float, tries: list[float]) -> Any:
     def make(recipe: Any) -> dict[str, Any]:
         kl = size = 0.0
         for unit, rule in zip(UNITS, recipe.rules, strict=True):
-            options = [chosen_recipe([unit], cost * 1.001, AUTO) for cost in unit.costs]
+            options = [chosen_recipe([unit], cost * 1.001, SPACE) for cost in unit.costs]
             option = next(number for number, one in enumerate(options) if one is not None and one.rules[0] == rule)
             kl, size = kl + unit.costs[option] * factor, size + unit.sizes[option]
         tries.append(size)
@@ -106,12 +196,20 @@ def made_by(factor: float, tries: list[float]) -> Any:
 def test_the_search_corrects_its_budget_by_the_card(factor: float) -> None:
     """Costs that do not add up as predicted: the result meets the limit, and is near the smallest that does."""
     tries: list[float] = []
-    found = search(UNITS, {"kl": 0.1}, AUTO, made_by(factor, tries))
+    found = search(UNITS, {"kl": 0.1}, SPACE, made_by(factor, tries))
     assert excess(found, {"kl": 0.1}) <= 1 and len(tries) <= auto_search.TRIES
-    recipes = [chosen_recipe(UNITS, budget / 1000, AUTO) for budget in range(1, 400, 5)]
+    recipes = [chosen_recipe(UNITS, budget / 1000, SPACE) for budget in range(1, 400, 5)]
     cards = [made_by(factor, [])(recipe) for recipe in recipes if recipe is not None]
     least = min(card["size"]["output_bytes"] for card in cards if excess(card, {"kl": 0.1}) <= 1)
     assert found["size"]["output_bytes"] <= 1.1 * least
+
+
+def test_a_first_try_that_is_smaller_than_later_ones_stays_the_best() -> None:
+    """It may be a uniform recipe, which takes fewer bytes than its budget would."""
+    first = chosen_recipe(UNITS, 0.1, SPACE)
+    sizes = iter([1e6, 2e6, 3e6, 4e6])
+    found = search(UNITS, {"kl": 0.1}, SPACE, lambda recipe: card_of(next(sizes), 0.02), first=first)
+    assert found["size"]["output_bytes"] == 1e6
 
 
 def test_a_search_that_is_stopped_keeps_what_met_the_limits() -> None:
@@ -122,9 +220,9 @@ def test_a_search_that_is_stopped_keeps_what_met_the_limits() -> None:
             return card
         raise KeyboardInterrupt
 
-    assert search(UNITS, {"kl": 0.1}, AUTO, make)["size"]["output_bytes"] == 1e6
+    assert search(UNITS, {"kl": 0.1}, SPACE, make)["size"]["output_bytes"] == 1e6
     with pytest.raises(KeyboardInterrupt):
-        search(UNITS, {"kl": 0.1}, AUTO, make)
+        search(UNITS, {"kl": 0.1}, SPACE, make)
 
 
 def test_figures_that_are_not_numbers_meet_no_limit() -> None:
@@ -133,22 +231,13 @@ def test_figures_that_are_not_numbers_meet_no_limit() -> None:
 
 def test_limits_that_nothing_meets_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="no formats of auto meet the limits: the nearest has a slice at 5"):
-        search(UNITS, {"kl": 0.1}, AUTO, lambda recipe: card_of(1e6, 0.5))
-
-
-def test_formats_stay_where_linears_are_rounded_to_nearest() -> None:
-    chosen = chosen_recipe(UNITS, 0.1, AUTO)
-    assert chosen is not None and {rule.method for rule in chosen.rules} == {"gptq", "rtn"}
-    plain = auto_search.rounded_to_nearest(chosen)
-    assert [(rule.pattern, rule.format, rule.group) for rule in plain.rules] == \
-        [(rule.pattern, rule.format, rule.group) for rule in chosen.rules]
-    assert {rule.method for rule in plain.rules} == {"rtn"}
+        search(UNITS, {"kl": 0.1}, SPACE, lambda recipe: card_of(1e6, 0.5))
 
 
 def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Formats by linear in one output under its own name; tries and what linears cost are gone."""
     monkeypatch.setattr(quantize_model, "_calibration", lambda job, model, linears: Calibration(model, SEQUENCES))
-    monkeypatch.setattr(quantize_model, "calibration_passages", lambda *given: SEQUENCES)
+    monkeypatch.setattr(quantize_model, "search_texts", lambda job: TEXTS)
     monkeypatch.setattr(quantize_model.Tokenizer, "load", lambda path: None)
     monkeypatch.setattr(quantize_model, "slice_texts", lambda task: {})
     plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES)
@@ -172,7 +261,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = quantize(job)
     assert made is not None and made["quality"]["all"]["kl"] <= 0.01 and made["model"] == "out"
     formats = {rule["format"] for rule in made["recipe"]["rules"]}
-    assert {rule["method"] for rule in made["recipe"]["rules"]} == {"rtn"}      # GPTQ is for text of the user's own
+    assert "gptq" not in {rule["method"] for rule in made["recipe"]["rules"]}    # it is for text of the user's own
     assert len(formats) > 1 and sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
     assert load(tmp_path / "out") is not None
     with pytest.raises(ConfigError, match="exists already"):
@@ -181,11 +270,11 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_least_time_is_not_the_fewest_bytes() -> None:
     """With many rows products limit, and only fp8 makes them faster; with one row bytes do."""
-    costs = (0.01, 0.008, 0.006, 0.002, 0.0)
+    costs = (0.012, 0.01, 0.0095, 0.009, 0.008, 0.0065, 0.006, 0.002, 0.0)
     units = [Unit((f"model.layers.{number}.mlp.down_proj",), SIZES_OF_OPTIONS, costs) for number in range(4)]
 
     def formats(rows: int | None) -> set[str]:
-        recipe = chosen_recipe(units, 1.0, AUTO, None if rows is None else parse_fastest(f"h200:{rows}"))
+        recipe = chosen_recipe(units, 1.0, Space(AUTO, fastest=None if rows is None else parse_fastest(f"h200:{rows}")))
         assert recipe is not None
         return {"none" if rule.format is None else rule.format.grid for rule in recipe.rules}
 
@@ -201,7 +290,10 @@ def test_the_search_is_within_five_percent_of_every_combination(tmp_path: Path) 
     search's tries are. Bytes are those of the linears alone: the rest is the same in all of them."""
     plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES | {"num_hidden_layers": 1})
     base = read_recipe("auto", keep=["o_proj"])
-    units = measured_units(plain, base, SEQUENCES, tmp_path / "costs.json", show=False)
+    space = Space(base, ("int4-rtn", "int4-awq", "nvfp4", "fp8"))
+    last = len(space.options)
+    found, _, _ = costs_of(plain, tmp_path / "costs.json", space)
+    units = added_up(found.units, found.uniform)
     before = [teacher_forced_logits(load(plain), tokens, len(tokens)).log_softmax(-1) for tokens in SEQUENCES]
     known: dict[str, dict[str, Any]] = {}
 
@@ -214,7 +306,7 @@ def test_the_search_is_within_five_percent_of_every_combination(tmp_path: Path) 
         model = PlainModel(plain)
         linears = model.linears(recipe)
         space = Workspace(tmp_path / "made", {}, len(model.blocks))
-        write_blocks(model, linears, space, Calibration(model, SEQUENCES), False)
+        write_blocks(model, linears, space, Calibration(model, TEXTS.read), False)
         space.write_index()
         write_small_files(plain, model.config, quantization_config(linears, model.others, "1"), space.folder)
         model.close()
@@ -230,15 +322,14 @@ def test_the_search_is_within_five_percent_of_every_combination(tmp_path: Path) 
     free = [unit for unit in units if len(set(unit.sizes)) > 1]
     assert len(free) == 3
     every = []
-    for options in itertools.product(range(len(auto_search.OPTIONS) + 1), repeat=len(free)):
-        rules = {module: None if option == len(auto_search.OPTIONS)
-                 else auto_search.option_recipe(auto_search.OPTIONS[option], base).rules[0]
+    for options in itertools.product(range(last + 1), repeat=len(free)):
+        rules = {module: None if option == last else space.recipe(space.options[option]).rules[0]
                  for unit, option in zip(free, options, strict=True) for module in unit.modules}
         every.append(make(exact_recipe("auto", rules, base)))
     kls = sorted(card["quality"]["slices"]["prose"]["kl"] for card in every)
     for share in (0.2, 0.4, 0.6, 0.8):
         limit = kls[int(share * len(kls))]
-        found = search(units, {"kl": limit}, base, make)
+        found = search(units, {"kl": limit}, space, make)
         least = min(card["size"]["output_bytes"] for card in every if excess(card, {"kl": limit}) <= 1)
         assert excess(found, {"kl": limit}) <= 1 and found["size"]["output_bytes"] <= 1.05 * least
 

@@ -17,7 +17,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.plan import plan_page
 from ridgeline.process import platform
 from ridgeline.quant.quality_card import CARD, find_card, hashes, output_files, with_card
-from ridgeline.quantize.card import PAGE, PLOTS, parse_limits, planned_card, write_card
+from ridgeline.quantize.card import PAGE, PLOTS, format_words, limits_said, parse_limits, planned_card, write_card
 from ridgeline.quantize.card_page import page
 
 ROW = {"tokens": 510, "kl": 0.0123, "kl_p99": 0.2, "top1": 0.97, "reference_perplexity": 14.0, "perplexity": 14.5}
@@ -57,7 +57,8 @@ def test_a_card_says_what_it_cost(model: Path) -> None:
     assert found is not None and found.matches
     assert found.line == "int4-rtn: KL 0.0123 (P99 0.2), top-1 flips 3.0%, perplexity 14.00 → 14.50, 2.00 → 0.60 GB"
     page = (model / PAGE).read_text()
-    assert found.line in page and "| code | 510 |" in page and "| 14 q_proj | uint4-64 | rtn |" in page and "seed 7" in page
+    assert found.line in page and "| code | 510 |" in page and "seed 7" in page
+    assert "| 14 q_proj | uint4-64 | 4-bit integers, a scale for 64 inputs | rtn |" in page
 
 
 @pytest.mark.parametrize("change", ["weights", "config", "more", "less"])
@@ -175,4 +176,11 @@ def test_the_page_says_speed_needles_and_time(model: Path) -> None:
     write_card(made, model)
     said = (model / PAGE).read_text()
     assert "| one request here, answer, tokens/s | 40 | 81 |" in said and "50% of 10 numbers hidden" in said
-    assert "Quantising took 61 s, the card 61 s (predicted: 61 s and 61 s), on 2 threads at a load of 0.5." in said
+    assert "Quantising took 61 s, the card 61 s (predicted: 61 s and 61 s), on 2 threads at a load of 0.5 (" in said
+
+
+def test_words_of_formats_and_limits() -> None:
+    assert format_words("uint4-32, asymmetric") == "4-bit integers, a scale for 32 inputs and a zero point"
+    assert format_words("e4m3-row") == "8-bit floats, a scale for each output"
+    assert format_words("bf16 2:4") == "half of the weights are zero" and format_words("q9") == ""
+    assert limits_said({"kl": 0.4, "bytes": 116.4e6}) == "kl ≤ 0.4, 116.4 MB of weights"

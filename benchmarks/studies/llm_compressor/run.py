@@ -11,11 +11,14 @@ both and computes the perplexity of the same passages, which neither has calibra
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -134,31 +137,52 @@ def ours(args: argparse.Namespace, method: str) -> None:
     print("{}")
 
 
-def theirs(args: argparse.Namespace, method: str) -> None:
-    import torch
-    from llmcompressor import oneshot
+def stand_ins() -> None:
+    """llm-compressor wants the names of these types, and reads none of their data here: datasets need not be installed."""
+    if importlib.util.find_spec("datasets") is not None:
+        return
+    for name in ("datasets", "datasets.formatting", "datasets.formatting.formatting"):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__dict__.update(dict.fromkeys(("Dataset", "DatasetDict", "IterableDataset", "LazyRow"), type("Unread", (), {})))
+        module.__dict__.update({"load_dataset": None, "__version__": "0"})
+        sys.modules[name] = module
+
+
+def their_recipe(method: str, layers: int, count: int) -> Any:
+    """`layers` of `count`, from the first; 0: all."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
+
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    left = [rf"re:.*layers\.{layer}\..*" for layer in range(layers, count)] if layers else []
+    what = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head", *left]}
+    made: Any = {
+        "rtn": lambda: [QuantizationModifier(**what)],
+        "gptq": lambda: [GPTQModifier(**what, dampening_frac=0.01, block_size=128)],
+        "awq": lambda: [AWQModifier(duo_scaling="both", n_grid=2 * GRID), QuantizationModifier(**what)],
+    }
+    return made[method]()
+
+
+def theirs(args: argparse.Namespace, method: str) -> None:
+    stand_ins()
+    import torch
+    from llmcompressor import oneshot
     from llmcompressor.pipelines.cache import IntermediatesCache
     from torch.utils.data import DataLoader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    IntermediatesCache.pin_memory = lambda self, *_, **__: None          # it asks for an accelerator
+    if not torch.cuda.is_available():
+        IntermediatesCache.pin_memory = lambda self, *_, **__: None      # it asks for an accelerator
     found = json.loads((args.work / "passages.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(args.work / "plain", dtype=torch.float32)
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
-    left = [rf"re:.*layers\.{layer}\..*" for layer in range(args.layers, found["layers"])] if args.layers else []
-    what = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head", *left]}
-    recipe: Any = {
-        "rtn": lambda: [QuantizationModifier(**what)],
-        "gptq": lambda: [GPTQModifier(**what, dampening_frac=0.01, block_size=128)],
-        "awq": lambda: [AWQModifier(duo_scaling="both", n_grid=2 * GRID), QuantizationModifier(**what)],
-    }[method]()
     data = DataLoader([{"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.long)}
                        for ids in found["calibration"]], batch_size=1)
-    oneshot(model=model, processor=AutoTokenizer.from_pretrained(args.work / "plain"), recipe=recipe,
-            dataset=None if method == "rtn" else data, num_calibration_samples=len(found["calibration"]))
+    oneshot(model=model, processor=AutoTokenizer.from_pretrained(args.work / "plain"),
+            recipe=their_recipe(method, args.layers, found["layers"]), dataset=None if method == "rtn" else data,
+            num_calibration_samples=len(found["calibration"]))
     model.save_pretrained(args.work / f"theirs-{method}", save_compressed=True)
     print("{}")
 

@@ -99,3 +99,21 @@ def with_grid(values: Tensor, format: WeightFormat, scale: Tensor, zero: Tensor 
 def expanded(tensors: Rounded, format: WeightFormat, inputs: int) -> Tensor:
     """The numbers that the codes mean, in float32."""
     return expand(quantised_weight(format, inputs, tensors), torch.float32)
+
+
+def as_rounded(values: Tensor, format: WeightFormat) -> Tensor:
+    """expanded(rounded(values)), but for integers without packing codes: searches ask for it many times."""
+    wide = values.float()
+    outputs, inputs = wide.shape
+    rows, group = (0, 0) if format.scales is None else format.scales.block
+    if format.grid not in LEAST or rows != 1 or inputs % (group or inputs):
+        return expanded(rounded(values, format), format, inputs)
+    scale, zero = grid_of(wide, format)
+    step, low = scale.float().view(outputs, -1, 1), LEAST[format.grid]
+    shares = wide.view(outputs, -1, group or inputs) / step
+    if zero is None:
+        codes = shares.round_().clamp_(low, -1 - low)
+    else:
+        middle = zero.view(outputs, -1, 1)
+        codes = shares.add_(middle).round_().clamp_(low, -1 - low).sub_(middle)
+    return codes.mul_(step).view(outputs, inputs)

@@ -21,7 +21,7 @@ from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantise import block_maxima
 from ridgeline.quantize.calibration import Inputs
 from ridgeline.quantize.methods.folding import Fold
-from ridgeline.quantize.methods.rounding import expanded, rounded
+from ridgeline.quantize.methods.rounding import as_rounded
 
 STRENGTHS = tuple(step / 10 for step in range(1, 11))
 SHRINKS = tuple(1 - step / 20 for step in range(1, 11))                  # of the largest magnitude of a group
@@ -62,7 +62,7 @@ def _best(fold: Fold, tried: Iterator[Tensor], weights: Weights, sample: Tensor,
         x = sample / each
         x = int8_tokens(x) if rounds_x else x
         error = torch.stack([
-            (x @ expanded(rounded(values * each, format), format, values.shape[1]).t() - product).pow(2).sum()
+            (x @ as_rounded(values * each, format).t() - product).pow(2).sum()
             for (values, format), product in zip(wide, expected, strict=True)
         ]).sum()
         if error < least * (BETTER if rounds_x else 1):
@@ -107,7 +107,7 @@ def clipped(values: Tensor, format: WeightFormat, sample: Tensor) -> Tensor:
     best, least = parts, torch.full((outputs, parts.shape[1]), torch.inf, device=parts.device)
     for shrink in (1.0, *SHRINKS):
         cut = parts.clamp(low * shrink, high * shrink)
-        error = (expanded(rounded(cut.view(outputs, inputs), format), format, inputs).view_as(parts) - parts).transpose(0, 1)
+        error = (as_rounded(cut.view(outputs, inputs), format).view_as(parts) - parts).transpose(0, 1)
         loss = ((error @ moments) * error).sum(2).t()
         better = loss < least
         best, least = torch.where(better[:, :, None], cut, best), torch.where(better, loss, least)
