@@ -34,6 +34,9 @@ SLOW_SECONDS = 0.25                  # of one mask: beyond it the whole batch wo
 # Of all masks of a step, or with drafts of as many steps as it stands for: each time it is used up, the dearest grammar gets a
 # warning, …
 STEP_SECONDS = 0.1
+# … but never less than this for each answer: a harmless regex with a long count takes 0.6 ms a mask on one core of 2.5 GHz, and
+# 128 answers with it, each in a state of its own, are no reason to fail them.
+_ANSWER_SECONDS = 0.0015
 _WARNINGS = 3                        # … and fails with this one, …
 _FORGIVEN_SECONDS = 60.0             # … unless the one before is this old (wall-clock time)
 
@@ -152,8 +155,8 @@ def _work(wall: float, cpu_before: float) -> float:
 
 def _allowed(wanted: Sequence[tuple[int, Matcher]]) -> float:
     """Seconds of work for these masks: a step with drafts fills as many for an answer as it saves steps, if they are right."""
-    answers = sum(not matcher.drafted for _, matcher in wanted)
-    return STEP_SECONDS * len(wanted) / max(1, answers)
+    answers = max(1, sum(not matcher.drafted for _, matcher in wanted))
+    return min(SLOW_SECONDS, max(STEP_SECONDS, _ANSWER_SECONDS * answers)) * len(wanted) / answers
 
 
 def num_threads() -> int:
@@ -320,7 +323,8 @@ class Masks:
         for matcher in matchers:
             if matcher.grammar == grammar and not matcher.error:
                 matcher.fail(
-                    f"its masks took most of {STEP_SECONDS} s of CPU time in a step, again and again; use a simpler grammar"
+                    f"its masks took most of {STEP_SECONDS} s of CPU time in a step (more with more than "
+                    f"{STEP_SECONDS / _ANSWER_SECONDS:.0f} answers), again and again; use a simpler grammar"
                 )
 
     def _fill_others(self, listed: list[tuple[XGrammarMatcher, int]], masks: np.ndarray) -> None:

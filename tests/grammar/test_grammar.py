@@ -409,6 +409,19 @@ def test_a_step_that_takes_long_now_and_then_fails_nobody(clock: Clock) -> None:
     assert not any(at.error for at in apart)
 
 
+def test_many_answers_with_a_usual_regex_are_no_heavy_grammar(clock: Clock) -> None:
+    """128 answers of one request whose masks take as long as those of [a-z ]{200,400} on a slow core."""
+    masks = Masks(PADDED, 1)
+    many = [taking(clock, 0.001, "many") for _ in range(128)]
+    for _ in range(10):
+        masks.fill(list(enumerate(many)), 128)
+    assert not any(at.error for at in many)
+    heavier = [taking(clock, 0.003, "heavier") for _ in range(128)]
+    for _ in range(10):
+        masks.fill(list(enumerate(heavier)), 128)
+    assert all(at.error for at in heavier)
+
+
 def test_grammars_that_are_too_much_together_fail_until_they_are_not(clock: Clock) -> None:
     masks = Masks(PADDED, 1)
     each = [taking(clock, 0.01 + number / 1e5, f"each{number}") for number in range(40)]

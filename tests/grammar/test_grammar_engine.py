@@ -115,7 +115,8 @@ def test_regex_choice_json_object_and_blanks(llm: LLM) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_answer_of_n_has_its_own_matcher(llm: LLM, temperature: float) -> None:
-    (output,) = llm.generate("Hello", asks(3, temperature, json=SCHEMA, n=5, logprobs=2), use_tqdm=False)
+    params = asks(3, temperature, json=SCHEMA, disable_any_whitespace=True, n=5, logprobs=2)
+    (output,) = llm.generate("Hello", params, use_tqdm=False)
     assert all(is_valid(answer.text, SCHEMA) for answer in output.outputs)
     assert len({answer.text for answer in output.outputs}) == (1 if temperature == 0 else 5)
     for answer in output.outputs:
@@ -267,7 +268,8 @@ def test_a_step_with_masks_is_sampled_from_its_logits(llm: LLM, monkeypatch: pyt
 
 
 def test_answers_do_not_depend_on_how_many_threads_follow_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [asks(seed, json=SCHEMA) if seed % 4 else SamplingParams(seed=seed, max_tokens=9) for seed in range(16)]
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) if seed % 4 else SamplingParams(seed=seed, max_tokens=9)
+              for seed in range(16)]
     prompts = ["Hello"] * 16
     expected = answers(llm.generate(prompts, params, use_tqdm=False))
     masks, done = Masks(llm.core.config.model.vocab_size, 3), {"said": 0, "rows": 0}
@@ -302,7 +304,7 @@ def test_a_bad_grammar_fails_the_call_before_the_engine_hears_of_it(llm: LLM) ->
 @pytest.mark.reliability("B-19", "R-07")
 @pytest.mark.parametrize("where", ["accept", "mask"])
 def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [asks(seed, json=SCHEMA) for seed in range(6)]
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(6)]
     expected = answers(llm.generate(["Hello"] * 6, params, use_tqdm=False))
     calls = {"accept": 0, "mask": 0}
     accept, held = Matcher.accept, Matcher.held.__get__
@@ -510,7 +512,8 @@ def test_async_answers_are_the_same_where_threads_fill_their_masks(
     model: Path, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes, and three threads in the engine's, whatever this machine has."""
-    params = [asks(seed, json=SCHEMA) if seed % 4 else SamplingParams(seed=seed, max_tokens=9) for seed in range(12)]
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) if seed % 4 else SamplingParams(seed=seed, max_tokens=9)
+              for seed in range(12)]
     params.append(asks(20, json=SCHEMA, n=6))
     expected = answers(llm.generate(["Hello"] * 13, params, use_tqdm=False))
     monkeypatch.setenv(threaded_engine.VARIABLE, str(tmp_path / "pool"))

@@ -2,32 +2,60 @@
    top_p and typical_p, and the exponential race among the ids that they leave (ops/sampling/noise.py defines the noise).
 
    A row costs a few passes over its ids, whatever its filters are. None sorts all of them: ids are counted into bins by the upper
-   half of their key, which is in order, and only the ids of the bin in which a filter ends are sorted. */
+   half of their key, which is in order, and only the ids of the bin in which a filter ends are looked at one by one. */
 
 #include <stdlib.h>
 
 #include "../lanes.h"
 #include "../pool.h"
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 #define BLOCK 64                     /* ids at a time; a row is padded to whole blocks */
 #define COUNTERS (BLOCK / 4)         /* each makes the words of four ids */
+#define TASKS 8                      /* for each thread: rows differ in cost, and a thread may come late */
 #define SLACK 1e-5                   /* relative; the bound in float32 is off by less than 1e-6 */
 #define BINS 32768                   /* of a float that is not negative: eight bits of exponent and seven of mantissa */
 
 /* Words in lanes of 64 bits, as wide as a register: their products need all of them. */
-typedef uint64_t Wide __attribute__((vector_size(4 * LANES)));
+typedef uint64_t Wide __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define WIDE (LANES / 2)
+
+static const Wide COUNT = {
+    0, 1,
+#if WIDE > 2
+    2, 3,
+#endif
+#if WIDE > 4
+    4, 5, 6, 7,
+#endif
+};
+
+/* Products of the lanes' lower halves; the upper ones are 0, which the compiler cannot know: it would multiply all 64 bits. */
+static inline __attribute__((always_inline)) Wide times(Wide lanes, uint32_t factor) {
+#if defined(__AVX512F__)
+    return (Wide)_mm512_mul_epu32((__m512i)lanes, _mm512_set1_epi64(factor));
+#elif defined(__AVX2__)
+    return (Wide)_mm256_mul_epu32((__m256i)lanes, _mm256_set1_epi64x(factor));
+#elif defined(__SSE2__)
+    return (Wide)_mm_mul_epu32((__m128i)lanes, _mm_set1_epi64x(factor));
+#elif defined(__ARM_NEON)
+    return (Wide)vmull_u32(vmovn_u64((uint64x2_t)lanes), vdup_n_u32(factor));
+#else
+    return lanes * factor;
+#endif
+}
 
 /* The words of the ids 4 * first .. 4 * first + 63: ten rounds of Philox4x32, in every lane those of one counter. */
 static inline __attribute__((always_inline)) void philox(uint64_t first, uint32_t index, uint64_t seed, uint32_t words[BLOCK]) {
     const uint64_t low = 0xFFFFFFFFu;
     for (int part = 0; part < COUNTERS; part += WIDE) {
-        Wide c0, c1 = (Wide){0} + index, c2 = {0}, c3 = {0};
-        for (int lane = 0; lane < WIDE; lane++) c0[lane] = first + (uint64_t)(part + lane);
+        Wide c0 = COUNT + (first + (uint64_t)part), c1 = (Wide){0} + index, c2 = {0}, c3 = {0};
         uint64_t key0 = seed & low, key1 = seed >> 32;
         #pragma GCC unroll 10
         for (int round = 0; round < 10; round++) {
-            Wide product0 = c0 * 0xD2511F53u, product2 = c2 * 0xCD9E8D57u;
+            Wide product0 = times(c0, 0xD2511F53u), product2 = times(c2, 0xCD9E8D57u);
             c0 = (product2 >> 32) ^ c1 ^ key0;
             c2 = (product0 >> 32) ^ c3 ^ key1;
             c1 = product2 & low;
@@ -35,13 +63,10 @@ static inline __attribute__((always_inline)) void philox(uint64_t first, uint32_
             key0 = (key0 + 0x9E3779B9u) & low;
             key1 = (key1 + 0xBB67AE85u) & low;
         }
-        for (int lane = 0; lane < WIDE; lane++) {
-            uint32_t *to = words + 4 * (part + lane);
-            to[0] = (uint32_t)c0[lane];
-            to[1] = (uint32_t)c1[lane];
-            to[2] = (uint32_t)c2[lane];
-            to[3] = (uint32_t)c3[lane];
-        }
+        const Wide one = c0 | c1 << 32, two = c2 | c3 << 32;             /* the first two words of a counter, and the last two */
+        const Wide from = COUNT / 2 + COUNT % 2 * WIDE;
+        *(Wide *)(words + 4 * part) = __builtin_shuffle(one, two, from);
+        *(Wide *)(words + 4 * part + LANES) = __builtin_shuffle(one, two, from + WIDE / 2);
     }
 }
 
@@ -97,8 +122,9 @@ static inline __attribute__((always_inline)) double exact_exponential(float valu
 
 typedef struct { double key, weight; int32_t id; } Member;
 
-/* The ids of a row that have survived so far, in ascending order. A filter takes ids in order of their key, and of equal keys in
-   order of the ids, until their weights reach its bound. */
+/* The ids of a row that min_p has left, in ascending order. A filter takes ids in order of their key, and of equal keys in order of
+   the ids, until their weights reach its bound. What it does not take stays in the list with a weight of 0 and a value of -inf:
+   a loop over all of the list has no branch to predict, and becomes vector instructions. */
 typedef struct {
     int64_t count;
     double *weights, *sums;          /* by survivors, and by bins of keys */
@@ -107,10 +133,39 @@ typedef struct {
     int32_t *ids;
 } Survivors;
 
-static int in_order(const void *a, const void *b) {
-    const Member *one = a, *other = b;
-    if (one->key != other->key) return one->key < other->key ? -1 : 1;
-    return one->id < other->id ? -1 : 1;
+static inline __attribute__((always_inline)) int precedes(const Member *one, const Member *other) {
+    return one->key < other->key || (one->key == other->key && one->id < other->id);
+}
+
+/* The member with which the weights, taken in order, reach `enough`; `before` is the weight of what was taken earlier. The ones
+   around it are divided again and again: a sort would order all the others, too. */
+static Member reaches(Member *members, int64_t count, double before, double enough) {
+    while (count > 1) {
+        const Member pivot = members[count / 2];
+        int64_t ahead = 0;
+        double sum = 0.0;
+        members[count / 2] = members[count - 1];
+        for (int64_t i = 0; i < count - 1; i++) {
+            const Member each = members[i];
+            const int first = precedes(&each, &pivot);
+            members[i] = members[ahead];
+            members[ahead] = each;
+            ahead += first;
+            sum += first ? each.weight : 0.0;
+        }
+        members[count - 1] = members[ahead];
+        members[ahead] = pivot;
+        if (ahead > 0 && before + sum >= enough) count = ahead;
+        else if (ahead + 1 == count || before + sum + pivot.weight >= enough) return pivot;
+        else members += ahead + 1, count -= ahead + 1, before += sum + pivot.weight;
+    }
+    return members[0];
+}
+
+#define SUMS 8                       /* a sum of doubles is made of as many, which do not wait for each other */
+
+static double sum_of_sums(const double sums[SUMS]) {
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
 /* The most likely ids first, or with `by_distance` those whose log-weight is nearest to `centre`. */
@@ -125,8 +180,11 @@ static inline __attribute__((always_inline)) int bin_of(float value, int by_dist
 
 /* Keep the first ids until their weights reach `enough`, at least one. */
 static inline __attribute__((always_inline)) void take(Survivors *left, double enough, int by_distance, double centre) {
+    float *values = left->values;
+    double *weights = left->weights;
+    const int32_t *ids = left->ids;
     memset(left->sums, 0, BINS * sizeof(double));
-    for (int64_t i = 0; i < left->count; i++) left->sums[bin_of(left->values[i], by_distance, centre)] += left->weights[i];
+    for (int64_t i = 0; i < left->count; i++) left->sums[bin_of(values[i], by_distance, centre)] += weights[i];
     int bin = 0;
     double sum = 0.0, before = 0.0;                                      /* with the weights of `bin`, and without them */
     for (int each = 0; each < BINS && sum < enough; each++) {
@@ -135,22 +193,17 @@ static inline __attribute__((always_inline)) void take(Survivors *left, double e
         before = sum;
         sum += left->sums[each];
     }
-    int64_t count = 0, end = 0, kept = 0;
+    int64_t count = 0;
     for (int64_t i = 0; i < left->count; i++)
-        if (bin_of(left->values[i], by_distance, centre) == bin)
-            left->members[count++] = (Member){key_of(left->values[i], by_distance, centre), left->weights[i], left->ids[i]};
-    qsort(left->members, (size_t)count, sizeof(Member), in_order);
-    sum = before;
-    do sum += left->members[end++].weight; while (end < count && sum < enough);
-    const Member last = left->members[end - 1];
+        if (bin_of(values[i], by_distance, centre) == bin && weights[i] > 0.0)
+            left->members[count++] = (Member){key_of(values[i], by_distance, centre), weights[i], ids[i]};
+    const Member last = reaches(left->members, count, before, enough);
     for (int64_t i = 0; i < left->count; i++) {
-        const double key = key_of(left->values[i], by_distance, centre);
-        left->ids[kept] = left->ids[i];
-        left->values[kept] = left->values[i];
-        left->weights[kept] = left->weights[i];
-        kept += key < last.key || (key == last.key && left->ids[i] <= last.id);
+        const double key = key_of(values[i], by_distance, centre);
+        const int kept = (key < last.key) | ((key == last.key) & (ids[i] <= last.id));
+        values[i] = kept ? values[i] : -INFINITY;
+        weights[i] = kept ? weights[i] : 0.0;
     }
-    left->count = kept;
 }
 
 typedef struct {
@@ -159,7 +212,7 @@ typedef struct {
     const uint64_t *seed;
     const double *top_p, *typical_p;
     int64_t *tokens;
-    int64_t width, stride;
+    int64_t width, stride, rows, tasks;
 } Draw;
 
 /* A value that at least k ids reach: the k-th largest of the blocks' maxima. */
@@ -169,20 +222,41 @@ static float reached_by(const float *x, int64_t padded, int64_t top_k, Member *r
     for (int64_t block = 0; block < blocks; block++) {
         Lanes top = (Lanes){0} - INFINITY;
         for (int i = 0; i < BLOCK; i += LANES) top = larger(*(const Lanes *)(x + block * BLOCK + i), top);
-        room[block] = (Member){-(double)largest_of(top), 0.0, (int32_t)block};
+        room[block] = (Member){-(double)largest_of(top), 1.0, (int32_t)block};
     }
-    qsort(room, (size_t)blocks, sizeof(Member), in_order);
-    return (float)-room[top_k - 1].key;
+    return (float)-reaches(room, blocks, 0.0, (double)top_k).key;
 }
 
 /* Keep the ids whose surprise is nearest to the entropy. A log-weight is -surprise + log(total). */
 static void take_typical(Survivors *left, double typical_p) {
-    double total = 0.0, sum = 0.0;
-    for (int64_t i = 0; i < left->count; i++) {
-        total += left->weights[i];
-        sum += left->weights[i] * (double)left->values[i];
+    double totals[SUMS] = {0}, sums[SUMS] = {0};
+    for (int64_t i = 0; i < left->count; i += SUMS)
+        for (int j = 0; j < SUMS; j++) {
+            const double weight = left->weights[i + j];
+            totals[j] += weight;
+            sums[j] += weight > 0.0 ? weight * (double)left->values[i + j] : 0.0;
+        }
+    const double total = sum_of_sums(totals);
+    take(left, typical_p * total, 1, sum_of_sums(sums) / total);
+}
+
+/* The ids whose value is at least `floor`. A block without one is passed over. */
+static void find(const float *x, int64_t padded, float floor, Survivors *left) {
+    int64_t count = 0;
+    for (int64_t start = 0; start < padded; start += BLOCK) {
+        Lanes top = (Lanes){0} - INFINITY;
+        for (int i = 0; i < BLOCK; i += LANES) top = larger(*(const Lanes *)(x + start + i), top);
+        if (largest_of(top) < floor) continue;
+        for (int64_t id = start; id < start + BLOCK; id++) {             /* written first, and kept if it is one */
+            left->ids[count] = (int32_t)id;
+            left->values[count] = x[id];
+            count += x[id] >= floor;
+        }
     }
-    take(left, typical_p * total, 1, sum / total);
+    left->count = count;
+    for (; count % SUMS != 0; count++) left->values[count] = -INFINITY, left->ids[count] = 0;
+    for (int64_t i = 0; i < count; i++) left->weights[i] = 1.0;
+    for (int64_t i = left->count; i < count; i++) left->weights[i] = 0.0;
 }
 
 /* What the filters leave of x, in place: all other ids get -inf. */
@@ -191,45 +265,52 @@ static void filter(const Draw *job, int64_t row, float *x, int64_t padded, Survi
     const double top_p = job->top_p[row], typical_p = job->typical_p[row];
     const float reached = top_k > 0 ? reached_by(x, padded, top_k, left->members) : -__FLT_MAX__;
     const float floor = reached > job->floor[row] ? reached : job->floor[row];
-    left->count = 0;
-    for (int64_t id = 0; id < padded; id++) {                            /* written first, and kept if it is one */
-        left->ids[left->count] = (int32_t)id;
-        left->values[left->count] = x[id];
-        left->count += x[id] >= floor;
-    }
-    for (int64_t i = 0; i < left->count; i++) left->weights[i] = 1.0;
+    find(x, padded, floor, left);
     if (top_k > 0 && top_k < left->count) take(left, (double)top_k, 0, 0.0);
     if (top_p < 1.0 || typical_p < 1.0) {
-        for (int64_t i = 0; i < left->count; i++) left->weights[i] = exact_exponential(left->values[i]);
-        double total = 0.0;
-        for (int64_t i = 0; i < left->count; i++) total += left->weights[i];
-        if (top_p < 1.0) take(left, top_p * total, 0, 0.0);
+        double totals[SUMS] = {0};
+        for (int64_t i = 0; i < left->count; i++)
+            left->weights[i] = left->values[i] == -INFINITY ? 0.0 : exact_exponential(left->values[i]);
+        for (int64_t i = 0; i < left->count; i += SUMS)
+            for (int j = 0; j < SUMS; j++) totals[j] += left->weights[i + j];
+        if (top_p < 1.0) take(left, top_p * sum_of_sums(totals), 0, 0.0);
         if (typical_p < 1.0) take_typical(left, typical_p);
     }
     for (int64_t id = 0; id < padded; id++) x[id] = -INFINITY;
     for (int64_t i = 0; i < left->count; i++) x[left->ids[i]] = left->values[i];
 }
 
-static void draw_task(void *with, int64_t row) {
-    const Draw *job = with;
-    const int64_t width = job->width, padded = (width + BLOCK - 1) / BLOCK * BLOCK;
+static int is_filtered(const Draw *job, int64_t row) {
+    return job->top_k[row] > 0 || job->floor[row] > -__FLT_MAX__ || job->top_p[row] < 1.0 || job->typical_p[row] < 1.0;
+}
+
+static void draw_row(const Draw *job, int64_t row, int64_t padded, float *x, Survivors *left) {
     const float *logits = job->logits + job->place[row] * job->stride;
     const float best = logits[job->best[row]], temperature = job->temperature[row];
-    const int filtered = job->top_k[row] > 0 || job->floor[row] > -__FLT_MAX__ || job->top_p[row] < 1.0 || job->typical_p[row] < 1.0;
+    for (int64_t id = 0; id < job->width; id++) x[id] = (logits[id] - best) / temperature;
+    for (int64_t id = job->width; id < padded; id++) x[id] = -INFINITY;
+    if (is_filtered(job, row)) filter(job, row, x, padded, left);
+    job->tokens[row] = race(x, padded, job->seed[row], (uint32_t)job->index[row]);
+}
+
+/* Every so many rows from the first one on, with one scratch memory: a new one for each row would be as many page faults. */
+static void draw_task(void *with, int64_t first) {
+    const Draw *job = with;
+    const int64_t padded = (job->width + BLOCK - 1) / BLOCK * BLOCK;
     const size_t room = (size_t)padded + BLOCK;                          /* what is not kept is written first, and overwritten */
     const size_t others = sizeof(Member) + sizeof(double) + sizeof(float) + sizeof(int32_t);
+    int filtered = 0;
+    for (int64_t row = first; row < job->rows; row += job->tasks) filtered |= is_filtered(job, row);
     char *scratch = malloc(room * sizeof(float) + (filtered ? room * others + BINS * sizeof(double) : 0));
-    job->tokens[row] = -1;
-    if (scratch == NULL) return;
     Survivors left = {.sums = (double *)scratch, .weights = (double *)scratch + BINS};
     left.members = (Member *)(left.weights + room);
     left.ids = (int32_t *)(left.members + room);
     left.values = (float *)(left.ids + room);
     float *x = filtered ? left.values + room : (float *)scratch;
-    for (int64_t id = 0; id < width; id++) x[id] = (logits[id] - best) / temperature;
-    for (int64_t id = width; id < padded; id++) x[id] = -INFINITY;
-    if (filtered) filter(job, row, x, padded, &left);
-    job->tokens[row] = race(x, padded, job->seed[row], (uint32_t)job->index[row]);
+    for (int64_t row = first; row < job->rows; row += job->tasks) {
+        if (scratch == NULL) job->tokens[row] = -1;
+        else draw_row(job, row, padded, x, &left);
+    }
     free(scratch);
 }
 
@@ -238,6 +319,7 @@ static void draw_task(void *with, int64_t row) {
 void KERNEL(draw)(const float *logits, const int64_t *place, const int64_t *best, const float *temperature, const float *floor,
                   const int64_t *top_k, const double *top_p, const double *typical_p, const uint64_t *seed, const int64_t *index,
                   int64_t *tokens, int64_t rows, int64_t width, int64_t stride) {
-    Draw job = {logits, temperature, floor, place, best, index, top_k, seed, top_p, typical_p, tokens, width, stride};
-    run_tasks(rows, rows * width > ENOUGH, draw_task, &job);
+    const int64_t most = TASKS * (int64_t)ridgeline_pool_threads(), tasks = rows < most ? rows : most;
+    Draw job = {logits, temperature, floor, place, best, index, top_k, seed, top_p, typical_p, tokens, width, stride, rows, tasks};
+    run_tasks(tasks, rows * width > ENOUGH, draw_task, &job);
 }
