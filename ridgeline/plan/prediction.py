@@ -24,7 +24,7 @@ import numpy as np
 
 from ridgeline.config import declared_options
 from ridgeline.errors import ConfigError
-from ridgeline.plan import four_bit_experts
+from ridgeline.plan import expert_work
 from ridgeline.plan.division import bubble, expert_loads
 from ridgeline.plan.precision import WEIGHT_FORMATS, compute_format, kv_bytes, weight_bytes
 from ridgeline.plan.public_models import PlannedModel
@@ -51,11 +51,15 @@ EXPERTS = PRODUCTS.index("experts")
 MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
-# An assumption until this engine has such kernels: kernels that convert narrow weights read a fifth more slowly.
+# The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time: e4m3
+# codes of gate and up at 4 rows (benchmarks/studies/fp8_linears), 4-bit integers, and MXFP4, whose numbers take more instructions
+# (both from one request of their records in benchmarks/h200).
+READ = {"fp8": 0.97, "fp8-block": 0.97, "int8": 0.97, "mxfp4": 0.57}
 NARROW_READ = 0.78
-# e4m3 weights, against bf16 ones: the share of the reading speed that gate and up keep at 4 rows, beyond a call's own time, and
-# the share of twice the matrix rate that layers keep at 8,192 rows, quantisation included (benchmarks/studies/fp8_linears).
-FP8_READ, FP8_COMPUTE = 0.97, 0.73
+# The share of twice the matrix rate that layers of e4m3 weights keep at 8,192 rows, quantisation included.
+FP8_COMPUTE = 0.73
+# The share of the rate of attention over prompts that an int8 KV cache leaves: another kernel reads it (its record, 16 x 8,192).
+INT8_KV_COMPUTE = 0.22
 # 4-bit weights (benchmarks/studies/int4_linears): the share of the bf16 rate of many rows that layers keep at 256 rows (the 3.6
 # TFLOP of 32 layers in 8.03 ms, 446 of 700 TFLOP/s), the most rows
 # that are multiplied like that, and the bytes that are moved for each weight where more rows expand it first, at the share of the
@@ -227,7 +231,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     read = device.bandwidth * constants.linear_read
     narrow = 1.0
     if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda":
-        narrow = FP8_READ if setup.weights == "fp8" else NARROW_READ
+        narrow = READ.get(setup.weights, NARROW_READ)
     rate *= FP8_COMPUTE if format == "fp8" else 1.0
     # The head stays wide, but for a file's own.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
@@ -245,11 +249,14 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     if four_bits:
         weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
         products[:, :-1] += weights * many[:, None] * FOUR_BIT_EXPANDED / (device.bandwidth * FOUR_BIT_EXPANDS)
-    if setup.model.experts is not None and WEIGHT_FORMATS[setup.expert_weights].bits == 4 and device.kind == "cuda":
-        products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
+    if setup.model.experts is not None and device.kind == "cuda":
+        if WEIGHT_FORMATS[setup.expert_weights].bits == 4:
+            products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
+        else:
+            seconds = flops[:, EXPERTS] / (rates[EXPERTS] * paced)
+            products[:, EXPERTS] = _tiled_experts(setup, steps, bytes_read[:, EXPERTS] / reads[EXPERTS], seconds)
         products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * kernel
-    narrow_kv = setup.kv != "auto" and device.kind == "cuda"
-    reads_kv, computes_kv = (constants.narrow_kv_read, constants.narrow_kv_compute) if narrow_kv else (1.0, 1.0)
+    reads_kv, computes_kv = _kv_factors(setup)
     attention = steps.attention_bytes / (device.bandwidth * constants.attention_read * reads_kv)
     attention += steps.attention_flops / (wide * constants.attention_compute * computes_kv * paced)
     attention += steps.attention_calls * constants.attention_call_s
@@ -266,6 +273,13 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     }
 
 
+def _kv_factors(setup: Setup) -> tuple[float, float]:
+    """On the speed at which attention reads and computes, by the format of the KV cache."""
+    if setup.kv == "auto" or setup.device.kind != "cuda":
+        return 1.0, 1.0
+    return setup.used.narrow_kv_read, INT8_KV_COMPUTE if "int8" in setup.kv else setup.used.narrow_kv_compute
+
+
 def _rate_kept(setup: Setup, steps: Steps, four_bits: bool, format: str) -> np.ndarray | float:
     """The share of the matrix rate that products of these weights have."""
     if four_bits:
@@ -275,14 +289,24 @@ def _rate_kept(setup: Setup, steps: Steps, four_bits: bool, format: str) -> np.n
     return 1.0
 
 
+def _tiled_experts(setup: Setup, steps: Steps, reading: np.ndarray, computing: np.ndarray) -> np.ndarray:
+    """Seconds without the kernels' own, from those of reading the weights and of computing as dense GEMMs do."""
+    used, experts, hidden = setup.used, setup.shape.experts, setup.model.config.hidden_size
+    assert experts is not None
+    computing = computing * expert_work.padded_rows(experts, steps.tokens) / expert_work.TILED_COMPUTE
+    layers = steps.layers - setup.model.config.num_plain
+    moved = layers * expert_work.pair_bytes(experts, hidden, steps.tokens, WEIGHT_FORMATS[setup.dtype].bytes)
+    return _both(reading, computing, used.overlap) + moved / (setup.device.bandwidth * used.linear_read)
+
+
 def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: float, paced: np.ndarray) -> np.ndarray:
     """Seconds without the kernels' own: reading and unpacking overlap, and computing with both."""
     used, experts, hidden = setup.used, setup.shape.experts, setup.model.config.hidden_size
     assert experts is not None
-    unpacked, padded = four_bit_experts.work(experts, hidden, steps.tokens)
+    unpacked, padded = expert_work.work(experts, hidden, steps.tokens)
     flops = steps.product_flops[:, EXPERTS]
     layers = flops / np.maximum(2 * 3 * hidden * experts.width * experts.used * steps.tokens, 1)     # the last has fewer tokens
-    unpacking = layers * unpacked / (four_bit_experts.unpacks_per_second(wide) * paced)
+    unpacking = layers * unpacked / (expert_work.unpacks_per_second(wide) * paced)
     reading = bytes_read / (setup.device.bandwidth * used.linear_read)
     computing = flops * padded / (wide * used.linear_compute * FOUR_BIT_COMPUTE * paced)
     return _both(np.maximum(reading, unpacking), computing, used.overlap)

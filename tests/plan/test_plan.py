@@ -494,14 +494,14 @@ def test_mixtures_beside_dense_models() -> None:
     mixture, dense = setup("mixtral-8x7b"), setup("mistral-7b")
     few, many = (decode_seconds(mixture, batch, 512) / decode_seconds(dense, batch, 512) for batch in (1, 64))
     assert 1.5 < few < 2.2 < many                        # two experts of eight at batch 1, all of them at 64
-    # A prompt computes with the active parameters: 37.55 G against 70.55.
+    # A prompt computes with the active parameters, 37.55 G against 70.55, in tiles that are not full and more slowly.
     huge, large = (setup(name, ranks=8, weights="fp8") for name in ("deepseek-v3", "llama-3.1-70b"))
-    assert 0.4 < prefill_seconds(huge, 8192) / prefill_seconds(large, 8192) < 0.9
+    assert 0.4 < prefill_seconds(huge, 8192) / prefill_seconds(large, 8192) < 1.0
     assert compute_limited_batch(mixture) == pytest.approx(4 * compute_limited_batch(dense), abs=4)
 
 
 def test_the_report_says_how_many_parameters_are_active(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "deepseek-r1", "--gpu", "H200", "--count", "8", "--weights", "fp8"]) == 0
+    assert main(["plan", "deepseek-r1", "--gpu", "H200", "--count", "8", "--weights", "fp8", "--objective", "chat"]) == 0
     said = capsys.readouterr().out
     assert "671.03 G parameters (37.55 G active per token)" in said and "KV 68.6 KiB per token" in said
     assert "only planned" not in said
@@ -808,12 +808,16 @@ def test_the_page_of_the_cpus_records() -> None:
     assert put_into(page, found) == page
 
 
+@pytest.mark.slow                                        # the same command for a GPU's records is not
 def test_the_cpus_constants_are_fitted_again(tmp_path: Path) -> None:
     shipped = json.loads(FITTED["cpu"].read_text())
     out = tmp_path / "fitted.json"
     records = [str(ROOT / "benchmarks/cpu" / name) for name in shipped["fitted_on"]]
     assert main(["plan", "--fit", *records, "--out", str(out)]) == 0
     assert json.loads(out.read_text())["constants"] == pytest.approx(shipped["constants"], rel=0.01)
+
+
+def test_records_of_a_cpu_and_of_a_gpu_are_not_fitted_together() -> None:
     with pytest.raises(ConfigError, match="of both"):
         one_kind([read_record(CPU_RECORDS[0], {}), read_record(smallest(), {})])
 
@@ -968,7 +972,8 @@ def test_small_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """Heads that do not divide are said, slow speeds are no zeros, one request is one, and errors name the file."""
     assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--count", "3", "--most", "1"]) == 0
     assert "8 KV heads do not divide evenly among 3 ranks: one has up to 3" in capsys.readouterr().out
-    assert main(["plan", "llama-3.1-405b", "--gpu", "H200", "--count", "8", "--derate", "0.003", "--input", "130000"]) == 0
+    assert main(["plan", "llama-3.1-405b", "--gpu", "H200", "--count", "8", "--derate", "0.003", "--input", "130000",
+                 "--most", "8", "--objective", "chat"]) == 0
     said = capsys.readouterr().out
     assert "do not divide" not in said
     assert " 0 tok/s" not in said and not re.search(r"\b1 requests\b", said)
@@ -1034,6 +1039,7 @@ def test_slo_words() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    code = ("import sys; from ridgeline.__main__ import main; main(['plan', 'llama-3.1-8b', '--gpu', 'L4', '--json']); "
+    code = ("import sys; from ridgeline.__main__ import main; "
+            "main(['plan', 'llama-3.1-8b', '--gpu', 'L4', '--most', '1', '--json']); "
             "sys.exit('torch' in sys.modules)")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -94,7 +94,7 @@ def test_a_card_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fp8" not in own.flops and described(own, None, None, None, 140).flops["fp8"] == 140e12
     more = described(DEVICES["RTX4090"], None, 48, None, None)
     assert more.memory == 48e9 and more.bandwidth == DEVICES["RTX4090"].bandwidth
-    assert main(["plan", "llama-3.1-8b", "--bandwidth", "936", "--memory", "24", "--tflops", "71"]) == 0
+    assert main(["plan", "llama-3.1-8b", "--bandwidth", "936", "--memory", "24", "--tflops", "71", "--most", "1"]) == 0
     assert "1 × own card" in capsys.readouterr().out
     assert main(["plan", "llama-3.1-8b", "--memory", "24"]) == 2
     assert "--bandwidth GB/s, --memory GB and --tflops" in capsys.readouterr().err
@@ -120,12 +120,12 @@ def test_help_has_no_empty_choice(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "8192", "--output", "64"]) == 0
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "8192", "--output", "64", "--most", "1"]) == 0
     first, second, third, empty, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("fits: 15.0 GiB of weights in ") and "53 requests of 8,256 tokens" in first
     assert re.match(r"how fast: one user waits \d+ ms for the first token, then 5\.\d ms for each", second)
     assert "at batch 1 reading the weights" in third and "at batch 53 computing prompts" in third and not empty
-    assert main(["plan", "llama-3.1-70b", "--gpu", "H100"]) == 0
+    assert main(["plan", "llama-3.1-70b", "--gpu", "H100", "--most", "1"]) == 0
     assert capsys.readouterr().out.startswith("DOES NOT FIT: it needs 13")
 
 

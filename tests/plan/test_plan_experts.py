@@ -1,16 +1,24 @@
-"""Mixtures in plan: experts of 4 bits are unpacked as their kernels do it. Their records: test_plan.py."""
+"""Mixtures in plan: experts of 4 bits are unpacked, and many tokens fill tiles, as their kernels do it. TPOT: test_plan.py."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ridgeline.plan import four_bit_experts
+from ridgeline.cli.cmd_plan import preset_lengths
+from ridgeline.ops.experts.expert_products import _measured_tile
+from ridgeline.plan import expert_work
 from ridgeline.plan.capacity import model_bytes
+from ridgeline.plan.check import check
 from ridgeline.plan.prediction import EXPERTS, FOUR_BIT_COMPUTE, Setup
 from ridgeline.plan.public_models import find_model
+from ridgeline.plan.records import read_record
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.sizes.hardware import find_device
+
+RECORDS = Path(__file__).resolve().parents[2] / "benchmarks/h200"
 
 
 def setup(**more: object) -> Setup:
@@ -23,9 +31,9 @@ def test_packed_experts_take_what_their_op_takes(tokens: int, micros: float) -> 
     as many CTAs for each pair and twice the pairs, so that its last wave is fuller."""
     made = setup()
     steps = gather(made.shape, [count_rows(made.shape, decode_rows(tokens, 8))], made.model)
-    unpacked, padded = four_bit_experts.work(made.model.experts, 2880, np.array([float(tokens)]))  # type: ignore[arg-type]
+    unpacked, padded = expert_work.work(made.model.experts, 2880, np.array([float(tokens)]))  # type: ignore[arg-type]
     wide, used = made.device.rate("bfloat16"), made.used
-    seconds = unpacked / four_bit_experts.unpacks_per_second(wide)
+    seconds = unpacked / expert_work.unpacks_per_second(wide)
     flops = steps.product_flops[:, EXPERTS] / made.model.config.num_layers
     computing = flops * padded / (wide * used.linear_compute * FOUR_BIT_COMPUTE)
     both = (seconds**used.overlap + computing**used.overlap) ** (1 / used.overlap)
@@ -43,7 +51,26 @@ def test_experts_have_the_checkpoints_format_unless_another_is_asked_for() -> No
 def test_every_pair_of_few_tokens_is_unpacked_and_experts_of_many_fill_tiles() -> None:
     experts = find_model("gpt-oss-20b").experts
     assert experts is not None
-    assert four_bit_experts.tiles(experts, np.array([1.0, 8.0])).tolist() == [4, 32]
-    assert four_bit_experts.tile_rows(np.array([32.0, 512, 2048, 8192]), 32).tolist() == [16, 32, 64, 128]
-    many = four_bit_experts.tiles(experts, np.array([8192.0]))[0]
+    assert expert_work.tiles(experts, np.array([1.0, 8.0])).tolist() == [4, 32]
+    assert expert_work.packed_rows(np.array([32.0, 512, 2048, 8192]), 32).tolist() == [16, 32, 64, 128]
+    many = expert_work.tiles(experts, np.array([8192.0]))[0]
     assert 8192 * 4 / 128 < many < 1.1 * 8192 * 4 / 128
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v2-lite", "mixtral-8x7b", "gpt-oss-20b"])
+def test_first_tokens_of_many_requests_are_predicted(name: str) -> None:
+    record = read_record(RECORDS / f"offline-{name}.json", preset_lengths())
+    found = {each.figure: each.error for each in check(record) if each.workload == "batch128"}
+    assert abs(found["first tokens"]) < 0.1 and abs(found["TPOT"]) < 0.1
+
+
+def test_tiles_are_those_of_the_kernels_and_few_tokens_have_none() -> None:
+    experts = find_model("mixtral-8x7b").experts
+    assert experts is not None
+    for pairs in (8, 72, 73, 160, 161, 768, 769, 10**5):
+        assert expert_work.tile_rows(np.array([float(pairs)]), 8)[0] == _measured_tile(pairs, 8, True).rows
+    # 128 rows for each expert, in tiles of 128: half of the experts have two.
+    padded = expert_work.padded_rows(experts, np.array([1.0, 8.0, 512.0, 1e6]))
+    assert padded[:3].tolist() == [1.0, 1.0, 1.5] and padded[3] < 1.001
+    moved = expert_work.pair_bytes(experts, 4096, np.array([1.0, 100.0]), 2)
+    assert moved.tolist() == [0.0, 100 * 2 * 2 * (4096 + 14336) * 2]
