@@ -13,6 +13,7 @@ import sys
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.process.head_start import keep_byte_code
 from ridgeline.process.standard_streams import discard_output, open_missing
+from ridgeline.report.columns import fitted
 from ridgeline.version import __version__
 
 COMMANDS = {
@@ -88,13 +89,13 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
 
 def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview())
+        print(fitted(overview()))
         return 0
     if argv[0] in ("-V", "--version", "version"):
         print(f"ridgeline {__version__}")
         return 0
     if len(argv) == 2 and argv[1] in ("-h", "--help", "help") and any(name.startswith(f"{argv[0]} ") for name in COMMANDS):
-        print(overview(f"{argv[0]} "))
+        print(fitted(overview(f"{argv[0]} ")))
         return 0
     name, rest = find_command(argv)
     place, help = COMMANDS[name]
@@ -141,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refuse(reason: str, code: int) -> int:
-    print(f"ridgeline: error: {reason}", file=sys.stderr)
+    print(f"ridgeline: error: {reason}", file=sys.stderr)                # not folded: it may end with a command to copy
     return code
 
 

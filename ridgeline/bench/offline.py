@@ -32,6 +32,7 @@ from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality
 from ridgeline.bench.workload.workloads import BESIDE_LLAMA_CPP, PRESETS, Workload
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
+from ridgeline.report.columns import fitted
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.roofline.step_cost import decoder_shape, step_cost
 
@@ -117,7 +118,7 @@ def _measure_all(
         figures[", ".join([workload.name, *(f"{name}={value}" for name, value in named.items())])] = row
         rows += table_rows(workload, named, row)
         if args.format == "md":
-            print(_line(workload, row), flush=True)
+            print(fitted(_line(workload, row)), flush=True)
     if isinstance(contenders[-1], LlamaCppPeer):
         facts["peer"] = contenders[-1].facts()
         figures["start"] = first_tokens.compare(config.model_path, torch.get_num_threads(), args.repeats)

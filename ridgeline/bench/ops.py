@@ -86,12 +86,14 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", nargs="+", choices=sorted(all_ops()), help="default: all ops that an engine uses on the device")
+    parser.add_argument("--op", nargs="+", choices=sorted(all_ops()), metavar="NAME",
+                        help=f"{', '.join(sorted(all_ops()))} (default: all that an engine uses on the device)")
     parser.add_argument("--implementation", nargs="+", metavar="NAME",
                         help="only implementations of these names: reference (plain torch), native (C), triton; for comparison "
                              "library (cuBLAS), onto (a GEMM onto the residual), contiguous (torch's attention) (default: all)")
     parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these words")
-    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: the device's fastest common dtype")
+    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), metavar="DTYPE",
+                        help=f"{', '.join(sorted(DTYPE_BYTES))} (default: the device's fastest common one)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"timed runs of each case (default: {SAMPLES})")
     parser.add_argument("--peaks-again", action="store_true", help="measure this machine's peak rates again")

@@ -40,6 +40,7 @@ from ridgeline.bench.load.serve_page import report
 from ridgeline.bench.load.target import Target
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.progress import progress_bar
+from ridgeline.report.columns import fitted
 from ridgeline.server.lifecycle import raise_file_limit, uvloop
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         Path(args.html).parent.mkdir(parents=True, exist_ok=True)
         Path(args.html).write_text(report(made, points))
     if args.format == "md":
-        print("\n".join(lines(made)))
+        print(fitted("\n".join(lines(made))))
     else:
         print(table.rendered([row(point) for point in made["figures"]["points"]], args.format, made))
     if failure := too_many_failed(made["figures"]["points"], most):
@@ -98,7 +99,7 @@ async def _bench(asked: Plan) -> tuple[dict[str, Any], list[list[Outcome]]]:
             points.append(point)
             last_runs.append(outcomes)
             if args.format == "md":
-                print(progress_line(point), flush=True)
+                print(fitted(progress_line(point)), flush=True)
     client.close()
     found = {"points": points} | _best(points)
     peak = {"client": own_peak(), "server_bytes": server_peak(port) if local else None}

@@ -26,6 +26,7 @@ from ridgeline.diagnose.as_page import diagnosis_page
 from ridgeline.diagnose.as_text import text
 from ridgeline.diagnose.attach import Attached, attach
 from ridgeline.errors import ConfigError
+from ridgeline.report.columns import fitted
 from ridgeline.roofline import drill
 from ridgeline.roofline.facts import PartFacts, facts_of
 from ridgeline.roofline.patterns import find_patterns
@@ -188,7 +189,7 @@ def _show(
     if args.html and page is not None:
         name, outcomes, points = page
         Path(args.html).write_text(diagnosis_page(tree, f"{name}, diagnosed", workload, outcomes, points))
-    print(json.dumps(made) if args.json else text(tree))
+    print(json.dumps(made) if args.json else fitted(text(tree)))
     for name in ("trace", "html", "out"):
         if getattr(args, name):
             print(f"wrote {getattr(args, name)}", file=sys.stderr)

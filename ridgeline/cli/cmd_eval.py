@@ -22,6 +22,7 @@ from ridgeline.evaluate.slices import SLICES
 from ridgeline.evaluate.task import Task, check_save_path
 from ridgeline.evaluate.texts import DEFAULT_TEXT
 from ridgeline.process import embedded
+from ridgeline.report.columns import fitted
 
 FAILED_GATE = 3
 
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
                   device_log.gpu_facts() or None)
     if args.out:
         write(made, Path(args.out))
-    print(json.dumps(made) if args.json else table(result))
+    print(json.dumps(made) if args.json else fitted(table(result)))
     return 0 if all(verdict["passed"] for verdict in result.get("gate", ())) else FAILED_GATE
 
 

@@ -33,6 +33,7 @@ from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
 from ridgeline.quant.quality_card import CARD
 from ridgeline.quantize.card import PlannedCard, planned_card
+from ridgeline.report.columns import fitted
 from ridgeline.sizes.hardware import DEVICES, Device, Link, described, find_device
 from ridgeline.sizes.mesh_shape import stage_layers
 
@@ -40,7 +41,8 @@ BEYOND_BAR = 3                       # exit code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s MODEL --gpu NAME [options] | --check RECORD.json ... | --fit RECORD.json ..."
+    ways = ("MODEL --gpu NAME [options]", "--check RECORD.json ...", "--fit RECORD.json ...")
+    parser.usage = "\n       ".join(f"%(prog)s {each}" for each in ways)
     parser.add_argument("model", nargs="?", default="", metavar="MODEL",
                         help=f"config.json, directory, .gguf file, or a name: {', '.join(CONFIGS)}")
     _add_machine(parser.add_argument_group("machine"))
@@ -132,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(told))
     else:
-        print(plan_report.text(told))
+        print(fitted(plan_report.text(told)))
     return 0
 
 

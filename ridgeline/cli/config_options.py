@@ -112,6 +112,9 @@ def add_options(
             _add(groups[titles.get(declared.name, title)], declared, kind)
 
 
+_LONGEST_LIST = 50                   # letters of the choices beside an option; longer ones are in its text, which is folded
+
+
 def _add(group: argparse._ArgumentGroup, declared: Field[Any], kind: type) -> None:
     """Options that are not given stay absent, so the default has one place: the declaration."""
     flag = f"--{declared.name.replace('_', '-')}"
@@ -122,10 +125,13 @@ def _add(group: argparse._ArgumentGroup, declared: Field[Any], kind: type) -> No
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help)
         return
     shown = "" if default == "" else f" (default: {'auto' if default is None else default})"
+    listed = ",".join(choices or ())
+    if len(listed) > _LONGEST_LIST:
+        shown = f": {', '.join(choices)}{shown}"
     group.add_argument(
         flag,
         type=_read_int if kind is int else kind,         # `checked` knows the choices, and other spellings of them
-        metavar="{" + ",".join(choices) + "}" if choices else kind.__name__.upper(),
+        metavar=f"{{{listed}}}" if 0 < len(listed) <= _LONGEST_LIST else "NAME" if choices else kind.__name__.upper(),
         default=argparse.SUPPRESS,
         help=(declared.metadata["help"] + shown).replace("%", "%%"),
     )

@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser)
     _add_prompts(parser)
     group = parser.add_argument_group("figures")
-    group.add_argument("--slo", "--goodput", nargs="+", default=[], metavar="ttft:500,tpot:50",
-                       help="latency objectives in milliseconds; adds goodput")
+    group.add_argument("--slo", "--goodput", nargs="+", default=[], metavar="SLO",
+                       help="latency objectives in milliseconds, such as ttft:500,tpot:50; adds goodput")
     group.add_argument("--num-warmups", type=int, default=WARM_UPS, help=f"requests before the timed ones (default: {WARM_UPS})")
     group.add_argument("--first-pass", action="store_true",
                        help="run each setting once before its warm-up too: what users meet after a deploy")

@@ -1,0 +1,56 @@
+"""What commands print fits a terminal of 80 columns; a pipe gets every line whole."""
+
+from __future__ import annotations
+
+import argparse
+import io
+
+import pytest
+
+from ridgeline.__main__ import main, overview
+from ridgeline.cli import cmd_plan, cmd_quantize, cmd_serve
+from ridgeline.cli.config_options import OptionParser
+from ridgeline.report.columns import fitted
+
+
+def longest(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_line_goes_on_below_its_text() -> None:
+    line = "  serve     one two three four five six seven eight nine ten"
+    assert fitted(line, width=40) == "  serve     one two three four five six\n            seven eight nine ten"
+    assert fitted("  a plain sentence that is too long for this", width=40) == "  a plain sentence that is too long for\n    this"
+    table, address = "| a | " + "b" * 90 + " |", "see http://" + "x" * 90
+    assert fitted(table, width=80) == table and address[4:] in fitted(address, width=80).splitlines()[-1]
+    assert fitted(line, io.StringIO()) == line
+
+
+def test_the_overview_fits_and_an_error_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error may end with a command to copy."""
+    assert longest(overview()) > 80 >= longest(fitted(overview(), width=80))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stderr", said := Terminal())
+    assert main(["plan", "embedded"]) == 2 and len(said.getvalue().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", [cmd_plan, cmd_quantize, cmd_serve], ids=lambda module: module.__name__.split(".")[-1])
+def test_the_options_of_a_command_fit(command: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", Terminal())
+    parser: argparse.ArgumentParser = OptionParser(prog="ridgeline command")
+    command.add_arguments(parser)                        # type: ignore[attr-defined]
+    assert longest(parser.format_help()) <= 80
+
+
+@pytest.mark.slow
+def test_a_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", said := Terminal())
+    assert main(["plan", "qwen3-30b-a3b", "--gpu", "h200"]) == 0
+    assert longest(said.getvalue()) <= 80
