@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -98,8 +99,14 @@ def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def usual_kernels() -> Iterator[None]:
-    """An engine with kernels=reference switches them for the whole process: the next test starts as if it were alone."""
+def unchanged_process() -> Iterator[None]:
+    """The next test starts as if it were alone. An engine with kernels=reference switches them for the whole process. A script
+    that a test imports puts folders on the path, and a benchmark raises the limit on files: with either changed, every later
+    process of this worker would start cold (warm_start.py)."""
+    path, files = sys.path[:], resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
+    sys.path[:] = path
+    if resource.getrlimit(resource.RLIMIT_NOFILE) != files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
     if registry := sys.modules.get("ridgeline.ops.registry"):
         registry.set_kernels("auto")

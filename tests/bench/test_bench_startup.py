@@ -112,7 +112,7 @@ def test_an_engine_is_started_and_accounts_for_its_time(
 
 
 def test_a_start_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "startup", str(tmp_path / "nothing"), "--starts", "2", "--cold"]) == 1
+    assert main(["bench", "startup", str(tmp_path / "nothing"), "--starts", "2"]) == 1
     assert "ended with code" in capfd.readouterr().err
 
 

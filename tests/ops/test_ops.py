@@ -43,8 +43,8 @@ OPS: list[Op[Any, Any]] = [
     router.normed_route_rows, experts_op.experts,
 ]
 CUDA = torch.cuda.is_available()
-# Only Hopper's kernels multiply packed experts. In the interpreter they become plain numbers, as in the smaller cases.
-EXPANDED = ("packed-two-int4", "packed-some", "packed-many", "packed-most")
+# Only Hopper's kernels multiply packed experts. In the interpreter they become plain numbers, as in the smallest case.
+EXPANDED = ("packed-two", "packed-few", "packed-two-int4", "packed-some", "packed-many", "packed-most")
 
 
 def device_of(op: Op[Any, Any], implementation: Implementation, dtype: torch.dtype, gpu: bool = CUDA) -> str | None:

@@ -250,7 +250,7 @@ def test_what_fails_inside_is_a_number_for_clients(
 @pytest.mark.reliability("H-01c")
 def test_what_was_refused_is_freed_without_the_garbage_collector(server: ScriptedServer) -> None:
     """The server looks for garbage rarely: a body must not wait for that."""
-    size, count = 2_000_000, 12
+    size, count = 1_000_000, 6
     refused = [
         ("/v1/completions", {"prompt": "a", "x" * size: 1}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * size}]}),

@@ -141,8 +141,8 @@ PROMISES = {
     "R-05b": "drain over TLS, with keys and timeouts",
     "R-06": "a fault at each of 15 sites, at the first and at later calls: one request fails or one engine is restarted",
     "R-07": "a poisoned row fails alone (NaN logits, a grammar that fails, a bad request)",
-    "R-08": "a step that does not fit into memory, every 50 of 2,000 steps under preemptions and shared prefixes: no "
-    "request fails, every answer is right",
+    "R-08": "a step that does not fit into memory, every 50 of 500 steps (slow: of 2,000) under preemptions and shared "
+    "prefixes: no request fails, every answer is right",
     "R-08b": "a request that fits into no step fails alone; without any memory every request gets an error, and the engine "
     "lives",
     "R-09": "a port in use, a wrong setting: one line, code 2",
@@ -167,7 +167,7 @@ PROMISES = {
     "P-01b": "200 runs of 5,000 operations of each of the two models, compared after every one",
     "P-02": "the scheduler against a reference: budgets, no double scheduling, nothing lost, every request ends",
     "P-02b": "2,000 random traces",
-    "P-03": "all interleavings of three requests: 1,254 of eight events",
+    "P-03": "all interleavings of three requests: 568 of seven events (slow: 1,254 of eight)",
     "P-03b": "135,219 of eighteen events on four blocks, planned a step ahead; 13,608 of twelve events on five, planned "
     "ahead or not",
     "P-04": "no request starves",

@@ -123,7 +123,7 @@ def test_streams_survive_a_lost_engine(server: ServerProcess, url: str, number: 
 
 
 @pytest.mark.reliability("R-01")
-@pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["streaming", "whole"])
 def test_a_storm_of_disconnects(server: ServerProcess, url: str, stream: bool) -> None:
     """Clients that hang up before, while and after they were answered; the fixture checks that nothing is left."""
     host, port = url.removeprefix("http://").split(":")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import anthropic
@@ -37,10 +38,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
         yield made
 
 
+@cache
+def client_of(url: str) -> anthropic.Anthropic:
+    """Making one takes as long as a dozen requests."""
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
 @pytest.fixture
 def client(server: ScriptedServer) -> anthropic.Anthropic:
     server.llm.script = lambda prompt: "Good day to you"
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+    return client_of(server.url)
 
 
 def prompt_of(server: ScriptedServer) -> str:
@@ -277,7 +284,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSer
 
 @pytest.fixture
 def tool_client(with_tools: ScriptedServer) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=with_tools.url, api_key="none", max_retries=0, timeout=60)
+    return client_of(with_tools.url)
 
 
 def parts(message: anthropic.types.Message) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
         yield made
 
 
+@cache
+def client_of(url: str) -> openai.OpenAI:
+    """Making one takes as long as a dozen requests."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
 @pytest.fixture
 def client(server: ScriptedServer) -> openai.OpenAI:
     server.llm.script = lambda prompt: TEXT
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return client_of(server.url)
 
 
 @pytest.mark.reliability("C-13")
@@ -419,7 +426,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSer
 @pytest.fixture
 def tool_client(with_tools: ScriptedServer) -> openai.OpenAI:
     with_tools.llm.script = lambda prompt: SAID
-    return openai.OpenAI(base_url=f"{with_tools.url}/v1", api_key="none", max_retries=0, timeout=60)
+    return client_of(with_tools.url)
 
 
 @pytest.mark.reliability("C-13")
