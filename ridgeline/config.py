@@ -141,6 +141,9 @@ class ParallelOptions:
         "mp", "where ranks run. mp: on this machine; ray: on the machines of a Ray cluster (pip install 'ridgeline[ray]')",
         ("mp", "ray"),
     )
+    disable_custom_all_reduce: bool = option(
+        False, "small messages between GPUs of one machine go over NCCL, not through a kernel that reads the others' memory"
+    )
 
     @property
     def mesh(self) -> MeshShape:

@@ -50,7 +50,7 @@ _NO_PARALLEL = "ranks find each other, and divide the work evenly"
 # Why it changes nothing -> names.
 _IGNORED: dict[str, str] = {
     _INTERNAL: """
-        disable_cascade_attn max_seq_len_to_capture= compilation_config= disable_custom_all_reduce use_v2_block_manager
+        disable_cascade_attn max_seq_len_to_capture= compilation_config= use_v2_block_manager
         ray_workers_use_nsight optimization_level= performance_mode= kernel_config= additional_config= profiler_config=
         attention_backend= attention_config= moe_backend= linear_backend= mamba_backend= gdn_prefill_backend=
         kda_prefill_backend= ir_op_priority= enable_flashinfer_autotune enable_bf16x3_router_gemm use_fp64_gumbel

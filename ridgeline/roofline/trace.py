@@ -18,7 +18,9 @@ KNOWN = "ridgeline"                  # key of our own fields in a trace: the pro
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 MARKS = ("user_annotation", "cpu_op")
-_COLLECTIVE = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast_kernel", re.IGNORECASE)
+_COLLECTIVE = re.compile(
+    r"one_shot_sum|nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast_kernel", re.IGNORECASE
+)
 _ALLOCATES = re.compile(r"^(cuda|hip|cu)(Host)?(Mem)?(Malloc|Free|Alloc)", re.IGNORECASE)
 _WAITS = re.compile(r"Synchronize$|^cudaMemcpy$|^cuMemcpy(Dto|Hto)[HD](_v2)?$")
 # Which part of a step a kernel belongs to, by its name; the first that fits.
