@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import logging
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -144,6 +146,41 @@ def test_ctrl_c_keeps_what_was_written(chat: Callable[..., Said]) -> None:
     assert [each["content"] for each in model.got[1]] == ["Hello", "half", "More"] and "half\nstopped\n" in out
     with pytest.raises(KeyboardInterrupt):               # a pipe's writer is not there to go on
         chat("Hello\n", model)
+
+
+def test_a_ctrl_c_that_repeats_does_not_end_the_conversation(
+    chat: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A held key sends the next one while the first is being handled, and between an answer and the next prompt."""
+    asked: list[str] = []
+
+    def hears(prompt: str = "") -> str:
+        asked.append(prompt)
+        if len(asked) == 1:
+            signal.raise_signal(signal.SIGINT)
+        if len(asked) <= 3:
+            return "Hello"
+        raise EOFError
+
+    class HeldDown(Terminal):
+        def write(self, text: str) -> int:
+            signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    class Stopped(Scripted):
+        def reply(self, messages: list[dict[str, Any]], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
+            self.got.append(messages)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the answer went on")
+
+    monkeypatch.setattr("builtins.input", hears)
+    monkeypatch.setattr("sys.stdout", HeldDown())
+    model = Stopped()
+    before = signal.getsignal(signal.SIGINT)
+    written = sys.stdout
+    chat("", model, tty=True)
+    assert len(asked) == 4 and len(model.got) == 2 and signal.getsignal(signal.SIGINT) is before
+    assert isinstance(written, HeldDown) and "stopped" in written.getvalue()
 
 
 def test_chat_is_quiet_by_default(monkeypatch: pytest.MonkeyPatch) -> None:

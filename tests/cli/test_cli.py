@@ -458,7 +458,7 @@ def test_chat_on_a_terminal_survives_ctrl_c(model: Path) -> None:
     read_until(b"Hello\r\n")
     while len(seen) < 50:
         seen += os.read(ours, 4096)                      # the answer has begun
-    os.write(ours, b"\x03")
+    os.write(ours, b"\x03" * 3)                          # as a held key does
     read_until(b">>> ")
     while b"Ctrl-D leaves" not in seen:                  # readline misses a signal between its prompt and its wait for keys
         os.write(ours, b"\x03")
@@ -466,7 +466,11 @@ def test_chat_on_a_terminal_survives_ctrl_c(model: Path) -> None:
             seen += os.read(ours, 4096)
     read_until(b"Ctrl-D leaves")
     read_until(b">>> ")
-    os.write(ours, b"\x04")
-    wait_until(lambda: process.poll() is not None)
+
+    def leaves() -> bool:
+        os.write(ours, b"\x04")                          # again: a late Ctrl-C of the loop above flushes the input
+        return process.poll() is not None
+
+    wait_until(leaves)
     os.close(ours)
     assert process.returncode == 0

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ridgeline.cli.chat.ctrl_c import CtrlC
 from ridgeline.cli.chat.talk import ChatModel, Message, Reply
 from ridgeline.errors import RequestError
 from ridgeline.sampling_params import SamplingParams
@@ -37,16 +38,23 @@ class Conversation:
         self._system = system
         self._messages: list[Message] = []
         self._interactive = sys.stdin.isatty()
+        self._ctrl_c = CtrlC()
         self._colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
     def beginning(self) -> list[Message]:
         return [{"role": "system", "content": self._system}] if self._system else []
 
     def run(self) -> None:
-        if self._interactive:
-            importlib.import_module("readline")          # line editing and history for input()
+        if not self._interactive:
+            self._converse()
+            return
+        importlib.import_module("readline")              # line editing and history for input()
+        with self._ctrl_c.installed():
             print(self._model.describe())
             self._tell(SHORT_HELP)
+            self._converse()
+
+    def _converse(self) -> None:
         while (text := self._ask()) is not None:
             if not text.strip():
                 continue
@@ -61,8 +69,9 @@ class Conversation:
         """The next message; None at the end."""
         while True:
             try:
-                line = self._line(">>> ")
-                return self._several(line) if line.startswith(_FENCE) else line
+                with self._ctrl_c:
+                    line = self._line(">>> ")
+                    return self._several(line) if line.startswith(_FENCE) else line
             except EOFError:
                 if self._interactive:
                     print()
@@ -179,7 +188,8 @@ class Conversation:
 
         reply = None
         try:
-            reply = self._model.reply([*self.beginning(), *self._messages], self._settings, write)
+            with self._ctrl_c:
+                reply = self._model.reply([*self.beginning(), *self._messages], self._settings, write)
         except RequestError as error:
             if parts:                                    # it broke off: what has come is kept
                 print("", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,21 @@ class LocalModel:
 
     def reply(self, messages: list[Message], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
         asked = {"max_tokens": None, **self._llm.sampling_defaults, **settings}
-        return self._runner.run(self._stream(messages, SamplingParams(**asked), write))
+        loop = self._runner.get_loop()
+        answer: asyncio.Task[Reply] | None = None
+
+        def stop(*_: object) -> None:                    # an exception here could hit a task that other answers need
+            if answer is not None:
+                loop.call_soon_threadsafe(answer.cancel)
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            answer = loop.create_task(self._stream(messages, SamplingParams(**asked), write))
+            return loop.run_until_complete(answer)
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     async def _stream(self, messages: list[Message], params: SamplingParams, write: Callable[[str], None]) -> Reply:
         asked = time.monotonic()
