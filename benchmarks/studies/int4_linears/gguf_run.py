@@ -118,7 +118,7 @@ def gemm_plans(outputs: int, rows: int) -> dict[str, PackedGemmPlan]:
     strips, made = -(-outputs // 16), {}
     sizes = {32: (32,), 64: (32, 64), 128: (64, 128), 256: (64, 128)}.get(rows, ())
     for block_rows in sizes:
-        tiles, stages = {32: (4, 8), 64: (4, 5), 128: (2, 5)}[block_rows]
+        tiles, stages = {32: (4, 8), 64: (4, 6), 128: (2, 4)}[block_rows]
         items = -(-strips // 4) * -(-rows // block_rows)
         for splits in (1, 2):
             if splits == 1 or 2 * items <= MULTIPROCESSORS:

@@ -5,7 +5,8 @@ The rules come from benchmarks/studies/int4_linears on an H200, with the matrice
 Expanding a weight and cuBLAS together are slower still, up to MOST_ROWS.
 
 Plans with `together` are faster from 17 to 128 rows (128 rows of int4: 1.07). No rule takes them: with such rules one of five
-engines with int4 weights died of a launch failure on its first steps, and the cause is not known. The study times them.
+engines with int4 weights died of a launch failure on its first steps: their rings had five slots, which changed between the
+parts (PackedGemmPlan.__post_init__). Rings whose slots stay with a part have not run on a GPU yet. The study times them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class PackedGemmPlan:
     step: int                        # strips of 16 outputs in a tile, at most parts * warps * halves
     programs: int = 1                # CTAs per SM
     together: bool = False           # both parts have all outputs of a tile, and each a half of the inputs; not chosen (below)
+
+    def __post_init__(self) -> None:
+        # A part waits for a slot by the parity of its fill. If the other part had the slot last and TMA has not completed that
+        # fill yet, the parity is that of the fill before it: the wait ends at once, and the part reads what is being written.
+        if self.together and self.stages % (8 // self.tiles):
+            raise ValueError(f"a ring of {self.stages} blocks, {8 // self.tiles} in a run: its slots change between the parts")
 
     def shared_bytes(self) -> int:
         """Shared memory that the ring of one CTA takes, and the sums that a part hands over."""
