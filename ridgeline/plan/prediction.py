@@ -56,8 +56,9 @@ MOST_ROWS = GPU_ROWS                 # concurrent requests
 # (both from one request of their records in benchmarks/h200).
 READ = {"fp8": 0.97, "fp8-block": 0.97, "int8": 0.97, "mxfp4": 0.57}
 NARROW_READ = 0.78
-# The share of twice the matrix rate that layers of e4m3 weights keep at 8,192 rows, quantisation included.
-FP8_COMPUTE = 0.73
+# The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first tokens
+# of 128 prompts in their records.
+EIGHT_BIT_COMPUTE = {"fp8": 0.83, "fp8-block": 0.76, "int8": 0.86}
 # The share of the rate of attention over prompts that an int8 KV cache leaves: another kernel reads it (its record, 16 x 8,192).
 INT8_KV_COMPUTE = 0.22
 # 4-bit weights (benchmarks/studies/int4_linears): the share of the bf16 rate of many rows that layers keep at 256 rows (the 3.6
@@ -232,7 +233,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     narrow = 1.0
     if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda":
         narrow = READ.get(setup.weights, NARROW_READ)
-    rate *= FP8_COMPUTE if format == "fp8" else 1.0
+    if format in EIGHT_BIT_COMPUTE and device.kind == "cuda":
+        rate *= EIGHT_BIT_COMPUTE[setup.weights]
     # The head stays wide, but for a file's own.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
     rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.stored else wide]) * constants.linear_compute
