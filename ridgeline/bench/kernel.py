@@ -35,7 +35,7 @@ ROUNDS = 3                           # candidate and current in turn, so that a 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="a Python file that defines a function named like the op, or `candidate`")
-    parser.add_argument("--op", required=True, choices=sorted(ops.all_ops()))
+    parser.add_argument("--op", required=True, choices=sorted(ops.all_ops()), help="the operation")
     parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these words")
     parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: all dtypes of the cases")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")

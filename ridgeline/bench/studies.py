@@ -37,7 +37,8 @@ LONG_PROMPT = "long-prompt"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="",
                         help="name in the HF cache, directory or .gguf file; default: the embedded model")
-    parser.add_argument("--study", nargs="+", choices=(*STUDIES, CASCADE, LONG_PROMPT), default=list(STUDIES))
+    parser.add_argument("--study", nargs="+", choices=(*STUDIES, CASCADE, LONG_PROMPT), default=list(STUDIES),
+                        help=f"default: all but {CASCADE} and {LONG_PROMPT}")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--shape", choices=sorted(SHAPES), help="long-prompt: use a public model's shapes with dummy weights")
     parser.add_argument("--prompt", type=int, default=SIZES.prompt, help="long-prompt: length of the long prompt")

@@ -7,7 +7,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -33,6 +33,23 @@ ENGINE_GROUPS = {
 }
 
 
+class ShortUsage(argparse.HelpFormatter):
+    """Lists long choices once, in an option's text. argparse repeats them in the usage and in the option's own line."""
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
+        if _lists_in_text(action):
+            return lambda size: ("NAME",) * size
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = super()._expand_help(action)
+        return f"{text}; one of {', '.join(map(str, action.choices or ()))}" if _lists_in_text(action) else text
+
+
+def _lists_in_text(action: argparse.Action) -> bool:
+    return action.metavar is None and action.choices is not None and len(",".join(map(str, action.choices))) > 30
+
+
 class OptionParser(argparse.ArgumentParser):
     """argparse, except that --max_model_len is --max-model-len, that options of vLLM and llama.cpp are answered, that --config
     reads a file, and that errors are ConfigErrors of one line."""
@@ -40,7 +57,7 @@ class OptionParser(argparse.ArgumentParser):
     engine = False                   # set for commands that take engine options
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=ShortUsage, **settings)
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         words = with_config_file(argv) if self.engine else argv

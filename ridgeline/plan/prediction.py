@@ -56,8 +56,8 @@ MOST_ROWS = GPU_ROWS                 # concurrent requests
 # (both from one request of their records in benchmarks/h200).
 READ = {"fp8": 0.97, "fp8-block": 0.97, "int8": 0.97, "mxfp4": 0.57}
 NARROW_READ = 0.78
-# The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first tokens
-# of 128 prompts in their records.
+# The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first
+# tokens of 128 prompts in their records.
 EIGHT_BIT_COMPUTE = {"fp8": 0.83, "fp8-block": 0.76, "int8": 0.86}
 # The share of the rate of attention over prompts that an int8 KV cache leaves: another kernel reads it (its record, 16 x 8,192).
 INT8_KV_COMPUTE = 0.22

@@ -8,6 +8,7 @@ import io
 import pytest
 
 from ridgeline.__main__ import main, overview
+from ridgeline.bench import host, kernel, offline
 from ridgeline.cli import cmd_plan, cmd_quantize, cmd_serve
 from ridgeline.cli.config_options import OptionParser
 from ridgeline.report.columns import fitted
@@ -39,7 +40,10 @@ def test_the_overview_fits_and_an_error_is_whole(monkeypatch: pytest.MonkeyPatch
     assert main(["plan", "embedded"]) == 2 and len(said.getvalue().splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", [cmd_plan, cmd_quantize, cmd_serve], ids=lambda module: module.__name__.split(".")[-1])
+COMMANDS = [cmd_plan, cmd_quantize, cmd_serve, host, kernel, offline]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__.split(".")[-1])
 def test_the_options_of_a_command_fit(command: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout", Terminal())
