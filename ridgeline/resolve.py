@@ -134,7 +134,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
     graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
     check_quantization(
         model, config.model.quantization, device.kind, dtype, config.parallel.tensor_parallel_size,
-        config.execution.deterministic, reasons,
+        config.execution.deterministic, reasons, device.kernels,
     )
     if config.execution.deterministic and device.kind == "cuda":
         _check_deterministic(config, dtype, model)
@@ -292,7 +292,7 @@ class Memory:
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)
         made = cls(
             kind=device.kind, dtype=dtype, room=room, others=allowed - room,
-            weights=fullest_weight_bytes(model, dtype, device.kind, mesh, config.model.quantization) + rotation,
+            weights=fullest_weight_bytes(model, dtype, device.kind, mesh, config.model.quantization, device.kernels) + rotation,
             runtime=device.runtime, per_block=fullest_page_bytes(groups, model.num_layers, mesh.pipeline, stored),
             vocab=model.vocab_size, per_row_kept=tables + (logits if graphs else 0) + partials,
             per_row_logits=logits, per_row_copied=0 if device.kind == "cpu" else logits * 2,

@@ -71,7 +71,12 @@ def _card_line(path: Path, card: dict[str, Any]) -> str:
     every, slices = card["quality"]["all"], card["quality"]["slices"]
     return (f"| {_recipe(card)} | {card['size']['output_bytes'] / 1e6:,.0f} | {every['kl']:.3f} | {every['kl_p99']:.2f} | "
             f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | {slices['text']['perplexity']:.2f} | "
-            f"{slices['multilingual']['perplexity']:.1f} | [card](../{path.relative_to(ROOT)}) |")
+            f"{slices['multilingual']['perplexity']:.1f} | {_link(path, card)} |")
+
+
+def _link(path: Path, card: dict[str, Any]) -> str:
+    """With a mark where the code that made the card is no commit of this repository."""
+    return f"[card](../{path.relative_to(ROOT)})" + ("" if card["machine"].get("in_history", True) else " †")
 
 
 def needs() -> str:
@@ -121,7 +126,7 @@ def auto(prefix: str) -> str:
             formats = ", ".join(f"{row['count']} {row['format']} ({row['method']})" for row in card["linears"])
             worst = max(row["kl"] for row in card["quality"]["slices"].values())
             lines.append(f"| {_recipe(card)} | {megabytes:.1f} | {formats} | {every['kl']:.3f} | {worst:.3f} | "
-                         f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | [card](../{path.relative_to(ROOT)}) |")
+                         f"{1 - every['top1']:.1%} | {every['perplexity']:.2f} | {_link(path, card)} |")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ weights and needs no torch. Code inside a model directory is never run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
-from ridgeline.models.checkpoints.linear_formats import LinearFormats, cpu_weight_bytes, held_bytes
+from ridgeline.models.checkpoints.linear_formats import LinearFormats, cpu_weight_bytes
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Quantisation
 from ridgeline.models.config_fields import (
@@ -48,6 +49,7 @@ from ridgeline.models.layer_patterns import (
 )
 from ridgeline.models.multipliers import gguf_multipliers, read_multipliers
 from ridgeline.models.rope import Rope, yarn_score_scale
+from ridgeline.ops.kernel_table import H200, DeviceFacts
 from ridgeline.process.log import get_logger
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -245,21 +247,19 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1, context_si
     return [KVGroupSpec(layers, window, size, heads, key, value, context_size) for window, layers in groups]
 
 
-def weight_bytes(config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none") -> int:
-    """Bytes of the weights on one rank, without the padding of uneven shards.
-
-    Experts of 4 bits are taken to be laid out as the kernels of a Hopper GPU want them.
-    """
+def weight_bytes(
+    config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none", kernels: DeviceFacts = H200
+) -> int:
+    """Bytes of the weights on one rank after loading, without the padding of uneven shards. `kernels`: facts of the GPU, on which
+    the layout of codes depends (quant/gpu_layout.py)."""
     if device == "cpu" and dtype == "float32":
         return cpu_weight_bytes(config, tp_size, quantization)
     total = config.num_parameters * DTYPE_BYTES[dtype] // tp_size
     if device == "cuda":
         formats = LinearFormats(config, quantization, device, tp_size, dtype)
-        for shape, format in formats.shapes():
-            total += format.nbytes(shape.outputs, shape.share) - shape.outputs * shape.share * DTYPE_BYTES[dtype]
-        for shape, format in formats.experts():
+        for shape, format in itertools.chain(formats.shapes(), formats.experts()):
             plain = shape.outputs * shape.share * DTYPE_BYTES[dtype]
-            total += shape.count * (held_bytes(format, shape.outputs, shape.share) - plain)
+            total += shape.count * (shape.nbytes(format, kernels) - plain)
     return total
 
 

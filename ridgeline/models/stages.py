@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ridgeline.models.model_config import ModelConfig, weight_bytes
+from ridgeline.ops.kernel_table import H200, DeviceFacts
 from ridgeline.sizes.kv_format import KVFormat
 from ridgeline.sizes.kv_spec import KVGroupSpec, groups_here, page_bytes
 from ridgeline.sizes.mesh_shape import MeshShape, stage_layers
@@ -29,9 +30,11 @@ def stage_parameters(config: ModelConfig, stage: int, stages: int) -> int:
     return found - absent * config.vocab_size * config.hidden_size
 
 
-def fullest_weight_bytes(config: ModelConfig, dtype: str, device: str, shape: MeshShape, quantization: str = "none") -> int:
-    """Bytes of the weights on a rank of the stage that has most."""
-    whole = weight_bytes(config, dtype, device, shape.tensor, quantization)
+def fullest_weight_bytes(
+    config: ModelConfig, dtype: str, device: str, shape: MeshShape, quantization: str = "none", kernels: DeviceFacts = H200
+) -> int:
+    """Bytes of the weights on a rank of the stage that has most. `kernels`: facts of the GPU."""
+    whole = weight_bytes(config, dtype, device, shape.tensor, quantization, kernels)
     if shape.pipeline == 1:
         return whole
     most = max(stage_parameters(config, stage, shape.pipeline) for stage in range(shape.pipeline))

@@ -3,8 +3,9 @@
     usable · gpu_memory_utilization = weights + KV cache + rows + steps + runtime (+ the draft model)
 
 On a CPU all of it is the engine's: weights in the dtype, second layouts and stored blocks beside them, and a quarter of what is
-left for KV. On GPUs, formats that the engine does not support yet are counted by their bytes per weight and per element of K
-and V. `textbook` is the common estimate from weights and KV alone.
+left for KV. So are the weights of a GGUF file whose codes a GPU keeps, in the layout of its kind. On GPUs, other formats are
+counted by their bytes per weight and per element of K and V, also those that the engine does not support yet. `textbook` is the
+common estimate from weights and KV alone.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.draft_checkpoint import draft_pages
 from ridgeline.errors import ConfigError
-from ridgeline.models.checkpoints.linear_formats import held_bytes
 from ridgeline.models.model_config import kv_groups
 from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes, stage_parameters
+from ridgeline.ops.kernel_table import H200
+from ridgeline.ops.kernel_table import DeviceFacts as KernelFacts
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.quant.format import MADE
+from ridgeline.quant.gpu_layout import gpu_bytes
 from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes
 from ridgeline.sizes import ledger
+from ridgeline.sizes.hardware import Device
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
 
 RUNTIME = 760 * 2**20                # CUDA context and libraries, as the engine counts them
@@ -63,17 +67,18 @@ class Capacity:
         )
         facts = DeviceFacts(
             "cpu" if on_cpu else "cuda", setup.device.usable * (setup.devices if on_cpu else 1), (setup.dtype,),
-            0 if on_cpu else RUNTIME,
+            0 if on_cpu else RUNTIME, kernels=kernel_facts(setup.device),
         )
         groups = kv_groups(config, BLOCK_SIZE, setup.ranks, setup.ranks if setup.context_parallel else 1)
         memory = Memory.of(options, facts, config, setup.dtype, groups, setup.wide_kv, context, setup.graphs, budget)
-        if not on_cpu:
-            rotation = memory.weights - fullest_weight_bytes(config, setup.dtype, facts.kind, options.parallel.mesh)
+        if not on_cpu and setup.kept is None:
+            rotation = memory.weights - fullest_weight_bytes(
+                config, setup.dtype, facts.kind, options.parallel.mesh, kernels=facts.kernels)
             memory = replace(memory, weights=rotation + rank_bytes(setup.model, setup))
         memory = replace(memory, per_block=block_bytes(setup.model, setup, groups))
         if setup.draft_model is None:
             return cls(setup, memory, groups, context, budget)
-        draft = replace(setup, weights=setup.dtype, sparse=False)
+        draft = replace(setup, weights=setup.dtype, sparse=False, stored=None)
         per_block = page_bytes([draft_pages(setup.draft_model.config, BLOCK_SIZE, setup.ranks)], setup.wide_kv)
         return cls(setup, memory, groups, context, budget, rank_bytes(setup.draft_model, draft), per_block)
 
@@ -136,6 +141,11 @@ class Capacity:
             )
 
 
+def kernel_facts(device: Device) -> KernelFacts:
+    """Of a GPU of the table, as the kernel table asks for them: on its kind depends how codes lie in memory."""
+    return H200._replace(hopper=device.hopper, gluon=device.hopper, fp8="fp8" in device.flops)
+
+
 def model_bytes(model: PlannedModel, setup: Setup) -> int:
     """Weights on all devices: the layers' linears in their format, the rest in the setup's dtype. Experts that a checkpoint has
     in another format lie as their kernels hold them."""
@@ -144,7 +154,8 @@ def model_bytes(model: PlannedModel, setup: Setup) -> int:
     if experts is not None and setup.expert_weights != setup.weights:
         shapes = ((2 * experts.width, config.hidden_size), (config.hidden_size, experts.width))
         number = (config.num_layers - config.num_plain) * experts.count
-        held = number * sum(held_bytes(MADE[setup.expert_weights], *shape) for shape in shapes)
+        format, facts = MADE[setup.expert_weights], kernel_facts(setup.device)
+        held = number * sum(gpu_bytes(format, *shape, place == 0, facts) for place, shape in enumerate(shapes))
         linears -= number * sum(outputs * inputs for outputs, inputs in shapes)
     others = model.parameters - model.linear_parameters
     return round(held + linears * weight_bytes(setup.weights, setup.sparse) + others * wide)

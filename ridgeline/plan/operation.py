@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ridgeline.errors import ConfigError
 from ridgeline.plan.capacity import Capacity, possible_ranks
 from ridgeline.plan.division import possible_stages
-from ridgeline.plan.precision import compute_format, weight_bytes
+from ridgeline.plan.precision import weight_bytes
 from ridgeline.plan.prediction import (
     MOST_ROWS,
     STEP_TOKENS,
@@ -145,7 +145,7 @@ def compute_limited_batch(setup: Setup) -> int:
     """Rows from which the linears are compute-bound: ridge · bytes per weight / 2. An expert gets only its share of the
     rows."""
     device = setup.device
-    rate = device.rate(compute_format(device, setup.weights, setup.dtype)) * (2 if setup.sparse and device.sparse else 1)
+    rate = device.rate(setup.computed) * (2 if setup.sparse and device.sparse else 1)
     rows = rate / device.bandwidth * weight_bytes(setup.weights, setup.sparse) / 2
     experts = setup.model.experts
     part = experts.used / experts.count if experts is not None else 1.0

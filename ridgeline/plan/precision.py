@@ -35,6 +35,17 @@ class Format:
         return (self.bits + self.scale_bits) / 8
 
 
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The codes of a checkpoint, kept as the device lays them out: bytes of a weight with its scales."""
+
+    format: str                      # of WEIGHT_FORMATS, the one that they are nearest to
+    linears: float                   # of the layers
+    head: float
+    experts: float
+    expert_format: str = ""          # of WEIGHT_FORMATS; empty: as the linears
+
+
 def _made(name: str, computes: bool) -> Format:
     """What the option `quantization` makes: with the true bytes of its scales."""
     bits = GRIDS[MADE[name].grid][0]

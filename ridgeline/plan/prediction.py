@@ -26,7 +26,7 @@ from ridgeline.config import declared_options
 from ridgeline.errors import ConfigError
 from ridgeline.plan import expert_work
 from ridgeline.plan.division import bubble, expert_loads
-from ridgeline.plan.precision import WEIGHT_FORMATS, compute_format, kv_bytes, weight_bytes
+from ridgeline.plan.precision import WEIGHT_FORMATS, StoredWeights, compute_format, kv_bytes, weight_bytes
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.plan.workload_steps import (
     PRODUCTS,
@@ -125,7 +125,7 @@ class Setup:
     stages: int = 1                  # of a pipeline, each with that many devices
     dtype: str = "bfloat16"          # of activations, and of whatever has no format of its own
     weights: str = "bfloat16"        # of the layers' linears; embedding, head and norms stay in dtype
-    stored: float | None = None      # bytes of a weight in a file whose packed matrices, the head too, are kept as they are
+    stored: StoredWeights | None = None                  # of a checkpoint whose codes are kept; see `kept`
     kv: str = "auto"
     sparse: bool = False             # 2:4, in the layers' linears
     drafts: int = 0                  # tokens proposed per step …
@@ -162,17 +162,32 @@ class Setup:
     @property
     def shape(self) -> DecoderShape:
         config = self.model.config
-        each = self.stored or weight_bytes(self.weights, self.sparse)
+        used = self.kept or StoredWeights(
+            self.weights, weight_bytes(self.weights, self.sparse), WEIGHT_FORMATS[self.dtype].bytes,
+            weight_bytes(self.expert_weights, self.sparse),
+        )
         whole = decoder_shape(
-            config, self.dtype, bytes_per_weight=each, expert_bytes=self.stored or weight_bytes(self.expert_weights, self.sparse),
-            head_bytes=self.stored or WEIGHT_FORMATS[self.dtype].bytes,
+            config, self.dtype, bytes_per_weight=used.linears, expert_bytes=used.experts, head_bytes=used.head
         )
         whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled), window_kv_bytes=None)
         return whole.shard(self.ranks) if self.ranks > 1 else whole
 
     @property
+    def kept(self) -> StoredWeights | None:
+        """The checkpoint's own weights, unless others are asked for."""
+        return self.stored if self.stored is not None and self.stored.format == self.weights and not self.sparse else None
+
+    @property
+    def computed(self) -> str:
+        """The format of matrix products. The codes of a file that a GPU keeps become numbers first."""
+        wide = self.kept is not None and self.device.kind == "cuda"
+        return compute_format(self.device, self.dtype if wide else self.weights, self.dtype)
+
+    @property
     def expert_weights(self) -> str:
         """The checkpoint's own format of experts, unless another is asked for. Only a GPU keeps it."""
+        if self.kept is not None and self.kept.expert_format:
+            return self.kept.expert_format
         stored = self.model.expert_format if self.device.kind == "cuda" and self.weights == self.dtype else ""
         return stored or self.weights
 
@@ -226,7 +241,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     """
     constants, device = setup.used, setup.device
     p = constants.overlap
-    format = compute_format(device, setup.weights, setup.dtype)
+    format = setup.computed
     rate = device.rate(format) * (2 if setup.sparse and device.sparse else 1)
     wide = device.rate(setup.dtype if setup.dtype in device.flops else device.wide)
     read = device.bandwidth * constants.linear_read
@@ -237,7 +252,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
         rate *= EIGHT_BIT_COMPUTE[setup.weights]
     # The head stays wide, but for a file's own.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
-    rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.stored else wide]) * constants.linear_compute
+    rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.kept else wide]) * constants.linear_compute
     paced = np.broadcast_to(pace, len(steps))
     grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.models.checkpoints.linear_formats import cpu_weight_bytes
+from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, cpu_weight_bytes, expert_bytes
+from ridgeline.models.checkpoints.linear_formats import linears as all_linears
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, hf_model_config, load_model_config, read_json
+from ridgeline.ops.kernel_table import DeviceFacts
+from ridgeline.plan.precision import StoredWeights
 from ridgeline.process import embedded
 from ridgeline.quant.layout import stored_kind
 from ridgeline.sizes.abilities import packed_width
+from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +234,32 @@ def packed_format(name: str) -> str | None:
     return packed_width(bits) or None
 
 
-def kept_bytes(model: PlannedModel) -> float | None:
-    """Of a weight, the head included, as a CPU keeps a packed file or a quantised checkpoint; None: its weights are numbers."""
+def stored_weights(
+    model: PlannedModel, format: str, kind: str, dtype: str, ranks: int, kernels: DeviceFacts
+) -> StoredWeights | None:
+    """What a device of this kind keeps of a packed file or a quantised checkpoint, whose matrices are nearest to `format`; None:
+    its weights are numbers, or formats are chosen apart from it. `kernels`: facts of a GPU."""
+    if kind == "cpu":
+        each = _cpu_bytes(model)
+        return None if each is None else StoredWeights(format, each, each, each)
+    config, wide = model.config, DTYPE_BYTES[dtype]
+    if kind != "cuda" or config.quantisation is None:
+        return None
+    formats = LinearFormats(config, "none", kind, ranks, dtype)
+    given = {shape.path: shape.nbytes(fitted, kernels) for shape, fitted in formats.shapes()}
+    head, linears, numbers = float(wide), 0.0, 0
+    for shape in all_linears(config, ranks):
+        size = shape.outputs * shape.share
+        if shape.path == HEAD:
+            head = given.get(HEAD, size * wide) / size
+            continue
+        linears, numbers = linears + given.get(shape.path, size * wide), numbers + size
+    of_experts = expert_bytes(config, "none", kind, ranks, dtype)
+    return StoredWeights(format, linears / numbers, head, of_experts or wide, "mxfp4" if of_experts else dtype)
+
+
+def _cpu_bytes(model: PlannedModel) -> float | None:
+    """Of a weight, the head included, as a CPU keeps it."""
     config = model.config
     if config.packed:
         return sum(each.nbytes for each in config.packed) / sum(each.weights for each in config.packed)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.plan.precision import WEIGHT_FORMATS
+from ridgeline.plan.precision import WEIGHT_FORMATS, StoredWeights
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
 from ridgeline.plan.public_models import CONFIGS, find_model, table_name
 from ridgeline.plan.workload_steps import Lengths
@@ -229,5 +229,6 @@ def _cpu(raw: dict[str, Any]) -> Record:
     width = packed_width(8 * stored)
     rates = figures.get("peak_flops_s") or {"float32": rate / PROMPT_SHARE, width or "float32": rate / PROMPT_SHARE}
     device = Device("CPU", 0, bandwidth, rates, NO_LINK, kind="cpu")
-    setup = Setup(model=model, device=device, dtype="float32", weights=width or "float32", stored=stored if width else None)
+    kept = StoredWeights(width, stored, stored, stored) if width else None
+    setup = Setup(model=model, device=device, dtype="float32", weights=width or "float32", stored=kept)
     return Record(workload["model"], setup, rows, 512, 128)

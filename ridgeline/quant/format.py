@@ -219,30 +219,6 @@ def quantises_rows(format: WeightFormat) -> bool:
     return format.grid == "e4m3" and (scales == FP8_ROW.scales or blocks)
 
 
-def has_kernels(format: WeightFormat) -> bool:
-    """Whether a GPU has kernels made for this format. Otherwise ops/quantised serves it, as every format."""
-    scales = format.scales
-    packs = format.grid in ("uint4", "e2m1") and scales is not None and scales.zero != "offset" and _packs(scales)
-    return quantises_rows(format) or packs or has_blocks(format)
-
-
-def has_blocks(format: WeightFormat) -> bool:
-    """GGUF's 4 to 6 bits: what ops/packed/block_weight.py keeps exactly."""
-    scales = format.scales
-    if scales is None or format.grid not in ("uint4", "q5", "q6") or scales.zero == "code" or format.reordered:
-        return False
-    if scales.outer is None:
-        return scales.block == (1, 32) and scales.dtype in ("bfloat16", "float16")
-    two_levels = scales.outer.block == (1, 256) and scales.outer.dtype == "float16" and scales.dtype in ("uint8", "int8")
-    return two_levels and (scales.block == (1, 16) or (scales.block == (1, 32) and scales.zero == "offset"))
-
-
-def _packs(scales: Scales) -> bool:
-    """quant/packed.py: groups and scales that its layout keeps exactly."""
-    rows, inputs = scales.block
-    return rows == 1 and (inputs in (16, 32, 64, 128) or inputs % 128 == 0) and scales.dtype in ("bfloat16", "float16", "e8m0")
-
-
 def quantization_rules(option: str, method: str = "") -> Mapping[str, str]:
     """The option `quantization` as {pattern: format}: one name; "pattern=format" pairs between commas; or a JSON object. The
     first pattern that is found in a linear's path counts. `method`: of a quantised checkpoint; its name asks for nothing."""

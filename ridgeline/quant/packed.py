@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.ops.activation import gated_activation
-from ridgeline.ops.hopper import is_hopper
+from ridgeline.ops.hopper import device_facts
+from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.linear import gemm_small
-from ridgeline.ops.packed.block_weight import block_form, pack_blocks, packed_numbers
+from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
 from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
-from ridgeline.ops.packed.packed_weight import PackedWeight, pack, packs
-from ridgeline.quant.format import WeightFormat, has_kernels
+from ridgeline.ops.packed.packed_sizes import packs
+from ridgeline.ops.packed.packed_weight import PackedWeight, pack
 from ridgeline.quant.four_bits import FourBits, four_bits
+from ridgeline.quant.gpu_layout import BLOCKS, FOUR_BITS, gpu_layout, may_pack
 from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Norm
 
@@ -47,17 +49,17 @@ class Packed(Quantised):
 
     def _pack(self, linear: nn.Module) -> None:
         """Where this does nothing, the linear keeps its format's tensors."""
-        device, weight = linear.weight.device, linear.quantised
-        if device.type == "cuda" and not is_hopper(device):
-            return
-        gated = set(linear.rows) == {"gate", "up"} and weight.order is None
-        if block_form(weight) is not None:
-            if weight.order is None and (not gated or len(weight.weight) % 16 == 0):
-                linear.packed = pack_blocks(weight, gated)
-            return
-        four = four_bits(weight)
-        if four is not None and (_holds(four, gated) if linear.is_loaded else _may_hold(four, gated, linear.format)):
-            linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
+        device, weight, format = linear.weight.device, linear.quantised, linear.format
+        facts = device_facts(device) if device.type == "cuda" else H200  # a CPU keeps codes only to compute what a GPU would
+        paired = set(linear.rows) == {"gate", "up"}
+        found = gpu_layout(format, len(weight.weight), weight.inputs, paired, facts)
+        gated = paired and weight.order is None
+        if found == BLOCKS:
+            linear.packed = pack_blocks(weight, gated)
+        elif facts.hopper and (found == FOUR_BITS or (linear.is_loaded and may_pack(format))):
+            four = four_bits(weight)
+            if four is not None and (not linear.is_loaded or _holds(four, gated)):
+                linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
 
     def _is_packed(self, linear: nn.Module) -> bool:
         """While kernels are collected, before the weights are loaded, whatever the codes are is packed once."""
@@ -91,13 +93,6 @@ class Packed(Quantised):
             x, residual, norm.weight, norm.eps, packed, linear.bias, norm_offset=norm.offset, gate=gate if packed.gated else None
         )
         return (out if gate is None or packed.gated else gated_activation(out, gate)), stream
-
-
-def _may_hold(four: FourBits, gated: bool, format: WeightFormat) -> bool:
-    """Before the numbers are loaded: whether the layout has room for such a format."""
-    outputs, inputs = four.codes.shape[0], 2 * four.codes.shape[1]
-    fits = not inputs % four.scale.shape[1] and packs(outputs, inputs, inputs // four.scale.shape[1], gated)
-    return fits and has_kernels(format)
 
 
 def _holds(four: FourBits, gated: bool) -> bool:

@@ -113,6 +113,23 @@ def stored_bytes(linear: Linear) -> int:
     return found
 
 
+# The most tensors that `stored_tensors` makes of a linear, and what a file's header has around a name and a shape: offsets have
+# up to twelve digits.
+_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
+_AROUND = len('"":{"dtype":"F8_E4M3","shape":[],"data_offsets":[,]},') + 2 * 12
+_BESIDE = 8 + len('{"__metadata__":{"format":"pt"}}') + 8        # the header's length, and what pads it
+
+
+def header_bytes(shapes: Mapping[str, Sequence[int]], modules: Collection[str]) -> int:
+    """At most, of a file with these tensors by name; those of `modules` may become codes of any format."""
+    found = _BESIDE
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        names = [f"{module}.{suffix}" for suffix in _SUFFIXES] if module in modules else [name]
+        found += sum(_AROUND + len(each) + len(str(list(shape))) for each in names)
+    return found
+
+
 # ── config.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

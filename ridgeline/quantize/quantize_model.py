@@ -12,7 +12,7 @@ import platform as python_platform
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +40,7 @@ from ridgeline.quantize.calibration import (
     halves,
 )
 from ridgeline.quantize.card_page import page as card_page
-from ridgeline.quantize.ct_writer import Linear, quantization_config
+from ridgeline.quantize.ct_writer import Linear, header_bytes, quantization_config
 from ridgeline.quantize.duration import Forecast, Spent, Watch, forecast
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.own_text import SEARCH_OPENINGS, own_passages
@@ -205,8 +205,8 @@ def _chosen(job: Job, kept: Path, make: Callable[[QuantizeRecipe], dict[str, Any
         space = auto_search.Space(job.recipe, auto_search.tried_options(bool(job.text), measure.moves_scales()),
                                   auto_search.parse_fastest(job.fastest) if job.fastest else None)
         costs = auto_search.measured(measure, model, space, texts, kept)
-        rest = model.plain_bytes([name for block in model.blocks for name in model.names(block)]) \
-            - sum(unit.sizes[-1] for unit in costs.units)
+        modules = [linear.module for linear in model.linears(job.recipe)]
+        rest = _beside(model, modules) - sum(unit.sizes[-1] for unit in costs.units)
 
         def pick(units: list[Unit]) -> list[int] | None:
             if job.most_bytes:
@@ -227,6 +227,13 @@ def _chosen(job: Job, kept: Path, make: Callable[[QuantizeRecipe], dict[str, Any
     if job.limits:
         card.require_limits(made, job.limits, f"the best that auto found in {job.most_bytes / 1e9:g} GB")
     return made
+
+
+def _beside(model: PlainModel, modules: Collection[str]) -> int:
+    """Bytes of the output without codes, with the headers of its files at their largest: a limit counts whole files."""
+    names = [model.names(block) for block in model.blocks]
+    headers = sum(header_bytes({name: model.shape(name) for name in each}, modules) for each in names)
+    return model.plain_bytes([name for each in names for name in each]) + headers
 
 
 def search_texts(job: Job) -> Texts:

@@ -49,6 +49,7 @@ class Device:
     kind: str = "cuda"               # as the engine calls it; devices of other kinds can be planned, not used
     torch_names: tuple[str, ...] = field(default=())     # what torch calls it
     inline_ecc: bool = False         # error correction takes a sixteenth of the memory itself, as on servers' GDDR6
+    hopper: bool = False             # TMA and wgmma, for which many kernels are written
     taken: float = 0.0               # of a measured CPU: the share of its cores that other programs had meanwhile
 
     @property
@@ -89,15 +90,15 @@ DEVICES: dict[str, Device] = {
         Device("A100-PCIe", 80 * GB, 1.935 * TB, _rates(bfloat16=312, float16=312, int8=624, float32=19.5), PCIE4, True,
                torch_names=("NVIDIA A100 80GB PCIe",)),
         Device("H100", 80 * GB, 3.35 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
-               True, torch_names=("NVIDIA H100 80GB HBM3",)),
+               True, torch_names=("NVIDIA H100 80GB HBM3",), hopper=True),
         Device("H100-PCIe", 80 * GB, 2.0 * TB, _rates(bfloat16=756, float16=756, fp8=1513, int8=1513, float32=51), PCIE5,
-               True, torch_names=("NVIDIA H100 PCIe",)),
+               True, torch_names=("NVIDIA H100 PCIe",), hopper=True),
         Device("H100-NVL", 94 * GB, 3.9 * TB, _rates(bfloat16=835, float16=835, fp8=1671, int8=1671, float32=60), PCIE5,
-               True, torch_names=("NVIDIA H100 NVL",)),
+               True, torch_names=("NVIDIA H100 NVL",), hopper=True),
         Device("H200", 141 * GB, 4.8 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
-               True, torch_names=("NVIDIA H200",)),
+               True, torch_names=("NVIDIA H200",), hopper=True),
         Device("GH200", 96 * GB, 4.0 * TB, _rates(bfloat16=989, float16=989, fp8=1979, int8=1979, float32=67), NVLINK4,
-               True, torch_names=("NVIDIA GH200 480GB",)),
+               True, torch_names=("NVIDIA GH200 480GB",), hopper=True),
         Device("B200", 180 * GB, 8.0 * TB, _rates(bfloat16=2250, float16=2250, fp8=4500, int8=4500, fp4=9000, float32=80),
                NVLINK5, True, torch_names=("NVIDIA B200",)),
         Device("MI300X", 192 * GB, 5.3 * TB, _rates(bfloat16=1307, float16=1307, fp8=2615, int8=2615, float32=163), XGMI,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from served_model import write_model
 
 from ridgeline.__main__ import main
@@ -343,10 +344,9 @@ def test_weights_that_are_codes_are_compared_with_the_numbers_that_they_stand_fo
     """A GGUF file's, and a mixture's. Both are measured by what their definitions give in the same dtype."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
              "vocab_size": 512}
-    monkeypatch.setattr(quality, "_SPREAD", 2.0)         # a CPU keeps the head of a GGUF file in float16
     for name in ("llama-3.1-8b-q4_k_m", "gpt-oss-20b"):
         monkeypatch.setitem(shapes.SHAPES, name, SHAPES[name] | sizes)
-        found = quality.check_quality(name, "float32", SHORT, device="cpu", cpu_activations="float32")
+        found = quality.check_quality(name, "float32", SHORT, device="cpu", cpu_activations="float32")       # its head: float16
         assert found["top1_agreement"] == 1.0 and "quantised weights" in found["reached"]
         assert found["same_dtype_agreement"] == 1.0 and found["least"] == quality.LEAST
 
@@ -422,13 +422,39 @@ def test_a_wrong_engine_does_not(small_shape: str, monkeypatch: pytest.MonkeyPat
     assert all(part["top1_agreement"] < 0.9 for part in found["by_part"].values())
 
 
+def test_a_float16_head_has_room_for_rows_of_different_lengths() -> None:
+    """With all of the vocabulary of a real model: finite logits, long rows as far apart as in bfloat16, exact both ways."""
+    wide, narrow = (quality.row_powers(128_256, dtype) for dtype in (torch.bfloat16, torch.float16))
+    longest = wide > wide.max() - quality._FLOAT16_POWERS
+    assert 20 < int(longest.sum()) < 1000 and torch.equal(narrow[longest] - narrow.max(), wide[longest] - wide.max())
+    assert narrow.min() == 0 and int((narrow == 0).sum()) > 127_000
+    weight = (torch.randn(128_256, 8, generator=torch.Generator().manual_seed(0)) / 64).half()
+    spread = weight * torch.exp2(narrow).half()[:, None]
+    assert spread.isfinite().all() and torch.equal(spread * torch.exp2(-narrow).half()[:, None], weight)
+    assert 5 * 2.0 ** float(narrow.max()) < torch.finfo(torch.float16).max       # a logit of five deviations
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_check_of_a_file_computes_in_the_dtype_of_its_engine(mix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(quality, "compare", lambda model, dtype, *_, **__: asked.append((model, dtype)))
+    quality.check_quality(f"llama-3.1-8b-{mix}")
+    ((checked, dtype),) = asked
+    facts = DeviceFacts("cuda", 10**11, ("bfloat16", "float16"), 0)
+    found = [
+        resolve(EngineConfig.of(model=model, dtype=dtype, max_model_len=256, load_format="dummy"), facts).dtype
+        for model in (checked, str(write_shape(f"llama-3.1-8b-{mix}")))
+    ]
+    assert dtype == "auto" and found == ["float16", "float16"]
+
+
 def test_figures_of_a_wrong_engine_do_not_count(
     small_shape: str, tiny_presets: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are on disk with what was found, and the command fails; not so where a lossy technique was asked for."""
     parts = {"one row": {"top1_agreement": 0.97, "positions": 9}}
     agreement = {"top1_agreement": 0.97, "least": 0.99, "same_dtype_agreement": None, "top1_agreement_alike_rows": 0.9,
-                 "positions": 9, "by_part": parts, "reached": []}
+                 "positions": 9, "by_part": parts, "reached": [], "dtype": "float32"}
     monkeypatch.setattr(presets, "check_quality", lambda *_, **__: agreement)
     monkeypatch.setitem(shapes.SHAPES, "llama-3.1-8b", shapes.SHAPES[small_shape] | {"num_hidden_layers": 1})
     words = ["bench", "offline", "--preset", "latency_b1", "--shape", "llama-3.1-8b", "--directory", str(tmp_path)]

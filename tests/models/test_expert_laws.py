@@ -20,12 +20,13 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.llm import LLM
 from ridgeline.errors import ModelError
 from ridgeline.messages import StepResult
-from ridgeline.models.checkpoints.linear_formats import LinearFormats, expert_bytes, held_bytes
+from ridgeline.models.checkpoints.linear_formats import LinearFormats, expert_bytes
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.expert_config import Experts, Routing
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, load_model_config, weight_bytes
 from ridgeline.models.weights import deinterleaved, load_weights, model_pieces
+from ridgeline.ops.kernel_table import H200
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.quant.scheme import Invariant, Unquantised
@@ -179,7 +180,7 @@ def test_gpt_oss_experts_in_mxfp4(tmp_path: Path) -> None:
     assert saved > 0
     # The ledger has them as a Hopper GPU holds them.
     for shape, format in formats.experts():
-        saved -= shape.count * (held_bytes(format, shape.outputs, shape.share) - format.nbytes(shape.outputs, shape.share))
+        saved -= shape.count * (shape.nbytes(format, H200) - format.nbytes(shape.outputs, shape.share))
     assert saved == weight_bytes(model_config, "bfloat16", "cpu") - weight_bytes(model_config, "bfloat16", "cuda")
     assert expert_bytes(model_config, "none", "cuda") == 0.5 + 1 / 32 and expert_bytes(model_config, "none", "cpu") is None
     # Kernels of codes compute in bfloat16: for other dtypes experts are planned and loaded as numbers.

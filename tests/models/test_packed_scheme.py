@@ -19,6 +19,7 @@ from ridgeline.models.model_config import load_model_config
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.ops.rms_norm import rms_norm_reference
+from ridgeline.quant.format import common
 from ridgeline.quant.four_bits import FourBits, four_bits
 from ridgeline.quant.packed import Packed, _holds
 from ridgeline.quant.quantised import Quantised, quantised_weight
@@ -82,7 +83,9 @@ def test_what_the_layout_would_round_is_left_alone() -> None:
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_gguf_formats_are_packed_as_they_are(name: str) -> None:
     linear, weight = torch.nn.Module(), random_blocks(name, 32, 512)
-    scheme = Packed(FORMATS["Q4_K"], Unquantised())
+    format = common(FORMATS[each] for each in name.split(" and "))
+    assert format is not None
+    scheme, linear.format = Packed(format, Unquantised()), format
     linear.quantised, linear.weight, linear.rows, linear.is_loaded = weight, weight.weight, {"gate": 16, "up": 16}, True
     linear.packed, linear.dtype = None, torch.float64
     scheme._pack(linear)

@@ -15,12 +15,14 @@ from served_model import write_model
 
 from ridgeline.__main__ import main
 from ridgeline.config import EngineConfig
+from ridgeline.ops.kernel_table import H200
 from ridgeline.plan import own_cpu
 from ridgeline.plan.capacity import Capacity
 from ridgeline.plan.operation import Slo, Traffic, devices_for, operate
 from ridgeline.plan.plan_report import Question, answer, objectives, text
+from ridgeline.plan.precision import StoredWeights
 from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, step_parts
-from ridgeline.plan.public_models import find_model, kept_bytes, packed_format
+from ridgeline.plan.public_models import find_model, packed_format, stored_weights
 from ridgeline.plan.search import candidates, effects, missing
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.process.platform import CoreSeconds
@@ -179,14 +181,14 @@ def test_a_quantised_checkpoint_is_planned_as_a_cpu_keeps_it(dialect: str, plann
     told = json.loads((path / "config.json").read_text()) | {"intermediate_size": 512, "torch_dtype": "bfloat16"}
     (path / "config.json").write_text(json.dumps(told | {"quantization_config": DIALECTS[dialect][0]}))
     model = find_model(str(path), as_stored=True)
-    kept = kept_bytes(model)
+    kept = stored_weights(model, planned, "cpu", "float32", 1, H200)
     made = Setup(model=model, device=CPU, dtype="float32", weights=planned, stored=kept)
     options = EngineConfig.of(model=str(path), max_model_len=256, max_num_seqs=4, load_format="dummy")
     resolved = resolve(options, DeviceFacts("cpu", CPU.usable, ("float32",)))
     assert packed_format(str(path)) == planned
     assert Capacity.of(made, 256).parts(4)[ledger.WEIGHTS] == resolved.memory[ledger.WEIGHTS]
-    plain = kept_bytes(find_model(str(path)))            # what formats are chosen for has none of its own
-    assert plain is None and kept is not None and bits / 8 <= kept < 2
+    plain = stored_weights(find_model(str(path)), planned, "cpu", "float32", 1, H200)
+    assert plain is None and kept is not None and bits / 8 <= kept.linears < 2
     fast = replace(CPU, flops={"float32": 100e9, "int4": 400e9, "int8": 300e9})
     gained = prefill_seconds(made, 256) / prefill_seconds(replace(made, device=fast), 256)
     assert gained > 1.2 if planned.startswith("int") else gained == 1
@@ -195,7 +197,8 @@ def test_a_quantised_checkpoint_is_planned_as_a_cpu_keeps_it(dialect: str, plann
 def test_packed_products_have_a_rate_of_their_own_and_the_head_is_packed_too() -> None:
     """Of a file whose weights take 0.72 bytes: its bytes bind one row, its products many, and one row unpacks for itself."""
     fast = replace(CPU, flops={"float32": 100e9, "int4": 400e9})
-    packed = Setup(model=find_model("smollm2-135m"), device=fast, dtype="float32", weights="int4", stored=0.72)
+    packed = Setup(model=find_model("smollm2-135m"), device=fast, dtype="float32", weights="int4",
+                   stored=StoredWeights("int4", 0.72, 0.72, 0.72))
     assert packed.shape.head_bytes == packed.shape.weight_bytes == 0.72
     wide_head, slow = replace(packed, stored=None), replace(packed, device=CPU)
     read = 0.72 * packed.model.parameters / (fast.bandwidth * packed.used.linear_read)

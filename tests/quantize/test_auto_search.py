@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from quantised_models import SIZES
+from safetensors.torch import load_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ConfigError
@@ -266,6 +268,11 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(tmp_path / "out") is not None
     with pytest.raises(ConfigError, match="exists already"):
         quantize(job)
+    # A limit of bytes counts whole files: without headers, this output would be chosen again.
+    most = sum(tensor.nbytes for file in (tmp_path / "out").glob("*.safetensors") for tensor in load_file(file).values())
+    assert made["size"]["output_bytes"] > most
+    smaller = quantize(dataclasses.replace(job, out=tmp_path / "smaller", limits={}, most_bytes=float(most)))
+    assert smaller is not None and smaller["size"]["output_bytes"] <= most
 
 
 def test_the_least_time_is_not_the_fewest_bytes() -> None:

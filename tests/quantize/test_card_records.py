@@ -4,6 +4,7 @@ and times were predicted within 25 %."""
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def test_times_were_predicted() -> None:
     assert abs(shapes["error"]) <= RIGHT and shapes["whole_s"] <= 6 * 60
     for recipe in on_gpu["recipes"].values():
         assert abs(recipe["time"]["quantise"]["error"]) <= RIGHT
+
+
+@pytest.mark.parametrize("file", sorted(CARDS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_card_names_a_commit_that_exists_or_says_that_it_does_not(file: Path) -> None:
+    machine = read(file)["machine"]
+    if not machine.get("in_history", True):
+        return
+    git = ["git", "-C", str(CARDS)]
+    if subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True).stdout.strip() != "false":
+        pytest.skip("the history is not here")
+    assert subprocess.run([*git, "cat-file", "-e", f"{machine['commit']}^{{commit}}"], capture_output=True).returncode == 0
 
 
 def read(file: Path) -> dict[str, Any]:

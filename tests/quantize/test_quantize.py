@@ -23,6 +23,7 @@ from ridgeline.evaluate.task import Task
 from ridgeline.models.model_config import load_model_config
 from ridgeline.quantize import quantize_model, workspace
 from ridgeline.quantize.blocks import block_bytes
+from ridgeline.quantize.ct_writer import header_bytes
 from ridgeline.quantize.methods.rounding import expanded, rounded
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
@@ -248,10 +249,14 @@ def test_the_predicted_bytes_are_the_bytes(plain: Path, tmp_path: Path) -> None:
         linears = model.linears(read_recipe(recipe))
         by_name = {linear.weight: linear for linear in linears if linear.format is not None}
         predicted = sum(block_bytes(model, by_name, block) for block in model.blocks)
+        modules = {linear.module for linear in linears}
+        headers = sum(header_bytes({name: model.shape(name) for name in model.names(block)}, modules) for block in model.blocks)
         model.close()
         quantize(job(plain, tmp_path / recipe, recipe))
-        stored = [tensor for file in (tmp_path / recipe).glob("*.safetensors") for tensor in load_file(file).items()]
+        files = list((tmp_path / recipe).glob("*.safetensors"))
+        stored = [tensor for file in files for tensor in load_file(file).items()]
         assert predicted == sum(tensor.nbytes for _, tensor in stored), recipe
+        assert 0.2 * headers < sum(file.stat().st_size for file in files) - predicted <= headers, recipe
 
 
 def test_a_recipe_that_fits_no_linear_says_why(plain: Path, tmp_path: Path) -> None:

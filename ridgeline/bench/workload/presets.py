@@ -246,7 +246,8 @@ def quality_line(shape: str, quality: dict[str, Any]) -> str:
     same = "" if same_dtype is None else f", {same_dtype:.4f} by the definitions in the same dtype"
     parts = ", ".join(f"{name} {part['top1_agreement']:.4f} of {part['positions']}" for name, part in quality["by_part"].items())
     return (
-        f"{shape}: top-1 agreement {quality['top1_agreement']:.4f} over {quality['positions']} positions ({parts}), "
+        f"{shape} in {quality['dtype']}: top-1 agreement {quality['top1_agreement']:.4f} over {quality['positions']} positions "
+        f"({parts}), "
         f"{quality['top1_agreement_alike_rows']:.4f} with an undecided head{same}{verdict}; "
         f"reached {', '.join(quality['reached'])}"
     )

@@ -32,7 +32,7 @@ import torch
 
 from ridgeline.bench.lab.launched import launched_kernels
 from ridgeline.bench.workload.bench_engine import Engine
-from ridgeline.bench.workload.shapes import GGUF_SHAPES, write_shape
+from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.bench.workload.workloads import Asked
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.registry import set_kernels
@@ -44,6 +44,9 @@ LEAST = 0.99                         # agreement that a figure needs
 MORE_OFTEN = 1.25                    # mixtures and codes may differ that much more often than definitions in the same dtype
 BLOCK_SIZE = 16
 _SPREAD = 12.0                       # standard deviation of the binary logarithm of a head row's length
+# The same of the longest rows where the head is float16: a logit of five standard deviations is 41,000 then. Shorter rows, which
+# are never chosen, are alike: were they made smaller, their numbers would lose bits.
+_FLOAT16_POWERS = 13
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +101,14 @@ class Tested:
     techniques: list[str]
     kernels: list[str]
     rounded: bool                    # its experts or its weights depend on rounding
+    head: torch.dtype                # of the numbers of its head
 
 
 def check_quality(shape: str, dtype: str = "auto", parts: Sequence[Part] = PARTS, **options: Any) -> dict[str, Any]:
     """Share of positions at which both pick the same token, prefill's last and every decode's; and what was compared."""
     # A head that is the embedding would find the token that was put in, whatever the layers do. One of codes has scales of 16
-    # bits, which cannot be spread that far.
+    # bits, which cannot be spread that far. The dtype is the engine's own: float16 for a GGUF file.
     head = {"tie_word_embeddings": False, "head_type": "F32"}
-    if shape in GGUF_SHAPES and dtype == "auto":         # it would be float16, which has no room for such rows either
-        dtype = "bfloat16"
     written, plain = (str(write_shape(shape, LAYERS, plain, **head)) for plain in (False, True))
     return compare(written, dtype, parts, plain, **options)
 
@@ -132,11 +134,11 @@ def compare(model: str, dtype: str, parts: Sequence[Part], plain_model: str = ""
         "num_gpu_blocks_override": _blocks([len(each.prompt) + len(each.answer) for each in spread]),
     }
     slow = {"kernels": "reference", "async_scheduling": False, "enforce_eager": True, "device": device}
-    best, alike = _read(Engine(plain_model or model, **sizes | slow | {"dtype": "float32"}), tested.weights, spread, tested.plain)
+    best, alike = _read(Engine(plain_model or model, **sizes | slow | {"dtype": "float32"}), tested, tested.plain)
     found = agreements(spread, best)
     same_dtype = None
     if tested.rounded:
-        others, _ = _read(Engine(plain_model or model, **sizes | slow | {"dtype": tested.dtype}), tested.weights, spread, [])
+        others, _ = _read(Engine(plain_model or model, **sizes | slow | {"dtype": tested.dtype}), tested, [])
         same_dtype = _share([same_tokens(spread, best, others)])
     set_kernels("auto")
     return {
@@ -158,24 +160,25 @@ def _try(model: str, parts: Sequence[Part], options: dict[str, Any]) -> Tested:
     before = _counts(fast)
     with launched_kernels() as launched:
         plain = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "plain") if part.alike]
-        spread_head(fast.model)
+        head = head_dtype(fast.model)
+        spread_head(fast.model, head)
         spread = [heard for part, prompts in asked for heard in listen(fast, part, prompts, "spread")]
     config = fast.config
     tested = Tested(
         plain, spread, fast.model.numbers(), config.device, config.dtype, reached(fast, before, spread),
-        sorted({name for name, _ in launched}), config.model.experts is not None or config.model.quantisation is not None,
+        sorted({name for name, _ in launched}), config.model.experts is not None or config.model.quantisation is not None, head,
     )
     fast.close()
     return tested
 
 
 def _read(
-    reference: Engine, weights: dict[str, torch.Tensor], spread: Sequence[Heard], undecided: Sequence[Heard]
+    reference: Engine, tested: Tested, undecided: Sequence[Heard]
 ) -> tuple[list[list[int]], dict[str, tuple[int, int]]]:
-    """A reference with these weights: its tokens where the head is spread, and its agreement where it is not."""
-    copy_weights(weights, reference.model)
-    best = best_tokens(reference, spread)
-    spread_head(reference.model, back=True)
+    """A reference with the same weights: its tokens where the head is spread, and its agreement where it is not."""
+    copy_weights(tested.weights, reference.model)
+    best = best_tokens(reference, tested.spread)
+    spread_head(reference.model, tested.head, back=True)
     alike = agreements(undecided, best_tokens(reference, undecided))
     reference.close()
     return best, alike
@@ -270,15 +273,30 @@ def _share(counts: Iterable[tuple[int, int]]) -> float:
     return right / positions
 
 
-def spread_head(model: Decoder, back: bool = False) -> None:
-    """Give the head's rows lengths that differ by much, the same ones for the same model; or undo it."""
+def head_dtype(model: Decoder) -> torch.dtype:
+    head = model.head
+    assert head is not None
+    if head.weight is not None:
+        found: torch.dtype = head.weight.dtype
+        return found
+    assert isinstance(head.scheme, CpuPacked)
+    return head.scheme.stored
+
+
+def row_powers(rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Binary logarithms of what lengthens the rows of a head of this dtype: whole numbers, exact in both directions."""
+    powers = (torch.randn(rows, generator=torch.Generator().manual_seed(1)) * _SPREAD).round_()
+    return powers if dtype != torch.float16 else (powers - powers.max() + _FLOAT16_POWERS).clamp_min_(0)
+
+
+def spread_head(model: Decoder, dtype: torch.dtype, back: bool = False) -> None:
+    """Give the head's rows lengths that differ by much, the same ones for the same model; or undo it. `dtype`: of the head of the
+    engine under test."""
     with torch.inference_mode():
         head = model.head
         assert head is not None                    # the engine that is compared has one stage
         weight = head.scheme.numbers(head) if head.weight is None else head.weight
-        generator = torch.Generator().manual_seed(1)
-        powers = (torch.randn(weight.shape[0], generator=generator) * _SPREAD).round_()
-        # Powers of two: exact in every dtype, in both directions.
+        powers = row_powers(weight.shape[0], dtype)
         weight.mul_(torch.exp2(-powers if back else powers).to(weight.device, weight.dtype).unsqueeze(1))
         if head.weight is not None:
             head.finish()                          # a second layout of the weight follows it

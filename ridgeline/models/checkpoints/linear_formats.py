@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.errors import ConfigError
+from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.quant.format import MXFP4, WeightFormat, common, made_format, quantization_rules
+from ridgeline.quant.gpu_layout import gpu_bytes
 from ridgeline.quant.layout import NUMBER_KINDS, format_kind, matrix_bytes, plain_bytes
 
 if TYPE_CHECKING:
@@ -36,6 +38,10 @@ class LinearShape:
     @property
     def outputs(self) -> int:
         return sum(self.parts.values())
+
+    def nbytes(self, format: WeightFormat, device: DeviceFacts) -> int:
+        """Of one matrix as a GPU holds it, in a format that is fitted to this shape."""
+        return gpu_bytes(format, self.outputs, self.share, set(self.parts) == {"gate", "up"}, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +123,6 @@ def _multiplies(format: WeightFormat, shape: LinearShape) -> bool:
         return whole and scales.dtype == "float32" and scales.zero is None and group in (0, 128)
     integers = format.grid == "uint4" and rows == 1 and group in (32, 64, 128) and scales.dtype in ("float16", "bfloat16")
     return whole and (integers or (format.grid, scales) == (MXFP4.grid, MXFP4.scales))
-
-
-def held_bytes(format: WeightFormat, outputs: int, inputs: int) -> int:
-    """Of an expert's matrix as kernels hold it: 4-bit codes have inputs in multiples of 512, outputs in multiples of 16, and
-    scales of 16 bits (ops/packed/packed_weight.py)."""
-    if format.grid not in ("e2m1", "uint4") or format.scales is None:
-        return format.nbytes(outputs, inputs)
-    weights = -(-outputs // 16) * 16 * (-(-inputs // 512) * 512)
-    return weights // 2 + weights // format.scales.block[1] * (2 if format.scales.zero is None else 4)
 
 
 class LinearFormats:

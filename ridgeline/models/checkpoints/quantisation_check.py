@@ -9,7 +9,8 @@ from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.ops.kernel_table import H200, MOST_CODE_ROWS, DeviceFacts, bands
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
-from ridgeline.quant.format import WeightFormat, has_kernels, is_fp8_rows, quantises_rows
+from ridgeline.quant.format import WeightFormat, is_fp8_rows, quantises_rows
+from ridgeline.quant.gpu_layout import has_kernels
 from ridgeline.quant.layout import format_kind
 
 MOST_INT8_ROWS = 128                 # beyond them a kernel runs that has not been timed; cuBLAS was slower than in 16 bits
@@ -48,9 +49,10 @@ def _expands(outputs: int, inputs: int, format: WeightFormat, facts: DeviceFacts
 
 
 def check_quantization(
-    model: ModelConfig, quantization: str, device: str, dtype: str, ranks: int, deterministic: bool, reasons: dict[str, str]
+    model: ModelConfig, quantization: str, device: str, dtype: str, ranks: int, deterministic: bool, reasons: dict[str, str],
+    facts: DeviceFacts = H200,
 ) -> None:
-    """ConfigError for what cannot work; a reason for what is slower than it looks."""
+    """ConfigError for what cannot work; a reason for what is slower than it looks. `facts`: of the GPU's kernels."""
     formats = LinearFormats(model, quantization, device, ranks, dtype)
     stored = model.quantisation
     if not formats.rules and (stored is None or (stored.method == "gguf" and device == "cpu")):
@@ -65,7 +67,7 @@ def check_quantization(
     if not kept:
         return
     _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
-    said = _speed(kept, model.hidden_size, dtype)
+    said = _speed(kept, model.hidden_size, dtype, facts)
     if said:
         reasons["quantization"] = f"{name}: {said}"
 
@@ -79,9 +81,9 @@ def _on_a_cpu(formats: LinearFormats, dtype: str) -> str:
     return f"a CPU expands the weights {again}"
 
 
-def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
+def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: DeviceFacts) -> str:
     """Where these formats are slower than they look."""
-    slow = sorted({format.name for format in kept if not has_kernels(format)})
+    slow = sorted({format.name for format in kept if not has_kernels(format, facts)})
     if slow:
         return (
             f"kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
@@ -89,8 +91,8 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str) -> str:
         )
     if not any(quantises_rows(format) for format in kept):
         return (
-            f"kept in 4 to 6 bits; on Hopper decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, "
-            "slower: use fp8 where batches are large. Other GPUs expand each weight"
+            f"kept in 4 to 6 bits; decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, slower: "
+            "use fp8 where batches are large"
         )
     if hidden_size < FEWEST_RING_INPUTS:
         return (

@@ -26,7 +26,8 @@ from ridgeline.ops.packed.packed_gemv import (
     _sum_layout,
     _word_layout,
 )
-from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
+from ridgeline.ops.packed.packed_sizes import RUN
+from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.registry import gluon_kernel
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.hopper import HAS_GLUON, is_hopper
-from ridgeline.ops.packed.packed_weight import RUN, STRIP, TILE, PackedWeight, expanded, pack, packs
+from ridgeline.ops.packed.packed_sizes import RUN, STRIP, TILE, packs
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack
 
 _TENSORS = ("codes", "scale", "zero", "outer")
 

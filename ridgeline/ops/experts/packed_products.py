@@ -32,7 +32,8 @@ from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.packed.packed_gemm import _left_operand, _load_codes, _load_words
 from ridgeline.ops.packed.packed_gemv import NAMES
-from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
+from ridgeline.ops.packed.packed_sizes import RUN
+from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemmPlan
 from ridgeline.ops.registry import gluon_kernel, tl, triton_kernel
 

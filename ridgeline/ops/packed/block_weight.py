@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.packed.block_asm import HIGH_PLACES
+from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, RUN, STRIP, TILE
 from ridgeline.ops.packed.packed_weight import (
-    RUN,
-    STRIP,
     STRIPS_AT_ONCE,
-    TILE,
     PackedWeight,
     _from_words,
     _padded,
@@ -35,9 +33,6 @@ from ridgeline.ops.packed.packed_weight import (
 )
 from ridgeline.ops.quantised.codes import packed_bits, unpacked_bits
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
-
-BITS_ABOVE = {"uint4": 0, "q5": 1, "q6": 2}
-BLOCK = 256                          # inputs with one multiplier
 
 
 def block_form(weight: QuantisedWeight) -> str | None:

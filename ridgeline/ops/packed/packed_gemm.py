@@ -35,7 +35,8 @@ from ridgeline.ops.packed.block_asm import has_high
 from ridgeline.ops.packed.block_operand import block_operand, is_byte, unpacked
 from ridgeline.ops.packed.packed_asm import factors, operand_registers, operands, subtrahends
 from ridgeline.ops.packed.packed_gemv import NAMES
-from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
+from ridgeline.ops.packed.packed_sizes import RUN
+from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemmPlan
 from ridgeline.ops.registry import gluon_kernel, triton
 

@@ -22,7 +22,8 @@ from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.packed.block_asm import block_product_registers, block_products, has_high, zero_words
 from ridgeline.ops.packed.block_operand import is_byte
 from ridgeline.ops.packed.packed_asm import product_registers, products
-from ridgeline.ops.packed.packed_weight import RUN, PackedWeight
+from ridgeline.ops.packed.packed_sizes import RUN
+from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemvPlan
 from ridgeline.ops.registry import gluon_kernel, triton
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-STRIP, TILE, RUN = 16, 64, 512       # outputs of a strip; inputs of a lane's 16 bytes, and of the lanes' scales
-GROUPS = (16, 32, 64, 128)           # inputs with one scale that kernels know; larger multiples of 128 become 128
+from ridgeline.ops.packed.packed_sizes import GROUPS, RUN, STRIP, TILE, packs
+
 STRIPS_AT_ONCE = 256                 # that are packed at a time: the intermediate words take 8 bytes for each code
 KINDS = ("uint4", "e2m1")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -57,12 +57,6 @@ class PackedWeight:
     @property
     def device(self) -> torch.device:
         return self.codes.device
-
-
-def packs(outputs: int, inputs: int, group: int, gated: bool = False) -> bool:
-    """Whether a matrix of that shape has a packed form. A whole row of inputs is one group where it is a multiple of 128."""
-    known = group in GROUPS or (group % 128 == 0 and group > 0)
-    return known and inputs % group == 0 and inputs % 2 == 0 and (not gated or outputs % 16 == 0)
 
 
 def pack(

@@ -21,12 +21,16 @@ from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.kernel_table import H200
 from ridgeline.quant.choose import schemes
+from ridgeline.quant.gpu_layout import may_pack
+from ridgeline.quant.packed import Packed
 from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Scheme, Unquantised
 from ridgeline.resolve import DeviceFacts, resolve
 
 TOKENS = random_tokens(24)
+AMPERE = H200._replace(hopper=False)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,10 @@ def logs_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("ridgeline"), "propagate", True)
 
 
-def decoder(path: Path, packed: bool, dtype: torch.dtype = torch.float64, comm: Communicator | None = None) -> Decoder:
+def decoder(
+    path: Path, packed: bool, dtype: torch.dtype = torch.float64, comm: Communicator | None = None,
+    kind: type[Quantised] = Quantised,
+) -> Decoder:
     """On the CPU; `packed`: codes are kept, as on a GPU."""
     comm = comm or Communicator()
     config = load_model_config(path)
@@ -44,7 +51,7 @@ def decoder(path: Path, packed: bool, dtype: torch.dtype = torch.float64, comm: 
 
     def scheme(place: str) -> Scheme:
         chosen = formats(place).format
-        return plain if chosen is None else Quantised(chosen, plain, keeps=True)
+        return plain if chosen is None else kind(chosen, plain, keeps=True)
 
     made = Decoder(config, comm, dtype, "cpu", 64, scheme)
     load_weights(made, path, config)
@@ -79,14 +86,18 @@ def test_what_widens_latents_is_expanded_whatever_the_checkpoint_stores(model: s
         assert torch.equal(value, expected.numbers()[name]), name
     torch.testing.assert_close(logits(packed), logits(expected), rtol=0, atol=1e-12)
     torch.testing.assert_close(logits(expanded), logits(expected), rtol=0, atol=0)
-    assert packed.weight_bytes == weight_bytes(load_model_config(quantised), "float64", "cuda")
+    assert packed.weight_bytes == weight_bytes(load_model_config(quantised), "float64", "cuda", kernels=AMPERE)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_predicted_bytes_are_the_bytes(dialect: str, tmp_path: Path) -> None:
     quantised, _ = save_quantised(dialect, tmp_path)
-    packed = decoder(quantised, True, torch.float32)
-    assert packed.weight_bytes == weight_bytes(load_model_config(quantised), "float32", "cuda")
+    stored, packed = (decoder(quantised, True, torch.float32, kind=kind) for kind in (Quantised, Packed))
+    config = load_model_config(quantised)
+    assert stored.weight_bytes == weight_bytes(config, "float32", "cuda", kernels=AMPERE)
+    counted = weight_bytes(config, "float32", "cuda", kernels=H200)
+    formats = [format for _, format in LinearFormats(config, "none", "cuda").shapes()]
+    assert packed.weight_bytes == counted or (any(map(may_pack, formats)) and packed.weight_bytes < counted)
 
 
 # -- shards and fused parts ---------------------------------------------------------------------------------------------

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ridgeline.models.checkpoints.linear_formats import held_bytes
 from ridgeline.ops.experts.matrices import numbers
 from ridgeline.ops.experts.packed_matrices import each_expanded, pack_experts, placeholder
+from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.quantised.codes import e8m0_numbers
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.quant.format import MXFP4, uint4
+from ridgeline.quant.gpu_layout import gpu_bytes
 
 GENERATOR = torch.Generator().manual_seed(0)
 SHAPES = [(32, 64, True), (48, 576, False), (96, 160, True)]
@@ -27,7 +28,7 @@ def test_mxfp4_experts_keep_their_numbers(outputs: int, inputs: int, gated: bool
     packed = pack_experts(codes, e8m0_numbers(scale, torch.bfloat16), kind="e2m1", gated=gated)
     wanted = numbers(QuantisedWeight("e2m1", inputs, codes, scale, (1, 32), e8m0=True), torch.float32)
     assert torch.equal(each_expanded(packed, torch.float32), wanted)
-    check_sizes(packed, 3 * held_bytes(MXFP4, outputs, inputs))
+    check_sizes(packed, 3 * gpu_bytes(MXFP4, outputs, inputs, gated, H200))
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -39,7 +40,7 @@ def test_int4_experts_keep_their_numbers(zeros: bool) -> None:
     less = torch.full_like(scale, 8.0) if zero is None else zero
     wanted = (values - less.float().repeat_interleave(32, 2)) * scale.float().repeat_interleave(32, 2)
     assert torch.equal(each_expanded(packed, torch.float32), wanted) and packed.whole_zeros
-    check_sizes(packed, 2 * held_bytes(uint4(32, "float16", "code" if zeros else None), 48, 128))
+    check_sizes(packed, 2 * gpu_bytes(uint4(32, "float16", "code" if zeros else None), 48, 128, True, H200))
 
 
 def check_sizes(packed: PackedWeight, nbytes: int) -> None:

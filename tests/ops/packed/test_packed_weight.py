@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.ops.packed.packed_weight import E2M1, expanded, pack, packs, quantised, strip_order, unpack
+from ridgeline.ops.packed.packed_sizes import packs
+from ridgeline.ops.packed.packed_weight import E2M1, expanded, pack, quantised, strip_order, unpack
 
 
 def random_weight(

@@ -1,0 +1,38 @@
+"""Sizes of weights in the packed layout (packed_weight.py, block_weight.py), without torch: memory is known before loading.
+
+Inputs are padded to a multiple of RUN and outputs to a multiple of STRIP, whatever the codes are.
+"""
+
+from __future__ import annotations
+
+STRIP, TILE, RUN = 16, 64, 512       # outputs of a strip; inputs of a lane's 16 bytes, and of the lanes' scales
+GROUPS = (16, 32, 64, 128)           # inputs with one scale that kernels know; larger multiples of 128 become 128
+BLOCK = 256                          # inputs with one multiplier of scales: K types
+BITS_ABOVE = {"uint4": 0, "q5": 1, "q6": 2}              # of a code, in a plane of their own
+
+
+def packs(outputs: int, inputs: int, group: int, gated: bool = False) -> bool:
+    """Whether a matrix of that shape has a packed form. A whole row of inputs is one group where it is a multiple of 128."""
+    known = group in GROUPS or (group % 128 == 0 and group > 0)
+    return known and inputs % group == 0 and inputs % 2 == 0 and (not gated or outputs % STRIP == 0)
+
+
+def padded_weights(outputs: int, inputs: int) -> int:
+    return -(-outputs // STRIP) * STRIP * (-(-inputs // RUN) * RUN)
+
+
+def four_bit_bytes(outputs: int, inputs: int, group: int, zeros: bool = False, outer: bool = False) -> int:
+    """Of the tensors that packed_weight.pack makes: codes, 16-bit scales and zeros, a float32 factor for each output."""
+    weights = padded_weights(outputs, inputs)
+    return weights // 2 + weights // min(group, GROUPS[-1]) * (4 if zeros else 2) + (4 * outputs if outer else 0)
+
+
+def block_bytes(grid: str, form: str, group: int, outputs: int, inputs: int) -> int:
+    """Of the tensors that block_weight.pack_blocks makes. `form`: of their scales, as there."""
+    weights, offset = padded_weights(outputs, inputs), form.endswith("+offset")
+    codes = weights // 2 + (weights // 4 if BITS_ABOVE[grid] else 0)     # the plane has two bits for q5, too
+    if form.startswith("pair"):
+        return codes + weights // group * (4 if offset else 2)
+    # A word for 32 inputs of two outputs, another one where the first has no room for offsets; two float16 numbers for 256.
+    words = 2 if offset and group == 16 else 1
+    return codes + words * weights // 16 + weights // BLOCK * 4

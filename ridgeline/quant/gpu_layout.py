@@ -1,0 +1,96 @@
+"""How the matrix of a quantised linear lies in the memory of a GPU: the one place that loader, ledger and `plan` ask. No torch.
+
+    stored      the tensors of its format (format.py)
+    four bits   codes in the order in which a Hopper GPU's tensor cores take them, scales of 16 bits (ops/packed/packed_weight.py)
+    blocks      the same of GGUF's 4 to 6 bits, with the scales of its types (ops/packed/block_weight.py)
+
+The layout depends on the GPU's kind: its facts are those of the kernel table. layout.py is the same for a CPU.
+"""
+
+from __future__ import annotations
+
+from ridgeline.ops.kernel_table import DeviceFacts
+from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, block_bytes, four_bit_bytes, packs
+from ridgeline.quant.format import ORDER, TensorSpec, WeightFormat, quantises_rows
+
+STORED, FOUR_BITS, BLOCKS = "stored", "four bits", "blocks"
+FOUR_BIT_GRIDS = ("uint4", "e2m1")
+_EXACT = ("bfloat16", "float16", "e8m0", "float8_e4m3fn")        # dtypes of scales whose numbers 16 bits hold
+
+
+def gpu_layout(format: WeightFormat, outputs: int, inputs: int, gated: bool, device: DeviceFacts) -> str:
+    """Of a matrix on one rank. `gated`: it holds gates and their partners, which share strips.
+
+    Where the numbers of a checkpoint decide (`may_pack`), a matrix counts as stored.
+    """
+    if not device.hopper:
+        return STORED
+    pairs = gated and not format.reordered
+    form = block_form_of(format)
+    if form:
+        whole = inputs % (BLOCK if form.startswith("byte") else 32) == 0 and (not pairs or outputs % 16 == 0)
+        return BLOCKS if whole else STORED
+    return FOUR_BITS if _is_exact(format) and packs(outputs, inputs, _group(format, inputs), pairs) else STORED
+
+
+def may_pack(format: WeightFormat) -> bool:
+    """Whether the numbers that a checkpoint has in this format decide how it lies: float32 scales that 16 bits hold, offsets that
+    are a code times their scale."""
+    return _has_four_bits(format) and not _is_exact(format) and not block_form_of(format)
+
+
+def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, device: DeviceFacts) -> int:
+    """Of a matrix on one rank with everything that belongs to it, as it lies after loading. Where its numbers decide, the larger
+    of both layouts."""
+    scales, found = format.scales, gpu_layout(format, outputs, inputs, gated, device)
+    stored = format.nbytes(outputs, inputs)
+    if scales is None or (found == STORED and not (device.hopper and may_pack(format))):
+        return stored
+    order = TensorSpec(ORDER, "int32").nbytes(outputs, inputs) if format.reordered else 0
+    if found == BLOCKS:
+        return order + block_bytes(format.grid, block_form_of(format), scales.block[1], outputs, inputs)
+    group = _group(format, inputs)
+    if not packs(outputs, inputs, group, gated and not format.reordered):
+        return stored
+    packed = order + four_bit_bytes(outputs, inputs, group, scales.zero is not None, scales.outer is not None)
+    return packed if found == FOUR_BITS else max(stored, packed)
+
+
+def has_kernels(format: WeightFormat, device: DeviceFacts) -> bool:
+    """Whether a GPU has kernels made for this format. Otherwise ops/quantised serves it, as every format."""
+    return quantises_rows(format) or (device.hopper and (bool(block_form_of(format)) or _is_exact(format)))
+
+
+def block_form_of(format: WeightFormat) -> str:
+    """As block_weight.block_form says of the tensors: how scales of GGUF's 4 to 6 bits are stored; empty: another format."""
+    scales = format.scales
+    if scales is None or format.grid not in BITS_ABOVE or scales.zero == "code" or format.reordered:
+        return ""
+    added = "" if scales.zero is None else "+offset"
+    if scales.outer is None:
+        known = scales.block == (1, 32) and scales.dtype in ("bfloat16", "float16")
+        return "pair" + added if known and (format.grid != "uint4" or added) else ""
+    two_levels = scales.outer.block == (1, BLOCK) and scales.outer.dtype == "float16" and scales.dtype in ("uint8", "int8")
+    return "byte" + added if two_levels and (scales.block == (1, 16) or (scales.block == (1, 32) and added)) else ""
+
+
+def _has_four_bits(format: WeightFormat) -> bool:
+    """4-bit codes with scales for each output and group, and at most one more for each output. Whether the kernels know the
+    groups is a matter of the shape, too."""
+    scales = format.scales
+    if scales is None or format.grid not in FOUR_BIT_GRIDS or scales.block[0] != 1:
+        return False
+    return (scales.zero is None or format.grid == "uint4") and (scales.outer is None or scales.outer.block == (1, 0))
+
+
+def _is_exact(format: WeightFormat) -> bool:
+    """Whether the layout of four bits holds every number of this format."""
+    scales = format.scales
+    return _has_four_bits(format) and scales is not None and scales.dtype in _EXACT and scales.zero != "offset" and (
+        scales.block[1] in (16, 32, 64) or scales.block[1] % 128 == 0
+    )
+
+
+def _group(format: WeightFormat, inputs: int) -> int:
+    assert format.scales is not None
+    return format.scales.block[1] or inputs
