@@ -118,7 +118,9 @@ def test_streams_go_on_exactly_after_the_engine_was_killed(llm: AsyncLLM, run: R
         for number in range(kill):
             want = (number + 1) * LENGTH // (kill + 2)
             await until(lambda want=want: len(streams[0].outputs[0].outputs[0].token_ids) >= want)  # type: ignore[misc]
-            assert not streams[0].outputs[0].finished
+            if streams[0].outputs[0].finished:           # this process had no CPU meanwhile, the engine had
+                await reading
+                return await answers(kill)
             before = llm.num_restarts
             os.kill(pid_of(llm), signal.SIGKILL)
             await until(lambda before=before: llm.num_restarts > before)                            # type: ignore[misc]

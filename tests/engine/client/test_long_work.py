@@ -125,15 +125,25 @@ def test_work_that_has_begun_ends_at_its_next_checkpoint_when_its_client_leaves(
 
 
 @pytest.mark.parametrize(("threads", "error"), [(1, TimedOut), (0, Overloaded)], ids=["begun", "not begun"])
-def test_work_has_a_deadline(threads: int, error: type[Exception]) -> None:
+def test_work_has_a_deadline(threads: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a clock: every wait is over once the thread, if there is one, has begun."""
+
     async def check() -> None:
-        pool, gate = LongWork(threads, wait_seconds=0.05, work_seconds=0.05), Gate()
+        pool, gate = LongWork(threads, wait_seconds=1.0, work_seconds=2.0), Gate()
+        waits: list[float] = []
+
+        async def wait(futures: Any, timeout: float) -> None:
+            waits.append(timeout)
+            if len(waits) == 1:
+                await until_begun(gate, threads)
+
+        monkeypatch.setattr(asyncio, "wait", wait)
         try:
             with pytest.raises(error):
                 await pool.run(gate)
         finally:
             gate.opened.set()
-        assert pool.waiting == 0
+        assert pool.waiting == 0 and waits == [1.0, 2.0][: 1 + threads]
 
     asyncio.run(check())
 

@@ -21,7 +21,15 @@ GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 LAUNCHED: Counter[str] = Counter()       # by kernel
 COMPILED: list[tuple[str, str]] = []     # kernels and their variants, in order, where only this is wanted of compiling
 
-_NEW = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+_NEW = frozenset((torch.empty, torch.empty_like, torch.Tensor.new_empty))
+# What is answered without torch. Looked up by hash: a step asks for devices thousands of times.
+_ANSWERS: dict[Any, Any] = {
+    torch.Tensor.device.__get__: lambda tensor: GPU,
+    torch.Tensor.is_cuda.__get__: lambda tensor: True,
+    torch.Tensor.is_cpu.__get__: lambda tensor: False,
+    torch.Tensor.pin_memory: lambda tensor: tensor,
+    torch.Tensor.record_stream: lambda tensor: tensor,
+}
 _PRODUCTS = 2**24                        # multiplications that are worth their time here; larger products are left out
 _unfilled = 0
 
@@ -36,15 +44,10 @@ class Tensors(TorchFunctionMode):
     """Tensors that say they are on the GPU, in the thread that enters it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if answer := _ANSWERS.get(func):
+            return answer(args[0])
         kwargs = dict(kwargs or {})
-        if func == torch.Tensor.device.__get__:
-            return GPU
-        if func in (torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__):
-            return func == torch.Tensor.is_cuda.__get__
-        if func in (torch.Tensor.pin_memory, torch.Tensor.record_stream):
-            return args[0]
-        if kwargs.get("pin_memory"):
-            del kwargs["pin_memory"]
+        kwargs.pop("pin_memory", None)
         if "device" in kwargs:
             kwargs["device"] = HOST
         if func in (torch.Tensor.to, torch.Tensor.cuda):
