@@ -157,7 +157,8 @@ class Family:
     interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint
     longrope: bool = False           # rope type "longrope"
     alpha_rope: bool = False         # dynamic rope with an `alpha` that stretches every length
-    # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "all".
+    # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "hybrid" (the same, where the
+    # config has a window at all), "all".
     nope: str = "none"
     learned_positions: bool = False  # every position has an embedding, which is added to the token's
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below

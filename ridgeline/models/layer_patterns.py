@@ -66,8 +66,7 @@ def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | N
 def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     everything: tuple[int | None, ...] = (None,) * num_layers
     slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
-    absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
-    if family.window == "none" or not slides or absent or fields.get("sliding_window") is None:
+    if family.window == "none" or not slides or not _has_window(fields):
         return everything
     window = fields.integer("sliding_window")
     types = _layer_types(fields, num_layers)
@@ -82,6 +81,11 @@ def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
     # EXAONE writes "LLLG": the last of four is global.
     every = len(pattern) if isinstance(pattern, str) and pattern else fields.integer("sliding_window_pattern", family.full_every)
     return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+
+
+def _has_window(fields: Fields) -> bool:
+    """A window of null is none, where a field that is left out is the family's usual one."""
+    return fields.raw.get("sliding_window", fields.get("sliding_window")) is not None
 
 
 def _chunks(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
@@ -157,14 +161,15 @@ def hf_ropes(
 
 
 def _check_scale(rope: Rope, fields: Fields, family: Family) -> None:
-    if family.late_qk_norm and rope.scale != 1.0:        # norms behind the rotation take the scale away again
+    if (family.late_qk_norm or family.bare_qk_norm) and rope.scale != 1.0:       # norms behind the rotation take it away again
         raise ModelError(f"{fields.where}: a rope with a scale of {rope.scale:g} is not supported for {family.name}")
 
 
 def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> list[bool]:
     """For each layer, whether it has a rope."""
-    if family.nope == "full":
-        return [window is not None or not any(windows) for window in windows]
+    if family.nope in ("full", "hybrid"):
+        everywhere = family.nope == "hybrid" and not _has_window(fields)
+        return [window is not None or everywhere for window in windows]
     if family.nope in ("none", "all"):
         return [family.nope == "none"] * len(windows)
     every = fields.integer("no_rope_layer_interval", 4)

@@ -51,6 +51,8 @@ DEEPSEEK_V2 = Family(
     latent=True,
     interleaved=True,
     experts=ExpertRule(groups=True, scaled=True),
+    # DeepSeek's own code then leaves out the scale of the weights; transformers leaves out the sum.
+    only={"norm_topk_prob": False},
     defaults={"rms_norm_eps": 1e-6},
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
     gguf_names=GGUF_LATENT_NAMES | GGUF_EXPERT_NAMES,

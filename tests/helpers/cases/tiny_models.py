@@ -72,7 +72,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"rope_parameters": PLAIN, "head_dim": 16, "query_pre_attn_scalar": 24,
                           "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {"rope_parameters": GEMMA_ROPES, "head_dim": 16, "query_pre_attn_scalar": 24,
-                          "sliding_window": WINDOW, "num_hidden_layers": 7}),
+                          "sliding_window": WINDOW, "num_hidden_layers": 7, "final_logit_softcapping": 3.0}),
     "deepseek_v2": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": DEEPSEEK_YARN, "attention_bias": True,
                                                                "topk_method": "group_limited_greedy"}),
     "deepseek_v2-lite": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN, "q_lora_rank": None,
