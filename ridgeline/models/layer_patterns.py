@@ -80,7 +80,11 @@ def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
     pattern = fields.get("sliding_window_pattern")
     # EXAONE writes "LLLG": the last of four is global.
     every = len(pattern) if isinstance(pattern, str) and pattern else fields.integer("sliding_window_pattern", family.full_every)
-    return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+    return _pattern(family, window, every, num_layers)
+
+
+def _pattern(family: Family, window: int, every: int, num_layers: int) -> tuple[int | None, ...]:
+    return tuple(window if (layer + (not family.full_first)) % every else None for layer in range(num_layers))
 
 
 def _has_window(fields: Fields) -> bool:
@@ -125,6 +129,8 @@ def hf_ropes(
 ) -> tuple[tuple[Rope, ...], int]:
     """The rope of each layer, and the context they are good for (yarn stretches it)."""
     scaling = rope_settings(fields.raw, fields.where)
+    if not any(fields.raw.get(name) for name in ("rope_parameters", "rope_scaling")):
+        scaling = {**family.defaults.get("rope_scaling", {}), **scaling}
     nested = {kind: scaling[kind] for kind in LAYER_TYPES if isinstance(scaling.get(kind), dict)}
     if nested and "full_attention" not in nested:
         raise ModelError(f"{fields.where}: rope_parameters has no full_attention")
@@ -199,7 +205,7 @@ def gguf_windows(
         return (None,) * num_layers
     window = fields.integer(key("attention.sliding_window"))
     if family.window == "pattern":
-        return tuple(window if (layer + 1) % family.full_every else None for layer in range(num_layers))
+        return _pattern(family, window, family.full_every, num_layers)
     return (window,) * num_layers
 
 

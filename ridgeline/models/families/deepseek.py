@@ -98,6 +98,17 @@ MINICPM3 = Family(
     names=LATENT_NAMES,
 )
 
+# DeepSeek-V3's attention with the MLP of Llama.
+YOUTU = Family(
+    name="youtu",
+    architectures=("YoutuForCausalLM",),
+    tied=True,
+    latent=True,
+    interleaved=True,
+    defaults={"rms_norm_eps": 1e-6},
+    names=LATENT_NAMES,
+)
+
 DOTS1 = Family(
     name="dots1",
     architectures=("Dots1ForCausalLM",),

@@ -3,6 +3,8 @@ of a layer, windows on most layers. Gemma-2 caps its scores and logits; Gemma-3 
 with a window.
 """
 
+from dataclasses import replace
+
 from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, TEXT_PREFIXES, VISION_TENSORS, Family
 
 # Here "post_attention_layernorm" is what its name says; in Llama it is the norm before the MLP.
@@ -46,6 +48,18 @@ GEMMA2 = Family(
         "rms_norm_eps": 1e-6,
     },
     names=LLAMA_NAMES | SANDWICH_NAMES,
+)
+
+# Gemma-2 with the norms of Llama.
+VAULT_GEMMA = replace(
+    GEMMA2,
+    name="vaultgemma",
+    architectures=("VaultGemmaForCausalLM",),
+    gguf="",
+    post_norms=False,
+    names={name: target for name, target in LLAMA_NAMES.items() if "post_attention" not in name} | {
+        "model.layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",
+    },
 )
 
 GEMMA3 = Family(
