@@ -27,10 +27,12 @@ compared with transformers on small random checkpoints (`tests/models/test_famil
 |---|---|---|---|---|
 """
 MODELS = {
-    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama", "mistral": "Mistral 7B and its kin; Mistral Small 3 (text)",
+    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama; InternLM3",
+    "mistral": "Mistral 7B and its kin; Mistral Small 3 (text)",
     "ministral3": "Ministral 3 (text)", "llama4": "Llama 4 Scout, Maverick (text)",
-    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)",
+    "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; MiMo 7B; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)",
     "phi3": "Phi-3, Phi-4-mini", "gemma": "Gemma, CodeGemma", "gemma2": "Gemma 2",
+    "vaultgemma": "VaultGemma", "cwm": "CWM 32B", "youtu": "Youtu-LLM", "ministral": "Ministral 8B",
     "gemma3": "Gemma 3 (text)", "smollm3": "SmolLM3", "seed_oss": "Seed-OSS", "ernie4_5": "ERNIE 4.5 (dense)",
     "ernie4_5_moe": "ERNIE 4.5 (21B-A3B, 300B-A47B)",
     "arcee": "Arcee AFM", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "granite": "Granite 3 (dense)",
@@ -60,7 +62,8 @@ FLAGS = {
     "bare_qk_norm": "norms without weights on q and k",
     "local_rope": "a rope of its own for layers with a window", "tied": "tied head",
 }
-WINDOWS = {"all": "a sliding window on all layers", "upper": "a sliding window on upper layers, if the config asks for it",
+WINDOWS = {"all": "a sliding window on all layers or on listed ones",
+           "upper": "a sliding window on upper layers, if the config asks for it",
            "pattern": "sliding windows on most layers", "chunks": "layers with a rope attend in chunks"}
 TEMPERATURES = {"nope": "queries without a rope grow with their position", "all": "queries grow with their position"}
 FORMATS = """\
@@ -99,6 +102,8 @@ request with an image is refused.
 
 def differences(family: Family) -> str:
     found = [words for name, words in FLAGS.items() if getattr(family, name)]
+    if family.spelled.get("attn_logit_softcapping") == "":           # a field that means nothing here
+        found[found.index(FLAGS["softcaps"])] = "capped logits, if the config asks for it"
     found += ["layer norms"] * (family.norm != "rms") + ["no norms before attention and MLP"] * (not family.pre_norms)
     found += ["an MLP without a gate"] * (not family.gated) + ["layers without a rope"] * (family.nope != "none")
     if family.window in WINDOWS:

@@ -28,8 +28,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers/cases"), str(ROOT / "tests/
 from gguf_writer import Typed, write_gguf  # noqa: E402
 
 from ridgeline.models.gguf import GGUFFile  # noqa: E402
+from ridgeline.text.gguf_patterns import PRE_TOKENIZERS  # noqa: E402
 from ridgeline.text.tokenizer import Tokenizer  # noqa: E402
-from ridgeline.text.vocabulary_gguf import PRE_TOKENIZERS  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
 

@@ -95,9 +95,9 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
         raise ModelError(f"{fields.where}: experts of width {width} in {layers - len(dense)} of {layers} layers cannot be")
     zipf = fields.get("dummy_routing") == "zipf"         # a field of our own, for benchmarks: a checkpoint would lack the bias
     return Experts(
-        count, used, width, shared, dense, whole if dense else 0, _routing(fields, rule, count), rule.shared_gate and shared > 0,
-        rule.router_bias or zipf, rule.bias, zipf, fields.number("swiglu_limit", 7.0) if rule.clamped else None,
-        fields.number("swiglu_alpha", 1.702), rule.scales_input,
+        count, used, width, shared, dense, whole if dense else 0, _routing(fields, rule, count, used),
+        rule.shared_gate and shared > 0, rule.router_bias or zipf, rule.bias, zipf,
+        fields.number("swiglu_limit", 7.0) if rule.clamped else None, fields.number("swiglu_alpha", 1.702), rule.scales_input,
     )
 
 
@@ -178,12 +178,14 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if not first <= layer <= last or layer in named or (layer + 1) % every)
 
 
-def _routing(fields: Fields, rule: ExpertRule, count: int) -> Routing:
+def _routing(fields: Fields, rule: ExpertRule, count: int, used: int) -> Routing:
     groups, top = 1, 1
     if rule.groups and fields.get("topk_method") != "greedy":
         groups, top = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     if count % groups or top > groups:
         raise ModelError(f"{fields.where}: {top} of {groups} groups of {count} experts cannot be")
+    if groups > 1 and used > count // groups * top:
+        raise ModelError(f"{fields.where}: num_experts_per_tok {used} is more than the experts of topk_group {top} groups")
     normalise = rule.normalise if rule.normalise is not None else fields.flag("norm_topk_prob")
     return Routing(
         rule.score, normalise, rule.choice_bias, groups, top if groups > 1 else 1, rule.group_score,

@@ -157,11 +157,13 @@ class Family:
     interleaved: bool = False        # dimensions that rotate together lie side by side in the checkpoint
     longrope: bool = False           # rope type "longrope"
     alpha_rope: bool = False         # dynamic rope with an `alpha` that stretches every length
-    # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "all".
+    # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "hybrid" (the same, where the
+    # config has a window at all), "all".
     nope: str = "none"
     learned_positions: bool = False  # every position has an embedding, which is added to the token's
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below
-    full_every: int = 0              # with "pattern": every n-th layer sees everything
+    full_every: int = 0              # with "pattern": every n-th layer sees everything, the last of n layers …
+    full_first: bool = False         # … or the first
     # With "chunks", layers with a rope see their own chunk of attention_chunk_size positions.
     temperature: str = "none"        # queries grow with their position: "nope" (those of layers without a rope), "all"
     bare_qk_norm: bool = False       # an RMS norm without weights on every head of q and k, in layers with a rope

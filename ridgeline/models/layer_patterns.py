@@ -66,8 +66,7 @@ def hf_windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | N
 def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     everything: tuple[int | None, ...] = (None,) * num_layers
     slides = family.window == "all" or family.window == "pattern" or fields.flag("use_sliding_window")
-    absent = "sliding_window" in fields.raw and fields.raw["sliding_window"] is None
-    if family.window == "none" or not slides or absent or fields.get("sliding_window") is None:
+    if family.window == "none" or not slides or not _has_window(fields):
         return everything
     window = fields.integer("sliding_window")
     types = _layer_types(fields, num_layers)
@@ -81,7 +80,16 @@ def _sliding(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
     pattern = fields.get("sliding_window_pattern")
     # EXAONE writes "LLLG": the last of four is global.
     every = len(pattern) if isinstance(pattern, str) and pattern else fields.integer("sliding_window_pattern", family.full_every)
-    return tuple(window if (layer + 1) % every else None for layer in range(num_layers))
+    return _pattern(family, window, every, num_layers)
+
+
+def _pattern(family: Family, window: int, every: int, num_layers: int) -> tuple[int | None, ...]:
+    return tuple(window if (layer + (not family.full_first)) % every else None for layer in range(num_layers))
+
+
+def _has_window(fields: Fields) -> bool:
+    """A window of null is none, where a field that is left out is the family's usual one."""
+    return fields.raw.get("sliding_window", fields.get("sliding_window")) is not None
 
 
 def _chunks(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
@@ -121,6 +129,8 @@ def hf_ropes(
 ) -> tuple[tuple[Rope, ...], int]:
     """The rope of each layer, and the context they are good for (yarn stretches it)."""
     scaling = rope_settings(fields.raw, fields.where)
+    if not any(fields.raw.get(name) for name in ("rope_parameters", "rope_scaling")):
+        scaling = {**family.defaults.get("rope_scaling", {}), **scaling}
     nested = {kind: scaling[kind] for kind in LAYER_TYPES if isinstance(scaling.get(kind), dict)}
     if nested and "full_attention" not in nested:
         raise ModelError(f"{fields.where}: rope_parameters has no full_attention")
@@ -157,14 +167,15 @@ def hf_ropes(
 
 
 def _check_scale(rope: Rope, fields: Fields, family: Family) -> None:
-    if family.late_qk_norm and rope.scale != 1.0:        # norms behind the rotation take the scale away again
+    if (family.late_qk_norm or family.bare_qk_norm) and rope.scale != 1.0:       # norms behind the rotation take it away again
         raise ModelError(f"{fields.where}: a rope with a scale of {rope.scale:g} is not supported for {family.name}")
 
 
 def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> list[bool]:
     """For each layer, whether it has a rope."""
-    if family.nope == "full":
-        return [window is not None or not any(windows) for window in windows]
+    if family.nope in ("full", "hybrid"):
+        everywhere = family.nope == "hybrid" and not _has_window(fields)
+        return [window is not None or everywhere for window in windows]
     if family.nope in ("none", "all"):
         return [family.nope == "none"] * len(windows)
     every = fields.integer("no_rope_layer_interval", 4)
@@ -194,7 +205,7 @@ def gguf_windows(
         return (None,) * num_layers
     window = fields.integer(key("attention.sliding_window"))
     if family.window == "pattern":
-        return tuple(window if (layer + 1) % family.full_every else None for layer in range(num_layers))
+        return _pattern(family, window, family.full_every, num_layers)
     return (window,) * num_layers
 
 

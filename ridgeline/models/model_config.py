@@ -47,7 +47,7 @@ from ridgeline.models.layer_patterns import (
     read_temperature,
     windows_that_hide,
 )
-from ridgeline.models.multipliers import gguf_multipliers, read_multipliers
+from ridgeline.models.multipliers import gguf_multipliers, gguf_softcaps, read_multipliers, read_softcaps
 from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.ops.kernel_table import H200, DeviceFacts
 from ridgeline.process.log import get_logger
@@ -322,8 +322,7 @@ def hf_model_config(
         tied=fields.flag("tie_word_embeddings", family.tied),
         activation=read_activation(fields, family.gated, family.activation, family.legacy_act),
         norm_offset=family.norm_offset,
-        attention_softcap=_softcap(fields, family, "attn_logit_softcapping"),
-        final_softcap=_softcap(fields, family, "final_logit_softcapping"),
+        **read_softcaps(fields, family),
         windows=windows,
         ropes=ropes,
         interleaved=family.interleaved and latent is None,       # latents are rotated as they are
@@ -344,6 +343,8 @@ def _check_only(fields: Fields, family: Family) -> None:
 
 
 def _biases(fields: Fields, family: Family) -> dict[str, Any]:
+    if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings", family.tied):
+        raise ModelError(f"{fields.where}: lm_head_bias of a head that is the embedding (tie_word_embeddings) is not supported")
     return {
         "qkv_bias": fields.flag("attention_bias") or family.qkv_bias,
         "output_bias": fields.flag("attention_out_bias"),
@@ -410,12 +411,6 @@ def _dtype(fields: Fields) -> str:
     return dtype
 
 
-def _softcap(fields: Fields, family: Family, name: str) -> float | None:
-    if not family.softcaps or (name in fields.raw and fields.raw[name] is None):
-        return None
-    return fields.number(name)
-
-
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
@@ -473,8 +468,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         qk_norm=family.qk_norm,
         norm_offset=0.0,              # the converter has added it to the weights
         head_bias=has("output.bias"),
-        attention_softcap=fields.number(key("attn_logit_softcapping"), 50.0) if family.softcaps else None,
-        final_softcap=fields.number(key("final_logit_softcapping"), 30.0) if family.softcaps else None,
+        **gguf_softcaps(fields, family, key),
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim if latent is None else latent.rope, max_position, windows, key),
         interleaved=family.gguf_permuted,

@@ -1,10 +1,11 @@
-"""Factors of embeddings, of what a layer adds to the stream, of scores and of logits, as families spell them."""
+"""Factors of embeddings, of what a layer adds to the stream, of scores and logits, and their caps, as families spell them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ridgeline.models.config_fields import Fields
 from ridgeline.models.family import Family
@@ -41,3 +42,25 @@ def read_multipliers(fields: Fields, family: Family) -> Multipliers:
             fields.number("scale_emb"), fields.number("scale_depth") / depth, hidden / fields.integer("dim_model_base"),
         )
     return Multipliers()
+
+
+CAPS = {"attention_softcap": "attn_logit_softcapping", "final_softcap": "final_logit_softcapping"}
+
+
+def read_softcaps(fields: Fields, family: Family) -> dict[str, Any]:
+    """Caps of scores and of logits; None: there is none. A field of null says so where the family has a usual cap."""
+    caps: dict[str, Any] = dict.fromkeys(CAPS)
+    for cap, name in CAPS.items():
+        given = fields.raw.get(fields.spelled.get(name, name), ...)
+        if family.softcaps and given is not None and fields.get(name) is not None:
+            caps[cap] = fields.number(name)
+    return caps
+
+
+def gguf_softcaps(fields: Fields, family: Family, key: Callable[[str], str]) -> dict[str, Any]:
+    caps: dict[str, Any] = dict.fromkeys(CAPS)
+    for cap, name in CAPS.items():
+        usual = family.defaults.get(name)
+        if family.softcaps and family.spelled.get(name) != "" and fields.get(key(name), usual):      # 0 stands for none
+            caps[cap] = fields.number(key(name), usual)
+    return caps

@@ -28,11 +28,15 @@ class ServerOptions:
     request_timeout: int = option(600, "seconds that a request may take, including its wait; 0: no limit", low=0)
     tool_call_parser: str = option(
         "auto", "format in which the model writes tool calls; auto: as in its chat template",
-        ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "harmony", "deepseek_v3"),
+        (
+            "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "harmony", "deepseek_v3", "kimi_k2", "qwen3_coder",
+            "seed_oss", "minimax_m2", "dots", "glm45", "granite", "phi4_mini_json", "hunyuan_a13b", "nemotron_json",
+            "cohere_command", "apertus", "olmo3", "functiongemma", "xlam",
+        ),
     )
     reasoning_parser: str = option(
-        "auto", "think: <think>…</think> before an answer is its reasoning; auto: if the chat template contains it",
-        ("auto", "none", "think"),
+        "auto", "marks of the reasoning before an answer; think: <think>…</think>; auto: those that the chat template contains",
+        ("auto", "none", "think", "seed_oss", "mistral", "cohere_command", "granite", "hunyuan_a13b"),
     )
     strict_messages: bool = option(False, "refuse unknown fields inside messages by name; otherwise they are ignored, as in vLLM")
     enable_force_include_usage: bool = option(False, "every event of a stream has the usage, whether asked for or not")

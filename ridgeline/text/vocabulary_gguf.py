@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from ridgeline.errors import ModelError
 from ridgeline.models.end_tokens import gguf_end_tokens, gguf_ends_of_turn
+from ridgeline.text.gguf_patterns import PRE_TOKENIZERS
 from ridgeline.text.tokenizer_limits import require_few_added
 from ridgeline.text.vocabulary import SPACE_MARK, Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
 
@@ -36,82 +37,6 @@ _SHOWN_TYPES = (_TokenType.NORMAL, _TokenType.USER_DEFINED, _TokenType.BYTE)
 _PARSED_TYPES = (_TokenType.CONTROL, _TokenType.UNKNOWN, _TokenType.USER_DEFINED)      # looked for in the text first
 # What merging may make. Control tokens are left out: text that must not be parsed for them can never become one.
 _MERGED_TYPES = (_TokenType.NORMAL, _TokenType.USER_DEFINED, _TokenType.UNUSED)
-
-# Characters assigned after Unicode 15.1, whose tables llama.cpp has. The regular expressions of `tokenizers` follow
-# newer tables: without this the ids would change with the version of that library.
-_NEWER_CHARACTERS = "".join(
-    "-".join(f"\\x{{{code}}}" for code in bounds.split("-"))
-    for bounds in """
-        0897-0897 1B4E-1B4F 1B7F-1B7F 1C89-1C8A 2427-2429 31E4-31E5 A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D8F
-        10EC2-10EFC 11380-113E2 116D0-116E3 11BC0-11BF9 11F5A-11F5A 13460-143FA 16100-16139 16D40-16D79 18CFF-18CFF
-        1CC00-1CEB3 1E5D0-1E5FF 1F8B2-1F8C1 1FA89-1FA8F 1FABE-1FABE 1FAC6-1FAC6 1FADC-1FADF 1FAE9-1FAE9 1FBCB-1FBEF
-    """.split()
-)
-_LETTER, _NUMBER, _PUNCTUATION, _SYMBOL, _MARK = (
-    rf"[\p{{{category}}}&&[^{_NEWER_CHARACTERS}]]" for category in ("L", "N", "P", "S", "M")
-)
-_NOT_LOWER, _NOT_UPPER = f"[{_LETTER}&&[^a-z]]", f"[{_LETTER}&&[^A-Z]]"
-_CONTRACTION = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-_BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-
-_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTER}+| ?{_NUMBER}+| ?[^\s{_LETTER}{_NUMBER}]+|\s+(?!\S)|\s+"
-_DEEPSEEK = (
-    rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n{_LETTER}{_PUNCTUATION}{_SYMBOL}]?[{_LETTER}{_MARK}]+"
-    rf"| ?[{_PUNCTUATION}{_SYMBOL}]+[\r\n]*|{_BLANKS}"
-)
-
-
-def _word_pattern(number: str, marks: str = "") -> str:
-    """A contraction, a word with one sign before it, a number, other signs, or blanks: the pattern since Llama 3."""
-    word = rf"[^\r\n{_LETTER}{_NUMBER}]?[{_LETTER}{marks}]+"
-    return rf"{_CONTRACTION}|{word}|{number}| ?[^\s{_LETTER}{marks}{_NUMBER}]+[\r\n]*|{_BLANKS}"
-
-
-def _cased_pattern(suffix: str, number: str) -> str:
-    """The same, but a word also ends where small letters turn to capitals."""
-    start = rf"[^\r\n{_LETTER}{_NUMBER}]?"
-    words = f"{start}{_NOT_LOWER}*{_NOT_UPPER}+{suffix}|{start}{_NOT_LOWER}+{_NOT_UPPER}*{suffix}"
-    return rf"{words}|{number}| ?[^\s{_LETTER}{_NUMBER}]+[\r\n/]*|{_BLANKS}"
-
-
-class _PreTokenizer(NamedTuple):
-    """How a text is cut before merging: by each pattern in turn, every match and every gap a piece of its own."""
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False      # a piece that is a token is taken whole, however its merges would go
-    add_bos: bool = False            # where the file does not say
-
-
-_DIGITS_THEN_GPT2 = _PreTokenizer((_NUMBER, _GPT2))
-_LLAMA3 = _PreTokenizer((_word_pattern(f"{_NUMBER}{{1,3}}"),), ignore_merges=True, add_bos=True)
-_QWEN2 = _PreTokenizer((_word_pattern(_NUMBER),))
-
-# By the value of tokenizer.ggml.pre.
-PRE_TOKENIZERS = {
-    "default": _PreTokenizer((rf"[{_PUNCTUATION}$+<=>^~|]+", _GPT2, f"{_NUMBER}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _PreTokenizer((_GPT2,)),
-    "phi-2": _PreTokenizer((_GPT2,)),
-    "olmo": _PreTokenizer((_GPT2,)),
-    "mpt": _PreTokenizer((_GPT2,)),
-    "smollm": _DIGITS_THEN_GPT2,
-    "starcoder": _DIGITS_THEN_GPT2,
-    "refact": _DIGITS_THEN_GPT2,
-    "command-r": _DIGITS_THEN_GPT2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": _QWEN2,
-    "qwen35": _PreTokenizer((_word_pattern(_NUMBER, marks=_MARK),)),
-    "smaug-bpe": _PreTokenizer(_LLAMA3.patterns),
-    "dbrx": _PreTokenizer(_LLAMA3.patterns),
-    "deepseek-v3": _PreTokenizer((f"{_NUMBER}{{1,3}}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK)),
-    "tekken": _PreTokenizer((_cased_pattern("", _NUMBER),), ignore_merges=True, add_bos=True),
-    "gpt-4o": _PreTokenizer((_cased_pattern(f"(?:{_CONTRACTION})?", f"{_NUMBER}{{1,3}}"),)),
-    "llama4": _PreTokenizer((_cased_pattern(f"(?:{_CONTRACTION})?", f"{_NUMBER}{{1,3}}"),)),
-}
 
 
 class _VocabularyBuilder:

@@ -18,8 +18,8 @@ from ridgeline.engine.client.processor import Processor
 from ridgeline.errors import BadRequest, ModelError
 from ridgeline.models.model_config import load_model_config
 from ridgeline.text import tokenizer_limits
+from ridgeline.text.gguf_patterns import PRE_TOKENIZERS
 from ridgeline.text.tokenizer import Tokenizer
-from ridgeline.text.vocabulary_gguf import PRE_TOKENIZERS
 
 
 def changed(path: Path, **parts: Any) -> Path:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from ridgeline.errors import ModelError
-from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3
+from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3, YOUTU
 from ridgeline.models.families.ernie import ERNIE, ERNIE_MOE
 from ridgeline.models.families.exaone import EXAONE4
-from ridgeline.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from ridgeline.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE
 from ridgeline.models.families.gpt_oss import GPT_OSS
 from ridgeline.models.families.granite import GRANITE, GRANITE_4, GRANITE_MOE, GRANITE_MOE_SHARED
@@ -18,19 +18,19 @@ from ridgeline.models.families.layer_normed.nemotron import NEMOTRON
 from ridgeline.models.families.layer_normed.phi import PHI, PHIMOE
 from ridgeline.models.families.layer_normed.stablelm import STABLELM
 from ridgeline.models.families.layer_normed.starcoder2 import STARCODER2
-from ridgeline.models.families.llama import APERTUS, ARCEE, HELIUM, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
+from ridgeline.models.families.llama import APERTUS, ARCEE, CWM, HELIUM, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
 from ridgeline.models.families.minimax import MINIMAX_M2
-from ridgeline.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from ridgeline.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from ridgeline.models.families.olmo import OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3
 from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from ridgeline.models.family import Family
 
 FAMILIES = (
-    LLAMA, MISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, GEMMA3, SMOLLM3, SEED_OSS, ERNIE, ARCEE, APERTUS, OLMO2, OLMO3,
-    GRANITE, GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON, STABLELM, PHI, GPT_NEOX, GPT2,
-    MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE, HUNYUAN_MOE, PHIMOE, DOTS1,
-    MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3,
+    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, VAULT_GEMMA, GEMMA3, SMOLLM3, CWM, SEED_OSS, ERNIE,
+    ARCEE, APERTUS, OLMO2, OLMO3, GRANITE, GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON,
+    STABLELM, PHI, GPT_NEOX, GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE,
+    HUNYUAN_MOE, PHIMOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU,
 )
 
 # What people try and this engine does not compute: beginnings of names, and why.
@@ -75,8 +75,8 @@ def family_of(
     found = [family for family in FAMILIES if architecture in known(family)]
     if found:
         return next((family for family in found if family.name == language_model), found[0])
-    names = list(dict.fromkeys(name for family in FAMILIES for name in known(family)))
-    names.sort(key=lambda name: name.endswith("ForConditionalGeneration"))       # language models first
+    usual, all_names = ([name for family in FAMILIES for name in known(family)[:most]] for most in (1, None))
+    names = list(dict.fromkeys([*usual, *all_names]))
     supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
     raise ModelError(f"{where}: architecture {architecture!r} is not supported{_reason(architecture)}; supported: {supported}")
 

@@ -51,6 +51,8 @@ DEEPSEEK_V2 = Family(
     latent=True,
     interleaved=True,
     experts=ExpertRule(groups=True, scaled=True),
+    # DeepSeek's own code then leaves out the scale of the weights; transformers leaves out the sum.
+    only={"norm_topk_prob": False},
     defaults={"rms_norm_eps": 1e-6},
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
     gguf_names=GGUF_LATENT_NAMES | GGUF_EXPERT_NAMES,
@@ -93,6 +95,17 @@ MINICPM3 = Family(
     latent=True,
     longrope=True,
     defaults={"rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+    names=LATENT_NAMES,
+)
+
+# DeepSeek-V3's attention with the MLP of Llama.
+YOUTU = Family(
+    name="youtu",
+    architectures=("YoutuForCausalLM",),
+    tied=True,
+    latent=True,
+    interleaved=True,
+    defaults={"rms_norm_eps": 1e-6},
     names=LATENT_NAMES,
 )
 

@@ -3,6 +3,8 @@ of a layer, windows on most layers. Gemma-2 caps its scores and logits; Gemma-3 
 with a window.
 """
 
+from dataclasses import replace
+
 from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, TEXT_PREFIXES, VISION_TENSORS, Family
 
 # Here "post_attention_layernorm" is what its name says; in Llama it is the norm before the MLP.
@@ -48,6 +50,18 @@ GEMMA2 = Family(
     names=LLAMA_NAMES | SANDWICH_NAMES,
 )
 
+# Gemma-2 with the norms of Llama.
+VAULT_GEMMA = replace(
+    GEMMA2,
+    name="vaultgemma",
+    architectures=("VaultGemmaForCausalLM",),
+    gguf="",
+    post_norms=False,
+    names={name: target for name, target in LLAMA_NAMES.items() if "post_attention" not in name} | {
+        "model.layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",
+    },
+)
+
 GEMMA3 = Family(
     name="gemma3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
@@ -59,6 +73,8 @@ GEMMA3 = Family(
     norm_offset=1.0,
     scale_embeddings=True,
     query_pre_attn_scalar=True,
+    softcaps=True,                   # of logits alone, and only where a config asks for it
+    spelled={"attn_logit_softcapping": ""},
     window="pattern",
     full_every=6,
     local_rope=True,

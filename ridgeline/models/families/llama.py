@@ -1,5 +1,6 @@
 """Llama 2 and 3, everything that is Llama by another name (SmolLM2, TinyLlama, Mistral as GGUF), and its near relatives: SmolLM3
-(layers without a rope), Seed-OSS, Helium, Arcee and Apertus (no gate). The text decoder of Llama 4 (Scout, Maverick)."""
+(layers without a rope), CWM (windows), Seed-OSS, Helium, Arcee and Apertus (no gate). The text decoder of Llama 4 (Scout,
+Maverick)."""
 
 from ridgeline.models.family import (
     GGUF_NAMES,
@@ -24,7 +25,7 @@ GGUF_PLAIN_MLP_NAMES = {name: target for name, target in GGUF_NAMES.items() if "
 
 LLAMA = Family(
     name="llama",
-    architectures=("LlamaForCausalLM",),
+    architectures=("LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM"),
     gguf="llama",
     gguf_permuted=True,
 )
@@ -67,6 +68,20 @@ ARCEE = Family(
     gated=False,
     names=PLAIN_MLP_NAMES,
     gguf_names=GGUF_PLAIN_MLP_NAMES,
+)
+
+CWM = Family(
+    name="cwm",
+    architectures=("CwmForCausalLM",),
+    window="pattern",
+    full_every=4,
+    full_first=True,
+    spelled={"attention_bias": "", "attention_out_bias": ""},
+    defaults={
+        "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192, "rope_theta": 1_000_000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192},
+    },
 )
 
 APERTUS = Family(

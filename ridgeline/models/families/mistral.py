@@ -1,5 +1,7 @@
-"""Mistral: Llama with a sliding window on every layer. Ministral 3: queries that grow with their position. Mixtral: a mixture of
-experts."""
+"""Mistral: Llama with a sliding window on every layer; Ministral: on some. Ministral 3: queries that grow with their position.
+Mixtral: a mixture of experts."""
+
+from dataclasses import replace
 
 from ridgeline.models.family import (
     GGUF_EXPERT_NAMES,
@@ -30,6 +32,8 @@ MISTRAL = Family(
     prefixes=TEXT_PREFIXES,
     ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )
+
+MINISTRAL = replace(MISTRAL, name="ministral", architectures=("MinistralForCausalLM",))       # lists the layers with a window
 
 MINISTRAL3 = Family(
     name="ministral3",

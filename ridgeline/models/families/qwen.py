@@ -18,9 +18,11 @@ WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 
 QWEN2 = Family(
     name="qwen2",
-    architectures=("Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+    architectures=(
+        "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration", "MiMoForCausalLM",
+    ),
     prefixes=TEXT_PREFIXES,
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
+    ignored=(*ROPE_TENSORS, *VISION_TENSORS, r"model\.mtp_layers\..*"),          # MiMo's, for drafts
     gguf="qwen2",
     qkv_bias=True,
     spelled={"attention_out_bias": ""},

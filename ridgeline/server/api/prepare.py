@@ -37,8 +37,9 @@ from ridgeline.server.api.vllm.tokenize import (
     TokenizeRequest,
 )
 from ridgeline.server.http.body import parse_body
+from ridgeline.server.parse.formats.known_formats import needs_plain_text
 from ridgeline.server.parse.tool_prompt import in_plain_text, mended, tells_of_tools
-from ridgeline.server.parse.tools import Reading, needs_plain_text, reading
+from ridgeline.server.parse.tools import Reading, reading
 from ridgeline.server.service import Service
 
 BYTES_PER_TOKEN = 16                 # of a list of tokens and their texts, as JSON

@@ -63,14 +63,8 @@ class HarmonyParser(CallParser):
         text = yield from self._until("<")
         if text != "<":
             return text
-        word = text
-        while word not in HARMONY_MARKS:
-            char = yield from self._char()
-            if not char or not any(mark.startswith(word + char) for mark in HARMONY_MARKS):
-                self._unread(char)
-                return "" if not char and self._is_cut_mark(word) else word
-            word += char
-        return word
+        word = yield from self._mark(text, HARMONY_MARKS)
+        return "" if word not in HARMONY_MARKS and self._is_cut_mark(word) else word
 
     def _ends_reasoning(self, read: int) -> None:
         """`read`: characters of what follows it that have been read."""

@@ -7,7 +7,7 @@ was cut into pieces. The formats are in server/parse/tool_calls and server/parse
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -192,4 +192,15 @@ class Machine(ABC):
             if char != word[place]:
                 self._unread(char)
                 return word[:place]
+        return word
+
+    def _mark(self, first: str, marks: Collection[str]) -> Reads[str]:
+        """Read on along whichever of `marks` begins so, `first` read; returns that mark, or the part that matched."""
+        word = first
+        while word not in marks:
+            char = yield from self._char()
+            if not char or not any(mark.startswith(word + char) for mark in marks):
+                self._unread(char)
+                return word
+            word += char
         return word

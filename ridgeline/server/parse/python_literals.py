@@ -20,6 +20,15 @@ def json_arguments(text: str) -> str:
     return _Literals(text).arguments()
 
 
+def literal(text: str) -> Any:
+    """The value of one literal; Malformed when `text` is anything else."""
+    reader = _Literals(text)
+    value = reader.value()
+    if not is_unicode(json.dumps(value, ensure_ascii=False)):
+        raise Malformed
+    return value
+
+
 class _Literals:
 
     def __init__(self, text: str) -> None:
@@ -44,6 +53,12 @@ class _Literals:
         if not is_unicode(written):
             raise Malformed
         return written
+
+    def value(self) -> Any:
+        found = self._value(0)
+        if self._peek():
+            raise Malformed
+        return found
 
     def _peek(self) -> str:
         text = self._text

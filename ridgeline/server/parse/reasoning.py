@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ridgeline.server.parse.harmony import HarmonyParser
 from ridgeline.server.parse.incremental import (
     BLANKS,
@@ -17,45 +19,48 @@ from ridgeline.server.parse.partial_json import is_object
 from ridgeline.server.parse.tool_calls import CallParser
 
 
-class ReasoningParser(Machine):
-    """<think> … </think> at the start of a message; blanks around either part are left out.
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The marks around reasoning, and those around the answer behind it, if it has any. `sign`: what a chat template has beside
+    the closing mark."""
 
-    `inside`: the prompt has opened it. `reasoning_end` is where the content begins; None before that.
+    begin: str = "<think>"
+    end: str = "</think>"
+    answer: tuple[str, ...] = ()
+    sign: str = ""
+
+
+class ReasoningParser(Machine):
+    """Reasoning at the start of a message; blanks around either part are left out.
+
+    `inside`: the prompt has opened it. `reasoning_end` is where the content begins; None before that. `silent`: marks in the
+    content that are not part of it.
     """
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, thought: Thought | None = None, silent: tuple[str, ...] = ()) -> None:
         self._inside = inside
+        self._thought = thought or Thought()
+        self._silent = silent
         self.reasoning_end: int | None = None
         super().__init__()
 
     def _run(self) -> Reads[None]:
-        read = 0                                         # characters up to here
-        if not self._inside:
-            held = ""
-            while True:
-                char = yield from self._char()
-                if char and char in BLANKS:
-                    held += char
-                    continue
-                word = (yield from self._rest_of("<think>")) if char == "<" else char
-                break
-            if word != "<think>":
-                self.reasoning_end = 0
-                self._content("" if self._is_cut_mark(word) else held + word)
-                yield from self._rest()
-                return
-            read = len(held) + len(word)
+        end = self._thought.end
+        read = 0 if self._inside else (yield from self._opening())       # characters up to here
+        if read is None:
+            yield from self._rest()
+            return
         blanks: list[str] = []                           # left out if the reasoning ends with them
         begun = False
         while True:
-            text = yield from self._until("<")
+            text = yield from self._until(end[0])
             if not text:
                 return
-            word = (yield from self._rest_of("</think>")) if text == "<" else text
+            word = (yield from self._rest_of(end)) if text == end[0] else text
             read += len(word)
-            if word == "</think>":
+            if word == end:
                 break
-            if text == "<" and self._is_cut_mark(word):
+            if text == end[0] and self._is_cut_mark(word):
                 return
             if not begun:
                 word = word.lstrip(BLANKS)
@@ -65,13 +70,29 @@ class ReasoningParser(Machine):
                 blanks = []
             blanks.append(word[len(solid) :])
         self.reasoning_end = read
-        char = yield from self._solid()
-        self._content(char)
+        self._unread((yield from self._solid()))
         yield from self._rest()
 
+    def _opening(self) -> Reads[int | None]:
+        """The characters up to the end of the opening mark; None if there is no such mark."""
+        held, char = "", (yield from self._char())
+        while char and char in BLANKS:
+            held += char
+            char = yield from self._char()
+        begin = self._thought.begin
+        word = (yield from self._mark(char, (begin, *self._silent))) if char == begin[0] else char
+        if word == begin:
+            return len(held) + len(word)
+        self.reasoning_end = 0
+        self._content("" if self._is_cut_mark(word) or word in self._silent else held + word)
+        return None
+
     def _rest(self) -> Reads[None]:
-        while text := (yield from self._until("")):
-            self._content(text)
+        stops = "<" if self._silent else ""
+        while text := (yield from self._until(stops)):
+            word = (yield from self._mark(text, self._silent)) if text == "<" and stops else text
+            if word not in self._silent and not (len(text) == 1 and stops and self._is_cut_mark(word)):
+                self._content(word)
 
     def _content(self, text: str) -> None:
         """What was read last is content."""

@@ -11,8 +11,9 @@ is cut inside a call, the call has what was written, its name at least; none of 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from ridgeline.server.parse.incremental import BLANKS, CallArguments, CallStart, Malformed, Reads
 from ridgeline.server.parse.json_text import MAX_WORD, JsonMachine
@@ -25,14 +26,19 @@ class CallParser(JsonMachine):
     """What the formats share: content with its blanks, and calls written as JSON objects.
 
     `names` are the known functions; formats without marks accept only those as calls. Calls after the first `most` are
-    left out.
+    left out. `schemas` say of which types a function's arguments are, for formats that do not show it.
     """
 
     head = ""                                            # how a call begins, without blanks, in formats without marks
+    name_key = "name"                                    # of a call that is a JSON object
+    needs_schemas = False                                # the format does not show the types of arguments
 
-    def __init__(self, names: Collection[str], most: int | None = None) -> None:
+    def __init__(
+        self, names: Collection[str], most: int | None = None, schemas: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
         self.count = 0                                   # calls begun
         self._names = names
+        self._schemas = schemas or {}
         self._most = most
         self._held: list[tuple[str, int]] = []           # blanks that are content only if content follows, with their places
         self._spoke = False                              # content came after the last call
@@ -91,6 +97,30 @@ class CallParser(JsonMachine):
         finally:
             self._raw = None
 
+    def _behind(self, marks: Sequence[str], calls: Callable[[str], Reads[None]], unsure: str = "") -> Reads[None]:
+        """The whole text: content, and behind each of `marks` calls, which `calls` reads; it gets the mark. Behind the mark
+        `unsure` there may be none."""
+        stops = "".join(sorted({mark[0] for mark in marks}))
+        while text := (yield from self._until(stops)):
+            word = (yield from self._mark(text, marks)) if text in stops else text
+            if word not in marks:
+                is_cut = text in stops and not text.isalnum() and self._is_cut_mark(word)
+                self._content("" if is_cut else word)
+                continue
+            self._raw = [word]
+            yield from self._attempt(calls(word), sure=word != unsure)
+        self._end_content()
+
+    def _words(self, stop: str) -> Reads[str]:
+        """The characters before `stop`, which is not read."""
+        found = ""
+        while (char := (yield from self._char())) and char != stop and len(found) < MAX_WORD:
+            found += char
+        self._unread(char)
+        if char != stop:
+            raise Malformed
+        return found
+
     def _begins_a_call(self) -> bool:
         """Whether the text so far can be the head of a call of a known function."""
         raw = "".join(self._raw or []).translate(_NO_BLANKS)
@@ -133,7 +163,7 @@ class CallParser(JsonMachine):
             char = yield from self._solid()
             if char != ":":
                 raise self._unexpected(char)
-            if key == "name" and name is None:
+            if key == self.name_key and name is None:
                 char = yield from self._solid()
                 if char != '"':
                     raise self._unexpected(char)
@@ -272,16 +302,9 @@ class MistralParser(CallParser):
     """[TOOL_CALLS][{"name": …, "arguments": …}, …], or in newer models [TOOL_CALLS]name[ARGS]{…} for each call."""
 
     def _run(self) -> Reads[None]:
-        while text := (yield from self._until("[")):
-            word = (yield from self._rest_of("[TOOL_CALLS]")) if text == "[" else text
-            if word != "[TOOL_CALLS]":
-                self._content("" if text == "[" and self._is_cut_mark(word) else word)
-                continue
-            self._raw = [word]
-            yield from self._attempt(self._calls(), sure=True)
-        self._end_content()
+        yield from self._behind(("[TOOL_CALLS]",), self._calls)
 
-    def _calls(self) -> Reads[None]:
+    def _calls(self, mark: str) -> Reads[None]:
         char = yield from self._solid()
         if char == "[":
             yield from self._list(bare=False)
@@ -355,22 +378,25 @@ class PythonicParser(CallParser):
 
     def _python_list(self) -> Reads[None]:
         while True:
-            char = yield from self._solid()
-            name = ""
-            while char and (char.isalnum() or char in "_.-") and len(name) < MAX_WORD:
-                name += char
-                char = yield from self._char()
-            if char != "(" or name not in self._names:
-                raise self._unexpected(char)
-            self._named = name
-            arguments = json_arguments((yield from self._to_closing()))
-            self._begin(name)(arguments)
-            self._raw = []
+            yield from self._python_call((yield from self._solid()))
             char = yield from self._solid()
             if char == "]":
                 return
             if char != ",":
                 raise self._unexpected(char)
+
+    def _python_call(self, char: str) -> Reads[None]:
+        """One call, the first character of its name read."""
+        name = ""
+        while char and (char.isalnum() or char in "_.-") and len(name) < MAX_WORD:
+            name += char
+            char = yield from self._char()
+        if char != "(" or name not in self._names:
+            raise self._unexpected(char)
+        self._named = name
+        arguments = json_arguments((yield from self._to_closing()))
+        self._begin(name)(arguments)
+        self._raw = []
 
     def _to_closing(self) -> Reads[str]:
         """The text up to the ")" that closes what is open, which is read too."""

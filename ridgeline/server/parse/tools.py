@@ -8,11 +8,12 @@ and server/parse/reasoning. Knows no prompts and no HTTP.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.errors import BadRequest, Unsupported
@@ -20,35 +21,21 @@ from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, Structur
 from ridgeline.server.api.generation import structured_outputs
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
-from ridgeline.server.parse.deepseek_calls import CALLS_BEGIN, DEEPSEEK_MARKS, DeepSeekParser
-from ridgeline.server.parse.harmony import HARMONY_MARKS, HarmonyParser
-from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
-from ridgeline.server.parse.tool_calls import (
-    CallParser,
-    HermesParser,
-    ListParser,
-    LlamaParser,
-    MistralParser,
-    NamedParser,
-    PythonicParser,
-    RequiredParser,
+from ridgeline.server.parse.formats.known_formats import (
+    FREE,
+    THOUGHTS,
+    marks_of,
+    parser_of,
+    reasoning_format,
+    tool_format,
 )
-from ridgeline.server.parse.tool_prompt import knows_tools
+from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser, Thought
+from ridgeline.server.parse.tool_calls import CallParser
 from ridgeline.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
 MAX_NAME = 128                       # Anthropic's limit; OpenAI's is 64, but a name here may have its namespace before it
 TAIL_TOKENS = 8                      # at the end of a prompt that are searched for "<think>"
-
-# Formats that models write by themselves; the three others come only from a schema.
-FREE = ("hermes", "llama3_json", "mistral", "pythonic", "harmony", "deepseek_v3")
-FORMATS: dict[str, type[CallParser]] = {
-    "hermes": HermesParser, "llama3_json": LlamaParser, "mistral": MistralParser, "pythonic": PythonicParser,
-    "harmony": HarmonyParser, "deepseek_v3": DeepSeekParser, "list": ListParser, "required": RequiredParser, "named": NamedParser,
-}
-MARKS = {"hermes": ("<tool_call>", "</tool_call>"), "llama3_json": ("<|python_tag|>",), "mistral": ("[TOOL_CALLS]", "[ARGS]"),
-         "harmony": HARMONY_MARKS, "deepseek_v3": DEEPSEEK_MARKS}
-THINK_MARKS = ("<think>", "</think>")
 
 _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_-.")
 
@@ -67,6 +54,11 @@ class ToolUse:
     @property
     def names(self) -> list[str]:
         return [tool["function"]["name"] for tool in self.tools]
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Of the functions' arguments, as given, by name."""
+        return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
     def schema(self) -> dict[str, Any] | None:
         """The schema of the whole answer, if calls are required."""
@@ -247,24 +239,30 @@ def _moved(schema: Any, to: str) -> Any:
 AFTER_REASONING = ("json", "json_object", "choice")
 
 
-def after_reasoning(asked: StructuredOutputs, inside: bool, special: bool) -> StructuredOutputs:
-    """The same grammar with reasoning before it, in Lark. `inside`: the prompt has opened the reasoning; `special`: its marks
-    are special tokens, which a grammar's text cannot match."""
+def after_reasoning(
+    asked: StructuredOutputs, inside: bool, thought: Thought, special: Sequence[int] = ()
+) -> StructuredOutputs:
+    """The same grammar with reasoning before it, in Lark. `inside`: the prompt has opened the reasoning; `special`: the ids of
+    its marks, if they are special tokens, which a grammar's text cannot match."""
     if asked.choice is not None:
         answer = " | ".join(json.dumps(text) for text in asked.choice)
     else:
         schema = json.loads(asked.json) if isinstance(asked.json, str) else {"type": "object"}
         blanks = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": _BLANKS}
         answer = "%json " + json.dumps({**schema, "x-guidance": blanks})
-    if special:
-        begin = "" if inside else "<think> "
-        thought, rule = f"({begin}text </think>)", "text: /(.|\\n)*/"
+    if len(special) == 2:
+        begin = "" if inside else f"<[{special[0]}]> "
+        reasoning, rule = f"({begin}text <[{special[1]}]>)", "text: /(.|\\n)*/"
     else:
-        begin = "" if inside else r"[ \t\r\n]*<think>"
-        thought, rule = "text", rf"text[lazy]: /{begin}(.|\n)*<\/think>/"
-    start = f"start: {thought}{'' if inside else '?'} BLANKS answer"
+        begin = "" if inside else rf"[ \t\r\n]*{_escaped(thought.begin)}"
+        reasoning, rule = "text", rf"text[lazy]: /{begin}(.|\n)*{_escaped(thought.end)}/"
+    start = f"start: {reasoning}{'' if inside else '?'} BLANKS answer"
     grammar = "\n".join(["%llguidance {}", start, rule, r"BLANKS: /[ \t\r\n]{0,8}/", f"answer: {answer}"])
     return structured_outputs("response_format", grammar=grammar)
+
+
+def _escaped(mark: str) -> str:
+    return re.escape(mark).replace("/", r"\/")
 
 
 _BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"                  # between the parts of JSON, as without reasoning
@@ -273,58 +271,29 @@ _BLANKS = r"[ \t]{1,8}|\r?\n[ \t]{0,40}"                  # between the parts of
 # -- which parser ------------------------------------------------------------------------------------------------------
 
 
-def tool_format(option: str, templates: str) -> str | None:
-    """The format of calls: the option's; with auto, the one in the chat template's text, or Hermes' if the template does not
-    support tools (server/parse/tool_prompt). None: unknown."""
-    if option != "auto":
-        return None if option == "none" else option
-    if "[TOOL_CALLS]" in templates:
-        return "mistral"
-    if is_harmony(templates):
-        return "harmony"
-    if CALLS_BEGIN in templates:
-        return "deepseek_v3"
-    if "<tool_call>" in templates:
-        return "hermes"
-    if "func_name1(" in templates or "[func_name" in templates:
-        return "pythonic"
-    if "<|python_tag|>" in templates or ("<|start_header_id|>" in templates and '"parameters"' in templates):
-        return "llama3_json"
-    return None if knows_tools(templates) else "hermes"
-
-
-def needs_plain_text(option: str, templates: str) -> bool:
-    """Whether the chat template ignores tools and calls, so that they must be written into the messages."""
-    return tool_format(option, templates) == "hermes" and not knows_tools(templates)
-
-
-def is_harmony(templates: str) -> bool:
-    return "<|channel|>" in templates and "<|message|>" in templates
-
-
-def has_reasoning(option: str, templates: str) -> bool:
-    return "</think>" in templates if option == "auto" else option == "think"
-
-
 @dataclass(slots=True)
 class Reading:
     """How the answers to one request are parsed."""
 
-    format: str | None = None        # a name in FORMATS
-    names: Sequence[str] = ()
+    format: str | None = None        # of known_formats
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)     # of arguments, by the functions' names; {}: not needed
     most_calls: int | None = None
-    reasoning: bool = False
+    reasoning: str | None = None     # a name in THOUGHTS
     inside: bool = False             # the prompt has opened the reasoning
     short_ids: bool = False          # Mistral's templates accept only ids of nine characters
 
     def parser(self) -> MessageParser | None:
         """For one answer; None if all of its text is content."""
-        if self.format is None and not self.reasoning:
+        if self.format is None and self.reasoning is None:
             return None
         calls: CallParser | None = None
         if self.format is not None:
-            calls = FORMATS[self.format](self.names, self.most_calls)
-        return MessageParser(ReasoningParser(self.inside) if self.reasoning else None, calls)
+            calls = parser_of(self.format)(self.schemas, self.most_calls, self.schemas)
+        reasoning: ReasoningParser | None = None
+        if self.reasoning is not None:
+            thought = THOUGHTS[self.reasoning]
+            reasoning = ReasoningParser(self.inside, thought, thought.answer if calls is None else ())
+        return MessageParser(reasoning, calls)
 
     def new_id(self) -> str:
         if self.short_ids:
@@ -334,14 +303,16 @@ class Reading:
     def follow(self, prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
         """Look at the prompt's end: a template may open the reasoning, so that the answer begins inside it, or close it at once.
         A grammar of `params` applies after the reasoning."""
-        if not self.reasoning:
+        if self.reasoning is None:
             return
+        thought = THOUGHTS[self.reasoning]
         tail = tokenizer.decode(list(prompt[-TAIL_TOKENS:])).rstrip()
-        self.inside = tail.endswith("<think>")
+        self.inside = tail.endswith(thought.begin)
         asked = params.structured_outputs
-        if asked is not None and asked.kind in AFTER_REASONING and not tail.endswith("</think>"):
-            special = tokenizer.token_id("</think>") in tokenizer.special_ids
-            params.structured_outputs = after_reasoning(asked, self.inside, special)
+        if asked is not None and asked.kind in AFTER_REASONING and not tail.endswith(thought.end):
+            marks = [tokenizer.token_id(mark) for mark in (thought.begin, thought.end)]
+            special = tuple(mark for mark in marks if mark in tokenizer.special_ids)
+            params.structured_outputs = after_reasoning(asked, self.inside, thought, special)
 
 
 def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokenizer: Tokenizer | None) -> Reading:
@@ -354,24 +325,31 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     templates = "\n".join(tokenizer.chat_templates.values())
     form = tool_format(options.tool_call_parser, templates)
     asked = params.structured_outputs
-    made = Reading(names=use.names, most_calls=None if use.parallel else 1, short_ids=form == "mistral")
+    made = Reading(most_calls=None if use.parallel else 1, short_ids=form == "mistral")
     # Other grammars apply from the first token on: no reasoning comes before them.
     free = asked is None or asked.kind in (*AFTER_REASONING, "structural_tag")
-    made.reasoning = free and has_reasoning(options.reasoning_parser, templates)
-    marks: tuple[str, ...] = THINK_MARKS if made.reasoning else ()
+    if free:
+        made.reasoning = reasoning_format(options.reasoning_parser, templates)
     made.format = _answer_format(use, asked, form)
+    made.schemas = _schemas(use, made.format)
     if made.format is None and form == "harmony" and asked is None:
         made.format = form                               # its channels separate reasoning from content, with and without tools
-    marks += MARKS.get(made.format or "", ())
-    if any(tokenizer.token_id(mark) in tokenizer.special_ids for mark in marks):
+    if any(tokenizer.token_id(mark) in tokenizer.special_ids for mark in marks_of(made.format, made.reasoning)):
         params.skip_special_tokens = False
     elif made.format == "hermes" and any(tool["function"].get("strict") for tool in use.tools):
         params.structured_outputs = structured_outputs("tools", structural_tag=strict_calls(use.tools))
     return made
 
 
+def _schemas(use: ToolUse, form: str | None) -> dict[str, dict[str, Any]]:
+    """By the functions' names; empty ones where the format shows the types of arguments by itself."""
+    if form is not None and parser_of(form).needs_schemas:
+        return use.schemas
+    return {name: {} for name in use.names}
+
+
 def _answer_format(use: ToolUse, asked: StructuredOutputs | None, form: str | None) -> str | None:
-    """A name in FORMATS; None: no calls. `form`: the model's own format."""
+    """A name of known_formats; None: no calls. `form`: the model's own format."""
     if use.mode in ("named", "required"):
         return use.mode
     if use.mode != "auto":

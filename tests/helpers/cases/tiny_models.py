@@ -72,7 +72,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"rope_parameters": PLAIN, "head_dim": 16, "query_pre_attn_scalar": 24,
                           "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3", {"rope_parameters": GEMMA_ROPES, "head_dim": 16, "query_pre_attn_scalar": 24,
-                          "sliding_window": WINDOW, "num_hidden_layers": 7}),
+                          "sliding_window": WINDOW, "num_hidden_layers": 7, "final_logit_softcapping": 3.0}),
     "deepseek_v2": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": DEEPSEEK_YARN, "attention_bias": True,
                                                                "topk_method": "group_limited_greedy"}),
     "deepseek_v2-lite": ("DeepseekV2", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": PLAIN, "q_lora_rank": None,
@@ -156,17 +156,24 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
                           "no_rope_layers": [1, 0, 1, 0, 1]}),
     "gpt_oss": ("GptOss", {"rope_parameters": YARN | {"truncate": False}, "head_dim": 16, "num_local_experts": 6,
                            "num_experts_per_tok": 2, "intermediate_size": 20, "sliding_window": WINDOW, "swiglu_limit": 1.5}),
+    "ministral": ("Ministral", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "head_dim": 16}),
+    "cwm": ("Cwm", {"rope_parameters": LLAMA3, "sliding_window": WINDOW, "head_dim": 16, "num_hidden_layers": 5}),
+    "vaultgemma": ("VaultGemma", {"rope_parameters": PLAIN, "head_dim": 16, "query_pre_attn_scalar": 24,
+                                  "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "youtu": ("Youtu", LATENT | {"rope_parameters": DEEPSEEK_YARN}),
 }
 # A new checkpoint comes to the end of this list, so that the seeds of all others stay: tests that need a guess to be right, or
 # experts to be shared, depend on their weights.
 LATER = (
     "ernie4_5_moe", "helium", "gemma", "hunyuan_v1_dense", "hunyuan_v1_moe", "granitemoeshared", "granitemoehybrid", "dots1",
     "minimax_m2", "apertus", "stablelm", "stablelm-in-turn", "phi", "gpt_neox", "gpt2", "phimoe",
+    "ministral", "cwm", "vaultgemma", "youtu",
 )
 SEEDS = {name: seed for seed, name in enumerate((*sorted(CHECKPOINTS.keys() - set(LATER)), *LATER))}
 # Fields that config.json of these families leaves to the class, and that the family declares.
 LEFT_OUT = {
     "gemma": ("tie_word_embeddings", "hidden_act"), "gemma2": ("tie_word_embeddings", "hidden_activation"),
+    "vaultgemma": ("tie_word_embeddings", "hidden_activation"), "youtu": ("tie_word_embeddings",),
     "gemma3_text": ("tie_word_embeddings", "hidden_activation"), "smollm3": ("tie_word_embeddings",),
     "ernie4_5": ("tie_word_embeddings",), "ernie4_5_moe": ("tie_word_embeddings",), "arcee": ("hidden_act",),
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
@@ -217,7 +224,7 @@ def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any)
     if "swiglu_limit" in differences:                    # before transformers 5.18 its model has 7.0, whatever the config says
         for layer in model.model.layers:
             layer.mlp.experts.limit = config.swiglu_limit
-    randomise(model, seed=SEEDS[name], norm_mean=0.0 if kind.startswith(("Gemma", "Nemotron")) else 1.0)
+    randomise(model, seed=SEEDS[name], norm_mean=0.0 if kind.startswith(("Gemma", "VaultGemma", "Nemotron")) else 1.0)
     return model
 
 

@@ -32,6 +32,18 @@ def test_names_of_hubs_are_known(name: str, beginning: str, mask: str, tmp_path:
     assert torch.equal(logits(path), expected)
 
 
+@pytest.mark.parametrize(("name", "architecture", "further"), [
+    ("llama-yarn", "InternLM3ForCausalLM", ()), ("qwen2.5-yarn", "MiMoForCausalLM", ("model.mtp_layers.0.input_proj.weight",)),
+])
+def test_other_names_of_a_family_are_known(name: str, architecture: str, further: tuple[str, ...], tmp_path: Path) -> None:
+    path = save_checkpoint(name, tmp_path)
+    expected, file = logits(path), path / "model.safetensors"
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"architectures": [architecture], "model_type": "other"}))
+    save_file(load_file(file) | {key: torch.zeros(1, 1) for key in further}, file)
+    assert torch.equal(logits(path), expected)
+
+
 def test_codes_that_would_have_to_be_reordered_are_refused(tmp_path: Path) -> None:
     path = save_checkpoint("gpt_neox", tmp_path)
     raw = json.loads((path / "config.json").read_text())

@@ -18,17 +18,16 @@ from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse import tool_calls as parsers
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.server.parse.deepseek_calls import DeepSeekParser
+from ridgeline.server.parse.formats.known_formats import THOUGHTS, reasoning_format, tool_format
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Reasoning
-from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
+from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser, Thought
 from ridgeline.server.parse.tools import (
     after_reasoning,
     answer_or_calls_schema,
     calls_schema,
-    has_reasoning,
     moved,
     parameters,
     reading,
-    tool_format,
     tool_use,
 )
 from ridgeline.text.tokenizer import Tokenizer
@@ -412,8 +411,10 @@ def test_the_format_is_read_from_the_template(template: str, form: str | None) -
 
 
 def test_reasoning_is_read_from_the_template() -> None:
-    assert has_reasoning("auto", "… </think>") and not has_reasoning("auto", "…")
-    assert has_reasoning("think", "") and not has_reasoning("none", "</think>")
+    assert reasoning_format("auto", "… </think>") == "think" and reasoning_format("auto", "…") is None
+    assert reasoning_format("think", "") == "think" and reasoning_format("none", "</think>") is None
+    for name, end in (("seed_oss", "</seed:think>"), ("mistral", "[/THINK]"), ("cohere_command", "<|END_THINKING|>")):
+        assert reasoning_format("auto", end) == name
 
 
 class Vocabulary:
@@ -464,7 +465,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.mark.parametrize("asked", [{"json": REFERRING}, {"json_object": True}, {"choice": ["{}", "[]"]}],
                          ids=["json", "json_object", "choice"])
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_grammar_holds_after_the_reasoning(tokenizer: Tokenizer, asked: Any, inside: bool) -> None:
+@pytest.mark.parametrize("marks", ["think", "seed_oss", "mistral"])
+def test_a_grammar_holds_after_the_reasoning(tokenizer: Tokenizer, asked: Any, inside: bool, marks: str) -> None:
     pytest.importorskip("llguidance")
     from ridgeline.grammar.compiler import compile_grammar, make_backend
     from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
@@ -472,15 +474,16 @@ def test_a_grammar_holds_after_the_reasoning(tokenizer: Tokenizer, asked: Any, i
     vocabulary = GrammarVocabulary.of(
         tokenizer.token_pieces(), tokenizer.special_ids, tokenizer.eos_token_ids, tokenizer.vocab_size
     )
-    grammar = after_reasoning(StructuredOutputs(**asked), inside, special=False)
+    thought = THOUGHTS[marks]
+    grammar = after_reasoning(StructuredOutputs(**asked), inside, thought)
     compiled = compile_grammar(make_backend("llguidance", vocabulary), grammar)
 
     def fits(text: str) -> bool:
         matcher, tokens = compiled.deep_copy(), tokenizer.encode(text, add_special_tokens=False)
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
-    begin = "" if inside else "<think>"
-    assert fits(begin + "Is {it}?\nYes. </think>\n\n{}") and not fits(begin + "x</think>y") and not fits(begin + "x {}")
+    begin, end = "" if inside else thought.begin, thought.end
+    assert fits(f"{begin}Is {{it}}?\nYes. {end}\n\n{{}}") and not fits(f"{begin}x{end}y") and not fits(begin + "x {}")
     assert fits("{}") is not inside                      # where the prompt has not begun it, there may be none
 
 
@@ -493,7 +496,7 @@ def test_reasoning_may_end_with_a_special_token(inside: bool) -> None:
     pieces = [bytes([byte]) for byte in range(256)] + [b"</s>", b"<think>", b"</think>"]
     end, think, thought = 256, 257, 258
     vocabulary = GrammarVocabulary.of(pieces, frozenset({end, think, thought}), frozenset({end}), len(pieces))
-    grammar = after_reasoning(StructuredOutputs(json_object=True), inside, special=True)
+    grammar = after_reasoning(StructuredOutputs(json_object=True), inside, Thought(), (think, thought))
     compiled = compile_grammar(make_backend("llguidance", vocabulary), grammar)
 
     def fits(tokens: list[int]) -> bool:

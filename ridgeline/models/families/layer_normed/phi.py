@@ -41,6 +41,7 @@ PHIMOE = Family(
     longrope=True,
     window="all",
     experts=ExpertRule(normalise=False, mixer=True),
+    only={"num_experts_per_tok": 2},
     defaults={"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5},
     names=LLAMA_NAMES | SPARSE_MOE_NAMES,
 )

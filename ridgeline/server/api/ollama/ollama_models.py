@@ -21,7 +21,7 @@ from ridgeline.server.api.ollama.ollama_answers import timestamp
 from ridgeline.server.api.ollama.ollama_requests import LATEST, ShowRequest, plain_name
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.stream import json_response
-from ridgeline.server.parse.tools import THINK_MARKS
+from ridgeline.server.parse.formats.known_formats import reasoning_format
 from ridgeline.server.service import Service
 from ridgeline.version import __version__
 
@@ -122,7 +122,7 @@ def read_facts(service: Service) -> Facts:
     }
     template = (service.tokenizer.chat_template or "") if service.tokenizer is not None else ""
     capabilities = ["completion", "embedding", *(["tools"] if template else [])]
-    if THINK_MARKS[1] in template:
+    if reasoning_format("auto", template) is not None:
         capabilities.append("thinking")
     modified = max((stat.st_mtime for _, stat in sizes), default=service.created)
     digest = hashlib.sha256(listed.encode()).hexdigest()

@@ -1,0 +1,165 @@
+"""Tool calls whose arguments are elements, as in XML, parsed while they are written.
+
+    Qwen3-Coder   <tool_call><function=NAME><parameter=KEY>…</parameter> … </function></tool_call>
+    Seed-OSS      <seed:tool_call>, and the same within it
+    MiniMax-M2    <minimax:tool_call><invoke name="NAME"><parameter name="KEY">…</parameter> … </invoke></minimax:tool_call>
+    dots          <dots_function_call>, and the same within it
+    GLM-4.5       <tool_call>NAME<arg_key>KEY</arg_key><arg_value>…</arg_value> … </tool_call>
+
+Values are bare text: no quotes, no escapes. The schema of the function says which of them are numbers, lists and so on
+(argument_types.py). A text is passed on as it is written, any other value when it is complete. A value that begins with a line
+break has one at its end as well, and neither is part of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from ridgeline.server.parse.formats.argument_types import TEXT, as_json, types_of
+from ridgeline.server.parse.incremental import BLANKS, Malformed, Reads
+from ridgeline.server.parse.tool_calls import CallParser
+
+
+class QwenCoderParser(CallParser):
+    """A call without the mark before it counts where the function is known: models forget that mark."""
+
+    head = "<function=%s>"
+    needs_schemas = True
+    around = ("<tool_call>", "</tool_call>")
+    call, call_end = "<function=", "</function>"
+    argument, argument_end = "<parameter=", "</parameter>"
+
+    def _run(self) -> Reads[None]:
+        openings = tuple(mark for mark in (self.around[0], self.call) if mark)
+        yield from self._behind(openings, self._calls, unsure=self.call)
+
+    def _calls(self, mark: str) -> Reads[None]:
+        """The calls up to the mark behind the last; `mark`: the one before all, or the first call's own."""
+        is_open = True
+        if mark == self.call:
+            is_open = yield from self._call(known_only=True)
+            self._raw = []
+        while is_open:
+            char = yield from self._solid()
+            if char == "{":                              # as others write it: name and arguments as one object
+                yield from self._object(bare=False)
+            elif char == "<":
+                word = yield from self._mark(char, (self.call, self.around[1]))
+                if word == self.around[1]:
+                    return
+                if word != self.call:
+                    raise Malformed
+                is_open = yield from self._call(known_only=False)
+            else:
+                raise self._unexpected(char)
+            self._raw = []                               # the text after it may not be a call
+
+    def _call(self, known_only: bool) -> Reads[bool]:
+        """One call, the mark before its name read; whether the mark behind the last call is still to come."""
+        name = yield from self._word(">")
+        if known_only and name not in self._names:
+            raise Malformed
+        return (yield from self._arguments_in(name, (self.argument, self.call_end, self.around[1])))
+
+    def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[bool]:
+        """Arguments up to the last mark: of `marks` the first is before each, the others end the call."""
+        say, schema = self._begin(name), self._schemas.get(name, {})
+        begin = "{"
+        while True:
+            char = yield from self._solid()
+            if char != "<":
+                raise self._unexpected(char)
+            word = yield from self._mark(char, marks)
+            if word in marks[1:]:
+                say("}" if begin == ", " else "{}")
+                return word != self.around[1]
+            if word != marks[0]:
+                raise Malformed("" if self._is_cut_mark(word) else word)
+            key = yield from self._key_of_argument()
+            say(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
+            begin = ", "
+            yield from self._typed(types_of(key, schema), say)
+
+    def _key_of_argument(self) -> Reads[str]:
+        return (yield from self._word(">"))
+
+    def _typed(self, types: frozenset[str], say: Callable[[str], None]) -> Reads[None]:
+        """A value and the mark behind it."""
+        if types == TEXT:
+            say('"')
+            yield from self._bare(lambda text: say(json.dumps(text, ensure_ascii=False)[1:-1]))
+            say('"')
+            return
+        pieces: list[str] = []
+        yield from self._bare(pieces.append)
+        say(as_json("".join(pieces), types))
+
+    def _bare(self, sink: Callable[[str], None]) -> Reads[None]:
+        """Text up to the mark behind it, without the line breaks around it."""
+        char = yield from self._char()
+        padded = char == "\n"
+        if not padded:
+            self._unread(char)
+        held = ""                                        # a line break that may be the last
+        while text := (yield from self._until("\n<" if padded else "<")):
+            word = (yield from self._rest_of(self.argument_end)) if text == "<" else text
+            if word == self.argument_end:
+                return
+            if text == "<" and self._cut:
+                break                                    # it may have been the mark
+            if word == "\n" and padded:
+                word, held = held, word
+            else:
+                word, held = held + word, ""
+            if word:
+                sink(word)
+        raise Malformed
+
+    def _word(self, stop: str) -> Reads[str]:
+        """A name up to `stop`, which is read; quotes and blanks around it are not part of it."""
+        found = (yield from self._words(stop)).strip(BLANKS).strip("\"'")
+        yield from self._char()
+        if not found:
+            raise Malformed
+        return found
+
+
+class SeedParser(QwenCoderParser):
+    around = ("<seed:tool_call>", "</seed:tool_call>")
+
+
+class MiniMaxParser(QwenCoderParser):
+    around = ("<minimax:tool_call>", "</minimax:tool_call>")
+    head = '<invokename="%s">'
+    call, call_end = "<invoke name=", "</invoke>"
+    argument = "<parameter name="
+
+
+class DotsParser(MiniMaxParser):
+    around = ("<dots_function_call>", "</dots_function_call>")
+
+
+class GlmParser(QwenCoderParser):
+    head = call = ""                                          # the name follows the mark before all
+    argument, argument_end = "<arg_key>", "</arg_value>"
+
+    def _calls(self, mark: str) -> Reads[None]:
+        char = yield from self._solid()
+        self._unread(char)
+        if char == "{":
+            yield from super()._calls(mark)
+            return
+        name = yield from self._word("<")
+        self._unread("<")
+        if any(each in BLANKS for each in name):
+            raise Malformed
+        yield from self._arguments_in(name, (self.argument, self.around[1]))
+
+    def _key_of_argument(self) -> Reads[str]:
+        key = yield from self._word("<")
+        for mark in ("</arg_key>", "<arg_value>"):
+            char = "<" if mark[1] == "/" else (yield from self._solid())
+            if (yield from self._mark(char, (mark,))) != mark:
+                raise Malformed
+        return key

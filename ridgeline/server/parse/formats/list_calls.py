@@ -1,0 +1,99 @@
+"""Tool calls as a list behind a mark, parsed while they are written.
+
+    Granite 3     <|tool_call|>[{"name": …, "arguments": …}, …]
+    Phi-4-mini    <|tool_call|>[…]<|/tool_call|>, or functools[…]
+    Hunyuan       <tool_calls>[…]</tool_calls>
+    Nemotron      <TOOLCALL>[…]</TOOLCALL>
+    Command R7B   <|START_ACTION|>[{"tool_call_id": …, "tool_name": …, "parameters": …}, …]<|END_ACTION|>
+    Apertus       <|tools_prefix|>[{"NAME": {…}}, …]<|tools_suffix|>
+    OLMo 3        <function_calls>, a line f(a=1) for each call, </function_calls>
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ridgeline.server.parse.incremental import Malformed, Reads
+from ridgeline.server.parse.tool_calls import CallParser, PythonicParser
+
+GRANITE_ANSWER = ("<response>", "</response>")
+HUNYUAN_ANSWER = ("<answer>", "</answer>")
+COHERE_ANSWER = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+
+
+class MarkedListParser(CallParser):
+    """`begins` are the marks before a list, `ends` those behind it, which may be missing, or around content."""
+
+    begins: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    def _run(self) -> Reads[None]:
+        yield from self._behind((*self.begins, *self.ends), self._calls)
+
+    def _calls(self, mark: str) -> Reads[None]:
+        if mark in self.ends:
+            return
+        char = yield from self._solid()
+        if char == "[":
+            yield from self._list(bare=False)
+        elif char == "{":
+            yield from self._object(bare=False)
+        else:
+            raise self._unexpected(char)
+
+
+class GraniteParser(MarkedListParser):
+    begins, ends = ("<|tool_call|>", "<tool_call>"), ("</tool_call>", *GRANITE_ANSWER)
+
+
+class PhiParser(MarkedListParser):
+    begins, ends = ("<|tool_call|>", "functools"), ("<|/tool_call|>",)
+
+
+class HunyuanParser(MarkedListParser):
+    begins, ends = ("<tool_calls>",), ("</tool_calls>", *HUNYUAN_ANSWER)
+
+
+class NemotronParser(MarkedListParser):
+    begins, ends = ("<TOOLCALL>",), ("</TOOLCALL>",)
+
+
+class CohereParser(MarkedListParser):
+    begins, ends = ("<|START_ACTION|>",), ("<|END_ACTION|>", *COHERE_ANSWER)
+    name_key = "tool_name"
+
+
+class ApertusParser(MarkedListParser):
+    begins, ends = ("<|tools_prefix|>",), ("<|tools_suffix|>",)
+
+    def _object(self, bare: bool) -> Reads[None]:
+        """{"NAME": arguments}, its "{" read."""
+        char = yield from self._solid()
+        if char != '"':
+            raise self._unexpected(char)
+        name = yield from self._text()
+        char = yield from self._solid()
+        if char != ":" or not name:
+            raise self._unexpected(char)
+        self._named = name
+        yield from self._arguments(partial(self._begin, name))
+        self._raw = []
+        char = yield from self._solid()
+        if char != "}":
+            raise self._unexpected(char)
+
+
+class OlmoParser(PythonicParser):
+    begins, ends = ("<function_calls>",), ("</function_calls>",)
+
+    def _run(self) -> Reads[None]:
+        yield from self._behind(self.begins, self._lines)
+
+    def _lines(self, mark: str) -> Reads[None]:
+        while True:
+            char = yield from self._solid()
+            if char == "<":
+                if (yield from self._rest_of(self.ends[0])) != self.ends[0]:
+                    raise Malformed
+                return
+            yield from self._python_call(char)

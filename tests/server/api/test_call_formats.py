@@ -1,0 +1,226 @@
+"""The formats in which families write tool calls and reasoning, whole and in pieces; values typed by the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_tools import Make, Message, Vocabulary, read, tool
+
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.server.options import ServerOptions
+from ridgeline.server.parse.formats.argument_types import ANY, as_json, types_of
+from ridgeline.server.parse.formats.known_formats import FREE, THOUGHTS, tool_format
+from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
+from ridgeline.server.parse.tools import reading, tool_use
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"}, "days": {"type": "integer"}, "deg": {"type": "number"}, "dry": {"type": "boolean"},
+        "where": {"type": "object"}, "list": {"type": "array"}, "maybe": {"type": ["string", "null"]},
+        "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "kind": {"enum": ["a", "b"]}, "level": {"enum": [1, 2]},
+        "far": {"$ref": "#/$defs/Far"}, "any": {},
+    },
+    "$defs": {"Far": {"allOf": [{"type": "array", "items": {}}]}},
+}
+SCHEMAS = {"f": SCHEMA, "g": {}}
+
+
+def maker(name: str) -> Make:
+    return lambda: MessageParser(None, FREE[name].parser(SCHEMAS, None, SCHEMAS))
+
+
+def qwen(*arguments: tuple[str, str], name: str = "f", around: str = "tool_call") -> str:
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<{around}>\n<function={name}>\n{inner}</function>\n</{around}>"
+
+
+CASES: list[tuple[str, str, str, Message]] = [
+    ("qwen3_coder", "two and text", "Let me see.\n" + qwen(("city", "Rome\n"), ("days", "3")) + "\n" + qwen(name="g"),
+     ("Let me see.", "", [("f", '{"city": "Rome\\n", "days": 3}'), ("g", "{}")])),
+    ("qwen3_coder", "no mark before it", "So:\n<function=f>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+     ("So:", "", [("f", '{"city": "Rome"}')])),
+    ("qwen3_coder", "an unknown function without a mark", "<function=h></function>", ("<function=h></function>", "", [])),
+    ("qwen3_coder", "an element in a text", qwen(("city", "<b> </p> <\n\n<parameter=x>")),
+     ("", "", [("f", '{"city": "<b> </p> <\\n\\n<parameter=x>"}')])),
+    ("qwen3_coder", "no end of the function", "<tool_call><function=f><parameter=days>1</parameter></tool_call> ok",
+     ("ok", "", [("f", '{"days": 1}')])),
+    ("qwen3_coder", "as an object", '<tool_call>{"name": "f", "arguments": {"days": 1}}</tool_call>',
+     ("", "", [("f", '{"days": 1}')])),
+    ("qwen3_coder", "an unknown argument", qwen(("else", "1")), ("", "", [("f", '{"else": "1"}')])),
+    ("qwen3_coder", "text", "1 < 2 <tool_call> x", ("1 < 2 <tool_call> x", "", [])),
+    ("seed_oss", "one", "<seed:tool_call>\n<function=f>\n<parameter=city>Rome</parameter>\n<parameter=dry>True</parameter>\n"
+     "<parameter=where>{'a': None}</parameter>\n</function>\n</seed:tool_call>",
+     ("", "", [("f", '{"city": "Rome", "dry": true, "where": {"a": null}}')])),
+    ("minimax_m2", "two in one", '\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">Rome "x"</parameter>\n'
+     '<parameter name="list">[1, "2"]</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+     ("", "", [("f", '{"city": "Rome \\"x\\"", "list": [1, "2"]}'), ("g", "{}")])),
+    ("dots", "one", "<dots_function_call><invoke name=f><parameter name='days'>2</parameter></invoke></dots_function_call>",
+     ("", "", [("f", '{"days": 2}')])),
+    ("glm45", "with lines", "Ok\n<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+     "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>",
+     ("Ok", "", [("f", '{"city": "Rome", "days": 3}'), ("g", "{}")])),
+    ("glm45", "in one line", "<tool_call>f<arg_key>city</arg_key><arg_value> <arg_value> </arg_value></tool_call>",
+     ("", "", [("f", '{"city": " <arg_value> "}')])),
+    ("glm45", "as an object", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', ("", "", [("f", "{}")])),
+    ("glm45", "no call", "<tool_call>two words<arg_key>", ("<tool_call>two words<arg_key>", "", [])),
+    ("kimi_k2", "two", "Ok<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{\"days\": 1}"
+     "<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+     ("Ok", "", [("f", '{"days": 1}'), ("g", "{}")])),
+    ("granite", "a list", '<|tool_call|>[{"name": "f", "arguments": {"days": 1}}, {"name": "g", "arguments": {}}]',
+     ("", "", [("f", '{"days": 1}'), ("g", "{}")])),
+    ("granite", "two marks", '<|tool_call|>[{"name": "f"}]\n<|tool_call|>[{"name": "g"}]', ("", "", [("f", "{}"), ("g", "{}")])),
+    ("phi4_mini_json", "a list", '<|tool_call|>[{"name": "f", "arguments": {}}]<|/tool_call|>', ("", "", [("f", "{}")])),
+    ("phi4_mini_json", "functools", 'functools[{"name": "f", "arguments": {"days": 1}}]', ("", "", [("f", '{"days": 1}')])),
+    ("phi4_mini_json", "text", "find functools in fun", ("find functools in fun", "", [])),
+    ("hunyuan_a13b", "a list", '<tool_calls>[{"name": "f", "arguments": {"where": {"x": [1]}}}]</tool_calls>',
+     ("", "", [("f", '{"where": {"x": [1]}}')])),
+    ("nemotron_json", "a list", 'Ok.\n<TOOLCALL>[{"name": "f", "arguments": {}}]</TOOLCALL>', ("Ok.", "", [("f", "{}")])),
+    ("cohere_command", "a list", '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "f", "parameters": {"days": 1}}\n]'
+     "<|END_ACTION|>", ("", "", [("f", '{"days": 1}')])),
+    ("cohere_command", "an answer", "<|START_RESPONSE|>Hi <b>.<|END_RESPONSE|>", ("Hi <b>.", "", [])),
+    ("apertus", "a list", '<|tools_prefix|>[{"f": {"days": 1}}, {"g": {}}]<|tools_suffix|>',
+     ("", "", [("f", '{"days": 1}'), ("g", "{}")])),
+    ("apertus", "no object", '<|tools_prefix|>[{"f": 1}]', ('<|tools_prefix|>[{"f": 1}]', "", [])),
+    ("olmo3", "lines", 'Ok <function_calls>\nf(city="Rome", days=3)\ng()\n</function_calls>',
+     ("Ok", "", [("f", '{"city": "Rome", "days": 3}'), ("g", "{}")])),
+    ("functiongemma", "one", "<start_function_call>call:f{city:<escape>Rome, {it}<escape>,days:3,where:{a:[1,<escape>x<escape>]}}"
+     "<end_function_call>", ("", "", [("f", '{"city": "Rome, {it}", "days": 3, "where": {"a": [1, "x"]}}')])),
+    ("functiongemma", "none", "<start_function_call>call:g{}<end_function_call>", ("", "", [("g", "{}")])),
+    ("xlam", "a list", '[{"name": "f", "arguments": {"days": 1}}]', ("", "", [("f", '{"days": 1}')])),
+    ("xlam", "text", "[1] says so", ("[1] says so", "", [])),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "message"), [(form, *rest) for form, _, *rest in CASES],
+                         ids=[f"{form}-{name}" for form, name, *_ in CASES])
+def test_a_text_becomes_calls(form: str, text: str, message: Message) -> None:
+    make = maker(form)
+    assert read(make, [text]) == message
+    assert read(make, text) == message                   # a character at a time
+
+
+NEW = sorted({form for form, *_ in CASES})
+PIECES = [mark for form in NEW for mark in FREE[form].marks] + [
+    "<function=f>", "</function>", "<parameter=days>", "<parameter=city>", "</parameter>", '<invoke name="f">', "</invoke>",
+    "<arg_key>", "city", "</arg_key>", "<arg_value>", "</arg_value>", "functions.f:0", '{"name": "f"', ', "arguments": {', "}",
+    "]", "[", "{", "call:f{", "f(", ")", "<", "\n", " ", "1", '"', "x",
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(form=st.sampled_from(NEW), cut=st.booleans(), data=st.data(),
+       text=st.one_of(st.lists(st.sampled_from(PIECES), max_size=20).map("".join), st.sampled_from([case[2] for case in CASES])))
+def test_any_chunking_gives_the_same_message(form: str, cut: bool, data: Any, text: str) -> None:
+    make = maker(form)
+    whole = read(make, [text], cut)
+    assert read(make, text, cut) == whole
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    assert read(make, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)], cut) == whole
+
+
+@pytest.mark.parametrize(("form", "text", "message"), [(form, *rest) for form, _, *rest in CASES if rest[1][2]],
+                         ids=[f"{form}-{name}" for form, name, *rest in CASES if rest[1][2]])
+def test_a_call_that_is_cut_anywhere_is_no_content(form: str, text: str, message: Message) -> None:
+    said, _, whole = message
+    for place in range(len(text)):
+        content, _, calls = read(maker(form), [text[:place]], cut=True)
+        letter = "functools"[: len(content)] if text.startswith("functools") else ""
+        assert said.startswith(content.rstrip("<[ \n")) or content == letter, (text[:place], content)
+        for got, expected in zip(calls, whole, strict=False):
+            assert got[0] == expected[0] and expected[1].startswith(got[1]), (text[:place], calls)
+
+
+def test_a_text_is_told_while_it_is_written() -> None:
+    parser = maker("seed_oss")()
+    parser.feed("<seed:tool_call><function=f><parameter=city>")
+    assert [event.text for event in parser.feed("Ro\"me</par") if hasattr(event, "text")] == ['Ro\\"me']
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("city", "5", "5"), ("city", "true", "true"), ("city", '{"a": 1}', '{"a": 1}'), ("days", "5", 5),
+        ("days", "five", "five"),
+        ("deg", "1e3", 1000.0), ("deg", "7", 7), ("deg", "NaN", "NaN"), ("deg", "1e999", "1e999"), ("dry", "True", True),
+        ("dry", " false ", False), ("where", '{"a": [1]}', {"a": [1]}), ("where", "{'a': True}", {"a": True}), ("list", "[]", []),
+        ("maybe", "null", None), ("maybe", "None", None), ("maybe", "5", "5"), ("either", "5", 5), ("either", "007", "007"),
+        ("either", "[1]", "[1]"), ("kind", "5", "5"), ("level", "2", 2), ("far", "[3]", [3]), ("any", "[3]", [3]),
+        ("any", "x y", "x y"), ("unknown", "5", "5"),
+    ],
+)
+def test_values_have_the_types_of_the_schema(name: str, text: str, value: Any) -> None:
+    made = json.loads(as_json(text, types_of(name, SCHEMA)))
+    assert made == value and type(made) is type(value)
+    for make, written in (
+        (maker("qwen3_coder"), qwen((name, text))),
+        (maker("minimax_m2"), f'<minimax:tool_call><invoke name="f"><parameter name="{name}">{text}</parameter></invoke>'),
+        (maker("glm45"), f"<tool_call>f<arg_key>{name}</arg_key><arg_value>{text}</arg_value></tool_call>"),
+    ):
+        assert [json.loads(arguments) for _, arguments in read(make, [written])[2]] == [{name: value}]
+
+
+def test_types_of_odd_schemas() -> None:
+    odd: dict[str, Any] = {"a": {"$ref": "#/properties/a"}, "b": {"anyOf": [{"$ref": "#/properties/b"}]}, "c": {"type": "odd"}}
+    endless = {"properties": odd}
+    assert types_of("a", endless) == types_of("b", endless) == types_of("c", endless) == ANY
+    assert types_of("a", {"$ref": "#/$defs/X", "$defs": {"X": {"properties": {"a": {"type": "integer"}}}}}) == {"integer"}
+    assert types_of("a", {"additionalProperties": {"type": "number"}}) == {"number"}
+    assert types_of("a", {}) == types_of("a", {"properties": []}) == {"string"}
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ tools }} <minimax:tool_call>", "minimax_m2"), ("{{ tools }} '<seed:tool_call>'", "seed_oss"),
+        ("<tool_call>{{ name }}<arg_key>", "glm45"), ("<tool_call>\n<function={{ n }}>\n<parameter={{ k }}>", "qwen3_coder"),
+        ("{{ '<|tool_calls_section_begin|>' }}", "kimi_k2"), ("<|start_of_role|>{{ tools }} write <|tool_call|>", "granite"),
+        ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi4_mini_json"), ("<tool_calls>[{}]</tool_calls>", "hunyuan_a13b"),
+        ("<TOOLCALL>[{{ call }}]</TOOLCALL>", "nemotron_json"), ("{{ tools }}<|START_ACTION|>[", "cohere_command"),
+        ("{{ '<|tools_prefix|>' }}", "apertus"), ("<function_calls>{{ calls }}</function_calls>", "olmo3"),
+        ("<start_function_call>call:{{ name }}", "functiongemma"), ("<dots_function_call>", "dots"),
+        ("<tool_call>{{ call | tojson }}</tool_call>", "hermes"),
+    ],
+)
+def test_the_format_of_a_family_is_read_from_its_template(template: str, form: str) -> None:
+    assert tool_format("auto", template) == form
+
+
+def test_the_option_names_every_format() -> None:
+    from dataclasses import fields
+
+    choices = {field.name: set(field.metadata["choices"]) for field in fields(ServerOptions) if field.metadata.get("choices")}
+    assert choices["tool_call_parser"] == {"auto", "none", *FREE}
+    assert choices["reasoning_parser"] == {"auto", "none", *THOUGHTS}
+
+
+def test_a_request_gives_its_schemas_to_the_formats_that_need_them() -> None:
+    vocabulary: Any = Vocabulary("{{ tools }} <seed:tool_call> </seed:think>")
+    use = tool_use([tool("f", parameters=SCHEMA)], None, True)
+    made = reading(use, SamplingParams(), ServerOptions(), vocabulary)
+    assert (made.format, made.reasoning) == ("seed_oss", "seed_oss")
+    text = "<seed:think>Hm.</seed:think>\n" + qwen(("days", "3"), around="seed:tool_call")
+
+    def make() -> MessageParser:
+        parser = made.parser()
+        assert parser is not None
+        return parser
+
+    assert read(make, [text]) == read(make, text) == ("", "Hm.", [("f", '{"days": 3}')])
+    assert reading(use, SamplingParams(), ServerOptions(tool_call_parser="hermes"), vocabulary).schemas == {"f": {}}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_reasoning_in_the_marks_of_a_family(name: str) -> None:
+    thought = THOUGHTS[name]
+    silent = thought.answer[:2] or ("", "")
+    text = f"\n{thought.begin}\nHm [/T </x\n{thought.end}\n\n{silent[0]}Hi <b>{silent[1]}"
+    make: Make = lambda: MessageParser(ReasoningParser(False, thought, thought.answer), None)  # noqa: E731
+    assert read(make, [text]) == read(make, text) == ("Hi <b>", "Hm [/T </x", [])
+    inside: Make = lambda: MessageParser(ReasoningParser(True, thought), None)  # noqa: E731
+    assert read(inside, [f"so{thought.end}yes"]) == ("yes", "so", [])
+    assert read(make, [f"{silent[0]}Hi{silent[1]}"]) == ("Hi", "", [])
