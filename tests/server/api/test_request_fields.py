@@ -564,6 +564,20 @@ def test_a_grammar_that_does_not_compile_is_told_by_the_name_it_was_sent_with(ur
     assert error["param"] == param and error["message"].startswith(param) and "cannot be used" in error["message"]
 
 
+@pytest.mark.parametrize("value", [
+    {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}, "maxProperties": 1},
+    {"type": "string", "format": "cuid", "pattern": "^c[0-9]{6}$"},
+])
+def test_schemas_as_zod_writes_them_are_enforced(url: str, value: dict[str, Any]) -> None:
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "properties": {"value": value},
+              "required": ["value"], "additionalProperties": False}
+    response_format = {"type": "json_schema", "json_schema": {"name": "response", "strict": True, "schema": schema}}
+    post(url, "chat/completions", messages=MESSAGES, max_tokens=8, response_format=response_format)
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    for choice in ("auto", "required"):
+        post(url, "chat/completions", messages=MESSAGES, max_tokens=8, tools=[tool], tool_choice=choice)
+
+
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("chat/completions", {}, "messages"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "messages"),
