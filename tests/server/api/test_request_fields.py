@@ -725,3 +725,17 @@ def test_reasoning_may_be_part_of_the_content(more: dict[str, Any]) -> None:
 
 def test_thinking_is_switched_by_a_field_of_its_own() -> None:
     assert chat_of(enable_thinking=False).template()["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(("given", "on"), [
+    ({"type": "enabled"}, True), ({"type": "disabled"}, False), ({"type": "enabled", "budget_tokens": 1024}, True),
+    ({"type": "adaptive"}, True), ({"type": "enabled", "clear_thinking": False}, True),
+])
+def test_thinking_is_switched_as_clients_of_deepseek_do(given: dict[str, Any], on: bool) -> None:
+    """Templates know it by one of two names."""
+    both = {"enable_thinking": on, "thinking": on}
+    assert chat_of(thinking=given).template()["chat_template_kwargs"] == both
+    asked = chat_of(thinking=given, chat_template_kwargs={"enable_thinking": not on})
+    assert asked.template()["chat_template_kwargs"] == both | {"enable_thinking": not on}
+    with pytest.raises(BadRequest, match="unknown field 'effort' in thinking"):
+        chat_of(thinking=given | {"effort": 1})
