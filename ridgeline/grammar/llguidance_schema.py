@@ -50,7 +50,9 @@ def known_to_llguidance(text: str) -> str:
 
 
 def rewritten(schema: Any) -> Any:
-    return _rewritten(schema, schema)
+    """An object stays one: a schema that allows nothing at all is left to the library, which refuses it."""
+    made = _rewritten(schema, schema)
+    return schema if made is False else made
 
 
 def _rewritten(schema: Any, root: Any) -> Any:

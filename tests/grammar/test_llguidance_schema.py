@@ -15,6 +15,7 @@ from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.llguidance_backend import LLGuidance
 from ridgeline.grammar.llguidance_schema import PATTERNS, known_to_llguidance, rewritten
 from ridgeline.sampling_params import StructuredOutputs
+from ridgeline.server.parse.tools import after_reasoning
 from ridgeline.text.tokenizer import Tokenizer
 
 RECORD: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "integer"}}
@@ -56,6 +57,16 @@ def test_a_structure_of_a_tag_is_rewritten_too(vocabulary: GrammarVocabulary) ->
     assert not at.is_error(), at.get_error()
 
 
+def test_a_schema_behind_reasoning_is_rewritten_too(vocabulary: GrammarVocabulary) -> None:
+    """A model that reasons first gets its schema inside another grammar."""
+    asked = after_reasoning(StructuredOutputs(json=RECORD | {"propertyNames": {"type": "string"}}), inside=False, special=False)
+    at: Any = LLGuidance(vocabulary).compile(asked)
+    assert not at.is_error(), at.get_error()
+    for text, fits in (('<think>so</think>{"x": 1}', True), ('{"x": "', False)):
+        said: Any = at.deep_copy()
+        assert all(said.consume_token(vocabulary.pieces.index(bytes([byte]))) for byte in text.encode()) == fits
+
+
 @pytest.mark.parametrize(("old", "new"), PATTERNS.items())
 def test_a_pattern_without_look_around_fits_the_same_texts(old: str, new: str) -> None:
     assert "(?=" not in new and "(?!" not in new
@@ -73,7 +84,7 @@ def test_a_pattern_without_look_around_fits_the_same_texts(old: str, new: str) -
     {"type": "string", "format": "date-time"}, {"type": "array", "uniqueItems": True}, {"not": {"type": "null"}},
     RECORD | {"propertyNames": {"minLength": 2}}, RECORD | {"propertyNames": {"$ref": "#/$defs/none"}},
     RECORD | {"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, {"const": {"format": "color", "not": {}}},
-    {"enum": [{"propertyNames": {}}]}, {"default": {"format": "x"}}, {"$ref": "#"},
+    {"enum": [{"propertyNames": {}}]}, {"default": {"format": "x"}}, {"$ref": "#"}, {"not": {}},
     RECORD | {"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
 ])
 def test_what_is_known_or_has_no_other_form_stays(schema: dict[str, Any]) -> None:
