@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
 from ridgeline.grammar.interface import LibraryMatcher, structures
+from ridgeline.grammar.llguidance_schema import known_to_llguidance, rewritten
 from ridgeline.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def grammar_text(asked: StructuredOutputs) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if asked.json is not None or asked.json_object:
-        schema = '{"type":"object"}' if asked.json is None else str(asked.json)
+        schema = '{"type":"object"}' if asked.json is None else known_to_llguidance(str(asked.json))
         blanks: Any = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": _BLANKS}
         return LLMatcher.grammar_from_json_schema(schema, overrides=blanks)
     if asked.regex is not None:
@@ -113,6 +114,7 @@ def _tagged_text(tag: dict[str, Any]) -> str:
     from llguidance import StructTag
 
     tags = [
-        StructTag(trigger=trigger, begin=begin, grammar=schema, end=end) for trigger, begin, schema, end in structures(tag)
+        StructTag(trigger=trigger, begin=begin, grammar=rewritten(schema), end=end)
+        for trigger, begin, schema, end in structures(tag)
     ]
     return str(StructTag.to_grammar(tags, assume_special=False))

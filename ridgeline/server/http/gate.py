@@ -78,7 +78,8 @@ class Gate:
         if len(self._keys) and scope["path"] not in OPEN_PATHS:
             number = self._keys.number_of(headers)
             if number is None:
-                message = "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
+                # OpenAI's words: by them LiteLLM tells a wrong key from other errors of this type.
+                message = "Incorrect API key provided, or none: send it as Authorization: Bearer KEY, or as x-api-key: KEY"
                 body = error_body(message, "invalid_request_error", code="invalid_api_key")
                 await send_json(send, 401, body_for(scope["path"], headers, 401, body), [(b"www-authenticate", b"Bearer")])
                 return

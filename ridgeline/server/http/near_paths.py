@@ -21,6 +21,23 @@ ELSEWHERE = {
         "it needs a model trained for it, which this server does not run; /v1/score and /v1/embeddings work with any model",
     ),
     "/lora-adapters": "adapters are not supported; merge them into the model",
+    "/v1/responses/compact": "conversations are not shortened here; send fewer items",
+}
+# Parts of OpenAI's API that are not here, with all paths below them.
+BELOW = {
+    "/v1/chat/completions": "chat completions are not stored; /v1/responses stores its answers",
+    **dict.fromkeys(
+        ("/v1/assistants", "/v1/threads", "/v1/conversations"),
+        "/v1/responses with previous_response_id continues a conversation",
+    ),
+    **dict.fromkeys(
+        ("/v1/files", "/v1/uploads", "/v1/batches"), "no files are kept here; `ridgeline generate` answers a file of prompts",
+    ),
+    **dict.fromkeys(
+        ("/v1/moderations", "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime"),
+        "this server only generates text",
+    ),
+    "/openai/deployments": "this is Azure's path; use the client for OpenAI, with a base URL that ends with /v1",
 }
 CLOSE = 0.8                          # of difflib: the share of characters that two paths have in common
 
@@ -30,6 +47,9 @@ def suggestion(path: str, known: Collection[str]) -> str:
     if (words := ELSEWHERE.get(path.rstrip("/"))) is not None:
         return words
     near = next((each for each in _spellings(path) if each in known), None)
+    words = next((words for parent, words in BELOW.items() if f"{path}/".startswith(f"{parent}/")), None)
+    if near is None and words is not None:
+        return words
     if near is None:
         near = next(iter(difflib.get_close_matches(path[:200], [each for each in known if "{" not in each], 1, CLOSE)), None)
     return f"did you mean {near}?" if near is not None and near != path else ""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.grammar.llguidance_schema import rewritten
 from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, StructuredOutputs, shown
 from ridgeline.server.api.generation import structured_outputs
 from ridgeline.server.options import ServerOptions
@@ -247,7 +248,7 @@ def after_reasoning(
     if asked.choice is not None:
         answer = " | ".join(json.dumps(text) for text in asked.choice)
     else:
-        schema = json.loads(asked.json) if isinstance(asked.json, str) else {"type": "object"}
+        schema = rewritten(json.loads(asked.json)) if isinstance(asked.json, str) else {"type": "object"}
         blanks = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": _BLANKS}
         answer = "%json " + json.dumps({**schema, "x-guidance": blanks})
     if len(special) == 2:

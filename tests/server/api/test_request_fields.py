@@ -564,6 +564,20 @@ def test_a_grammar_that_does_not_compile_is_told_by_the_name_it_was_sent_with(ur
     assert error["param"] == param and error["message"].startswith(param) and "cannot be used" in error["message"]
 
 
+@pytest.mark.parametrize("value", [
+    {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}, "maxProperties": 1},
+    {"type": "string", "format": "cuid", "pattern": "^c[0-9]{6}$"},
+])
+def test_schemas_as_zod_writes_them_are_enforced(url: str, value: dict[str, Any]) -> None:
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "properties": {"value": value},
+              "required": ["value"], "additionalProperties": False}
+    response_format = {"type": "json_schema", "json_schema": {"name": "response", "strict": True, "schema": schema}}
+    post(url, "chat/completions", messages=MESSAGES, max_tokens=8, response_format=response_format)
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}
+    for choice in ("auto", "required"):
+        post(url, "chat/completions", messages=MESSAGES, max_tokens=8, tools=[tool], tool_choice=choice)
+
+
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("chat/completions", {}, "messages"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "messages"),
@@ -711,3 +725,17 @@ def test_reasoning_may_be_part_of_the_content(more: dict[str, Any]) -> None:
 
 def test_thinking_is_switched_by_a_field_of_its_own() -> None:
     assert chat_of(enable_thinking=False).template()["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(("given", "on"), [
+    ({"type": "enabled"}, True), ({"type": "disabled"}, False), ({"type": "enabled", "budget_tokens": 1024}, True),
+    ({"type": "adaptive"}, True), ({"type": "enabled", "clear_thinking": False}, True),
+])
+def test_thinking_is_switched_as_clients_of_deepseek_do(given: dict[str, Any], on: bool) -> None:
+    """Templates know it by one of two names."""
+    both = {"enable_thinking": on, "thinking": on}
+    assert chat_of(thinking=given).template()["chat_template_kwargs"] == both
+    asked = chat_of(thinking=given, chat_template_kwargs={"enable_thinking": not on})
+    assert asked.template()["chat_template_kwargs"] == both | {"enable_thinking": not on}
+    with pytest.raises(BadRequest, match="unknown field 'effort' in thinking"):
+        chat_of(thinking=given | {"effort": 1})

@@ -110,6 +110,7 @@ def test_a_request_needs_one_of_the_keys(headers: dict[str, str], number: int | 
         error = json.loads(reply.body)["error"]
         assert error.keys() == {"message", "type", "param", "code"}
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert "Incorrect API key provided" in error["message"]          # LiteLLM's AuthenticationError depends on these words
     assert KEYS.number_of([(name.encode(), value.encode("latin-1")) for name, value in headers.items()]) == number
 
 

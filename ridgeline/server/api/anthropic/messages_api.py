@@ -211,13 +211,11 @@ class CountRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.tools:
             chat["tools"] = [tool.plain(f"tools[{place}]") for place, tool in enumerate(self.tools)]
         if self.tool_choice is not None:
-            if not self.tools:
-                raise BadRequest("tool_choice needs tools", field="tool_choice")
             chat["tool_choice"] = self.tool_choice.plain()
             if self.tool_choice.disable_parallel_tool_use:
                 chat["parallel_tool_calls"] = False
         if self.thinking is not None:
-            chat["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
+            chat["thinking"] = {"type": self.thinking.type}
         if self.output_config is not None and self.output_config.effort is not None:
             chat["reasoning_effort"] = self.output_config.effort
         asked = self.output_config.format if self.output_config is not None else None

@@ -131,6 +131,15 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return calls
 
 
+class ThinkingSwitch(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """As clients of DeepSeek, GLM and Kimi send it. Only max_tokens limits the reasoning."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None
+    clear_thinking: bool | None = None   # of GLM: whether earlier thoughts are left out; the template decides
+    keep: Any = None                     # of Kimi: the same
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -151,6 +160,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     separate_reasoning: bool | None = None               # false: the reasoning is part of the content
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None       # llama.cpp's name of the same
     enable_thinking: bool | None = None                  # a variable of the template
+    thinking: ThinkingSwitch | None = None
 
     prediction: Any = None               # text that the answer is expected to follow; it changes only the speed
 
@@ -242,6 +252,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
             variables["reasoning_effort"] = self.reasoning_effort
             if self.reasoning_effort == "none":
                 variables |= {"enable_thinking": False, "thinking": False}
+        if self.thinking is not None:
+            variables |= dict.fromkeys(("enable_thinking", "thinking"), self.thinking.type != "disabled")
         if self.enable_thinking is not None:
             variables["enable_thinking"] = self.enable_thinking
         if self.verbosity is not None:

@@ -146,6 +146,12 @@ def test_count_tokens(client: anthropic.Anthropic) -> None:
     assert counted.input_tokens == message.usage.input_tokens + 3 == len("<system\nBe brief>" "<user\nHello>" "<assistant\n")
 
 
+@pytest.mark.parametrize("choice", [{"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}])
+def test_a_choice_that_requires_nothing_needs_no_tools(client: anthropic.Anthropic, choice: Any) -> None:
+    """LiteLLM sends it for parallel_tool_calls, with or without tools."""
+    assert client.messages.create(model=NAME, max_tokens=1, messages=MESSAGES, tool_choice=choice).usage.output_tokens == 1
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

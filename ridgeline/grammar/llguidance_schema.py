@@ -1,0 +1,123 @@
+"""Rewrites what schema libraries (zod, pydantic) emit and llguidance does not know, without a change of meaning.
+
+- `format`: JSON Schema lets a reader ignore the ones it does not know. llguidance refuses them.
+- `pattern` with look-around: a few that those libraries write, as expressions without it.
+- `propertyNames`: what it says becomes `properties` or `patternProperties`.
+- `{"not": {}}`: allows nothing, which is `false`.
+
+What remains (`uniqueItems`, another look-around …) llguidance refuses by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"})
+_HEX = "[0-9a-fA-F]"
+_UUIDS = {f"uuid{n}": f"^{_HEX}{{8}}-{_HEX}{{4}}-{n}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$" for n in range(1, 9)}
+_SECONDS = r"[0-9]+([.,][0-9]+)?S"
+_TIME = rf"T([0-9]+H([0-9]+M)?({_SECONDS})?|[0-9]+M({_SECONDS})?|{_SECONDS})"
+_DAYS = r"([0-9]+Y([0-9]+M)?([0-9]+D)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
+# The same texts without look-around.
+PATTERNS = {
+    # zod's email: no dot at the start, none after another
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$":
+        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+\-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+    # zod's duration
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$":
+        rf"^P([0-9]+W|{_DAYS}({_TIME})?|{_TIME})$",
+    # pydantic's Decimal: at least one digit
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+\-]?([0-9]+\.?[0-9]*|\.[0-9]+)$",
+}
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
+_MOST_REFERENCES = 8                 # in a chain
+_MOST_COPIED = 20_000                # characters: a schema repeated for each name, level by level, would grow without bound
+
+
+def known_to_llguidance(text: str) -> str:
+    """The schema's text; the same one if nothing had to be rewritten."""
+    try:
+        given = json.loads(text)
+        made = rewritten(given)
+    except (ValueError, RecursionError):
+        return text                                      # the library says what is wrong with it
+    return text if made == given else json.dumps(made)
+
+
+def rewritten(schema: Any) -> Any:
+    """An object stays one: a schema that allows nothing at all is left to the library, which refuses it."""
+    made = _rewritten(schema, schema)
+    return schema if made is False else made
+
+
+def _rewritten(schema: Any, root: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("not") in ({}, True) and not schema.keys() - {"not"} - _NOTES:
+        return False
+    made = dict(schema)
+    for name in _MAPS:
+        if isinstance(made.get(name), dict):
+            made[name] = {key: _rewritten(each, root) for key, each in made[name].items()}
+    for name in _LISTS:
+        if isinstance(made.get(name), list):
+            made[name] = [_rewritten(each, root) for each in made[name]]
+    for name in _SINGLE:
+        if isinstance(made.get(name), dict):
+            made[name] = _rewritten(made[name], root)
+    _rewrite_text(made)
+    _rewrite_names(made, root)
+    return made
+
+
+def _rewrite_text(made: dict[str, Any]) -> None:
+    wanted, pattern = made.get("format"), made.get("pattern")
+    if isinstance(wanted, str) and wanted not in _FORMATS:
+        del made["format"]
+        if wanted in _UUIDS and pattern is None:
+            made["pattern"] = _UUIDS[wanted]
+    if isinstance(pattern, str):
+        made["pattern"] = PATTERNS.get(pattern, pattern)
+
+
+def _rewrite_names(made: dict[str, Any], root: Any) -> None:
+    """Names may be any, listed, or match a pattern; what else `propertyNames` may say stays as it is."""
+    names = _resolved(made.get("propertyNames"), root)
+    if not isinstance(names, dict):
+        return
+    said = names.keys() - _NOTES - {"type"}
+    if names.get("type", "string") != "string" or said - {"enum", "pattern"} or len(said) > 1:
+        return
+    if said and {"properties", "patternProperties"} & made.keys():
+        return
+    listed, value = names.get("enum"), made.get("additionalProperties", True)
+    if isinstance(listed, list):
+        if len(listed) * len(json.dumps(value)) > _MOST_COPIED:
+            return
+        made["properties"] = {name: value for name in listed if isinstance(name, str)}
+    elif "pattern" in said:
+        made["patternProperties"] = {PATTERNS.get(str(names["pattern"]), names["pattern"]): value}
+    if said:
+        made["additionalProperties"] = False
+    del made["propertyNames"]
+
+
+def _resolved(schema: Any, root: Any) -> Any:
+    """The target of a reference inside the schema."""
+    for _ in range(_MOST_REFERENCES):
+        if schema is True:
+            return {}
+        path = schema.get("$ref") if isinstance(schema, dict) else None
+        if path is None:
+            return schema
+        if not isinstance(path, str) or not path.startswith("#/"):
+            return None
+        schema = root
+        for name in path[2:].split("/"):
+            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+    return None
