@@ -158,7 +158,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arriving = Arriving()
         self._limit: LimitExceeded | None = None
         self._refused = False
-        self._answered: RequestResponseCycle | None = None       # the request that is being answered; `cycle` is the last that came
+        self._answered: RequestResponseCycle | None = None       # the request that is answered; `cycle` is the last that came
         self.url = b""
         self._unread = b""                               # received, and not parsed while the line is full
         self._is_watched = False                         # a timer looks whether the client has left

@@ -208,8 +208,8 @@ WAIT = b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n"
 @pytest.mark.parametrize(
     ("refused", "status"),
     [
-        (b"nonsense\r\n\r\n", 400), (HEAD + b"x: " + b"a" * 20_000 + b"\r\n\r\n", 431), (HEAD + b"content-length: 200001\r\n\r\n", 413),
-        (CHUNKED + 1_100 * b"1\r\na\r\n", 400),
+        (b"nonsense\r\n\r\n", 400), (HEAD + b"x: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+        (HEAD + b"content-length: 200001\r\n\r\n", 413), (CHUNKED + 1_100 * b"1\r\na\r\n", 400),
     ],
     ids=["nonsense", "header", "length", "chunks"],
 )
