@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import os
 import sys
 
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
@@ -118,6 +119,10 @@ SCARCE = {
 }
 
 
+# What is wrong with a path that was given, or may not be written to.
+REFUSED_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 def main(argv: list[str] | None = None) -> int:
     open_missing()
     try:
@@ -135,10 +140,16 @@ def main(argv: list[str] | None = None) -> int:
     except MemoryError:
         return _refuse(SCARCE[errno.ENOMEM], 2)
     except OSError as error:
+        if error.errno in REFUSED_PATHS and error.filename is not None:
+            return _refuse(f"{_shortened(os.fsdecode(error.filename))}: {error.strerror}", 2)
         if error.errno not in SCARCE:
             raise
         discard_output()                                 # it may be what could not be written
         return _refuse(f"{SCARCE[error.errno]} ({error})", 2)
+
+
+def _shortened(path: str) -> str:
+    return path if len(path) <= 200 else f"{path[:200]} ..."
 
 
 def _refuse(reason: str, code: int) -> int:

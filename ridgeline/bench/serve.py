@@ -203,12 +203,12 @@ def _counter(tick: Callable[[int, int], None], total: int) -> Callable[[Outcome]
 
 def base_url(url: str) -> tuple[str, bool, int]:
     """The server without /v1, whether it runs on this machine, and its port."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    path = parts.path.rstrip("/").removesuffix("/v1")
     try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port if parts.port is not None else 443 if parts.scheme == "https" else 80
     except ValueError:
-        raise ConfigError(f"{url!r} has an invalid port; an address looks like http://127.0.0.1:8000") from None
+        raise ConfigError(f"{url!r} has an invalid host or port; an address looks like http://127.0.0.1:8000") from None
+    path = parts.path.rstrip("/").removesuffix("/v1")
     return urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.hostname in _LOCAL, port
 
 

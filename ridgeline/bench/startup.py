@@ -24,7 +24,7 @@ from ridgeline.bench.lab.peak_memory import own_peak
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
-from ridgeline.errors import EngineDead
+from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
 from ridgeline.metrics import HAPPENED
 from ridgeline.process import head_start, start_phases
 from ridgeline.process.children import child_environment, start_child
@@ -32,6 +32,7 @@ from ridgeline.process.children import child_environment, start_child
 READY = "ready"                      # the main figure: everything before the first request is accepted
 FIRST_TOKEN = "first token"
 LATE = "late compilations"           # kernels that a step had to wait for; 0 if all were compiled ahead
+REFUSED = 2                          # exit code of a child whose model or options cannot be used; it prints why
 _LONGEST = 600.0
 
 
@@ -126,6 +127,8 @@ def start_once(model: str, words: list[str], environment: dict[str, str] | None 
         if child.poll() is None:
             child.kill()
             child.wait()
+    if child.returncode == REFUSED:
+        raise ConfigError(output.decode().strip().splitlines()[-1])
     if child.returncode != 0:
         raise EngineDead(f"the timed engine ended with code {child.returncode}")
     account: dict[str, Any] = json.loads(output.splitlines()[-1])
@@ -153,4 +156,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except RidgelineError as error:
+        print(one_line(error))
+        sys.exit(REFUSED)

@@ -36,24 +36,26 @@ def profile(path: str, steps: int) -> dict[str, Any]:
     """Profiles this number of steps. Returns the trace's path and the cost model's prediction for those steps."""
     if steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
-    print(f"waiting for {steps} steps: an idle server runs none, so send requests meanwhile", file=sys.stderr)
-    return ask(path, {"command": "profile", "steps": steps}, _PROFILE_SECONDS)
+    notice = f"waiting for {steps} steps: an idle server runs none, so send requests meanwhile"
+    return ask(path, {"command": "profile", "steps": steps}, _PROFILE_SECONDS, notice)
 
 
-def ask(path: str, asked: dict[str, object], seconds: float = _SECONDS) -> dict[str, Any]:
-    """Raises BadRequest with the server's message if the server refuses."""
-    answer = _ask(path, asked, seconds)
+def ask(path: str, asked: dict[str, object], seconds: float = _SECONDS, notice: str = "") -> dict[str, Any]:
+    """Raises BadRequest with the server's message if the server refuses. `notice` is printed once there is a server."""
+    answer = _ask(path, asked, seconds, notice)
     if "error" in answer:
         raise BadRequest(answer["error"])
     return answer
 
 
-def _ask(path: str, asked: dict[str, object], seconds: float) -> dict[str, Any]:
+def _ask(path: str, asked: dict[str, object], seconds: float, notice: str) -> dict[str, Any]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(seconds)
         try:
             link.connect(path)
             link.sendall(json.dumps(asked).encode() + b"\n")
+            if notice:
+                print(notice, file=sys.stderr)
             with link.makefile("rb") as lines:
                 return dict(json.loads(lines.readline()))
         except (OSError, ValueError) as error:

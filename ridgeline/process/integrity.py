@@ -24,11 +24,16 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def record_of(file: Path, folder: Path) -> Path:
+    """Where it is remembered that the file was verified."""
+    return folder / f"{file.name}.verified"
+
+
 def has_hash(file: Path, expected: str, folder: Path) -> bool:
     """Whether the file has this SHA-256. What was found is remembered in `folder`."""
     status = file.stat()
     facts = [expected, str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    record = folder / f"{file.name}.verified"
+    record = record_of(file, folder)
     with suppress(OSError, ValueError):
         if is_own(record) and json.loads(record.read_text()) == facts:
             return True

@@ -172,12 +172,12 @@ class Upstream:
     """Requests to one replica."""
 
     def __init__(self, url: str, key: str = "") -> None:
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             port = parts.port
-        except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
+        except ValueError:                               # half an IPv6 address, or a port that is none
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise ConfigError(f"{url!r} is not the address of a server, such as http://10.0.0.1:8000")
         if parts.username or parts.password:
             raise ConfigError("the address of a replica must not contain a password: the list of processes shows it")

@@ -111,9 +111,23 @@ def test_an_engine_is_started_and_accounts_for_its_time(
     assert "total" in said.out and '"benchmark"' not in said.out and f"wrote {out}" in said.err  # the record is in its file
 
 
-def test_a_start_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"), [([], "nothing does not exist"), (["--set", "x"], "'x' is not an engine option of the form name=value")]
+)
+def test_a_start_that_is_refused_is_one_line(
+    tmp_path: Path, words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "startup", str(tmp_path / "nothing"), "--starts", "2", *words]) == 2
+    said = capfd.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_a_start_that_fails_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ridgeline.bench.startup.start_child", lambda *_, **options: subprocess.Popen(["false"], stdout=-1))
     assert main(["bench", "startup", str(tmp_path / "nothing"), "--starts", "2"]) == 1
-    assert "ended with code" in capfd.readouterr().err
+    assert "ended with code 1" in capfd.readouterr().err
 
 
 def test_a_single_start_is_no_median(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

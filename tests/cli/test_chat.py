@@ -277,7 +277,8 @@ def test_a_stream_that_ends_in_an_error(server: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("url", "says"),
-    [("ftp://x", "--url must be like http"), ("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9/v1: ")]
+    [*((url, "--url must be like http") for url in ("ftp://x", "http://[::1", "http://x:y", "http://x:99999")),
+     ("http://127.0.0.1:9", "no server answers at http://127.0.0.1:9/v1: ")]
 )
 def test_no_server(url: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", url]) == 2 and says in capsys.readouterr().err

@@ -163,12 +163,17 @@ def test_serve_takes_every_declared_option(capsys: pytest.CaptureFixture[str]) -
         (["serve", "--dtype", "int3"], "dtype must be one of auto, float32, bfloat16, float16, float64; got 'int3'"),
         (["serve", "--port", "0", "--allowed-host", "http://box"], "allowed_host must list host names or addresses"),
         (["serve", "/nowhere/model"], "model /nowhere/model does not exist"),
+        (["serve", "x" * 5000], f"{'x' * 200} ...: File name too long"),
+        (["admin", "/nowhere/socket", "profile"], "no server answers at /nowhere/socket: No such file or directory"),
+        (["route", "http://[::1"], "'http://[::1' is not the address of a server"),
+        (["route", "http://x:99999"], "'http://x:99999' is not the address of a server"),
+        (["rm", ""], "a model without a name is not in the cache"),
         (["chat", "/nowhere/model"], "model /nowhere/model does not exist"),
         (["chat", "--temperature", "-1"], "temperature must be a number between 0 and 100, got -1.0"),
         (["generate", "/nowhere.jsonl", "/tmp/out.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["generate", "only-one"], "the following arguments are required: OUTPUT.jsonl"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
 def test_mistakes_are_one_line(
     argv: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.errors import ModelError
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import HubName, find_cached, hub_name, locate, matching_gguf
+from ridgeline.process.integrity import has_hash, sha256_of
 from ridgeline.resolve import model_path
 
 FILES = {
@@ -144,6 +145,14 @@ def test_pull_list_and_rm(home: Path, capsys: pytest.CaptureFixture[str], monkey
     assert main(["list"]) == 0
     assert "`ridgeline pull` fetches" in capsys.readouterr().err
     assert main(["rm", "a/b"]) == 2 and "is not in the cache" in capsys.readouterr().err
+
+
+def test_rm_of_the_embedded_model_leaves_no_record_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ridgeline.process.platform.cache_dir", lambda: tmp_path)
+    file = tmp_path / embedded.FILE
+    file.write_bytes(b"model")
+    assert has_hash(file, sha256_of(file), tmp_path) and len(list(tmp_path.iterdir())) == 2
+    assert main(["rm", "embedded"]) == 0 and not list(tmp_path.iterdir())
 
 
 def test_rm_of_one_file_keeps_the_others(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

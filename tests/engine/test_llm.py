@@ -340,6 +340,8 @@ def test_a_model_without_tokenizer_is_told_before_its_weights_are_loaded(
         LLM(tmp_path, **OPTIONS)
     with pytest.raises(RidgelineError, match="nothing"):
         LLM(model, chat_template=str(tmp_path / "nothing"), **OPTIONS)
+    with pytest.raises(RidgelineError, match="chat_template /dev/zero has more than 1,048,576 characters"):
+        LLM(model, chat_template="/dev/zero", **OPTIONS)
     with pytest.raises(ModelError, match="does not exist"):
         LLM(tmp_path / "nowhere", **OPTIONS)
     with pytest.raises(ModelError, match="model some/name is not on this machine: fetch it with `ridgeline pull some/name`"):

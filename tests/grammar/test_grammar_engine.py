@@ -23,8 +23,12 @@ from llguidance import LLExecutor
 from served_model import wait_until, write_model
 
 from ridgeline import LLM, RequestOutput, SamplingParams
+from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.core import grammars
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.loop import EngineLoop
+from ridgeline.engine.ipc import Add, Shutdown
 from ridgeline.errors import BadRequest, RequestError
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
@@ -460,6 +464,41 @@ def test_an_answer_that_another_engine_began_goes_on_in_its_grammar(llm: LLM) ->
         while core.has_work:
             more += [token for delta in core.step() for token in delta.token_ids]
         assert tokens[:known] + more == tokens
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_an_idle_engine_reads_the_vocabulary_before_a_grammar_needs_it(
+    model: Path, skip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it keeps Python's lock for a third of a second: beside streams, all of them would wait for that."""
+    made: list[str] = []
+    make_backend = grammars.make_backend
+    monkeypatch.setattr(grammars, "make_backend", lambda *given: made.append("once") or make_backend(*given))
+
+    class Link:
+        """A front end that sends a request, is silent for three turns once it is answered, and ends."""
+
+        silent = -1
+
+        def check(self) -> None:
+            pass
+
+        def send(self, message: Any) -> None:
+            assert not (made and core.has_work), "read beside a request"
+
+        def receive(self, wait: bool) -> list[Any]:
+            self.silent += wait
+            if self.silent == 0 and wait:
+                return [Add(Request("plain", [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True)))]
+            return [Shutdown()] if self.silent == 4 else []
+
+    core = EngineCore.start(EngineConfig.of(model=str(model), skip_tokenizer_init=skip, **OPTIONS))
+    EngineLoop(core, Link()).run()                       # type: ignore[arg-type]
+    thread = core.grammars._thread
+    if thread is not None:
+        thread.shutdown(wait=True)
+    assert made == ([] if skip else ["once"])
+    core.close()
 
 
 def test_the_engine_keeps_so_many_bytes_of_grammars(model: Path) -> None:

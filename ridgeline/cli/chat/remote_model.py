@@ -21,10 +21,14 @@ class RemoteModel:
     """`model` is the server's name for it; empty: the first that the server lists."""
 
     def __init__(self, url: str, model: str = "") -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, port = parts.hostname, parts.port
+        except ValueError:                               # half an IPv6 address, or a port that is none
+            host = None
+        if host is None or parts.scheme not in ("http", "https"):
             raise ConfigError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._secure, self._host, self._port = parts.scheme == "https", host, port
         path = parts.path.rstrip("/")
         self._path = path if path.endswith("/v1") or path.count("/") > 1 else f"{path}/v1"
         self._address = f"{parts.scheme}://{parts.netloc}{self._path}"

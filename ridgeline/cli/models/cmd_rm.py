@@ -6,7 +6,7 @@ import argparse
 import shutil
 
 from ridgeline.errors import ModelError
-from ridgeline.process import embedded, platform
+from ridgeline.process import embedded, integrity, platform
 from ridgeline.process.hub_cache import hub_name, matching_gguf, repo_folder, snapshot
 
 
@@ -24,11 +24,12 @@ def remove(text: str) -> str:
         if not file.is_file():
             raise ModelError(f"{text} is not in {platform.cache_dir()}")
         file.unlink()
+        integrity.record_of(file, platform.cache_dir()).unlink(missing_ok=True)
         return str(file)
     name = hub_name(text)
     folder = repo_folder(name.repo) if name else None
     if name is None or folder is None or not folder.is_dir():
-        raise ModelError(f"{text} is not in the cache; `ridgeline list` shows what is")
+        raise ModelError(f"{text or 'a model without a name'} is not in the cache; `ridgeline list` shows what is")
     if name.file:
         return _remove_file(name.repo, name.file)
     shutil.rmtree(folder)

@@ -33,6 +33,7 @@ from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_id
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer
 
+MAX_TEMPLATE = 2**20                 # characters of a chat template in a file
 MAX_PRIORITY = 2**31 - 1             # either way
 MAX_SALT_CHARACTERS = 1_024
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")         # of a chat's messages
@@ -187,10 +188,14 @@ def _template(given: str) -> str:
     if "{%" in given or "{{" in given or "\n" in given:
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        with Path(given).open(encoding="utf-8") as file:
+            text = file.read(MAX_TEMPLATE + 1)           # a device has no end
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"chat_template {given} cannot be read: {reason}; give a file, or the template itself") from None
+    if len(text) > MAX_TEMPLATE:
+        raise ConfigError(f"chat_template {given} has more than {MAX_TEMPLATE:,} characters")
+    return text
 
 
 def _token_ids(given: Any) -> list[int]:

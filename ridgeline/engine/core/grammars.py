@@ -1,7 +1,7 @@
 """The engine's grammars: compiled in a thread, so that steps go on, and cached for the next request with the same grammar.
 
 A request whose grammar is not compiled yet is unready, and the scheduler skips it. The tokenizer, which nothing else in the
-engine needs, is loaded in the same thread when the first grammar arrives.
+engine needs, is loaded in the same thread: when the engine is idle for the first time, or when the first grammar arrives.
 """
 
 from __future__ import annotations
@@ -116,12 +116,31 @@ class Grammars:
 
     def begin(self) -> None:
         """Submit the requests that have arrived and were not aborted."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        thread = self._started_thread()
         for request in self._arrived:
             if self._waiting.get(request.request_id) is request:
-                self._thread.submit(self._prepare_waiting, request)
+                thread.submit(self._prepare_waiting, request)
         self._arrived.clear()
+
+    def load_early(self) -> None:
+        """For an idle engine; the first call alone has work to do. The libraries keep Python's lock for a third of a second while
+        they read a vocabulary of 49,152 tokens, and no stream would get a token in that time. An error is left to the request
+        that needs a grammar."""
+        if self._thread is None:
+            self._started_thread().submit(self._load)
+
+    def _started_thread(self) -> ThreadPoolExecutor:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        return self._thread
+
+    def _load(self) -> Backend:
+        """In the thread."""
+        if self._vocabulary is None or self._backend is None:
+            self._vocabulary = self._load_vocabulary()
+            self._backend = make_backend(self._name, self._vocabulary)
+            thread_steps_back()                          # not before: on a busy machine loading would take ten times as long
+        return self._backend
 
     def forget(self, request_id: str) -> None:
         """The request was aborted: do not compile its grammar, unless that has begun."""
@@ -194,11 +213,7 @@ class Grammars:
     def _matchers(self, request: Request) -> dict[int, Matcher]:
         asked = request.params.structured_outputs
         assert asked is not None
-        if self._vocabulary is None or self._backend is None:
-            self._vocabulary = self._load_vocabulary()
-            self._backend = make_backend(self._name, self._vocabulary)
-            thread_steps_back()                          # not before: on a busy machine loading would take ten times as long
-        backend, compiled = self._backend, self.cache.get(asked.key)
+        backend, compiled = self._load(), self.cache.get(asked.key)
         if compiled is None:
             alone = self._name == "xgrammar" or num_threads() == 1       # no shared lock, or only one thread to take it
             most = 1 if alone else COPIES_PER_THREAD * num_threads()

@@ -71,6 +71,8 @@ class EngineLoop:
                 self._obey(message)
             if not busy and not messages:
                 look_at_the_old()
+                if not core.config.options.model.skip_tokenizer_init:
+                    core.grammars.load_early()
             began = time.monotonic()
             deltas: list[TokenDelta] = []
             started: list[str] = []

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ridgeline.errors import BadRequest, Overloaded
 from ridgeline.server.http.error_bodies import body_for, error_body
-from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns
+from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_left
 from ridgeline.server.http.stream import DIRECT
 from ridgeline.server.options import ServerOptions
 
@@ -32,6 +32,7 @@ BODY_SECONDS = 28.0                  # from there to the end of the body: refuse
 WRITE_SECONDS = 60.0                 # a client that reads nothing for this long is disconnected
 WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
+LEFT_SECONDS = 1.0                   # how often a connection that is not read is asked whether its client has left
 LINGERING = 8                        # connections beyond the limit that are sent an error; others are closed at once
 READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, as asyncio does, of a thousand are a flood
 PIECE = 512                          # bytes of a chunked body that are parsed at once: its end is not known before
@@ -133,9 +134,16 @@ class Arriving:
     is_coded: bool = False           # it has a Transfer-Encoding
     length: int | None = None        # the body's declared length
     hosts: int = 0
+    headers: int = 0                 # trailers among them
     head_bytes: int = 0
     body_bytes: int = 0
     chunks: int = 0                  # pieces of the body that the parser found
+
+
+def end_request(cycle: RequestResponseCycle) -> None:
+    """Its application sees a disconnect."""
+    cycle.disconnected = True
+    cycle.message_event.set()
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -150,8 +158,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arriving = Arriving()
         self._limit: LimitExceeded | None = None
         self._refused = False
+        self._answered: RequestResponseCycle | None = None       # the request that is answered; `cycle` is the last that came
         self.url = b""
         self._unread = b""                               # received, and not parsed while the line is full
+        self._is_watched = False                         # a timer looks whether the client has left
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
 
@@ -175,11 +185,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cancel_deadline()
         self._cancel_write_deadline()
         super().connection_lost(exc)
+        if self._answered is not None:
+            end_request(self._answered)                  # uvicorn tells the last request in line only
         self._unset_keepalive_if_required()
         # A request refers to its connection: without this, both and all that is in line would wait for a garbage collection.
         self.pipeline.clear()
         self._unread = b""
-        self.cycle = self.scope = self.headers = cast(Any, None)
+        self.cycle = self.scope = self.headers = self._answered = cast(Any, None)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -223,9 +235,15 @@ class LimitedProtocol(HttpToolsProtocol):
         found = data.find(b"\r\n\r\n", place)
         return len(data) if found < 0 else found + 4
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         if self.pipeline or self._unread:
             self.turns.wait(self._next_in_line, self.loop)
+        elif self._refused and not self.transport.is_closing():
+            self._send_refusal()
         else:
             super().on_response_complete()
 
@@ -233,9 +251,18 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._parse_unread()
 
+    def _watch_line(self) -> None:
+        """A connection is not read while requests wait in its line, so its end is not noticed by reading."""
+        if self.transport.is_closing() or not (self.pipeline or cast(LineFlow, self.flow).is_full):
+            self._is_watched = False
+        elif has_left(self.transport):
+            self.transport.abort()
+        else:
+            self.loop.call_later(LEFT_SECONDS, self._watch_line)
+
     def _parse_unread(self) -> None:
         flow = cast(LineFlow, self.flow)
-        if flow.is_full and not self.transport.is_closing():
+        if flow.is_full and not self._refused and not self.transport.is_closing():
             unread, self._unread = self._unread, b""
             flow.set_full(False)
             if self._arriving.in_message and self._deadline is None:
@@ -267,13 +294,16 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._unparsed = 0
         size = len(name) + len(value)
+        self._arriving.headers += 1
         self._arriving.head_bytes += size
         if size > MAX_HEADER:
             self._stop(431, f"a header is larger than {MAX_HEADER} bytes")
-        if len(self.headers) >= MAX_HEADERS:
+        if self._arriving.headers > MAX_HEADERS:
             self._stop(431, f"there are more than {MAX_HEADERS} headers")
         if self._arriving.head_bytes > MAX_HEAD:
             self._stop(431, f"the headers are larger than {MAX_HEAD} bytes")
+        if self._arriving.in_body:
+            return                                       # a trailer: the headers count, which a proxy in front has seen
         lower = name.lower()
         if lower == b"content-length" and value.strip().isdigit():
             self._arriving.length = int(value)
@@ -296,6 +326,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._arriving.is_coded:
             self._arriving.length = None
         super().on_headers_complete()
+        if self.pipeline and not self._is_watched:
+            self._is_watched = True
+            self.loop.call_later(LEFT_SECONDS, self._watch_line)
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
             scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
@@ -360,24 +393,40 @@ class LimitedProtocol(HttpToolsProtocol):
     # -- refusal -------------------------------------------------------------------------------------------------------
 
     def _refuse(self, status: int, message: str) -> None:
-        """Send the error, read nothing more, and close. An application that works on the request sees a disconnect."""
+        """Read nothing more, send the error after the answers to the requests before it, and close."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
         self._cancel_deadline()
-        cycle = self.cycle
-        answering = cycle is not None and not cycle.response_complete
-        if not (answering and cycle.response_started):
+        self._unread = b""
+        self._limit = LimitExceeded(status, message)
+        own = self._own_cycle()
+        if self.pipeline and self.pipeline[0][0] is own:
+            self.pipeline.popleft()                      # the newest; it has not begun
+        before = self._answered
+        if before is None or before is own or before.response_complete:
+            self._send_refusal()
+        else:
+            cast(LineFlow, self.flow).set_full(True)
+
+    def _own_cycle(self) -> RequestResponseCycle | None:
+        """Of the request that is arriving, if its headers are complete."""
+        is_here = self.cycle is not None and self.cycle.scope is self.scope and self._arriving.in_message
+        return self.cycle if is_here else None
+
+    def _send_refusal(self) -> None:
+        """An application that works on the refused request sees a disconnect."""
+        assert self._limit is not None
+        status, own = self._limit.status, self._own_cycle()
+        if own is None or not own.response_started:
             kind = "overloaded_error" if status == 503 else "invalid_request_error"
-            body = body_for(self._path(), self.headers or (), status, error_body(message, kind))
+            body = body_for(self._path(), self.headers or (), status, error_body(str(self._limit), kind))
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             retry = b"retry-after: 1\r\n" if status == 503 else b""
             self.transport.write(STATUS_LINE[status] + retry + head + body)
-        if answering:
-            cycle.disconnected = True
-            cycle.message_event.set()
+        if own is not None and not own.response_complete:
+            end_request(own)
         # Closing with unread bytes would reset the connection, and the client might not see the error.
-        self._unread = b""
         cast(LineFlow, self.flow).set_full(False)
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 

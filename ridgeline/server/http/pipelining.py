@@ -8,6 +8,7 @@ time, so that a thousand connections with long lines do not hold up a request th
 from __future__ import annotations
 
 import asyncio
+import select
 from collections import deque
 from collections.abc import Callable
 
@@ -16,6 +17,13 @@ from uvicorn.protocols.http.flow_control import FlowControl
 MAX_IN_LINE = 4                      # requests that wait behind the one being answered; more are left in the socket
 TURNS_AT_ONCE = 4                    # connections whose requests leave their lines per turn of the event loop
 SMALL_READ = 4 * 1024                # bytes that are parsed as soon as they come; more, outside of a body, take their turn
+
+
+def has_left(transport: asyncio.Transport) -> bool:
+    """Whether the client has closed its side, although bytes that came before are unread."""
+    asked = select.poll()
+    asked.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(asked.poll(0))
 
 
 class LineFlow(FlowControl):

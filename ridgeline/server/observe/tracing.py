@@ -184,7 +184,10 @@ def start_tracing(endpoint: str, model: str) -> NoTracing:
     if not given or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return NoTracing()
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
-    place = urllib.parse.urlsplit(given)
+    try:
+        place = urllib.parse.urlsplit(given)
+    except ValueError:                                   # half an IPv6 address
+        place = urllib.parse.urlsplit("")
     if place.scheme not in ("http", "https") or not place.hostname or protocol not in ("", "http/protobuf"):
         raise ConfigError(
             f"traces are sent as http/protobuf: give otlp_traces_endpoint as http://HOST:4318{_PATH}, not {protocol or given!r}"

@@ -29,10 +29,13 @@ MAX_CONNECTIONS = 5
 
 
 class App:
-    """Reads the body and says how long it was; under /stream it sends without end. Counts clients that left."""
+    """Reads the body and says how long it was; under /stream it sends without end, under /wait nothing until it may. Counts
+    clients that left."""
 
     def __init__(self) -> None:
         self.gone = 0
+        self.may_answer = threading.Event()
+        self.headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         size, more = 0, True
@@ -43,6 +46,14 @@ class App:
                 return
             size += len(message.get("body", b""))
             more = message.get("more_body", False)
+        self.headers = scope["headers"]
+        if scope["path"] == "/wait":
+            left = asyncio.ensure_future(receive())
+            while not self.may_answer.is_set():
+                if left.done():
+                    self.gone += 1
+                    return
+                await asyncio.sleep(0.01)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/stream":
             gone = asyncio.ensure_future(receive())
@@ -185,6 +196,79 @@ def test_a_client_that_does_not_read_is_dropped(server: Server) -> None:
     with server.connect() as connection:
         connection.sendall(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
         wait_until(lambda: server.app.gone > before)
+
+
+# -- requests in line --------------------------------------------------------------------------------------------------
+
+NEXT = b"GET /next HTTP/1.1\r\nhost: x\r\n\r\n"
+WAIT = b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.reliability("H-08e")
+@pytest.mark.parametrize(
+    ("refused", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400), (HEAD + b"x: " + b"a" * 20_000 + b"\r\n\r\n", 431),
+        (HEAD + b"content-length: 200001\r\n\r\n", 413), (CHUNKED + 1_100 * b"1\r\na\r\n", 400),
+    ],
+    ids=["nonsense", "header", "length", "chunks"],
+)
+@pytest.mark.parametrize("between", [0, 1, 3])
+def test_an_error_waits_for_the_answers_to_the_requests_before_it(
+    server: Server, refused: bytes, status: int, between: int
+) -> None:
+    """Answers come in the order of the requests: an error before them would be taken for the answer to the first."""
+    server.app.may_answer.clear()
+    with server.connect() as connection:
+        connection.sendall(WAIT + between * NEXT + refused)
+        wait_until(lambda: any(each._refused for each in list(server._server.server_state.connections)))
+        server.app.may_answer.set()
+        reply = read_all(connection)
+    statuses = [int(each[:3]) for each in reply.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [200] * (1 + between) + [status]
+
+
+@pytest.mark.reliability("H-08e")
+def test_a_request_that_has_its_answer_gets_no_second_one(server: Server) -> None:
+    """An application may answer before it has read the body: what is wrong with the rest then only closes the connection."""
+    with server.connect() as connection:
+        connection.sendall(b"GET /next HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        for made in wait_for_cycle(server):
+            made.cycle.response_started = made.cycle.response_complete = True        # as `send` leaves it
+        connection.sendall(b"nonsense\r\n")
+        assert read_all(connection) == b""
+
+
+def wait_for_cycle(server: Server) -> list[Any]:
+    connections = server._server.server_state.connections
+    wait_until(lambda: any(each.cycle is not None for each in list(connections)))
+    return [each for each in list(connections) if each.cycle is not None]
+
+
+@pytest.mark.reliability("R-01")
+@pytest.mark.parametrize("path", [b"/wait", b"/stream"])
+@pytest.mark.parametrize("behind", [0, 1, 3, 20])
+def test_a_client_that_leaves_ends_its_request_whatever_is_in_line_behind_it(
+    server: Server, path: bytes, behind: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = server.app.gone
+    server.app.may_answer.clear()
+    with server.connect() as connection:
+        connection.sendall(WAIT.replace(b"/wait", path) + behind * NEXT)
+        wait_for_cycle(server)
+        if path == b"/stream":
+            connection.recv(1)
+    wait_until(lambda: server.app.gone > before)
+    wait_until(lambda: not server._server.server_state.connections)
+    assert "socket.send() raised exception" not in caplog.text
+
+
+def test_trailers_are_no_headers(server: Server) -> None:
+    """A proxy in front has checked the headers, and has not seen these."""
+    body = b"3\r\nabc\r\n0\r\nauthorization: Bearer k\r\nx-api-key: k\r\n\r\n"
+    reply = talk(server, CHUNKED.replace(b"host: x", b"host: x\r\nconnection: close") + body)
+    assert reply.startswith(b"HTTP/1.1 200") and b"\r\n3\r\n" in reply
+    assert [name for name, _ in server.app.headers] == [b"host", b"connection", b"transfer-encoding"]
 
 
 @pytest.mark.reliability("B-07")
