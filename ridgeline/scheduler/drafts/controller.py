@@ -306,12 +306,14 @@ class Controller:
             self._watch_others(rows, offers, np.zeros(len(rows.sequences), np.int64))
 
     def _watch_others(self, rows: DecodingRows, offers: _Offers, width: np.ndarray) -> None:
-        """Offers of rows that have no drafts in this step."""
+        """Offers of rows that have no drafts in this step: each step begins with another, so that all have their turn."""
         watch = self._search.watch
-        if not self._adaptive:
+        if not self._adaptive or watch.room <= 0:
             return
-        idle = np.flatnonzero((width[offers.places] == 0) & ~offers.on_device & (offers.length > 0))[: max(0, watch.room)]
-        for number in idle.tolist():
+        idle = np.flatnonzero((width[offers.places] == 0) & ~offers.on_device & (offers.length > 0))
+        for number in np.roll(idle, -(self._step % max(1, len(idle)))).tolist():
+            if watch.room <= 0:
+                break
             place = int(offers.places[number])
             pending = int(rows.pending[place])
             path = offers.paths.tokens[number, : pending + int(offers.length[number])].tolist()
