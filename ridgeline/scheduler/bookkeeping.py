@@ -84,13 +84,25 @@ class InFlight:
     stays: np.ndarray                # numbers that change when a row gets another sequence, or none
     ends: np.ndarray                 # computed tokens of each row once the step is done; with drafts the most they can be
     sampled: np.ndarray              # bool: the row samples
-    sequences: list[Sequence]
+    steady: Steady
     num_decodes: int                 # rows that go on from their newest token …
     num_prompt_tokens: int           # … and what the others compute together
     num_pairs: int                   # (query, key) pairs of those
-    constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
     drafts: DraftPlan | None = None
     num_scored: int = 0              # of the prompt tokens, those with log-probabilities
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.steady.sequences
+
+    @property
+    def constrained(self) -> list[tuple[int, Sequence]]:
+        return self.steady.constrained
+
+    def samples(self, row: int, stay: np.ndarray) -> bool:
+        """Does it bring tokens of the sequence that has this row now?"""
+        place = np.flatnonzero(self.rows == row)
+        return bool((self.sampled[place] & (self.stays[place] == stay[row])).any())
 
     @property
     def num_tokens(self) -> int:
@@ -136,11 +148,16 @@ class Steady:
     num_tokens: np.ndarray
     want: np.ndarray
     sequences: list[Sequence]
-    constrained: list[tuple[int, Sequence]]
+    constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
     most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet
+    _answers: list[tuple[str, int, int]] | None = None
 
-    def sampling(self, sampled: np.ndarray) -> list[Sequence]:
-        return [sequence for sequence, samples in zip(self.sequences, sampled.tolist(), strict=True) if samples]
+    @property
+    def answers(self) -> list[tuple[str, int, int]]:
+        """Of each row, as TokenDeltas name it. Made once, and changed by none."""
+        if self._answers is None:
+            self._answers = [(each.request.request_id, each.index, each.prefill.num_cached) for each in self.sequences]
+        return self._answers
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ def give_drafts(
     for place in (table.want[decoding] & _PROMPT_LOGPROBS).nonzero()[0].tolist():
         # A preemption loses them while they are in flight. With drafts the answer might end before they are computed again.
         most[place] *= sequences[place].prefill.logprobs_sent
-    arrived = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+    arrived = table.answers.arrived[decoding]
     asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), int(table.computed[decoding].sum()))
     found = drafter.plan(asked)
     if found is None:

@@ -20,7 +20,7 @@ from ridgeline.scheduler.sequence import Sequence
 class DecodingRows:
     """The rows that decode in the step being planned, in the order of the plan."""
 
-    sequences: list[Sequence]        # `tokens` holds what has arrived; `num_promised` steps in flight will bring more
+    sequences: list[Sequence]        # `tokens` holds what has arrived; steps in flight will bring more
     most: np.ndarray                 # int64 [D]: drafts that each may have, by its own limit and its request; 0: none
     pending: np.ndarray              # int64 [D]: most tokens that steps in flight will add to `tokens` before this step
     room: int                        # drafts that all may have together, by the token budget

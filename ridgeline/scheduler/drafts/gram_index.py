@@ -20,8 +20,8 @@ SEPARATOR = -1                       # between texts of one log; no token equals
 
 
 def index_size(positions: int) -> int:
-    """Places of the heads of an index over so many positions. It depends on nothing else: whenever an index grew, and whatever keeps
-    it (ngram_table.py), the same hashes collide, so a search that looks at few candidates looks at the same."""
+    """Places of the heads of an index over that many positions. It depends on nothing else: whenever an index grew, and
+    whatever keeps it (ngram_table.py), the same hashes collide, so a search that looks at few candidates looks at the same."""
     return max(_FIRST_SIZE, 1 << (positions - 1).bit_length())
 
 

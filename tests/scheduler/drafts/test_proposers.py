@@ -269,8 +269,8 @@ def test_all_rows_at_once_have_the_drafts_of_each_row(fewest: int, longest: int)
 
 @pytest.mark.parametrize("border", [128, 256, 512, 1024])
 def test_an_index_has_the_same_size_however_its_row_grew(border: int) -> None:
-    """A row that copies is not searched, so one of the indices grows later than the other. With other sizes other hashes collide, and
-    a search that looks at few candidates looks at others: drafts of the two would differ."""
+    """A row that copies is not searched, so one of the indices grows later than the other. With other sizes other hashes
+    collide, and a search that looks at few candidates looks at others: drafts of the two would differ."""
     rng = random.Random(border)
     alone, together = Ngram(2, 4), native_ngrams(2, 4)
     circle = [rng.randrange(40) for _ in range(30)]
