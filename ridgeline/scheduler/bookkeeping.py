@@ -129,11 +129,12 @@ class InFlight:
             raise AssertionError(f"result of step {result.step} arrived, step {self.step} is the oldest in flight")
         if self.drafts is None:
             surplus = None
-            fits = np.array_equal(result.lengths, self.ends) and np.array_equal(result.num_new, self.sampled)
+            count = np.count_nonzero((result.lengths == self.ends) & (result.num_new == self.sampled))
+            fits = count == len(self.ends) == len(result.lengths)
         else:
             surplus = self._surplus(result, self.drafts.width)
             right = (surplus >= 0) & (surplus <= self.drafts.width) & (result.lengths == self.ends - surplus)
-            fits = bool(right.all())
+            fits = np.count_nonzero(right) == len(right)
         if not fits:
             raise AssertionError(f"step {self.step} computed or sampled something else than was planned")
         return surplus
@@ -149,7 +150,8 @@ class Steady:
     want: np.ndarray
     sequences: list[Sequence]
     constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
-    most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet
+    most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet …
+    with_grammar: list[int] = field(default_factory=list)                # … and then the places of rows with a grammar
     _answers: list[tuple[str, int, int]] | None = None
 
     @property

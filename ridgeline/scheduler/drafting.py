@@ -7,7 +7,7 @@ accepts guesses while they are equal. So a drafter changes the time of an answer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ class DecodingRows:
     room: int                        # drafts that all may have together, by the token budget
     num_tokens: int                  # what the step computes without drafts, prompts included
     keys: int                        # tokens of these rows that have their KV, all together
+    constrained: list[int] = field(default_factory=list)                 # places of rows with a grammar
 
 
 @dataclass(slots=True)

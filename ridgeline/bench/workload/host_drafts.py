@@ -44,7 +44,7 @@ from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, Shape
 
 PROMPT = 100
 RIGHT = 0.8                          # chance of a draft
-STEP_SECONDS = 0.01                  # of every step, whatever its size: then drafts always pay
+STEP_SECONDS = 1.0                   # of every step, whatever its size, and longer than the host ever takes: drafts always pay
 _WARM_STEPS = 20                     # that do not count
 CALLS = ("plan", "pack", "sample", "collect", "update", "record")
 

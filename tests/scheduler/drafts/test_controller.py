@@ -238,7 +238,8 @@ def test_drafts_go_to_the_rows_whose_drafts_survive() -> None:
 
 def asked(sequences: list[Sequence], most: int = MOST_DRAFTS, pending: int = 0, room: int = 10**6) -> DecodingRows:
     count = len(sequences)
-    return DecodingRows(sequences, np.full(count, most), np.full(count, pending), room, count, CONTEXT * count)
+    constrained = [place for place, sequence in enumerate(sequences) if sequence.matcher is not None]
+    return DecodingRows(sequences, np.full(count, most), np.full(count, pending), room, count, CONTEXT * count, constrained)
 
 
 class Scripted(RowByRow):
