@@ -191,7 +191,7 @@ class TokenDeltas:
         tokens, begin = self.tokens.tolist(), 0
         for (request_id, index, num_cached), count in zip(self.answers, self.counts.tolist(), strict=True):
             end = begin + count
-            yield TokenDelta(request_id, index, tokens[begin:end], num_cached_tokens=num_cached)
+            yield TokenDelta(request_id, index, tokens[begin:end], [], None, None, None, num_cached)     # by place: half the time
             begin = end
         yield from self.others
 

@@ -83,16 +83,15 @@ def _with_blocks(running: Running, manager: KVManager, rows: np.ndarray, width: 
     """Widths for which the rows have blocks now."""
     table, size = running.rows, manager.block_size
     width = width.copy()
-    for place in (table.computed[rows] + width >= table.num_blocks[rows] * size).nonzero()[0].tolist():
-        row = int(rows[place])
-        sequence, computed = table.sequences[row], int(table.computed[row])
+    ends = table.computed[rows] + 1 + width
+    short = ((ends > table.num_blocks[rows] * size) & (width > 0)).nonzero()[0]
+    for place, row, end in zip(short.tolist(), rows[short].tolist(), ends[short].tolist(), strict=True):
+        sequence = table.sequences[row]
         assert sequence is not None and sequence.blocks is not None
-        entries = manager.grow(sequence.blocks, computed + 1 + int(width[place])) if width[place] else []
-        if entries is None:
-            width[place] = max(0, int(table.num_blocks[row]) * size - computed - 1)
+        if (entries := manager.grow(sequence.blocks, end)) is None:
+            width[place] = max(0, int(table.num_blocks[row]) * size - int(table.computed[row]) - 1)
         else:
-            running.delta.appended.extend((group, row, index, block) for group, index, block in entries)
-            table.hold(row, sequence.blocks.num_blocks)
+            running.append(row, sequence.blocks, entries)
     return width
 
 

@@ -251,7 +251,7 @@ class Scheduler:
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
         if self.limits.stages > 1:
             ready &= self._is_free(rows, need)
-        if not ready.all():
+        if np.count_nonzero(ready) < len(rows):
             rows, need = rows[ready], need[ready]
         prefill = need > 1
         num_prefill = int(np.count_nonzero(prefill))
@@ -299,11 +299,13 @@ class Scheduler:
     def _grow_rows(self, rows: np.ndarray, tokens: np.ndarray) -> bool:
         """Blocks for these tokens; rows that must wait get none. True: blocks ran short, or sequences were preempted for them."""
         table, preemptions, short = self._running.rows, self.counters.preemptions, False
-        for place in np.nonzero(table.computed[rows] + tokens > table.num_blocks[rows] * self.manager.block_size)[0].tolist():
-            sequence = table.sequences[rows[place]]
+        ends = table.computed[rows] + tokens
+        full = (ends > table.num_blocks[rows] * self.manager.block_size).nonzero()[0]
+        for place, row, end in zip(full.tolist(), rows[full].tolist(), ends[full].tolist(), strict=True):
+            sequence = table.sequences[row]
             if sequence is None:                                 # preempted a moment ago, for a row before it
                 continue
-            if not self._grow(sequence, int(table.computed[sequence.row] + tokens[place])):
+            if not self._grow(sequence, end):
                 tokens[place] = 0
                 short = True
         return short or self.counters.preemptions > preemptions
@@ -349,8 +351,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._running.delta.appended.extend((group, row, index, block) for group, index, block in entries)
-        self._running.rows.hold(row, blocks.num_blocks)
+        self._running.append(row, blocks, entries)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:

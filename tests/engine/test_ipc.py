@@ -71,6 +71,25 @@ def test_what_is_sent_comes_back(codec: str, message: object) -> None:
     assert CODECS[codec].encode(again) == frame          # arrays do not compare; their bytes do
 
 
+def test_deltas_come_in_order_and_their_arrays_fit() -> None:
+    """Tokens of a later step come after what is told of an answer before them, as arrays or not."""
+    def said(request_id: str, *tokens: int) -> TokenDeltas:
+        return TokenDeltas([(request_id, 0, 7)], np.array([len(tokens)], np.int32), np.array(tokens, np.int32))
+
+    deltas = TokenDeltas()
+    assert not deltas
+    deltas += said("a", 1, 2)
+    deltas += [TokenDelta("a", 0, [3])]
+    deltas += said("a", 4)
+    again = ipc.FROM_ENGINE.decode(ipc.FROM_ENGINE.encode(ipc.Deltas(deltas, 1, 1)))
+    assert isinstance(again, ipc.Deltas) and len(again.deltas) == 3
+    assert [(delta.token_ids, delta.num_cached_tokens) for delta in again.deltas] == [([1, 2], 7), ([3], 0), ([4], 7)]
+    for counts in ([[1]], [1, 1], []):
+        deltas.counts = np.array(counts, np.int32)
+        with pytest.raises(ipc.DecodeError):
+            ipc.FROM_ENGINE.decode(ipc.FROM_ENGINE.encode(ipc.Deltas(deltas, 1, 1)))
+
+
 def test_arrays_keep_their_type_and_shape() -> None:
     again = ipc.PLAN.decode(ipc.PLAN.encode(plan()))
     assert again.appended.shape == (0, 4) and again.want.dtype == np.int8

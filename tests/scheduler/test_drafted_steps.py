@@ -6,7 +6,9 @@ must be those without drafts, whatever the drafter says.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ridgeline.draft_options import MOST_DRAFTS
-from ridgeline.messages import StepResult, TokenDelta
+from ridgeline.messages import StepResult, TokenDeltas
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.sequence import Sequence
 
@@ -77,12 +79,38 @@ def test_rejected_drafts_are_counted() -> None:
     assert counters.useful_tokens == 3 + 5
 
 
+class Watched(array):                # type: ignore[type-arg]
+    """Tokens that know how long the parts were that were copied of them."""
+
+    longest = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        if isinstance(place, slice):
+            Watched.longest = max(Watched.longest, len(found))
+        return found
+
+
+def test_a_block_that_drafts_fill_costs_no_copy_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an answer of n tokens would cost n² / block_size copies. Also where tokens come with more than themselves."""
+    simulation = with_drafts(ROOMY, 4)
+    simulation.ask("a", [1, 2, 3, 4] * 8, 40, ignore_eos=True)
+    simulation.ask("b", [5, 6, 7, 8] * 8, 40, ignore_eos=True, logprobs=1)
+    simulation.step()
+    monkeypatch.setattr(Watched, "longest", 0)
+    for name in "ab":
+        (sequence,) = simulation.scheduler._answers.live.of(name)
+        sequence.tokens = Watched("i", sequence.tokens)
+    simulation.drain()
+    assert 0 < Watched.longest <= ROOMY.block_size
+
+
 def test_only_typical_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that captures a graph, or that has none yet, says nothing of later ones."""
     simulation, timed = with_drafts(ROOMY, 2), list[int]()
     update = simulation.scheduler.update
 
-    def every_other(result: StepResult) -> list[TokenDelta]:
+    def every_other(result: StepResult) -> TokenDeltas:
         result.typical = result.step % 2 == 0
         return update(result)
 
@@ -101,7 +129,7 @@ def test_host_time_that_a_step_does_not_hide_counts(
     simulation, timed = with_drafts(ROOMY, 2), list[float]()
     update = simulation.scheduler.update
 
-    def measured(result: StepResult) -> list[TokenDelta]:
+    def measured(result: StepResult) -> TokenDeltas:
         result.device_seconds, result.wall_seconds, result.draft_seconds = device, wall, 0.0005
         return update(result)
 
