@@ -53,6 +53,8 @@ class DraftPlan:
     start: np.ndarray                # int32 [R]: the position that the first of them is a guess for; -1: the device makes them
     num_positions: int = 0           # that the step samples at
     plain: bool = False              # all rows that sample do so from the model's own logits
+    # [R], if all rows decode and were put in another order: where each was before, and all of them as they were.
+    order: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def on_device(self) -> np.ndarray:
@@ -156,10 +158,20 @@ class Steady:
 
     @property
     def answers(self) -> list[tuple[str, int, int]]:
-        """Of each row, as TokenDeltas name it. Made once, and changed by none."""
+        """Of each row, as TokenDeltas name it. Made once, and never changed."""
         if self._answers is None:
             self._answers = [(each.request.request_id, each.index, each.prefill.num_cached) for each in self.sequences]
         return self._answers
+
+
+    def in_order(self, order: np.ndarray) -> Steady:
+        """The same rows, where those with drafts are put behind the others."""
+        places = order.tolist()
+        sequences, answers = [self.sequences[place] for place in places], [self.answers[place] for place in places]
+        constrained = [each for each in enumerate(sequences) if each[1].matcher is not None] if self.constrained else []
+        return Steady(
+            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained, _answers=answers
+        )
 
 
 @dataclass(slots=True)

@@ -118,4 +118,6 @@ def _ordered(rows: np.ndarray, tokens: np.ndarray, plan: DraftPlan, prompts: np.
         return rows, tokens + plan.width, plan
     order = np.argsort(kinds, kind="stable")
     ordered = DraftPlan(plan.width[order], None if plan.tokens is None else plan.tokens[order], plan.start[order])
+    if prompts is None or not np.count_nonzero(prompts):
+        ordered.order = order, rows
     return rows[order], (tokens + plan.width)[order], ordered

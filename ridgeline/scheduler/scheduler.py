@@ -379,7 +379,13 @@ class Scheduler:
         num_sampled = int(np.count_nonzero(sampled))
         recomputed, steady = 0, self._steady
         own = tokens if drafts is None else tokens - drafts.width
-        if steady is None or steady.rows is not rows or num_sampled < len(rows) or (total > len(rows) and drafts is None):
+        if drafts is not None and drafts.order is not None:      # what is written down of rows is in their own order
+            order, before = drafts.order
+            if steady is None or steady.rows is not before:
+                back = order.argsort()
+                steady, recomputed = self._write(before, own[back], starts[back], ends[back], sampled[back])
+            steady = steady.in_order(order)
+        elif steady is None or steady.rows is not rows or num_sampled < len(rows) or (total > len(rows) and drafts is None):
             steady, recomputed = self._write(rows, own, starts, ends, sampled)
         table.computed[rows] = ends
         table.known[rows[sampled]] += 1

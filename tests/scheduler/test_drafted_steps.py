@@ -79,6 +79,31 @@ def test_rejected_drafts_are_counted() -> None:
     assert counters.useful_tokens == 3 + 5
 
 
+def test_rows_with_and_without_drafts_take_turns_and_nothing_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with drafts come last in a plan. The next plan begins with what was written down of the rows in their own order."""
+    plain, mixed = Simulation(ROOMY), with_drafts(ROOMY, 3)
+    ask = dial(mixed).plan
+
+    def some(rows: DecodingRows) -> Drafts | None:
+        rows.most[mixed.steps % 3 :: 3] = 0
+        return ask(rows)
+
+    monkeypatch.setattr(dial(mixed), "plan", some)
+    write, written = mixed.scheduler._write, list[int]()
+    monkeypatch.setattr(mixed.scheduler, "_write", lambda rows, *rest: (written.append(len(rows)), write(rows, *rest))[1])
+    for simulation in (plain, mixed):
+        for name in "abcd":
+            simulation.ask(name, [ord(name) % 7, 2, 3], 24, ignore_eos=True)
+    for _ in range(3):
+        mixed.step()
+    before = len(written)
+    orders = {tuple(mixed.step().rows.tolist()) for _ in range(4)}
+    assert len(orders) > 1 and len(written) == before
+    for simulation in (plain, mixed):
+        simulation.drain()
+    assert plain.answers == mixed.answers
+
+
 class Watched(array):                # type: ignore[type-arg]
     """Tokens that know how long the parts were that were copied of them."""
 
