@@ -11,6 +11,7 @@ a Snapshot plus the plans and results that followed it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntFlag
 
@@ -163,6 +164,43 @@ class TokenDelta:
     grammar_ended: bool = False      # it stops because its grammar is complete: its last token is text, not an end token
     hidden: np.ndarray | None = None # float32 [hidden]: the prompt, pooled, with the first token
     predicted: tuple[int, int] = (0, 0)                                  # drafts of its prediction so far: accepted, rejected
+
+
+@dataclass(slots=True)
+class TokenDeltas:
+    """What steps brought, in order: answers of which there is nothing to tell but their new tokens, then the others.
+
+    The former are nearly all rows of nearly all steps. They are arrays: an object for each would take longer to make and to send
+    than the step takes to plan. Iterating makes the objects.
+    """
+
+    answers: list[tuple[str, int, int]] = field(default_factory=list)            # request_id, index, num_cached_tokens
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))    # int32 [answers]: new tokens of each
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))    # int32: theirs, behind each other
+    others: list[TokenDelta] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        fits = self.counts.shape == (len(self.answers),) and self.tokens.ndim == 1
+        if not fits or not self.counts.dtype == self.tokens.dtype == np.int32:   # as a damaged frame may have them
+            raise ValueError("counts and tokens of answers are int32 arrays, one count for each answer")
+
+    def __len__(self) -> int:
+        return len(self.answers) + len(self.others)
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        tokens, begin = self.tokens.tolist(), 0
+        for (request_id, index, num_cached), count in zip(self.answers, self.counts.tolist(), strict=True):
+            end = begin + count
+            yield TokenDelta(request_id, index, tokens[begin:end], [], None, None, None, num_cached)     # by place: half the time
+            begin = end
+        yield from self.others
+
+    def __iadd__(self, later: Iterable[TokenDelta]) -> TokenDeltas:
+        if isinstance(later, TokenDeltas) and not len(self):
+            self.answers, self.counts, self.tokens, self.others = later.answers, later.counts, later.tokens, later.others
+        else:
+            self.others.extend(later)
+        return self
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
 from ridgeline.engine.ipc import Abort, Add, Alive, Deltas, Ready, Shutdown
 from ridgeline.errors import EngineDead
-from ridgeline.messages import TokenDelta
+from ridgeline.messages import TokenDelta, TokenDeltas
 from ridgeline.process.children import start_child
 from ridgeline.resolve import model_path
 from ridgeline.server.lifecycle import raise_file_limit, uvloop
@@ -265,7 +265,7 @@ class FakeEngine:
                 continue
             if now < due:
                 time.sleep(due - now)
-            self._link.send(Deltas(self._step(), min(self._rows, len(self._said)), 1))
+            self._link.send(Deltas(TokenDeltas(others=self._step()), min(self._rows, len(self._said)), 1))
             spoke = clock()
             due = max(due + self._period, spoke - 0.1)   # catch up on a delay of at most 0.1 s
 

@@ -132,7 +132,9 @@ def with_drafts(drafted: list[tuple[int, int]], steps: int, device: str) -> dict
 def _drafted_line(name: str, times: dict[str, Any]) -> str:
     said = ", ".join(f"{part} {times[f'{part}_ms']['median']:.3f}" for part in CALLS)
     _, rows, _, each = name.split("_")
-    return f"{rows:>6} running, {each} drafts each: {times['host_ms']['median']:.3f} ms of processor time a step: {said}"
+    took = times["host_ms"]
+    return (f"{rows:>6} running, {each} drafts each: {took['median']:.3f} ms of processor time a step ({took['least']:.3f} at "
+            f"least): {said}; the message to the front end {times['tell_ms']['median']:.3f}")
 
 
 def mocked_steps(running: list[int], steps: int, device: str) -> dict[str, Any]:

@@ -65,6 +65,9 @@ class BlockPool:
         """`count` blocks with one reference each, or None when there are not that many."""
         if count > self.num_allocatable:
             return None
+        if count == 1 and self._free:                    # of a row that decodes
+            self._references[block := self._free.pop()] = 1
+            return [block]
         blocks = []
         for _ in range(count):
             if self._free:

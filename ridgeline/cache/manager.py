@@ -222,6 +222,10 @@ class KVManager:
             if allocated is None:
                 return None
             taken = allocated
+        if missing == 1:                                         # nearly always: a decode has filled its last block
+            for table, block in zip(blocks.tables, taken, strict=True):
+                table.append(block)
+            return [(group, first, block) for group, block in enumerate(taken)]
         entries = []
         for group, table in enumerate(blocks.tables):
             for offset in range(missing):
@@ -243,21 +247,22 @@ class KVManager:
         step before it attends: so requests that arrive together share a prefix which none of them has computed yet. Steps
         in which every row computes one token are the exception: blocks that those fill are committed when they have run.
         """
+        first, size = blocks.committed, self.block_size
         full = num_computed // self.block_size
-        while blocks.committed < full:
-            index = blocks.committed
-            blocks.committed += 1
-            if blocks.node is None:
-                continue
-            start = index * self.block_size
-            content = tokens[start : start + self.block_size].tobytes()
-            node, taken = self.cache.insert(blocks.node, content, [table[index] for table in blocks.tables])
+        blocks.committed = max(first, full)
+        for index in range(first, full):
+            standing = blocks.node
+            if standing is None:
+                return
+            start = index * size
+            content = tokens[start : start + size].tobytes()
+            node, taken = self.cache.insert(standing, content, [table[index] for table in blocks.tables])
             for block in taken:
                 self.pool.index(block)
             if node is None:
-                self.cache.leave(blocks.node)
+                self.cache.leave(standing)
             else:
-                self.cache.stand_on(node, instead_of=blocks.node)
+                self.cache.stand_on(node, instead_of=standing)
             blocks.node = node
 
     def _slide(self, blocks: SequenceBlocks, group: int, first_visible: int) -> None:

@@ -84,7 +84,8 @@ class PrefixCache:
             parent.users += 1
         elif node.tokens != tokens or not self._same(node.parent, parent):
             return None, []
-        kept, taken = list(node.blocks), []
+        kept: list[int] = list(node.blocks)
+        taken: list[int] = []
         for group, block in enumerate(blocks):
             if block and not kept[group] and block not in self._owner:
                 kept[group] = block
@@ -100,7 +101,8 @@ class PrefixCache:
 
     def leave(self, node: Node) -> None:
         node.users -= 1
-        self._prune(node)
+        if not node.users:
+            self._prune(node)
 
     def evict(self, block: int) -> None:
         """The pool reuses this block: it holds something else from now on."""

@@ -21,7 +21,7 @@ from ridgeline.bench.load.latency import Outcome
 from ridgeline.bench.workload.workloads import Asked
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import EngineDead
-from ridgeline.messages import Request, StepPlan, StepResult, TokenDelta
+from ridgeline.messages import Request, StepPlan, StepResult, TokenDelta, TokenDeltas
 from ridgeline.metrics import HAPPENED, MANY_FAULTS
 from ridgeline.roofline.parts import StepRows
 from ridgeline.roofline.slow import StepTimes
@@ -131,7 +131,7 @@ def _take(outcome: Outcome, delta: TokenDelta, now: float) -> bool:
 
 
 def drive(
-    core: EngineCore, asked: Asked, at_once: int, salt: str = "", step: Callable[[], list[Any]] | None = None,
+    core: EngineCore, asked: Asked, at_once: int, salt: str = "", step: Callable[[], TokenDeltas] | None = None,
     most_steps: int | None = None, **params: Any,
 ) -> list[Outcome]:
     """Answer all requests, `at_once` of them in flight. `step` replaces the core's own step, for a profiler around it.

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from ridgeline.errors import RidgelineError
-from ridgeline.messages import Request, StepPlan, TokenDelta
+from ridgeline.messages import Request, StepPlan, TokenDeltas
 from ridgeline.metrics import EngineStats
 
 MAX_FRAME = 256 * 2**20
@@ -169,7 +169,7 @@ class Profiled(msgspec.Struct, tag=True):
 class Deltas(msgspec.Struct, tag=True):
     """What one step brought, and how full the engine is after it."""
 
-    deltas: list[TokenDelta]
+    deltas: TokenDeltas
     running: int                     # sequences that have a row
     free_blocks: int                 # KV blocks that no sequence holds; the prefix cache may still index them
     began: float = 0.0               # the step, by the clock that all processes of a machine share …

@@ -81,8 +81,8 @@ class _Steady:
 def leading_decodes(plan: StepPlan) -> int:
     """How many rows, from the first on, have one token beside their drafts."""
     own = plan.num_tokens if plan.width is None else plan.num_tokens - plan.width
-    longer = np.nonzero(own != 1)[0]
-    return int(longer[0]) if len(longer) else len(own)
+    longer = own != 1
+    return int(longer.argmax()) if np.count_nonzero(longer) else len(own)
 
 
 class DeviceRows:
@@ -185,11 +185,11 @@ class DeviceRows:
         if layout.width is None and layout.num_decodes == len(rows) == total:    # one token each: nothing to repeat
             positions[:], token_rows = starts, rows
         else:
-            positions[:total] = np.repeat(starts - query_start[:-1], counts) + self._arange[:total]
+            positions[:total] = (starts - query_start[:-1]).repeat(counts) + self._arange[:total]
             token_rows = np.full(layout.num_tokens, self.max_rows)
-            token_rows[:total] = np.repeat(rows, counts)
+            token_rows[:total] = rows.repeat(counts)
         slots[:, :total] = tables.slots(token_rows[:total], positions[:total])
-        given = np.nonzero(starts < tables.num_given[rows])[0]
+        given = (starts < tables.num_given[rows]).nonzero()[0]
         for place in given.tolist():                     # the others go on with what they sampled: see Batch.last_rows
             tokens[query_start[place] : query_start[place + 1]] = tables.given[rows[place]][starts[place] : ends[place]]
         alone = given[given < layout.num_decodes]        # single tokens from the host are the newest of their rows
@@ -209,7 +209,7 @@ class DeviceRows:
         """Guesses become tokens, and every position of a row with drafts gets logits."""
         borders = numbers.query_start.astype(np.int64)
         numbers.newest = np.full(layout.num_tokens, -1, np.int64)
-        decodes = np.flatnonzero(layout.counts[: layout.num_decodes])
+        decodes = layout.counts[: layout.num_decodes].nonzero()[0]
         numbers.newest[borders[decodes]] = layout.rows[decodes]
         places = layout.live if isinstance(layout.live, np.ndarray) else self._arange[layout.live]
         numbers.where = borders[places[guesses.number]] + 1 + guesses.offset
@@ -376,7 +376,7 @@ class DeviceRows:
         """Decodes, then prompts, each filled up to the shape."""
         rows, counts = plan.rows.astype(np.int64), plan.num_tokens.astype(np.int64)
         num_decodes = leading_decodes(plan)
-        wanted = np.nonzero(plan.want & TOKEN)[0]
+        wanted = (plan.want & TOKEN).nonzero()[0]
         longest = int(counts[num_decodes:].max(initial=0))
         if shape is None:
             alone = self._pads and plan.width is None and not (plan.want & EVERY_HIDDEN).any()

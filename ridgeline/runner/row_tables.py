@@ -107,18 +107,20 @@ class Guesses:
     def of(cls, plan: StepPlan, lengths: np.ndarray) -> Guesses:
         """`lengths` [R]: tokens in the cache; a guess is for the token after the newest one, which is not among them."""
         assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
-        drafted = np.flatnonzero(plan.width)
+        drafted = plan.width.nonzero()[0]
         width = plan.width[drafted].astype(np.int64)
         first = lengths[drafted] + 1 - plan.drafts_from[drafted]
-        if (first < 0).any():
+        if int(first.min()) < 0:
             row = int(plan.rows[drafted[np.argmin(first)]])
             raise AssertionError(f"row {row}: its drafts are for a position that it has not reached")
-        offset = np.arange(int(width.sum())) - np.repeat(np.cumsum(width) - width, width)
-        path = np.full((len(drafted), int((first + width).max())), -1, np.int64)
+        ends = width.cumsum()
+        count = int(ends[-1])
+        offset = np.arange(count) - (ends - width).repeat(width)
+        path = np.empty((len(drafted), int((first + width).max())), np.int64)
         known = min(path.shape[1], plan.drafts.shape[1])
-        path[:, :known] = plan.drafts[drafted, :known]
-        at = np.repeat(np.arange(len(drafted)) * path.shape[1] + first, width) + offset
-        return cls(np.repeat(drafted, width), offset, path.ravel(), at)
+        path[:, :known], path[:, known:] = plan.drafts[drafted, :known], -1
+        at = (np.arange(len(drafted)) * path.shape[1] + first).repeat(width) + offset
+        return cls(drafted.repeat(width), offset, path.ravel(), at)
 
     @property
     def tokens(self) -> np.ndarray:

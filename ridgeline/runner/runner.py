@@ -183,8 +183,8 @@ class Runner:
 
     def _work_of(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> _Work:
         samples = plan.want & TOKEN
-        places = np.nonzero(samples)[0]
-        of_prompts = bool((plan.want & EVERY_HIDDEN).any())
+        places = samples.nonzero()[0]
+        of_prompts = bool(np.count_nonzero(plan.want & EVERY_HIDDEN))
         rows = plan.rows[places]
         greedy = self._is_greedy(plan, rows)
         work = _Work(key, self.forward.shape(plan, greedy), places, rows, samples.astype(np.int32), of_prompts, greedy)
@@ -239,7 +239,7 @@ class Runner:
     def _is_greedy(self, plan: StepPlan, rows: np.ndarray) -> bool:
         """Do all rows want the best token, and nothing else? Then the forward pass chooses it, every rank for itself: all have
         the same logits, to the last bit."""
-        return not (plan.want & _LOGPROBS).any() and self._sampler.all_greedy(rows)
+        return not np.count_nonzero(plan.want & _LOGPROBS) and self._sampler.all_greedy(rows)
 
     def _prompt_logprobs(self, plan: StepPlan, starts: np.ndarray, hidden: Tensor) -> dict[int, Fetched]:
         """Position p says how likely prompt token p + 1 was; the last prompt position belongs to the answer."""
@@ -471,9 +471,10 @@ class Runner:
         places, last = step.work.places, positions.first + accepted
         columns = np.arange(1 + width)
         said = tokens[np.minimum(positions.first[:, None] + columns, positions.count - 1)]
-        new.tokens[places] = np.where(columns <= accepted[:, None], said, -1)
+        said[columns > accepted[:, None]] = -1
+        new.tokens[places] = said
         new.counts[places] = accepted + 1
-        for number in np.flatnonzero(broken[last]).tolist():
+        for number in broken[last].nonzero()[0].tolist():
             place, none = int(places[number]), bool(none_left[last[number]])
             new.failed[place] = _NONE_LEFT if none else _BROKEN
             new.overconstrained += [place] * none

@@ -47,7 +47,9 @@ class Positions:
         entries = number[guesses.number] * table.shape[1] + guesses.offset
         table.ravel()[entries] = guesses.tokens
         own = 1 + width
-        return cls(plan.rows[places].astype(np.int64), width, table, np.cumsum(own) - own, int(own.sum()), entries)
+        ends = own.cumsum()
+        count = int(ends[-1]) if len(ends) else 0
+        return cls(plan.rows[places].astype(np.int64), width, table, ends - own, count, entries)
 
     def each(self) -> tuple[np.ndarray, np.ndarray]:
         """The row of each position, and how many of that row come before it."""

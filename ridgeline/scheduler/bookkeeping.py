@@ -53,6 +53,8 @@ class DraftPlan:
     start: np.ndarray                # int32 [R]: the position that the first of them is a guess for; -1: the device makes them
     num_positions: int = 0           # that the step samples at
     plain: bool = False              # all rows that sample do so from the model's own logits
+    # [R], if all rows decode and were put in another order: where each was before, and all of them as they were.
+    order: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def on_device(self) -> np.ndarray:
@@ -84,13 +86,25 @@ class InFlight:
     stays: np.ndarray                # numbers that change when a row gets another sequence, or none
     ends: np.ndarray                 # computed tokens of each row once the step is done; with drafts the most they can be
     sampled: np.ndarray              # bool: the row samples
-    sequences: list[Sequence]
+    steady: Steady
     num_decodes: int                 # rows that go on from their newest token …
     num_prompt_tokens: int           # … and what the others compute together
     num_pairs: int                   # (query, key) pairs of those
-    constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
     drafts: DraftPlan | None = None
     num_scored: int = 0              # of the prompt tokens, those with log-probabilities
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return self.steady.sequences
+
+    @property
+    def constrained(self) -> list[tuple[int, Sequence]]:
+        return self.steady.constrained
+
+    def samples(self, row: int, stay: np.ndarray) -> bool:
+        """Does it bring tokens of the sequence that has this row now?"""
+        place = np.flatnonzero(self.rows == row)
+        return bool((self.sampled[place] & (self.stays[place] == stay[row])).any())
 
     @property
     def num_tokens(self) -> int:
@@ -117,11 +131,12 @@ class InFlight:
             raise AssertionError(f"result of step {result.step} arrived, step {self.step} is the oldest in flight")
         if self.drafts is None:
             surplus = None
-            fits = np.array_equal(result.lengths, self.ends) and np.array_equal(result.num_new, self.sampled)
+            count = np.count_nonzero((result.lengths == self.ends) & (result.num_new == self.sampled))
+            fits = count == len(self.ends) == len(result.lengths)
         else:
             surplus = self._surplus(result, self.drafts.width)
             right = (surplus >= 0) & (surplus <= self.drafts.width) & (result.lengths == self.ends - surplus)
-            fits = bool(right.all())
+            fits = np.count_nonzero(right) == len(right)
         if not fits:
             raise AssertionError(f"step {self.step} computed or sampled something else than was planned")
         return surplus
@@ -136,11 +151,27 @@ class Steady:
     num_tokens: np.ndarray
     want: np.ndarray
     sequences: list[Sequence]
-    constrained: list[tuple[int, Sequence]]
-    most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet
+    constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
+    most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet …
+    with_grammar: list[int] = field(default_factory=list)                # … and then the places of rows with a grammar
+    _answers: list[tuple[str, int, int]] | None = None
 
-    def sampling(self, sampled: np.ndarray) -> list[Sequence]:
-        return [sequence for sequence, samples in zip(self.sequences, sampled.tolist(), strict=True) if samples]
+    @property
+    def answers(self) -> list[tuple[str, int, int]]:
+        """Of each row, as TokenDeltas name it. Made once, and never changed."""
+        if self._answers is None:
+            self._answers = [(each.request.request_id, each.index, each.prefill.num_cached) for each in self.sequences]
+        return self._answers
+
+
+    def in_order(self, order: np.ndarray) -> Steady:
+        """The same rows, where those with drafts are put behind the others."""
+        places = order.tolist()
+        sequences, answers = [self.sequences[place] for place in places], [self.answers[place] for place in places]
+        constrained = [each for each in enumerate(sequences) if each[1].matcher is not None] if self.constrained else []
+        return Steady(
+            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained, _answers=answers
+        )
 
 
 @dataclass(slots=True)

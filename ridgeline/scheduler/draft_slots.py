@@ -37,16 +37,18 @@ def give_drafts(
         decodes = (table.known[old] - table.computed[old] == 1) & (table.computed[old] >= table.num_prompt[old])
         places = np.flatnonzero(decodes & (tokens[:num_running] == 1))
     decoding = rows if places is None else rows[places]
-    sequences, allowed = _wanted(table, steady if places is None else None, decoding)
+    sequences, allowed, with_grammar = _wanted(table, steady if places is None else None, decoding)
     known = table.known[decoding]
-    most = np.clip(np.minimum(table.limit[decoding] - known - 1, allowed), 0, most_queries(len(rows)) - 1)
-    if not most.any():
+    most = np.minimum(np.minimum(table.limit[decoding] - known - 1, allowed), most_queries(len(rows)) - 1)
+    most = np.maximum(most, 0, out=most)
+    if not np.count_nonzero(most):
         return rows, tokens, None
     for place in (table.want[decoding] & _PROMPT_LOGPROBS).nonzero()[0].tolist():
         # A preemption loses them while they are in flight. With drafts the answer might end before they are computed again.
         most[place] *= sequences[place].prefill.logprobs_sent
-    arrived = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), int(table.computed[decoding].sum()))
+    arrived = table.answers.arrived[decoding]
+    keys = int(table.computed[decoding].sum())
+    asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), keys, with_grammar)
     found = drafter.plan(asked)
     if found is None:
         return rows, tokens, None
@@ -59,19 +61,21 @@ def give_drafts(
     return _ordered(rows, tokens, plan, table.known[rows] - table.computed[rows] > 1)
 
 
-def _wanted(table: Rows, steady: Steady | None, rows: np.ndarray) -> tuple[list[Sequence], np.ndarray]:
-    """The sequences of these rows, and how many drafts each may have by its request. `steady`: has these rows."""
+def _wanted(table: Rows, steady: Steady | None, rows: np.ndarray) -> tuple[list[Sequence], np.ndarray, list[int]]:
+    """The sequences of these rows, how many drafts each may have by its request, and the places of those with a grammar.
+    `steady`: has these rows."""
     if steady is not None and steady.most_drafts is not None:
-        return steady.sequences, steady.most_drafts
+        return steady.sequences, steady.most_drafts, steady.with_grammar
     sequences = [sequence for row in rows.tolist() if (sequence := table.sequences[row]) is not None]
     allowed = np.array([sequence.most_drafts for sequence in sequences], np.int64)
+    with_grammar = [place for place, sequence in enumerate(sequences) if sequence.matcher is not None]
     if steady is not None:
-        steady.most_drafts = allowed
-    return sequences, allowed
+        steady.most_drafts, steady.with_grammar = allowed, with_grammar
+    return sequences, allowed, with_grammar
 
 
 def _check(found: Drafts, asked: DecodingRows) -> None:
-    if ((found.width < 0) | (found.width > asked.most)).any() or int(found.width.sum()) > asked.room:
+    if int(found.width.min()) < 0 or np.count_nonzero(found.width > asked.most) or int(found.width.sum()) > asked.room:
         raise AssertionError("the drafter plans more drafts than it may")
 
 
@@ -79,16 +83,15 @@ def _with_blocks(running: Running, manager: KVManager, rows: np.ndarray, width: 
     """Widths for which the rows have blocks now."""
     table, size = running.rows, manager.block_size
     width = width.copy()
-    for place in (table.computed[rows] + width >= table.num_blocks[rows] * size).nonzero()[0].tolist():
-        row = int(rows[place])
-        sequence, computed = table.sequences[row], int(table.computed[row])
+    ends = table.computed[rows] + 1 + width
+    short = ((ends > table.num_blocks[rows] * size) & (width > 0)).nonzero()[0]
+    for place, row, end in zip(short.tolist(), rows[short].tolist(), ends[short].tolist(), strict=True):
+        sequence = table.sequences[row]
         assert sequence is not None and sequence.blocks is not None
-        entries = manager.grow(sequence.blocks, computed + 1 + int(width[place])) if width[place] else []
-        if entries is None:
-            width[place] = max(0, int(table.num_blocks[row]) * size - computed - 1)
+        if (entries := manager.grow(sequence.blocks, end)) is None:
+            width[place] = max(0, int(table.num_blocks[row]) * size - int(table.computed[row]) - 1)
         else:
-            running.delta.appended.extend((group, row, index, block) for group, index, block in entries)
-            table.hold(row, sequence.blocks.num_blocks)
+            running.append(row, sequence.blocks, entries)
     return width
 
 
@@ -106,12 +109,15 @@ def _ordered(rows: np.ndarray, tokens: np.ndarray, plan: DraftPlan, prompts: np.
     """Decodes without drafts first, then those with drafts, then prompts: so kernels find rows of a kind together. Rows that are
     in that order stay the same array: what was written down of them can be used again."""
     kinds = plan.width > 0
-    if not kinds.any():
+    drafted = np.count_nonzero(kinds)
+    if not drafted:
         return rows, tokens, None
     if prompts is not None:
         kinds = np.where(prompts, 2, kinds)
-    if (kinds[1:] >= kinds[:-1]).all():
+    if (prompts is None and drafted == len(rows)) or not np.count_nonzero(kinds[1:] < kinds[:-1]):
         return rows, tokens + plan.width, plan
     order = np.argsort(kinds, kind="stable")
     ordered = DraftPlan(plan.width[order], None if plan.tokens is None else plan.tokens[order], plan.start[order])
+    if prompts is None or not np.count_nonzero(prompts):
+        ordered.order = order, rows
     return rows[order], (tokens + plan.width)[order], ordered

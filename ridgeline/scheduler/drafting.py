@@ -7,7 +7,7 @@ accepts guesses while they are equal. So a drafter changes the time of an answer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -20,12 +20,13 @@ from ridgeline.scheduler.sequence import Sequence
 class DecodingRows:
     """The rows that decode in the step being planned, in the order of the plan."""
 
-    sequences: list[Sequence]        # `tokens` holds what has arrived; `num_promised` steps in flight will bring more
+    sequences: list[Sequence]        # `tokens` holds what has arrived; steps in flight will bring more
     most: np.ndarray                 # int64 [D]: drafts that each may have, by its own limit and its request; 0: none
     pending: np.ndarray              # int64 [D]: most tokens that steps in flight will add to `tokens` before this step
     room: int                        # drafts that all may have together, by the token budget
     num_tokens: int                  # what the step computes without drafts, prompts included
     keys: int                        # tokens of these rows that have their KV, all together
+    constrained: list[int] = field(default_factory=list)                 # places of rows with a grammar
 
 
 @dataclass(slots=True)

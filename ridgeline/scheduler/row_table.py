@@ -14,6 +14,36 @@ from ridgeline.scheduler.policy import rank
 from ridgeline.scheduler.sequence import Sequence
 
 
+class RowAnswers:
+    """What rows say, by row: so the tokens of a step are taken in at once, and only rows with more to do are looked at."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.arrived = np.zeros(max_rows, np.int64)      # tokens whose values are known: the length of `sequence.tokens`
+        self.simple = np.zeros(max_rows, bool)           # nothing comes with its tokens, and no grammar follows them
+        self.plain = np.zeros(max_rows, bool)            # it samples from the model's own logits
+        # By token + 1: rows whose answers it ends. None at either end: there is no token -1, and most are beyond the last one.
+        self._ending = np.zeros(2, np.int32)
+
+    def add(self, row: int, sequence: Sequence) -> None:
+        self.arrived[row], self.simple[row], self.plain[row] = len(sequence.tokens), sequence.simple, sequence.is_plain
+        if sequence.stop_ids:
+            missing = max(sequence.stop_ids) + 3 - len(self._ending)
+            if missing > 0:
+                self._ending = np.append(self._ending, np.zeros(missing, np.int32))
+            self._count(sequence, 1)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        for token in sequence.stop_ids:
+            self._ending[token + 1] += change
+
+    def may_end(self, tokens: np.ndarray) -> np.ndarray:
+        """bool: tokens that end the answer of some row, maybe of another one."""
+        return self._ending.take(tokens + 1, mode="clip") > 0
+
+
 class Rows:
     def __init__(self, max_rows: int) -> None:
         self.known = np.zeros(max_rows, np.int64)
@@ -24,7 +54,7 @@ class Rows:
         self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
-        self.plain = np.zeros(max_rows, bool)            # it samples from the model's own logits
+        self.answers = RowAnswers(max_rows)
         self.stay = np.zeros(max_rows, np.int64)         # grows when a sequence gets the row, and when it leaves it
         self.num_held = 0                                # blocks in the tables of all rows …
         self.num_used = 0                                # … and the computed tokens in them
@@ -50,7 +80,7 @@ class Rows:
         # What was lost with drafts in flight was counted as if all of them had been accepted.
         self.lost[row] = min(sequence.prefill.lost_tokens, len(sequence.tokens) - 1)
         self.want[row] = want
-        self.plain[row] = sequence.is_plain
+        self.answers.add(row, sequence)
         self.stay[row] += 1
         self._ranked = None
         return row
@@ -63,6 +93,7 @@ class Rows:
         row = sequence.row
         self.hold(row, 0)
         self.num_used -= int(self.computed[row])
+        self.answers.remove(sequence)
         heapq.heappush(self._free, row)
         self.sequences[row] = None
         sequence.row = -1

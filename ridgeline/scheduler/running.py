@@ -52,6 +52,11 @@ class Running:
         self.delta.removed.append(row)
         self.delta.appended = [entry for entry in self.delta.appended if entry[1] != row]
 
+    def append(self, row: int, blocks: SequenceBlocks, entries: list[tuple[int, int, int]]) -> None:
+        """Its tables have grown, by these (group, index, block)."""
+        self.delta.appended += [(group, row, index, block) for group, index, block in entries]
+        self.rows.hold(row, blocks.num_blocks)
+
     def take_delta(self) -> Delta:
         delta, self.delta = self.delta, Delta()
         return delta

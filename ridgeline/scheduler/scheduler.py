@@ -5,7 +5,7 @@ a sequence whose computed tokens catch up with its known ones samples the next. 
 resumption after preemption are all just numbers in that rule.
 
     schedule()  ─▶ StepPlan          rows that run, then sequences that join
-    update()    ◀─ StepResult        token values, stops, full blocks; ─▶ TokenDelta for each request
+    update()    ◀─ StepResult        token values, stops, full blocks; ─▶ TokenDeltas for requests
 
 Plans may be made while earlier ones are still in flight: `known` grows when a sample is planned, its value arrives with
 the result. So a stop is noticed one step late at most, and the extra token is dropped. With drafts, `known` and `computed`
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
-from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDelta
+from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDelta, TokenDeltas
 from ridgeline.scheduler import fairness
 from ridgeline.scheduler.answers import Answers
 from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady
@@ -251,7 +251,7 @@ class Scheduler:
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
         if self.limits.stages > 1:
             ready &= self._is_free(rows, need)
-        if not ready.all():
+        if np.count_nonzero(ready) < len(rows):
             rows, need = rows[ready], need[ready]
         prefill = need > 1
         num_prefill = int(np.count_nonzero(prefill))
@@ -299,11 +299,13 @@ class Scheduler:
     def _grow_rows(self, rows: np.ndarray, tokens: np.ndarray) -> bool:
         """Blocks for these tokens; rows that must wait get none. True: blocks ran short, or sequences were preempted for them."""
         table, preemptions, short = self._running.rows, self.counters.preemptions, False
-        for place in np.nonzero(table.computed[rows] + tokens > table.num_blocks[rows] * self.manager.block_size)[0].tolist():
-            sequence = table.sequences[rows[place]]
+        ends = table.computed[rows] + tokens
+        full = (ends > table.num_blocks[rows] * self.manager.block_size).nonzero()[0]
+        for place, row, end in zip(full.tolist(), rows[full].tolist(), ends[full].tolist(), strict=True):
+            sequence = table.sequences[row]
             if sequence is None:                                 # preempted a moment ago, for a row before it
                 continue
-            if not self._grow(sequence, int(table.computed[sequence.row] + tokens[place])):
+            if not self._grow(sequence, end):
                 tokens[place] = 0
                 short = True
         return short or self.counters.preemptions > preemptions
@@ -349,14 +351,14 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._running.delta.appended.extend((group, row, index, block) for group, index, block in entries)
-        self._running.rows.hold(row, blocks.num_blocks)
+        self._running.append(row, blocks, entries)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's row and blocks; it waits, and computes its known tokens again."""
         self.counters.preemptions += 1
         sequence.prefill.restart(int(self._running.rows.computed[sequence.row]))
+        sequence.num_promised = sum(flight.samples(sequence.row, self._running.rows.stay) for flight in self._flights)
         self._running.leave(sequence)
         self._waiting.push(sequence)
 
@@ -377,17 +379,20 @@ class Scheduler:
         num_sampled = int(np.count_nonzero(sampled))
         recomputed, steady = 0, self._steady
         own = tokens if drafts is None else tokens - drafts.width
-        if steady is None or steady.rows is not rows or num_sampled < len(rows) or (total > len(rows) and drafts is None):
+        if drafts is not None and drafts.order is not None:      # what is written down of rows is in their own order
+            order, before = drafts.order
+            if steady is None or steady.rows is not before:
+                back = order.argsort()
+                steady, recomputed = self._write(before, own[back], starts[back], ends[back], sampled[back])
+            steady = steady.in_order(order)
+        elif steady is None or steady.rows is not rows or num_sampled < len(rows) or (total > len(rows) and drafts is None):
             steady, recomputed = self._write(rows, own, starts, ends, sampled)
-        chosen = steady.sequences if num_sampled == len(rows) else steady.sampling(sampled)
-        for sequence in chosen:
-            sequence.num_promised += 1
         table.computed[rows] = ends
         table.known[rows[sampled]] += 1
         if drafts is not None:
             table.known[rows] += drafts.width
             drafts.num_positions = num_sampled + int(drafts.width.sum())
-            drafts.plain = bool(table.plain[rows[sampled]].all())
+            drafts.plain = bool(table.answers.plain[rows[sampled]].all())
         plan = StepPlan(
             step=self._step,
             removed=np.array(delta.removed, np.int32) if delta.removed else _NONE,
@@ -440,8 +445,8 @@ class Scheduler:
             num_pairs = int(((starts + ends) * tokens)[~decodes].sum()) // 2
             num_scored = int(tokens[(steady.want & SCORED).astype(bool)].sum())
         self._flights.append(InFlight(
-            self._step, rows, self._running.rows.stay[rows], ends, sampled, steady.sequences, num_decodes,
-            total - decode_tokens, num_pairs, steady.constrained, drafts, num_scored,
+            self._step, rows, self._running.rows.stay[rows], ends, sampled, steady, num_decodes, total - decode_tokens,
+            num_pairs, drafts, num_scored,
         ))
         self.manager.pool.submitted(self._step)
         table, counters = self._running.rows, self.counters
@@ -455,10 +460,10 @@ class Scheduler:
         """The newest step could not be launched: forget it. All others have been taken in. Running sequences wait again, as after
         a preemption, and the device forgets its rows. Returns the sequences of that step."""
         (flight,) = self._flights
-        for sequence, samples in zip(flight.sequences, flight.sampled.tolist(), strict=True):
-            sequence.num_promised -= samples
         for sequence in self._running.rows.running():            # with the step in flight: what it was to compute is distrusted
             self._preempt(sequence)
+        for sequence in flight.sequences:
+            sequence.num_promised = 0
         self._flights.clear()
         self.manager.pool.retired(flight.step)
         self._running.delta, self._steady = Delta(), None
@@ -467,7 +472,7 @@ class Scheduler:
 
     # -- results -------------------------------------------------------------------------------------------------------
 
-    def update(self, result: StepResult) -> list[TokenDelta]:
+    def update(self, result: StepResult) -> TokenDeltas:
         """Take in the oldest step in flight: token values, stops, full blocks."""
         flight = self._flights.popleft()
         surplus = flight.check(result)

@@ -75,7 +75,7 @@ class Sequence:
         self.leader: Sequence | None = None              # the first of n answers, whose prompt blocks are shared
         self.prefill = Prefill()
         self.finished = False
-        self.num_promised = 0                            # steps in flight that sample for it
+        self.num_promised = 0                            # while it waits: steps in flight that sample for it
         params = request.params
         # Nothing comes with its tokens, and no grammar follows them.
         self.simple = not (

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.engine import ipc
-from ridgeline.messages import Logprobs, Request, RowAdded, StepPlan, TokenDelta
+from ridgeline.messages import Logprobs, Request, RowAdded, StepPlan, TokenDelta, TokenDeltas
 from ridgeline.metrics import EngineStats
 from ridgeline.sampling_params import SamplingParams
 
@@ -42,6 +42,7 @@ def messages() -> list[tuple[str, object]]:
     params = SamplingParams(n=2, seed=-5, stop=["ab"], logit_bias={1: 2.0}, allowed_token_ids=[1, 2])
     request = Request("é", [1, 2, 3], params, priority=-1, cache_salt="s", bad_words_token_ids=[[1], [2, 3]])
     delta = TokenDelta("1", 1, [4], [logprobs()], logprobs(), "stop", "ab", 16)
+    deltas = TokenDeltas([("2", 0, 3)], np.array([2], np.int32), np.array([5, 6], np.int32), [delta])
     return [
         ("to engine", ipc.Add(request)),
         ("to engine", ipc.Abort("1", 0)),
@@ -55,7 +56,7 @@ def messages() -> list[tuple[str, object]]:
         ("from engine", ipc.Failed("why", config=True)),
         ("from engine", ipc.Refused("1", "why")),
         ("from engine", ipc.PrefixesForgotten(True)),
-        ("from engine", ipc.Deltas([delta], 3, 4, 1.5, 2.5, ["1"])),
+        ("from engine", ipc.Deltas(deltas, 3, 4, 1.5, 2.5, ["1"])),
         ("from engine", ipc.Stats(EngineStats(1, 2, 3, {"steps": 4}, {"unknown": 1}, step_seconds_sum=0.5))),
         ("from engine", ipc.Switched("overlap", ["paged KV"], "why")),
         ("plan", plan()),
@@ -68,6 +69,25 @@ def test_what_is_sent_comes_back(codec: str, message: object) -> None:
     again = CODECS[codec].decode(frame)
     assert type(again) is type(message)
     assert CODECS[codec].encode(again) == frame          # arrays do not compare; their bytes do
+
+
+def test_deltas_come_in_order_and_their_arrays_fit() -> None:
+    """Tokens of a later step come after what is told of an answer before them, as arrays or not."""
+    def said(request_id: str, *tokens: int) -> TokenDeltas:
+        return TokenDeltas([(request_id, 0, 7)], np.array([len(tokens)], np.int32), np.array(tokens, np.int32))
+
+    deltas = TokenDeltas()
+    assert not deltas
+    deltas += said("a", 1, 2)
+    deltas += [TokenDelta("a", 0, [3])]
+    deltas += said("a", 4)
+    again = ipc.FROM_ENGINE.decode(ipc.FROM_ENGINE.encode(ipc.Deltas(deltas, 1, 1)))
+    assert isinstance(again, ipc.Deltas) and len(again.deltas) == 3
+    assert [(delta.token_ids, delta.num_cached_tokens) for delta in again.deltas] == [([1, 2], 7), ([3], 0), ([4], 7)]
+    for counts in ([[1]], [1, 1], []):
+        deltas.counts = np.array(counts, np.int32)
+        with pytest.raises(ipc.DecodeError):
+            ipc.FROM_ENGINE.decode(ipc.FROM_ENGINE.encode(ipc.Deltas(deltas, 1, 1)))
 
 
 def test_arrays_keep_their_type_and_shape() -> None:

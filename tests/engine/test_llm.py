@@ -443,7 +443,7 @@ def test_an_answer_that_fails_does_not_take_the_others_along(llm: LLM, monkeypat
     step, failed = llm.core.step, []
 
     def one_fails() -> list[TokenDelta]:
-        deltas = step()
+        deltas = list(step())
         for place, delta in enumerate(deltas):
             if not failed:
                 failed.append(delta.request_id)

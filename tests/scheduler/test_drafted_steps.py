@@ -6,7 +6,9 @@ must be those without drafts, whatever the drafter says.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ridgeline.draft_options import MOST_DRAFTS
-from ridgeline.messages import StepResult, TokenDelta
+from ridgeline.messages import StepResult, TokenDeltas
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.sequence import Sequence
 
@@ -77,12 +79,63 @@ def test_rejected_drafts_are_counted() -> None:
     assert counters.useful_tokens == 3 + 5
 
 
+def test_rows_with_and_without_drafts_take_turns_and_nothing_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with drafts come last in a plan. The next plan begins with what was written down of the rows in their own order."""
+    plain, mixed = Simulation(ROOMY), with_drafts(ROOMY, 3)
+    ask = dial(mixed).plan
+
+    def some(rows: DecodingRows) -> Drafts | None:
+        rows.most[mixed.steps % 3 :: 3] = 0
+        return ask(rows)
+
+    monkeypatch.setattr(dial(mixed), "plan", some)
+    write, written = mixed.scheduler._write, list[int]()
+    monkeypatch.setattr(mixed.scheduler, "_write", lambda rows, *rest: (written.append(len(rows)), write(rows, *rest))[1])
+    for simulation in (plain, mixed):
+        for name in "abcd":
+            simulation.ask(name, [ord(name) % 7, 2, 3], 24, ignore_eos=True)
+    for _ in range(3):
+        mixed.step()
+    before = len(written)
+    orders = {tuple(mixed.step().rows.tolist()) for _ in range(4)}
+    assert len(orders) > 1 and len(written) == before
+    for simulation in (plain, mixed):
+        simulation.drain()
+    assert plain.answers == mixed.answers
+
+
+class Watched(array):                # type: ignore[type-arg]
+    """Tokens that know how long the parts were that were copied of them."""
+
+    longest = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        if isinstance(place, slice):
+            Watched.longest = max(Watched.longest, len(found))
+        return found
+
+
+def test_a_block_that_drafts_fill_costs_no_copy_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an answer of n tokens would cost n² / block_size copies. Also where tokens come with more than themselves."""
+    simulation = with_drafts(ROOMY, 4)
+    simulation.ask("a", [1, 2, 3, 4] * 8, 40, ignore_eos=True)
+    simulation.ask("b", [5, 6, 7, 8] * 8, 40, ignore_eos=True, logprobs=1)
+    simulation.step()
+    monkeypatch.setattr(Watched, "longest", 0)
+    for name in "ab":
+        (sequence,) = simulation.scheduler._answers.live.of(name)
+        sequence.tokens = Watched("i", sequence.tokens)
+    simulation.drain()
+    assert 0 < Watched.longest <= ROOMY.block_size
+
+
 def test_only_typical_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that captures a graph, or that has none yet, says nothing of later ones."""
     simulation, timed = with_drafts(ROOMY, 2), list[int]()
     update = simulation.scheduler.update
 
-    def every_other(result: StepResult) -> list[TokenDelta]:
+    def every_other(result: StepResult) -> TokenDeltas:
         result.typical = result.step % 2 == 0
         return update(result)
 
@@ -101,7 +154,7 @@ def test_host_time_that_a_step_does_not_hide_counts(
     simulation, timed = with_drafts(ROOMY, 2), list[float]()
     update = simulation.scheduler.update
 
-    def measured(result: StepResult) -> list[TokenDelta]:
+    def measured(result: StepResult) -> TokenDeltas:
         result.device_seconds, result.wall_seconds, result.draft_seconds = device, wall, 0.0005
         return update(result)
 

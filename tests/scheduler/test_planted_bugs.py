@@ -31,7 +31,6 @@ from ridgeline.cache import prefix_cache
 from ridgeline.cache.block_pool import BlockPool, SlabPool
 from ridgeline.cache.manager import KVManager
 from ridgeline.cache.prefix_cache import PrefixCache
-from ridgeline.scheduler import answers as answers_module
 from ridgeline.scheduler import draft_slots, fairness
 from ridgeline.scheduler import running as running_module
 from ridgeline.scheduler import scheduler as scheduler_module
@@ -146,8 +145,7 @@ PLANTS = [
           "num_computed // self.block_size + 1"),
     Plant("commit is one block behind", KVManager, "publish", "full = num_computed // self.block_size",
           "full = num_computed // self.block_size - 1", manager_model),
-    Plant("commit takes the next block's tokens", KVManager, "publish", "start = index * self.block_size",
-          "start = (index + 1) * self.block_size"),
+    Plant("commit takes the next block's tokens", KVManager, "publish", "start = index * size", "start = (index + 1) * size"),
     Plant("a fork shares the partial block", KVManager, "fork", "limit // self.block_size", "-(-limit // self.block_size)"),
     Plant("a fork copies what is not computed yet", KVManager, "add_copy", "computed - hit.num_tokens",
           "self.block_size - 1"),
@@ -168,6 +166,7 @@ PLANTS = [
     Plant("no block for the last token", KVManager, "grow", "-(-num_tokens // self.block_size) - first",
           "num_tokens // self.block_size - first"),
     Plant("new blocks at the wrong place", KVManager, "grow", "(group, first + offset, block)", "(group, offset, block)"),
+    Plant("a new block at the wrong place", KVManager, "grow", "(group, first, block)", "(group, first - 1, block)"),
     Plant("only the first group is freed", KVManager, "free", "in blocks.tables", "in blocks.tables[:1]"),
     # -- the scheduler
     Plant("known is not incremented", Scheduler, "_plan", "table.known[rows[sampled]] += 1", "pass"),
@@ -179,7 +178,7 @@ PLANTS = [
     Plant("a row goes on at its limit", Scheduler, "_give_to_running", "table.known[rows] < table.limit[rows]",
           "table.known[rows] <= table.limit[rows]"),
     Plant("a stop is not noticed", Answers, "_said", "if token in sequence.stop_ids", "if False"),
-    Plant("preemption loses the promised token", Answers, "take_in", "if sequence.finished:",
+    Plant("preemption loses the promised token", Answers, "_outcome", "if sequence.finished:",
           "if sequence.finished or sequence.row < 0:"),
     Plant("a sequence is back before its promised token", Sequence, "ready", "self.num_promised == 0 and ", "",
           one(test_scheduler.test_a_preempted_sequence_waits_for_its_promised_token)),
@@ -227,8 +226,7 @@ PLANTS = [
           one(test_scheduler.test_preemption_makes_nobody_younger)),
     Plant("age is ignored", WaitingQueue, "promote_aged", "if aged:", "if False:",
           one(test_scheduler.test_a_stream_of_important_requests_starves_no_other, 0)),
-    Plant("an old chunk commits blocks of the next stay", answers_module, "_still_there",
-          " and sequence.turn.admitted_at < flight.step", "",
+    Plant("an old chunk commits blocks of the next stay", Answers, "_commit", " & there", "",
           one(test_scheduler.test_a_step_of_an_earlier_stay_commits_nothing)),
     Plant("prompt log-probabilities come twice", Prefill, "restart", "self.logprobs = ()", "pass",
           one(test_scheduler.test_prompt_logprobs_survive_a_preemption_in_the_prompt, 0)),
@@ -245,10 +243,18 @@ PLANTS = [
           "result.tokens[0, :", drafted),
     Plant("what follows a stop is said", Answers, "_said", "del tokens[number:]", "pass", drafted),
     Plant("drafts go past the limit", scheduler_module, "give_drafts", "- known - 1", "- known + 2", drafted),
-    Plant("a stop is overlooked", Answers, "take_in", "or not sequence.stop_ids.isdisjoint(tokens)", "", drafted),
-    Plant("the limit is overlooked", Answers, "take_in", "len(known) + len(tokens) >= sequence.limit", "False", drafted),
-    Plant("a fast token stays promised", Answers, "take_in", "sequence.num_promised -= 1", "pass", drafted),
-    Plant("drafts have no blocks", draft_slots, "_with_blocks", "+ width >= table", ">= table", drafted),
+    Plant("a stop is overlooked", Answers, "_quick", " & ~ends", "", drafted),
+    Plant("the limit is overlooked", Answers, "_quick", " & goes_on", "", drafted),
+    Plant("tokens of a row are told of another sequence", Answers, "take_in",
+          "flight.stays == self._running.rows.stay[flight.rows]", "flight.stays >= 0", drafted),
+    Plant("a late token stays promised", Answers, "_outcome", "sequence.num_promised -= samples", "pass",
+          one(test_scheduler.test_a_preempted_sequence_waits_for_its_promised_token)),
+    Plant("a preempted sequence forgets its token in flight", Scheduler, "_preempt",
+          "sequence.num_promised = sum(", "sequence.num_promised = 0 * sum(",
+          one(test_scheduler.test_a_preempted_sequence_waits_for_its_promised_token)),
+    Plant("rows do not count what has arrived", Answers, "_said", "answers.arrived[sequence.row] = len(sequence.tokens)",
+          "answers.arrived[sequence.row] += 0", drafted),
+    Plant("drafts have no blocks", draft_slots, "_with_blocks", "+ 1 + width", "+ 1", drafted),
     Plant("guesses follow the wrong token", scheduler_module, "give_drafts", "DraftPlan(width, found.tokens,",
           "DraftPlan(width, np.roll(found.tokens, -1, 1),", one(test_drafted_steps.test_accepted_drafts_save_steps)),
     Plant("guesses follow the wrong token in a new batch", draft_slots, "_spread", "plan.tokens[places] = guesses",

@@ -24,7 +24,7 @@ from ridgeline.engine.core.grammars import Grammars
 from ridgeline.engine.core.oom_backoff import Thrift
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
-from ridgeline.messages import Request, TokenDelta
+from ridgeline.messages import Request, TokenDeltas
 from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.models.stages import stage_config
 from ridgeline.process import platform
@@ -103,7 +103,7 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def step(self) -> list[TokenDelta]:
+    def step(self) -> TokenDeltas:
         """Run one step. If it fails, scheduler and device no longer agree: the engine is dead, and every later call says so.
         Exception: a step that runs out of memory is dropped by both and repeated with fewer tokens.
 
@@ -112,7 +112,7 @@ class EngineCore:
         self._check_alive()
         self._collects = gc.isenabled()
         gc.disable()
-        deltas: list[TokenDelta] = []
+        deltas = TokenDeltas()
         try:
             try:
                 self._step(deltas)
@@ -130,7 +130,7 @@ class EngineCore:
             if self._collects:
                 gc.enable()
 
-    def _step(self, deltas: list[TokenDelta]) -> None:
+    def _step(self, deltas: TokenDeltas) -> None:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         if self.grammars.num_pending:
             self._take_grammars(deltas)
@@ -160,7 +160,7 @@ class EngineCore:
             return
         deltas += self._take_in()
 
-    def _start_over(self, reason: str, deltas: list[TokenDelta]) -> None:
+    def _start_over(self, reason: str, deltas: TokenDeltas) -> None:
         """The newest step did not fit into memory. Running requests start again, from what the prefix cache holds, in smaller
         steps; answers are the same. Requests that do not fit into the smallest step, twice, fail."""
         self._launching = False
@@ -184,7 +184,7 @@ class EngineCore:
             self._thrift = None
         self.scheduler.step_tokens = thrift.tokens
 
-    def _take_in(self, masks: bool = False) -> list[TokenDelta]:
+    def _take_in(self, masks: bool = False) -> TokenDeltas:
         """The oldest step in flight. `masks`: those of the newest, which has just followed it, are wanted next."""
         result = self.executor.collect()
         now = time.monotonic()
@@ -198,7 +198,7 @@ class EngineCore:
         self.recorder.took(result, self.scheduler.num_waiting, self.scheduler.has_work)
         return deltas
 
-    def _sample_constrained(self, deltas: list[TokenDelta]) -> None:
+    def _sample_constrained(self, deltas: TokenDeltas) -> None:
         """Sample the newest step, some of whose rows have a grammar: the allowed tokens depend on the last one.
 
         So the steps before it are taken in first, and masks are filled while its forward pass runs.
@@ -212,7 +212,7 @@ class EngineCore:
         self.executor.sample(masks)
         deltas += self.scheduler.fail_constrained()
 
-    def _take_grammars(self, deltas: list[TokenDelta], wait_seconds: float = 0.0) -> None:
+    def _take_grammars(self, deltas: TokenDeltas, wait_seconds: float = 0.0) -> None:
         """Requests whose grammar is compiled may run from now on; those whose grammar is invalid end here."""
         for request, matchers, error in self.grammars.take(wait_seconds):
             if error:

@@ -35,7 +35,7 @@ from ridgeline.engine.ipc import (
     Switched,
 )
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
-from ridgeline.messages import TokenDelta
+from ridgeline.messages import TokenDeltas
 from ridgeline.process.log import get_logger
 from ridgeline.process.orphans import may_clean_up
 from ridgeline.runner.memory_errors import is_out_of_memory
@@ -74,7 +74,7 @@ class EngineLoop:
                 if not core.config.options.model.skip_tokenizer_init:
                     core.grammars.load_early()
             began = time.monotonic()
-            deltas: list[TokenDelta] = []
+            deltas = TokenDeltas()
             started: list[str] = []
             if core.has_work:
                 step = core.step if self._profile is None else self._profile.step
@@ -124,7 +124,7 @@ class EngineLoop:
             refused = str(error)
         self._link.send(Switched(message.technique, self._switches.active, refused))
 
-    def _tell(self, deltas: list[TokenDelta], began: float, started: list[str]) -> None:
+    def _tell(self, deltas: TokenDeltas, began: float, started: list[str]) -> None:
         """One message per step, and one when only the fullness changed (after an abort, say)."""
         fullness = self._fullness()
         now = time.monotonic()

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.ipc import Profiled
-from ridgeline.messages import StepPlan, StepResult, TokenDelta
+from ridgeline.messages import StepPlan, StepResult, TokenDeltas
 from ridgeline.ops.registry import set_mark, set_nvtx
 from ridgeline.roofline.parts import StepRows, part_costs
 from ridgeline.roofline.steps import PHASES, POINT
@@ -55,7 +55,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         # A CPU's allocator is called hundreds of times a step: that would be what the trace shows.
         self._profiler = profile(activities=activities, profile_memory=self._on_gpu, acc_events=True)
-        self.step: Callable[[], list[TokenDelta]] = _marked(STEP, core.step)
+        self.step: Callable[[], TokenDeltas] = _marked(STEP, core.step)
 
     def __enter__(self) -> StepProfiler:
         for owner_name, method, name in _PHASES:
@@ -117,7 +117,7 @@ class LiveProfile:
             self._rows.add(plan, result)
         self._took(result, waiting, goes_on)
 
-    def step(self) -> list[TokenDelta]:
+    def step(self) -> TokenDeltas:
         self._left -= 1
         return self._profiler.step()
 

@@ -141,10 +141,10 @@ class RowRecords:
 
     def send(self, slots: np.ndarray, source: np.ndarray, expected: np.ndarray) -> None:
         """These rows have drafts in the step that is planned."""
-        full = slots[self.waiting[slots] == _IN_FLIGHT]          # of a step that was planned and did not run
-        if len(full):
-            self._drop_oldest(full)
         place = self.waiting[slots]
+        if int(place.max()) == _IN_FLIGHT:                       # of a step that was planned and did not run
+            self._drop_oldest(slots[place == _IN_FLIGHT])
+            place = self.waiting[slots]
         self._source[slots, place], self._expected[slots, place] = source, expected
         self.waiting[slots] = place + 1
 
@@ -156,7 +156,8 @@ class RowRecords:
 
     def _drop_oldest(self, slots: np.ndarray) -> None:
         for table in (self._source, self._expected):
-            table[slots, :-1] = table[slots, 1:]
+            for place in range(_IN_FLIGHT - 1):
+                table[slots, place] = table[slots, place + 1]
         self.waiting[slots] -= 1
 
     def _add(self, sequence: Sequence) -> int:
@@ -235,29 +236,32 @@ def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths
     """float [offers, positions]: the chance that each draft is accepted, 0 beyond an offer's length. A proposer's rates, each
     offer's in its row, or one row for all, are weighed against what the row's own drafts came to. Rows differ: some copy, others
     do not. So the proposer's rates count little where a row's first few drafts came to much less than they say."""
-    first = rates[:, 0]
-    missing = np.maximum(0.0, first * tried - accepted)
-    surprise = missing**2 / np.maximum(tried * first * (1 - first), _LEAST_SPREAD)       # chance alone makes 1 of it, rarely 3
-    weight = (_alike(first, tried, accepted) / np.maximum(1.0, surprise / _BY_CHANCE))[:, None]
-    mixed = (accepted[:, None] + weight * rates) / (tried[:, None] + weight)
-    return np.asarray(np.cumprod(mixed, axis=1) * (np.arange(rates.shape[1]) < lengths[:, None]))
+    first, positions = rates[:, 0], rates.shape[1]
+    variance = first * (1 - first)                       # of one draft
+    missing, by_chance = first * tried - accepted, tried * variance
+    surprise = np.maximum(missing, 0.0) ** 2 / np.maximum(by_chance, _LEAST_SPREAD)      # chance alone makes 1 of it, rarely 3
+    weight = (_alike(variance, tried, missing, by_chance) / np.maximum(surprise / _BY_CHANCE, 1.0))[:, None]
+    found = ((accepted[:, None] + weight * rates) / (tried[:, None] + weight)).cumprod(axis=1)
+    if int(lengths.min()) < positions:
+        found *= np.arange(positions) < lengths[:, None]
+    return np.asarray(found)
 
 
-def _alike(first: np.ndarray, tried: np.ndarray, accepted: np.ndarray) -> float:
+def _alike(variance: np.ndarray, tried: np.ndarray, missing: np.ndarray, by_chance: np.ndarray) -> float:
     """How many counts of a row the proposer's rates are worth: many, where chance alone explains how rows differ.
 
         variance of a row's counts  =  tried · p (1 - p)  +  tried² · how much rows differ         worth  =  p (1 - p) / that
 
     To the difference its own uncertainty is added: few rows, or rows with few counts, say little about it."""
-    squares, rows = float((tried * tried).sum()), len(tried)
+    squares, rows = float(tried @ tried), len(tried)
     if not squares:
         return _ROW_WEIGHT
-    by_chance = tried * first * (1 - first)
-    differ = max(0.0, float(((accepted - first * tried) ** 2 - by_chance).sum()))
-    unsure = float(by_chance.sum()) * (2 / rows) ** 0.5
-    return max(_ROW_WEIGHT, float(np.mean(first * (1 - first))) * squares / max(differ + unsure, 1e-9))
+    expected = float(by_chance.sum())
+    differ = max(0.0, float(missing @ missing) - expected)
+    unsure = expected * (2 / rows) ** 0.5
+    return max(_ROW_WEIGHT, float(variance.sum()) / len(variance) * squares / max(differ + unsure, 1e-9))
 
 
 def beyond(values: np.ndarray, positions: int) -> np.ndarray:
     """By position: how many of the values are larger."""
-    return np.asarray(len(values) - np.cumsum(np.bincount(values, minlength=positions + 1))[:positions])
+    return len(values) - np.bincount(values, minlength=positions + 1).cumsum()[:positions]

@@ -116,7 +116,7 @@ class Controller:
 
     def _plan(self, rows: DecodingRows) -> Drafts | None:
         self._step += 1
-        if rows.room <= 0 or not rows.most.any():
+        if rows.room <= 0 or not np.count_nonzero(rows.most):
             return None
         if self._adaptive and not self._knows_off(len(rows.sequences), rows.keys):
             return None
@@ -136,7 +136,7 @@ class Controller:
             offers, chances = _best_of_each_row(offers, chances, self._pass_share(len(rows.sequences), rows.keys))
         width = self._widths(rows, offers, chances, probing)
         self._watch_others(rows, offers, width)
-        if not width.any():
+        if not np.count_nonzero(width):
             self._honesty.count(0.0, 0)
             return None
         self._search.last_drafted = self._step
@@ -152,20 +152,19 @@ class Controller:
             some[places] = allowed[places]
             allowed = some
         wanted = (allowed + rows.pending) * (allowed > 0)
-        constrained = [place for place, sequence in enumerate(rows.sequences) if sequence.matcher is not None]
         found: list[tuple[Paths, np.ndarray]] = []
         for number, proposer in enumerate(proposers):
             paths = proposer.propose_all(rows.sequences, wanted)
             if paths is None:
                 continue
-            if constrained:
-                _cut(paths, {place: rows.sequences[place] for place in constrained})
-            enough = paths.ends > rows.pending[paths.places]
-            if not enough.all():
-                paths = paths.of(enough)
+            if rows.constrained:
+                _cut(paths, {place: rows.sequences[place] for place in rows.constrained})
+            pending = rows.pending[paths.places]
+            enough = paths.ends > pending
+            if np.count_nonzero(enough) < len(enough):
+                paths, pending = paths.of(enough), pending[enough]
             if len(paths.places):
-                late = rows.pending[paths.places] > 0
-                found.append((paths, self._sources.number(number, paths.evidence, late)))
+                found.append((paths, self._sources.number(number, paths.evidence, pending > 0)))
         if not found:
             return None
         paths, source = found[0] if len(found) == 1 else _joined(found)
@@ -178,12 +177,12 @@ class Controller:
             slots, allowed, pending = slots[places], allowed[places], rows.pending[places]
         else:
             pending = rows.pending
-        if not pending.all():
+        if np.count_nonzero(pending) < len(pending):
             records.waiting[slots[pending == 0]] = 0     # nothing is in flight: blocks were short, or memory ran out
         tried, accepted = records.fade(slots, source >> 1, self._step)
         length = np.minimum(paths.ends - pending, allowed)
         on_device = source >= self._sources.first_on_device
-        if self._adaptive and not tried.all():           # a draft model is alike for all rows
+        if self._adaptive and np.count_nonzero(tried) < len(tried):      # a draft model is alike for all rows
             new = (tried == 0) & (paths.evidence < EVIDENCE - 1) & ~on_device
             length = np.where(new, np.minimum(length, _FIRST), length)
         return _Offers(paths, length, source, slots, tried, accepted, on_device)
@@ -246,14 +245,14 @@ class Controller:
     def _best_number(self, gained: np.ndarray, rows: int, table: Table, costs: np.ndarray | None) -> tuple[int, float]:
         """How many of these drafts, and the tokens a second that they promise. `gained`: tokens expected of each; `costs`:
         seconds of a draft model for the first 1, 2, … of them."""
-        first, last = np.searchsorted(table.sizes, (rows + 1, rows + len(gained))).tolist()
+        first, last = table.sizes.searchsorted((rows + 1, rows + len(gained))).tolist()
         numbers = np.minimum(table.sizes[first : last + 1] - rows, len(gained))
         if not len(gained) or not len(numbers):
             return 0, 0.0
         seconds = table.seconds[first : last + 1]
         if costs is not None:
             seconds = seconds + costs[numbers - 1]
-        rates = (rows + np.cumsum(gained)[numbers - 1]) / seconds
+        rates = (rows + gained.cumsum()[numbers - 1]) / seconds
         if self._step % _CURIOUS_EVERY == 0:
             rates = np.where(table.sure[first : last + 1], rates, _CURIOSITY * rates)
         place = int(rates.argmax())
@@ -261,7 +260,7 @@ class Controller:
 
     def _made_for(self, rows: DecodingRows, offers: _Offers) -> list[Sequence | None] | None:
         """Of each offer its row, if the draft model is to make the drafts; None: it makes none."""
-        if not offers.on_device.any():
+        if not np.count_nonzero(offers.on_device):
             return None
         places, own = offers.places.tolist(), offers.on_device.tolist()
         return [rows.sequences[place] if mine else None for place, mine in zip(places, own, strict=True)]
@@ -306,12 +305,15 @@ class Controller:
             self._watch_others(rows, offers, np.zeros(len(rows.sequences), np.int64))
 
     def _watch_others(self, rows: DecodingRows, offers: _Offers, width: np.ndarray) -> None:
-        """Offers of rows that have no drafts in this step."""
+        """Offers of rows that have no drafts in this step: each step begins with another, so that all have their turn."""
         watch = self._search.watch
-        if not self._adaptive:
+        if not self._adaptive or watch.room <= 0 or np.count_nonzero(width) == len(offers.places):
             return
-        idle = np.flatnonzero((width[offers.places] == 0) & ~offers.on_device & (offers.length > 0))[: max(0, watch.room)]
-        for number in idle.tolist():
+        idle = ((width[offers.places] == 0) & ~offers.on_device & (offers.length > 0)).nonzero()[0].tolist()
+        first = self._step % max(1, len(idle))
+        for number in [*idle[first:], *idle[:first]]:
+            if watch.room <= 0:
+                break
             place = int(offers.places[number])
             pending = int(rows.pending[place])
             path = offers.paths.tokens[number, : pending + int(offers.length[number])].tolist()
@@ -342,12 +344,12 @@ class Controller:
         if self._search.watch.busy:
             self._search.watch.drop(rows.sequences[place] for place in np.flatnonzero(width).tolist())
         own = width[offers.places]
-        some = None if own.all() else np.flatnonzero(own)        # None: all
-        if some is not None:
+        if np.count_nonzero(own) < len(own):
+            some = own.nonzero()[0]
             offers, chances, own = offers.of(some), chances[some], own[some]
         if self._adaptive:
-            expected = np.cumsum(chances, axis=1)[np.arange(len(own)), own - 1]
-            expected[offers.tried == 0] = 0.0            # what is believed of a new row is no promise
+            expected = (chances * (np.arange(chances.shape[1]) < own[:, None])).sum(axis=1)
+            expected *= offers.tried > 0                 # what is believed of a new row is no promise
         else:
             expected = np.zeros(len(own))
         self._records.send(offers.slots, offers.source, expected)
@@ -379,7 +381,7 @@ class Controller:
         self._count(width, accepted)
         records, slots = self._records, self._records.known(sequences)
         there = (slots >= 0) & (records.waiting[slots] > 0)      # others have ended, or were preempted
-        if not there.all():
+        if np.count_nonzero(there) < len(there):
             slots, width, accepted = slots[there], width[there], accepted[there]
             sequences = [each for each, has in zip(sequences, there.tolist(), strict=True) if has]
         source, expected = records.arrive(slots)
@@ -392,7 +394,7 @@ class Controller:
         if len(slots):
             records.count(slots, source >> 1, width, accepted, self._step)
         self._honesty.count(float(expected.sum()), int(accepted[expected > 0].sum()))
-        if self._search.probing and len(width) and (accepted == width).all():
+        if self._search.probing and len(width) and not np.count_nonzero(accepted != width):
             self._search.last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
     def _count_predicted(
@@ -494,5 +496,5 @@ def _best_of_each_row(offers: _Offers, chances: np.ndarray, pass_share: float) -
 def _ordered(chances: np.ndarray, least: float) -> np.ndarray:
     """Places in the flat array with a chance above `least`, the best first; of equals the earlier position: rows get prefixes."""
     flat = chances.ravel()
-    order = np.argsort(-flat, kind="stable")
+    order = (-flat).argsort(kind="stable")
     return order[: int(np.count_nonzero(flat > least))]

@@ -19,6 +19,12 @@ _FIRST_SIZE = 64
 SEPARATOR = -1                       # between texts of one log; no token equals it
 
 
+def index_size(positions: int) -> int:
+    """Places of the heads of an index over that many positions. It depends on nothing else: whenever an index grew, and
+    whatever keeps it (ngram_table.py), the same hashes collide, so a search that looks at few candidates looks at the same."""
+    return max(_FIRST_SIZE, 1 << (positions - 1).bit_length())
+
+
 class GramIndex:
     """Over `tokens`, which only grows. catch_up() indexes what is new, so that a row without drafts costs nothing."""
 
@@ -28,7 +34,7 @@ class GramIndex:
         self.tokens = tokens
         self._n = n                                      # fewest tokens that a match has
         self._previous = array("i", [0] * min(len(tokens) + 1, n))     # by position; nothing ends before position n
-        self._resize(_FIRST_SIZE)
+        self._resize(index_size(len(tokens) + 1))
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +49,7 @@ class GramIndex:
         """Index what was added to the tokens."""
         first, count = len(self._previous), len(self.tokens) + 1
         if count > len(self._heads):
-            self._resize(max(_FIRST_SIZE, 1 << count.bit_length()))
+            self._resize(index_size(count))
         elif count - first > _FIRST_SIZE:
             self._add_many(first)
         else:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ridgeline.scheduler.drafts.gram_index import index_size
 from ridgeline.scheduler.drafts.offer import Native, Paths, addresses, as_paths
 from ridgeline.scheduler.sequence import Sequence
 
-_FIRST_SIZE = 64                     # of an index, as in gram_index.py
+_SPARE = 64                          # positions that an index has room for beyond those that it holds, at least
 _FIRST_ROWS = 64
 # A row's numbers, as in ops/cpu/src/grams.c.
 _TOKENS, _COUNT, _HEADS, _MASK, _PREVIOUS, _INDEXED, _POSITION, _MATCHED, _KNOWN = range(9)
@@ -84,17 +85,17 @@ class NgramTable:
         self._indices += [None] * size
 
     def _make_room(self, slot: int) -> None:
-        """The row is longer than its index may be. The sizes are those of gram_index.py, so that the same hashes collide."""
+        """The row is longer than its index may be."""
         row = self._table[slot]
         positions = int(row[_COUNT]) + 1
         index, size = self._indices[slot], int(row[_MASK]) + 1
         if index is None or positions > size:
-            size = _FIRST_SIZE if index is None and positions <= _FIRST_SIZE else max(_FIRST_SIZE, 1 << positions.bit_length())
+            size = index_size(positions)
             heads, previous = np.zeros(size, np.int32), np.empty(0, np.int32)
             row[_HEADS], row[_MASK], row[_INDEXED] = heads.ctypes.data, size - 1, 0
         else:
             heads, previous = index
-        room = min(size, positions + max(_FIRST_SIZE, positions // 8))
+        room = min(size, positions + max(_SPARE, positions // 8))
         longer = np.empty(room, np.int32)
         longer[: len(previous)] = previous
         row[_PREVIOUS], self._room[slot], self._indices[slot] = longer.ctypes.data, room, (heads, longer)

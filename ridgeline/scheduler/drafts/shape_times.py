@@ -19,7 +19,7 @@ from ridgeline.sizes.graph_shapes import GraphShapes, most_queries
 
 _REMEMBERED = 7                      # steps of each shape, whose median counts: a slow one (a graph captured) does not
 _SURE = 3                            # steps after which a shape's time is believed: the first may have been slow by chance
-_SAME = 0.01                         # a median that changes by less is the same
+_SAME = 0.02                         # a median that changes by less is the same
 _EVERY = 32                          # without captured sizes each number of tokens up to it is a shape; beyond, an eighth more
 PLAIN = 1                            # the bound of queries of steps without drafts
 
@@ -53,6 +53,7 @@ class ShapeTimes:
         self._drafted = graphs.draft_tokens if graphs is not None else every
         self._measured: dict[int, _Measured] = {}        # by keys (bits of their number)
         self._models: dict[tuple[int, bool], np.ndarray] = {}        # what the model says, by keys and whether there are drafts
+        self._bounds: dict[tuple[int, int], list[int]] = {}          # what bounds() said, by rows and most
         self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
 
     def observe(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
@@ -78,7 +79,9 @@ class ShapeTimes:
         """All that steps with drafts may have, at most `most` queries of a row; ascending."""
         if self._graphs is None:
             return [most]
-        return sorted({self._graphs.draft_queries(rows, queries) for queries in range(2, most + 1)})
+        if (rows, most) not in self._bounds:
+            self._bounds[rows, most] = sorted({self._graphs.draft_queries(rows, queries) for queries in range(2, most + 1)})
+        return self._bounds[rows, most]
 
     def size_of(self, rows: int) -> int:
         """The size of a step without drafts."""
@@ -132,7 +135,7 @@ class ShapeTimes:
         mine = measured.get(bound, {})
         for size in slower.keys() - mine.keys():
             seconds[sizes == size] = np.minimum(seconds[sizes == size], slower[size])
-        sure = np.isin(sizes, [size for size, each in mine.items() if len(each) >= _SURE and not unsure])
+        sure = _among(sizes, np.array(sorted(size for size, each in mine.items() if len(each) >= _SURE and not unsure)))
         return Table(sizes, seconds * scale, sure)
 
     def _between(self, points: dict[int, float], sizes: np.ndarray, model: np.ndarray, bits: int) -> np.ndarray:
@@ -141,7 +144,7 @@ class ShapeTimes:
         times = np.array([points[size] for size in known.tolist()])
         least, most = (self._model(int(known[end]), _typical(bits)) for end in (0, -1))
         found = np.interp(sizes, known, times)
-        found[~np.isin(sizes, known)] *= _DIP
+        found[~_among(sizes, known)] *= _DIP
         below, above = sizes < known[0], sizes > known[-1]
         found[below] = times[0] / (1 + np.maximum(least / model[below] - 1, _STEEP * (known[0] / sizes[below] - 1)))
         found[above] = times[-1] * (1 + _HOPE * (model[above] / most - 1))
@@ -156,6 +159,15 @@ class ShapeTimes:
 
 def _fitting(sizes: list[int], tokens: int) -> int:
     return sizes[min(bisect.bisect_left(sizes, tokens), len(sizes) - 1)]
+
+
+def _among(sizes: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """bool: which of the ascending sizes are among the others; np.isin takes ten times as long."""
+    found = np.zeros(len(sizes), bool)
+    if len(some):
+        places = np.minimum(sizes.searchsorted(some), len(sizes) - 1)
+        found[places[sizes[places] == some]] = True
+    return found
 
 
 def _typical(bits: int) -> int:

@@ -25,7 +25,7 @@ from ridgeline.engine.ipc import TO_ENGINE, Abort, Add, Deltas, ForgetPrefixes, 
 from ridgeline.engine.replicas.placement import placements, visible_gpus
 from ridgeline.engine.replicas.replicated_llm import ReplicatedLLM
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, RequestError
-from ridgeline.messages import Request, TokenDelta
+from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.process import platform
 from ridgeline.server.app import make_app
 from ridgeline.server.observe.fleet_endpoint import fleet
@@ -73,7 +73,7 @@ class Child:
                 self.open[name] = request, number + 1
                 if ends:
                     del self.open[name]
-            for _ in self._say(Deltas(deltas, len(self.open), 64 - len(self.open))) or ():
+            for _ in self._say(Deltas(TokenDeltas(others=deltas), len(self.open), 64 - len(self.open))) or ():
                 pass
 
     def die(self) -> None:

@@ -192,6 +192,38 @@ def test_what_is_watched_counts_once_and_behind_the_tokens_in_flight() -> None:
     assert found is not None and found[0] == 2 and 0.7 < found[2] / found[1] < 0.85
 
 
+class _Repeats(RowByRow):
+    """Offers the same for every row."""
+
+    name = "ngram"
+
+    def propose(self, sequence: Sequence, most: int) -> Offer | None:
+        return Offer([7] * most)
+
+    def ended(self, sequence: Sequence) -> None:
+        """It knows no sequence."""
+
+
+def test_every_row_of_a_large_batch_is_watched_in_its_turn() -> None:
+    """No row has drafts, for which there is no time. Each guess is found wrong in the next step."""
+    rows = [make_sequence(number) for number in range(100)]
+    controller = Controller([_Repeats()], ShapeTimes(lambda tokens, keys: 1e-3 * tokens), 4)
+    watched: set[Sequence] = set()
+    asked = DecodingRows(rows, np.full(100, 4), np.zeros(100, np.int64), 400, 100, 1000)
+    offers = controller._offers(asked, controller.proposers)
+    assert offers is not None
+    for _ in range(200):
+        controller._step += 1
+        controller._watch_others(asked, offers, np.zeros(100, np.int64))
+        now = set(controller._search.watch._open)
+        assert len(now) == 16
+        watched |= now
+        for row in now:
+            row.tokens.append(8)
+        assert controller._search.watch.seen() is not None
+    assert len(watched) == 100
+
+
 def test_drafts_go_to_the_rows_whose_drafts_survive() -> None:
     run = Dial(8, 0.9, on_a_gpu, careful, GRAPHS).run(50)
     good, bad = run.sequences[0], run.sequences[1]
@@ -206,7 +238,8 @@ def test_drafts_go_to_the_rows_whose_drafts_survive() -> None:
 
 def asked(sequences: list[Sequence], most: int = MOST_DRAFTS, pending: int = 0, room: int = 10**6) -> DecodingRows:
     count = len(sequences)
-    return DecodingRows(sequences, np.full(count, most), np.full(count, pending), room, count, CONTEXT * count)
+    constrained = [place for place, sequence in enumerate(sequences) if sequence.matcher is not None]
+    return DecodingRows(sequences, np.full(count, most), np.full(count, pending), room, count, CONTEXT * count, constrained)
 
 
 class Scripted(RowByRow):

@@ -83,7 +83,7 @@ def test_a_mean_survives_preemption(tmp_path: Path) -> None:
             found[delta.request_id] = delta.hidden
         for sequence in core.scheduler._running.rows.running():
             half_done = sequence.prefill.hidden is not None
-            if half_done and sequence.request.request_id not in preempted and sequence.num_promised == 0:
+            if half_done and sequence.request.request_id not in preempted and not sequence.prefill.done:
                 preempted.add(sequence.request.request_id)
                 core.scheduler._preempt(sequence)        # as if another request needed the blocks
                 break
