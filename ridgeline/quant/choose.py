@@ -15,8 +15,6 @@ from ridgeline.quant.scheme import Scheme
 
 logger = get_logger("quant")
 
-EXPERTS = ".experts."                # in the path of what the experts of a layer have
-
 
 class Chosen(Protocol):
     """models/checkpoints/linear_formats.py's choice for a linear."""
@@ -54,10 +52,6 @@ def schemes(formats: Callable[[str], Chosen], plain: Scheme) -> Callable[[str], 
                 "not multiply by these codes on this device", " and ".join(chosen.expands))
         if chosen.format is None:
             return plain
-        if chosen.format.grid in GRIDS and not plain.keeps_blocks and EXPERTS not in path:
-            # On a GPU. Experts have other kernels.
-            say(("4-bit",), "4-bit weights: steps of more than about 100 tokens take longer than with 16-bit ones, unlike with "
-                "fp8")
         key = (chosen.format, chosen.made)
         if key not in made:
             made[key] = make(chosen.format, chosen.made, plain)

@@ -28,8 +28,9 @@ from ridgeline.ops.kernel_table import H200
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.scheme import Unquantised
 
-STUDIES = Path(__file__).parents[2] / "benchmarks/studies"
-ON_A_GPU = ("int4_linears/run", "int4_linears/gguf_run", "fp8_linears/run", "quantize_speed/on_a_gpu", "llm_compressor/on_a_gpu",
+STUDIES = Path(__file__).parents[3] / "benchmarks/studies"
+ON_A_GPU = ("int4_linears/run", "int4_linears/gguf_run", "int4_linears/compile_times", "fp8_linears/run",
+            "quantize_speed/on_a_gpu", "llm_compressor/on_a_gpu",
             "experts/one_request", "experts/tiles", "latent/decode", "first_pass/run")
 NARROW: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
