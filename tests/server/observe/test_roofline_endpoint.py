@@ -423,8 +423,9 @@ def test_the_roofline_of_a_server(server: str) -> None:
     body = {"prompt": list(range(40)), "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     for _ in range(2):
         assert httpx.post(f"{server}/v1/completions", json=body, timeout=60).status_code == 200
-    wait_until(lambda: ask(server)["utilisation"]["steps"] >= 118)       # the second prompt is cached
-    found = ask(server, seconds=60)
+    # The second prompt is cached. The longest window that is remembered: a busy machine may take more than the usual 10 s.
+    wait_until(lambda: ask(server, seconds=120)["utilisation"]["steps"] >= 118)
+    found = ask(server, seconds=120)
     assert found["model"] == "tiny" and found["state"] == "ok"
     machine, used = found["machine"], found["utilisation"]
     assert machine["dtype"] == "float32" and machine["ridge"] == pytest.approx(machine["flops_s"] / machine["read_bytes_s"])
@@ -452,10 +453,11 @@ def test_a_window_that_is_not_remembered_is_refused(server: str, given: str) -> 
 
 def test_metrics_agree_with_the_roofline(server: str) -> None:
     body = {"prompt": [5] * 40, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
-    httpx.post(f"{server}/v1/completions", json=body, timeout=60)
     bound, lines = list[str](), list[str]()
 
-    def told() -> bool:                                  # the engine reports ten times a second
+    def told() -> bool:
+        """The engine reports ten times a second, and of the last seconds: asked again, in case this process was late."""
+        assert httpx.post(f"{server}/v1/completions", json=body, timeout=60).status_code == 200
         lines[:] = httpx.get(f"{server}/metrics").text.splitlines()
         bound[:] = [line for line in lines if line.startswith("ridgeline:bound{") and line.endswith(" 1")]
         return bool(bound) and any(line.startswith("ridgeline:mbu{") and not line.endswith(" 0") for line in lines)
