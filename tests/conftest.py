@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +21,11 @@ from reliability_rows import EVERY_COMMIT
 
 from ridgeline.process import children, embedded
 
-try:
-    from _pytest.assertion import rewrite
-    _rewrite = rewrite._read_pyc, rewrite._rewrite_test, rewrite._write_pyc, rewrite.assertstate_key
-except (ImportError, AttributeError):    # they are pytest's own and private
-    _rewrite = None                      # type: ignore[assignment]
-
 # A shell without a terminal starts background processes with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # An example may take as long as it does on a busy machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """In a fresh checkout no test file has byte code with rewritten assertions, every worker imports all of them, and rewriting
-    takes more than importing. Each worker writes its share first, and finds most of the others'."""
-    config, worker = session.config, getattr(session.config, "workerinput", None)
-    if worker is None or _rewrite is None or sys.dont_write_bytecode or config.getoption("assertmode") != "rewrite":
-        return
-    read_pyc, rewrite_test, write_pyc, state = _rewrite
-    asked = {config.rootpath / each.split("::")[0] for each in config.args}
-    files = {file for path in asked for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
-    by_size = sorted(files, key=lambda path: (-path.stat().st_size, path))           # shares of about one size
-    for path in by_size[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
-        written = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
-        if read_pyc(path, written) is None:
-            with suppress(OSError, SyntaxError, ValueError):     # importing it will tell
-                written.parent.mkdir(parents=True, exist_ok=True)
-                source, code = rewrite_test(path, config)
-                write_pyc(config.stash[state], code, source, written)
 
 
 @pytest.hookimpl(tryfirst=True)      # before -m chooses
