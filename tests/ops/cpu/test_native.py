@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import platform
+import resource
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,29 @@ def test_every_level(name: str, machine: str, level: native_build.Level, tmp_pat
     subprocess.run([compiler, *flags, f"-I{native_build.SOURCES}", str(source), "-o", str(checked), "-lm"], check=True)
     done = subprocess.run([*emulator, str(checked)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+
+
+@needs_compiler
+def test_a_selection_is_not_quadratic_in_any_order(tmp_path: Path) -> None:
+    """400,000 members in the worst order: without a bound on its work it would take a quarter of an hour."""
+    folder, made = Path(__file__).parent, tmp_path / "selection"
+    sources = [folder / "draw_selection.c", native_build.SOURCES / "pool.c"]
+    subprocess.run(["cc", *native_build.FLAGS, "-O2", "-DLEVEL=base", *map(str, sources), "-o", str(made), "-lm"], check=True)
+    limit = partial(resource.setrlimit, resource.RLIMIT_CPU, (60, 60))       # of processor time: another's load does not count
+    assert subprocess.run([made, "400000"], preexec_fn=limit).returncode == 0
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are flags of x86_64")
+def test_the_base_level_compiles_where_the_compiler_assumes_more() -> None:
+    """Some distributions' compilers have AVX, and not AVX2, by default."""
+    for source in native_build.sources():
+        if source.suffix == ".c" and source.name not in native_build.ONCE:
+            flags = [*native_build.FLAGS, "-O0", "-DLEVEL=base", "-mavx", "-mno-avx2"]
+            subprocess.run(["cc", *flags, "-fsyntax-only", str(source)], check=True)
 
 
 def test_every_level_of_this_machine_is_in_the_library() -> None:

@@ -16,6 +16,7 @@
 #define COUNTERS (BLOCK / 4)         /* each makes the words of four ids */
 #define TASKS 8                      /* for each thread: rows differ in cost, and a thread may come late */
 #define SLACK 1e-5                   /* relative; the bound in float32 is off by less than 1e-6 */
+#define DIVIDED 16                   /* members looked at to select one of as many: 3 times their number is usual */
 #define BINS 32768                   /* of a float that is not negative: eight bits of exponent and seven of mantissa */
 
 /* Words in lanes of 64 bits, as wide as a register: their products need all of them. */
@@ -38,7 +39,7 @@ static inline __attribute__((always_inline)) Wide times(Wide lanes, uint32_t fac
     return (Wide)_mm512_mul_epu32((__m512i)lanes, _mm512_set1_epi64(factor));
 #elif defined(__AVX2__)
     return (Wide)_mm256_mul_epu32((__m256i)lanes, _mm256_set1_epi64x(factor));
-#elif defined(__SSE2__)
+#elif defined(__SSE2__) && !defined(__AVX__)                             /* AVX alone has no such product as wide as its lanes */
     return (Wide)_mm_mul_epu32((__m128i)lanes, _mm_set1_epi64x(factor));
 #elif defined(__ARM_NEON)
     return (Wide)vmull_u32(vmovn_u64((uint64x2_t)lanes), vdup_n_u32(factor));
@@ -137,10 +138,26 @@ static inline __attribute__((always_inline)) int precedes(const Member *one, con
     return one->key < other->key || (one->key == other->key && one->id < other->id);
 }
 
+static int in_order(const void *one, const void *other) {
+    return precedes(one, other) ? -1 : 1;
+}
+
+/* The same as reaches(), by a sort of all of them. */
+static Member reaches_sorted(Member *members, int64_t count, double before, double enough) {
+    qsort(members, (size_t)count, sizeof(Member), in_order);
+    int64_t last = 0;
+    for (before += members[0].weight; last < count - 1 && before < enough; before += members[last].weight) last++;
+    return members[last];
+}
+
 /* The member with which the weights, taken in order, reach `enough`; `before` is the weight of what was taken earlier. The ones
-   around it are divided again and again: a sort would order all the others, too. */
+   around it are divided again and again: a sort would order all the others, too. It is better only for an order in which the
+   pivots divide next to nothing. */
 static Member reaches(Member *members, int64_t count, double before, double enough) {
+    int64_t left = DIVIDED * count;
     while (count > 1) {
+        left -= count;
+        if (left < 0) return reaches_sorted(members, count, before, enough);
         const Member pivot = members[count / 2];
         int64_t ahead = 0;
         double sum = 0.0;
