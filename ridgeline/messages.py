@@ -183,6 +183,8 @@ class TokenDeltas:
         fits = self.counts.shape == (len(self.answers),) and self.tokens.ndim == 1
         if not fits or not self.counts.dtype == self.tokens.dtype == np.int32:   # as a damaged frame may have them
             raise ValueError("counts and tokens of answers are int32 arrays, one count for each answer")
+        if (len(self.counts) and self.counts.min() < 0) or int(self.counts.sum()) != len(self.tokens):
+            raise ValueError("the counts of answers are not those of their tokens")
 
     def __len__(self) -> int:
         return len(self.answers) + len(self.others)

@@ -43,10 +43,13 @@ def gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def hf_end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], eos_token: int | None) -> tuple[int, ...]:
-    """All ids from config.json, generation_config.json and the tokenizer's eos_token."""
+    """All ids from config.json, generation_config.json and the tokenizer's eos_token. Ids beyond the vocabulary are ignored: the
+    scheduler has a table by id."""
     text = config.get("text_config")
-    listed = [*_ids(config), *(_ids(text) if isinstance(text, Mapping) else []), *_ids(generation)]
-    return _unique([*listed, *([] if eos_token is None else [eos_token])])
+    inner = text if isinstance(text, Mapping) else {}
+    size = inner.get("vocab_size", config.get("vocab_size"))
+    listed = [*_ids(config), *_ids(inner), *_ids(generation), *([] if eos_token is None else [eos_token])]
+    return _unique([each for each in listed if not _is_id(size) or each < size])
 
 
 def directory_eos_token(directory: Path) -> int | None:

@@ -129,10 +129,11 @@ class InFlight:
         tokens of each row that were planned and not accepted."""
         if self.step != result.step:
             raise AssertionError(f"result of step {result.step} arrived, step {self.step} is the oldest in flight")
+        if not result.lengths.shape == result.num_new.shape == self.ends.shape:
+            raise AssertionError(f"step {self.step} came back with {len(result.lengths)} rows, {len(self.ends)} were planned")
         if self.drafts is None:
             surplus = None
-            count = np.count_nonzero((result.lengths == self.ends) & (result.num_new == self.sampled))
-            fits = count == len(self.ends) == len(result.lengths)
+            fits = np.count_nonzero((result.lengths == self.ends) & (result.num_new == self.sampled)) == len(self.ends)
         else:
             surplus = self._surplus(result, self.drafts.width)
             right = (surplus >= 0) & (surplus <= self.drafts.width) & (result.lengths == self.ends - surplus)

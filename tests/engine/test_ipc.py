@@ -84,7 +84,9 @@ def test_deltas_come_in_order_and_their_arrays_fit() -> None:
     again = ipc.FROM_ENGINE.decode(ipc.FROM_ENGINE.encode(ipc.Deltas(deltas, 1, 1)))
     assert isinstance(again, ipc.Deltas) and len(again.deltas) == 3
     assert [(delta.token_ids, delta.num_cached_tokens) for delta in again.deltas] == [([1, 2], 7), ([3], 0), ([4], 7)]
-    for counts in ([[1]], [1, 1], []):
+    deltas = said("a", 1, 2)
+    deltas.answers = [("a", 0, 7), ("b", 0, 7)]
+    for counts in ([[1]], [1], [], [3, -1], [1, 2], [1, 0]):
         deltas.counts = np.array(counts, np.int32)
         with pytest.raises(ipc.DecodeError):
             ipc.FROM_ENGINE.decode(ipc.FROM_ENGINE.encode(ipc.Deltas(deltas, 1, 1)))

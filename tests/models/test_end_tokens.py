@@ -10,7 +10,7 @@ import pytest
 from test_model_config import LLAMA
 
 from ridgeline.errors import ModelError
-from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import load_model_config
 from ridgeline.text.tokenizer import Tokenizer
@@ -48,6 +48,15 @@ def tokens(**types: int) -> dict[str, Any]:
 ])
 def test_rule_for_gguf(metadata: dict[str, Any], ends: tuple[int, ...]) -> None:
     assert gguf_end_tokens(metadata) == ends
+
+
+@pytest.mark.parametrize(("config", "ends"), [
+    ({"eos_token_id": [2, 2**31 - 1], "vocab_size": 300}, (2, 7)),
+    ({"eos_token_id": 300, "vocab_size": 400, "text_config": {"eos_token_id": 299, "vocab_size": 300}}, (299, 7)),
+    ({"eos_token_id": 300}, (300, 7)),
+])
+def test_ids_beyond_the_vocabulary_end_nothing(config: dict[str, Any], ends: tuple[int, ...]) -> None:
+    assert hf_end_tokens(config, {"eos_token_id": 7}, None) == ends
 
 
 def directory(path: Path, **files: dict[str, Any]) -> Path:

@@ -1,7 +1,7 @@
 """How the vocabularies of GGUF files cut a text, by the name of the pattern: texts in which each differs from its neighbours.
 
-The pieces are held as they are now: a changed pattern must be meant. scripts/make_tokenizer_golden.py compares whole vocabularies with
-llama.cpp; tiny_aya follows its tokenizer.json instead, where llama.cpp differs in blanks before numbers.
+The pieces are held as they are now: a changed pattern must be meant. scripts/make_tokenizer_golden.py compares whole vocabularies
+with llama.cpp; tiny_aya follows its tokenizer.json instead, where llama.cpp differs in blanks before numbers.
 """
 
 from __future__ import annotations
