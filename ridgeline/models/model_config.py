@@ -6,7 +6,6 @@ weights and needs no torch. Code inside a model directory is never run.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -256,10 +255,7 @@ def weight_bytes(
         return cpu_weight_bytes(config, tp_size, quantization)
     total = config.num_parameters * DTYPE_BYTES[dtype] // tp_size
     if device == "cuda":
-        formats = LinearFormats(config, quantization, device, tp_size, dtype)
-        for shape, format in itertools.chain(formats.shapes(), formats.experts()):
-            plain = shape.outputs * shape.share * DTYPE_BYTES[dtype]
-            total += shape.count * (shape.nbytes(format, kernels) - plain)
+        total += sum(LinearFormats(config, quantization, device, tp_size, dtype).code_bytes(dtype, kernels).values())
     return total
 
 
