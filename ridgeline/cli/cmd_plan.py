@@ -20,6 +20,7 @@ from ridgeline.bench.lab.sweep import middle
 from ridgeline.bench.workload.workloads import GPU_PRESETS, TIMED
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ConfigError
+from ridgeline.models.model_config import checkpoint_dtype
 from ridgeline.plan import check, plan_report
 from ridgeline.plan.capacity import kernel_facts
 from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants, one_kind, write_fit
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="a named use case: sets lengths, SLO and what to optimise")
     numbers = parser.add_argument_group("formats and speculation")
     numbers.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
-                         help="dtype of activations (default: bfloat16, or what the device has)")
+                         help="dtype of activations (default: a GGUF file's own; otherwise bfloat16, or what the device has)")
     numbers.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="weight format (default: the dtype)")
     numbers.add_argument("--kv-cache-dtype", default="auto", choices=KV_FORMATS,
                          help="KV cache format (default: auto, the dtype)")
@@ -203,7 +204,7 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     _check_division(args, model, device)
     _check_rest(args)
     stages = args.nodes if args.stages == 1 else args.stages             # ranks of a stage stay on one machine
-    dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
+    dtype = args.dtype or _usual_dtype(model, device)
     stored = packed_format(args.model)
     kept = None
     if stored and not args.weights:
@@ -218,6 +219,14 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
         stage_link=_stage_link(args), expert_parallel=args.expert_parallel, context_parallel=args.context > 1, nodes=args.nodes,
         node_link=read_link(args.stage_comm, "send") if args.stage_comm and args.nodes > 1 else None,
     )
+
+
+def _usual_dtype(model: PlannedModel, device: Device) -> str:
+    """Of a GGUF file on a GPU, the engine's own choice: experts are kept as codes only in bfloat16."""
+    if device.kind == "cpu":
+        return "float32"
+    found = checkpoint_dtype(model.config) if device.kind == "cuda" and model.config.packed else device.wide
+    return found if found in device.flops else device.wide
 
 
 def _stage_link(args: argparse.Namespace) -> Link | None:

@@ -259,6 +259,12 @@ def weight_bytes(
     return total
 
 
+def checkpoint_dtype(config: ModelConfig) -> str:
+    """In which a GPU computes a checkpoint, unless another is asked for."""
+    narrow = config.quantisation is not None and config.quantisation.method != "gguf"      # kernels of codes compute in bfloat16
+    return config.dtype if config.dtype in ("bfloat16", "float16") and not narrow else "bfloat16"
+
+
 def layer_groups(config: ModelConfig) -> list[int]:
     """For each layer, the index of its group in `kv_groups`."""
     place = [0] * config.num_layers

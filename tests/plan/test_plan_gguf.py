@@ -1,0 +1,76 @@
+"""GGUF files in `plan` on a GPU: counted and computed as the engine would have them there."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_writer import write_gguf
+from test_gguf import random_packed
+
+from ridgeline.cli.cmd_plan import _setup, add_arguments
+from ridgeline.config import EngineConfig
+from ridgeline.plan.capacity import Capacity, kernel_facts
+from ridgeline.plan.prediction import Setup
+from ridgeline.plan.public_models import find_model
+from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.sizes import ledger
+from ridgeline.sizes.hardware import DEVICES
+
+HIDDEN, WIDE, EXPERTS, CONTEXT = 512, 1024, 4, 128
+
+
+def written(path: Path, kind: str, experts: bool = False, embedding: str = "F16") -> Path:
+    """Two layers whose matrices are packed as `kind`: a llama, or a mixture."""
+    shapes: dict[str, tuple[int, ...]] = {f"attn_{name}": (HIDDEN, HIDDEN) for name in ("q", "k", "v", "output")}
+    mlp: dict[str, tuple[int, ...]] = {"gate": (WIDE, HIDDEN), "up": (WIDE, HIDDEN), "down": (HIDDEN, WIDE)}
+    shapes |= {f"ffn_{name}_exps": (EXPERTS, *shape) for name, shape in mlp.items()} if experts else {
+        f"ffn_{name}": shape for name, shape in mlp.items()}
+    tensors: dict[str, Any] = {
+        f"blk.{layer}.{name}.weight": random_packed(kind, shape) for layer in range(2) for name, shape in shapes.items()
+    }
+    norms = {"output_norm": HIDDEN} | {f"blk.{layer}.{name}_norm": HIDDEN for layer in range(2) for name in ("attn", "ffn")}
+    if experts:
+        norms |= {f"blk.{layer}.attn_{name}_norm": HIDDEN // 4 for layer in range(2) for name in "qk"}
+        tensors |= {f"blk.{layer}.ffn_gate_inp.weight": np.ones((EXPERTS, HIDDEN), np.float32) for layer in range(2)}
+    tensors |= {f"{name}.weight": np.ones(size, np.float32) for name, size in norms.items()}
+    tensors["token_embd.weight"] = (np.zeros((64, HIDDEN), np.float32), embedding)
+    tensors["output.weight"] = random_packed(kind, (64, HIDDEN))
+    name = "qwen3moe" if experts else "llama"
+    numbers = {
+        "block_count": 2, "context_length": CONTEXT, "embedding_length": HIDDEN, "feed_forward_length": WIDE,
+        "attention.head_count": 4, "attention.head_count_kv": 4, "attention.layer_norm_rms_epsilon": 1e-5,
+    } | ({"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": WIDE} if experts else {})
+    return write_gguf(path, {"general.architecture": name} | {f"{name}.{key}": value for key, value in numbers.items()}, tensors)
+
+
+def planned(path: Path, *words: str, gpu: str = "H200") -> Setup:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    return _setup(parser.parse_args([str(path), "--gpu", gpu, *words]), find_model(str(path)), DEVICES[gpu])
+
+
+def engine_bytes(path: Path, gpu: str = "H200", **options: Any) -> tuple[str, int]:
+    """The dtype and the weights that the engine chooses and counts."""
+    sheet = DEVICES[gpu]
+    device = DeviceFacts("cuda", sheet.usable, (sheet.wide,), 0, kernels=kernel_facts(sheet))
+    resolved = resolve(EngineConfig.of(model=str(path), max_model_len=CONTEXT, max_num_seqs=4, **options), device)
+    return resolved.dtype, resolved.memory[ledger.WEIGHTS]
+
+
+def weights_of(setup: Setup) -> int:
+    return Capacity.of(setup, CONTEXT).parts(4)[ledger.WEIGHTS]
+
+
+@pytest.mark.parametrize(("embedding", "dtype"), [("F16", "float16"), ("Q8_0", "float16"), ("F32", "bfloat16")])
+def test_a_mixture_is_planned_in_the_dtype_that_the_engine_chooses(embedding: str, dtype: str, tmp_path: Path) -> None:
+    """On which it depends whether experts are kept as codes."""
+    path = written(tmp_path / "m.gguf", "Q4_0", experts=True, embedding=embedding)
+    made = planned(path)
+    assert (made.dtype, weights_of(made)) == engine_bytes(path) and made.dtype == dtype
+    asked = planned(path, "--dtype", "bfloat16")
+    assert ("bfloat16", weights_of(asked)) == engine_bytes(path, dtype="bfloat16")
+    assert planned(path, gpu="T4").dtype == "float16"
