@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 from gguf_writer import write_gguf
 from test_gguf import random_packed
 
+from ridgeline.__main__ import main
 from ridgeline.cli.cmd_plan import _setup, add_arguments
 from ridgeline.config import EngineConfig
 from ridgeline.plan.capacity import Capacity, kernel_facts
+from ridgeline.plan.operation import Traffic
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import find_model
+from ridgeline.plan.search import candidates, missing
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.sizes import ledger
 from ridgeline.sizes.hardware import DEVICES
@@ -74,3 +78,17 @@ def test_a_mixture_is_planned_in_the_dtype_that_the_engine_chooses(embedding: st
     asked = planned(path, "--dtype", "bfloat16")
     assert ("bfloat16", weights_of(asked)) == engine_bytes(path, dtype="bfloat16")
     assert planned(path, gpu="T4").dtype == "float16"
+
+
+@pytest.mark.parametrize(("kind", "format"), [("Q4_K", "int4"), ("Q8_0", "int8")])
+def test_the_codes_of_a_file_are_in_this_engine(
+    kind: str, format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path / "m.gguf", kind)
+    assert main(["plan", str(path), "--gpu", "H200", "--input", "64", "--output", "32", "--most", "1"]) == 0
+    assert "not in this engine yet" not in capsys.readouterr().out
+    made = planned(path)
+    assert not missing(made) and missing(replace(made, stored=None)) == {f"{format} weights"}
+    found = {point.setup.weights for point in candidates(made, Traffic(64, 32), 1, any_engine=False)}
+    assert found == {format}
+    assert {"fp8", "int4", format} == {point.setup.weights for point in candidates(made, Traffic(64, 32), 1)}
