@@ -29,7 +29,15 @@ from ridgeline.plan.own_cpu import best_known
 from ridgeline.plan.plan_page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
-from ridgeline.plan.public_models import CONFIGS, PlannedModel, find_model, is_same_model, packed_format, stored_weights
+from ridgeline.plan.public_models import (
+    CONFIGS,
+    PlannedModel,
+    cpu_weights,
+    find_model,
+    gpu_weights,
+    is_same_model,
+    packed_format,
+)
 from ridgeline.plan.records import NotPredicted, read_link, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
@@ -205,15 +213,16 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     _check_rest(args)
     stages = args.nodes if args.stages == 1 else args.stages             # ranks of a stage stay on one machine
     dtype = args.dtype or _usual_dtype(model, device)
-    stored = packed_format(args.model)
-    kept = None
-    if stored and not args.weights:
-        kept = stored_weights(model, stored, device.kind, dtype, args.count, kernel_facts(device))
+    stored, kept = packed_format(args.model), None
+    if device.kind == "cuda" and not args.weights:
+        kept = gpu_weights(model, dtype, args.count, kernel_facts(device))
+    elif device.kind == "cpu" and stored and not args.weights:
+        kept = cpu_weights(model, stored)
+    weights = args.weights or (kept.format if kept is not None else stored) or dtype
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # both refuse what cannot be divided
     stage_layers(model.config.num_layers, 0, stages)
     return Setup(
-        model=model, device=device, ranks=args.count, stages=stages, dtype=dtype, weights=args.weights or stored or dtype,
-        stored=kept,
+        model=model, device=device, ranks=args.count, stages=stages, dtype=dtype, weights=weights, stored=kept,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
         stage_link=_stage_link(args), expert_parallel=args.expert_parallel, context_parallel=args.context > 1, nodes=args.nodes,

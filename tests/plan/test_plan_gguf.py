@@ -15,6 +15,7 @@ from test_gguf import random_packed
 from ridgeline.__main__ import main
 from ridgeline.cli.cmd_plan import _setup, add_arguments
 from ridgeline.config import EngineConfig
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.operation import Traffic
 from ridgeline.plan.prediction import Setup
@@ -92,3 +93,31 @@ def test_the_codes_of_a_file_are_in_this_engine(
     found = {point.setup.weights for point in candidates(made, Traffic(64, 32), 1, any_engine=False)}
     assert found == {format}
     assert {"fp8", "int4", format} == {point.setup.weights for point in candidates(made, Traffic(64, 32), 1)}
+
+
+@pytest.mark.parametrize(("kind", "format", "each"), [
+    ("MXFP4", "mxfp4", 4.25 / 8), ("TQ1_0", "int4", 2 / 8 + 2 / 256), ("TQ2_0", "int4", 2 / 8 + 2 / 256),
+    ("Q4_0", "int4", 4.5 / 8), ("Q6_K", "int8", 6.5625 / 8), ("Q8_0", "int8", 8.5 / 8), ("Q2_K", "float16", 2.0),
+])
+def test_what_a_gpu_keeps_is_planned_as_codes(kind: str, format: str, each: float, tmp_path: Path) -> None:
+    """Whatever a CPU does with the type."""
+    path = written(tmp_path / "m.gguf", kind)
+    made = planned(path, gpu="A100")
+    assert (made.dtype, weights_of(made)) == engine_bytes(path, "A100")
+    assert made.weights == format and made.shape.weight_bytes == pytest.approx(each)
+    assert made.shape.head_bytes == made.shape.weight_bytes and not missing(made)
+
+
+@pytest.mark.parametrize(("kind", "format"), [("MXFP4", "mxfp4"), ("Q4_0", "int4"), ("Q8_0", "bfloat16")])
+@pytest.mark.parametrize("gpu", ["H200", "A100"])
+def test_experts_have_the_name_and_the_bytes_of_their_layout(kind: str, format: str, gpu: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", kind, experts=True)
+    made = planned(path, "--dtype", "bfloat16", gpu=gpu)
+    assert made.expert_weights == format and made.kept is not None
+    total = made.kept.experts * 2 * EXPERTS * 3 * HIDDEN * WIDE
+    config, facts = made.model.config, kernel_facts(made.device)
+    found = LinearFormats(config, "none", "cuda", 1, "bfloat16").experts()
+    held = sum(shape.count * shape.nbytes(stored, facts) for shape, stored in found)
+    assert total == pytest.approx(held or 2 * 2 * EXPERTS * 3 * HIDDEN * WIDE)
+    if gpu == "H200" and kind == "MXFP4":
+        assert made.kept.experts == 4.5 / 8             # scales of 16 bits
