@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from ridgeline.cli.cmd_plan import _setup, add_arguments
 from ridgeline.config import EngineConfig
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.plan.capacity import Capacity, kernel_facts
-from ridgeline.plan.operation import Traffic
+from ridgeline.plan.operation import Traffic, compute_limited_batch, layouts
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import find_model
 from ridgeline.plan.search import candidates, missing
@@ -121,3 +122,23 @@ def test_experts_have_the_name_and_the_bytes_of_their_layout(kind: str, format: 
     assert total == pytest.approx(held or 2 * 2 * EXPERTS * 3 * HIDDEN * WIDE)
     if gpu == "H200" and kind == "MXFP4":
         assert made.kept.experts == 4.5 / 8             # scales of 16 bits
+
+
+def test_a_search_counts_the_shards_of_each_number_of_ranks(tmp_path: Path) -> None:
+    """1024 inputs in four shards are 256, padded to 512."""
+    path = written(tmp_path / "m.gguf", "Q4_K")
+    made = planned(path)
+    for divided in layouts(made, 4):
+        asked = planned(path, "--tp", str(divided.ranks))
+        assert divided.kept == asked.kept and divided.weights == asked.weights
+    one, _, four = layouts(made, 4)
+    assert four.shape.weight_bytes > 1.2 * one.shape.weight_bytes
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_batch_that_computes_depends_on_the_bytes_that_are_read(experts: bool, tmp_path: Path) -> None:
+    """2 · rows FLOPs a weight, in float16, against the bytes of Q8_0: 8.5 bits."""
+    made = planned(written(tmp_path / "m.gguf", "Q8_0", experts), gpu="A100")
+    each = 2 if experts else 8.5 / 8                     # experts in float16 are expanded, each for half of the rows
+    rows = made.device.rate("float16") / made.device.bandwidth * each / 2 * (2 if experts else 1)
+    assert compute_limited_batch(made) == math.ceil(rows)
