@@ -17,6 +17,8 @@ from ridgeline.__main__ import main
 from ridgeline.cli.cmd_plan import _setup, add_arguments
 from ridgeline.config import EngineConfig
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.model_config import load_model_config
+from ridgeline.ops.kernel_table import H200
 from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.operation import Traffic, compute_limited_batch, layouts
 from ridgeline.plan.prediction import Setup
@@ -142,3 +144,15 @@ def test_the_batch_that_computes_depends_on_the_bytes_that_are_read(experts: boo
     each = 2 if experts else 8.5 / 8                     # experts in float16 are expanded, each for half of the rows
     rows = made.device.rate("float16") / made.device.bandwidth * each / 2 * (2 if experts else 1)
     assert compute_limited_batch(made) == math.ceil(rows)
+
+
+def test_without_gluon_experts_lie_as_they_are_stored(tmp_path: Path) -> None:
+    """Their kernels need it; those of other linears do not."""
+    config = load_model_config(written(tmp_path / "m.gguf", "MXFP4", experts=True))
+    formats = LinearFormats(config, "none", "cuda", 1, "bfloat16")
+    without = H200._replace(gluon=False)
+    assert all(shape.nbytes(format, without) == shape.nbytes(format, H200) for shape, format in formats.shapes())
+    experts = list(formats.experts())
+    assert len(experts) == 4
+    for shape, format in experts:
+        assert shape.nbytes(format, without) == format.nbytes(shape.outputs, shape.share) < shape.nbytes(format, H200)
