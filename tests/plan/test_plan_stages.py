@@ -24,6 +24,7 @@ from ridgeline.ops.kernel_table import H200
 from ridgeline.plan.capacity import Capacity, rank_bytes, textbook
 from ridgeline.plan.division import all_reduce_seconds, all_to_all_seconds, bubble, expert_loads, largest_of
 from ridgeline.plan.operation import Traffic, by_ranks, operate
+from ridgeline.plan.precision import weight_bytes
 from ridgeline.plan.prediction import Setup, hop_seconds, stage_bubble, step_parts
 from ridgeline.plan.public_models import find_model
 from ridgeline.plan.search import candidates, effects, missing
@@ -81,6 +82,14 @@ def test_a_stage_holds_its_part() -> None:
     assert halves.memory.per_block * 2 == small.memory.per_block
     assert halves.kv_bytes_per_token == small.kv_bytes_per_token
     assert two.devices == 2 and "2 × H200, 2 stages" in two.label
+
+
+def test_narrow_weights_leave_the_embedding_wide_on_the_first_stage() -> None:
+    """8 of 32 layers of 218 M weights in 4.16 bits, and 128,256 × 4096 numbers in 16."""
+    made = replace(setup("llama-3.1-8b", 4), weights="int4")
+    layers = 8 * 218_103_808 * weight_bytes("int4")
+    assert rank_bytes(made.model, made) == pytest.approx(layers + 2 * 128_256 * 4096, rel=1e-3)
+    assert rank_bytes(made.model, replace(made, ranks=2)) == pytest.approx(rank_bytes(made.model, made) / 2, rel=1e-6)
 
 
 def test_stages_serve_more_and_answer_no_sooner() -> None:
