@@ -19,7 +19,7 @@ from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
 from ridgeline.kv_options import kv_format
 from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
-from ridgeline.models.model_config import ModelConfig, kv_groups, load_model_config
+from ridgeline.models.model_config import ModelConfig, checkpoint_dtype, kv_groups, load_model_config
 from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.kernel_table import DeviceFacts as KernelFacts
@@ -457,8 +457,7 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: DeviceFacts, reason
     if device.kind == "cpu":
         reasons["dtype"] = "float32: exact, and fast on every CPU"
         return "float32"
-    narrow = model.quantisation is not None and model.quantisation.method != "gguf"      # kernels of codes compute in bfloat16
-    dtype = model.dtype if model.dtype in ("bfloat16", "float16") and not narrow else "bfloat16"
+    dtype = checkpoint_dtype(model)
     reasons["dtype"] = f"{dtype}: the checkpoint is {model.dtype}"
     return dtype
 

@@ -20,6 +20,7 @@ from ridgeline.bench.lab.sweep import middle
 from ridgeline.bench.workload.workloads import GPU_PRESETS, TIMED
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ConfigError
+from ridgeline.models.model_config import checkpoint_dtype
 from ridgeline.plan import check, plan_report
 from ridgeline.plan.capacity import kernel_facts
 from ridgeline.plan.fit import fit, host_constants, launch_constants, narrow_constants, one_kind, write_fit
@@ -28,7 +29,15 @@ from ridgeline.plan.own_cpu import best_known
 from ridgeline.plan.plan_page import page
 from ridgeline.plan.precision import KV_FORMATS, WEIGHT_FORMATS
 from ridgeline.plan.prediction import FITTED, Setup
-from ridgeline.plan.public_models import CONFIGS, PlannedModel, find_model, is_same_model, packed_format, stored_weights
+from ridgeline.plan.public_models import (
+    CONFIGS,
+    PlannedModel,
+    cpu_weights,
+    find_model,
+    gpu_weights,
+    is_same_model,
+    packed_format,
+)
 from ridgeline.plan.records import NotPredicted, read_link, read_record, record_id, record_name, record_order
 from ridgeline.plan.search import OBJECTIVES
 from ridgeline.plan.workload_steps import Lengths
@@ -59,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="a named use case: sets lengths, SLO and what to optimise")
     numbers = parser.add_argument_group("formats and speculation")
     numbers.add_argument("--dtype", choices=["bfloat16", "float16", "float32"],
-                         help="dtype of activations (default: bfloat16, or what the device has)")
+                         help="dtype of activations (default: a GGUF file's own; otherwise bfloat16, or what the device has)")
     numbers.add_argument("--weights", choices=list(WEIGHT_FORMATS), help="weight format (default: the dtype)")
     numbers.add_argument("--kv-cache-dtype", default="auto", choices=KV_FORMATS,
                          help="KV cache format (default: auto, the dtype)")
@@ -203,21 +212,30 @@ def _setup(args: argparse.Namespace, model: PlannedModel, device: Device) -> Set
     _check_division(args, model, device)
     _check_rest(args)
     stages = args.nodes if args.stages == 1 else args.stages             # ranks of a stage stay on one machine
-    dtype = args.dtype or ("float32" if device.kind == "cpu" else device.wide)
-    stored = packed_format(args.model)
-    kept = None
-    if stored and not args.weights:
-        kept = stored_weights(model, stored, device.kind, dtype, args.count, kernel_facts(device))
+    dtype = args.dtype or _usual_dtype(model, device)
+    stored, kept = packed_format(args.model), None
+    if device.kind == "cuda" and not args.weights:
+        kept = gpu_weights(model, dtype, args.count, kernel_facts(device))
+    elif device.kind == "cpu" and stored and not args.weights:
+        kept = cpu_weights(model, stored)
+    weights = args.weights or (kept.format if kept is not None else stored) or dtype
     head_shards(model.config.num_heads, model.config.num_kv_heads, 0, args.count)        # both refuse what cannot be divided
     stage_layers(model.config.num_layers, 0, stages)
     return Setup(
-        model=model, device=device, ranks=args.count, stages=stages, dtype=dtype, weights=args.weights or stored or dtype,
-        stored=kept,
+        model=model, device=device, ranks=args.count, stages=stages, dtype=dtype, weights=weights, stored=kept,
         kv=args.kv_cache_dtype, sparse=args.sparse, drafts=args.drafts, acceptance=args.acceptance if args.drafts else 0.0,
         draft_model=find_model(args.draft_model) if args.draft_model else None, derate=args.derate,
         stage_link=_stage_link(args), expert_parallel=args.expert_parallel, context_parallel=args.context > 1, nodes=args.nodes,
         node_link=read_link(args.stage_comm, "send") if args.stage_comm and args.nodes > 1 else None,
     )
+
+
+def _usual_dtype(model: PlannedModel, device: Device) -> str:
+    """Of a GGUF file on a GPU, the engine's own choice: experts are kept as codes only in bfloat16."""
+    if device.kind == "cpu":
+        return "float32"
+    found = checkpoint_dtype(model.config) if device.kind == "cuda" and model.config.packed else device.wide
+    return found if found in device.flops else device.wide
 
 
 def _stage_link(args: argparse.Namespace) -> Link | None:

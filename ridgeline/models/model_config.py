@@ -6,7 +6,6 @@ weights and needs no torch. Code inside a model directory is never run.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -256,11 +255,14 @@ def weight_bytes(
         return cpu_weight_bytes(config, tp_size, quantization)
     total = config.num_parameters * DTYPE_BYTES[dtype] // tp_size
     if device == "cuda":
-        formats = LinearFormats(config, quantization, device, tp_size, dtype)
-        for shape, format in itertools.chain(formats.shapes(), formats.experts()):
-            plain = shape.outputs * shape.share * DTYPE_BYTES[dtype]
-            total += shape.count * (shape.nbytes(format, kernels) - plain)
+        total += sum(LinearFormats(config, quantization, device, tp_size, dtype).code_bytes(dtype, kernels).values())
     return total
+
+
+def checkpoint_dtype(config: ModelConfig) -> str:
+    """In which a GPU computes a checkpoint, unless another is asked for."""
+    narrow = config.quantisation is not None and config.quantisation.method != "gguf"      # kernels of codes compute in bfloat16
+    return config.dtype if config.dtype in ("bfloat16", "float16") and not narrow else "bfloat16"
 
 
 def layer_groups(config: ModelConfig) -> list[int]:

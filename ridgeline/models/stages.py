@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats
 from ridgeline.models.model_config import ModelConfig, weight_bytes
 from ridgeline.ops.kernel_table import H200, DeviceFacts
 from ridgeline.sizes.kv_format import KVFormat
 from ridgeline.sizes.kv_spec import KVGroupSpec, groups_here, page_bytes
 from ridgeline.sizes.mesh_shape import MeshShape, stage_layers
+from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 
 def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
@@ -34,11 +36,18 @@ def fullest_weight_bytes(
     config: ModelConfig, dtype: str, device: str, shape: MeshShape, quantization: str = "none", kernels: DeviceFacts = H200
 ) -> int:
     """Bytes of the weights on a rank of the stage that has most. `kernels`: facts of the GPU."""
-    whole = weight_bytes(config, dtype, device, shape.tensor, quantization, kernels)
-    if shape.pipeline == 1:
-        return whole
-    most = max(stage_parameters(config, stage, shape.pipeline) for stage in range(shape.pipeline))
-    return round(whole * most / config.num_parameters)
+    stages = shape.pipeline
+    numbers = [stage_parameters(config, stage, stages) for stage in range(stages)]
+    if stages == 1 or device != "cuda":                  # a CPU packs the embedding as the layers
+        whole = weight_bytes(config, dtype, device, shape.tensor, quantization, kernels)
+        return whole if stages == 1 else round(whole * max(numbers) / config.num_parameters)
+    beyond = LinearFormats(config, quantization, device, shape.tensor, dtype).code_bytes(dtype, kernels)
+    codes = [0] * stages
+    for stage in range(stages):
+        places = {f"layers.{number}" for number in stage_layers(config.num_layers, stage, stages)}
+        places |= {HEAD} if stage == stages - 1 else set()
+        codes[stage] = sum(size for path, size in beyond.items() if ".".join(path.split(".")[:2]) in places)
+    return max(count * DTYPE_BYTES[dtype] // shape.tensor + size for count, size in zip(numbers, codes, strict=True))
 
 
 def fullest_page_bytes(groups: list[KVGroupSpec], num_layers: int, stages: int, format: KVFormat) -> int:

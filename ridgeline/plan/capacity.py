@@ -18,7 +18,7 @@ from ridgeline.distributed.sharding import head_shards
 from ridgeline.draft_checkpoint import draft_pages
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import kv_groups
-from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes, stage_parameters
+from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes, stage_config, stage_parameters
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.kernel_table import DeviceFacts as KernelFacts
 from ridgeline.plan.precision import WEIGHT_FORMATS, kv_bytes, weight_bytes
@@ -30,6 +30,7 @@ from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory
 from ridgeline.sizes import ledger
 from ridgeline.sizes.hardware import Device
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
+from ridgeline.sizes.mesh_shape import stage_layers
 
 RUNTIME = 760 * 2**20                # CUDA context and libraries, as the engine counts them
 DRAFT = "draft model"
@@ -162,11 +163,14 @@ def model_bytes(model: PlannedModel, setup: Setup) -> int:
 
 
 def rank_bytes(model: PlannedModel, setup: Setup) -> int:
-    """Weights on one device, of the stage that has most."""
-    again = model.on_every_rank * weight_bytes(setup.weights, setup.sparse) * (setup.ranks - 1)
-    config, stages = model.config, setup.stages
-    share = max(stage_parameters(config, stage, stages) for stage in range(stages)) / config.num_parameters
-    return round((model_bytes(model, setup) + again) / setup.ranks * share)
+    """Weights on one device, of the stage that has most: embedding and head are on the first and the last, and wide."""
+    config, stages, found = model.config, setup.stages, []
+    for stage in range(stages):
+        here = replace(model, config=stage_config(config, stage_layers(config.num_layers, stage, stages)))
+        absent = here.parameters - stage_parameters(config, stage, stages)
+        again = here.on_every_rank * weight_bytes(setup.weights, setup.sparse) * (setup.ranks - 1)
+        found.append((model_bytes(here, setup) - absent * WEIGHT_FORMATS[setup.dtype].bytes + again) / setup.ranks)
+    return round(max(found))
 
 
 def block_bytes(model: PlannedModel, setup: Setup, groups: list[KVGroupSpec]) -> int:

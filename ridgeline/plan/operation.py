@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ridgeline.errors import ConfigError
-from ridgeline.plan.capacity import Capacity, possible_ranks
+from ridgeline.plan.capacity import Capacity, kernel_facts, possible_ranks
 from ridgeline.plan.division import possible_stages
-from ridgeline.plan.precision import weight_bytes
+from ridgeline.plan.precision import StoredWeights
 from ridgeline.plan.prediction import (
     MOST_ROWS,
     STEP_TOKENS,
@@ -28,6 +28,7 @@ from ridgeline.plan.prediction import (
     rows_seconds,
     stage_bubble,
 )
+from ridgeline.plan.public_models import gpu_weights
 from ridgeline.plan.workload_steps import Row, decode_rows
 from ridgeline.roofline.step_cost import expected_tokens
 from ridgeline.sizes.abilities import MOST_RANKS
@@ -144,9 +145,10 @@ SATURATED = 0.9                      # of the throughput at the largest batch
 def compute_limited_batch(setup: Setup) -> int:
     """Rows from which the linears are compute-bound: ridge · bytes per weight / 2. An expert gets only its share of the
     rows."""
-    device = setup.device
+    device, shape = setup.device, setup.shape
     rate = device.rate(setup.computed) * (2 if setup.sparse and device.sparse else 1)
-    rows = rate / device.bandwidth * weight_bytes(setup.weights, setup.sparse) / 2
+    each = shape.weight_bytes if shape.expert_bytes is None else shape.expert_bytes
+    rows = rate / device.bandwidth * each / 2
     experts = setup.model.experts
     part = experts.used / experts.count if experts is not None else 1.0
     return math.ceil(rows / part / (1 + setup.drafts))
@@ -224,7 +226,16 @@ def layouts(setup: Setup, most: int, any_engine: bool = True) -> list[Setup]:
 def _with_ranks(setup: Setup, ranks: int) -> Setup:
     several = ranks > 1
     whole, positions = setup.expert_parallel and several, setup.context_parallel and several
-    return replace(setup, ranks=ranks, expert_parallel=whole, context_parallel=positions)
+    return replace(
+        setup, ranks=ranks, expert_parallel=whole, context_parallel=positions, stored=_stored_by(setup, ranks))
+
+
+def _stored_by(setup: Setup, ranks: int) -> StoredWeights | None:
+    """A file's own weights on each of that many ranks: shards may cut blocks, and are padded."""
+    if setup.stored is None or setup.device.kind != "cuda" or ranks == setup.ranks:
+        return setup.stored
+    found = gpu_weights(setup.model, setup.dtype, ranks, kernel_facts(setup.device))
+    return setup.stored if found is None else replace(found, format=setup.stored.format)
 
 
 def _all_layouts(setup: Setup, most: int) -> list[Setup]:

@@ -5,13 +5,20 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, cpu_weight_bytes, expert_bytes
+from ridgeline.models.checkpoints.linear_formats import (
+    HEAD,
+    LinearFormats,
+    LinearShape,
+    cpu_weight_bytes,
+    expert_matrices,
+)
 from ridgeline.models.checkpoints.linear_formats import linears as all_linears
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.expert_config import Experts
@@ -20,6 +27,7 @@ from ridgeline.models.model_config import ModelConfig, hf_model_config, load_mod
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.process import embedded
+from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.layout import stored_kind
 from ridgeline.sizes.abilities import packed_width
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -234,28 +242,48 @@ def packed_format(name: str) -> str | None:
     return packed_width(bits) or None
 
 
-def stored_weights(
-    model: PlannedModel, format: str, kind: str, dtype: str, ranks: int, kernels: DeviceFacts
-) -> StoredWeights | None:
-    """What a device of this kind keeps of a packed file or a quantised checkpoint, whose matrices are nearest to `format`; None:
-    its weights are numbers, or formats are chosen apart from it. `kernels`: facts of a GPU."""
-    if kind == "cpu":
-        each = _cpu_bytes(model)
-        return None if each is None else StoredWeights(format, each, each, each)
-    config, wide = model.config, DTYPE_BYTES[dtype]
-    if kind != "cuda" or config.quantisation is None:
+def cpu_weights(model: PlannedModel, format: str) -> StoredWeights | None:
+    """What a CPU keeps of a packed file or a quantised checkpoint, whose matrices are nearest to `format`; None: its weights are
+    numbers, or formats are chosen apart from it."""
+    each = _cpu_bytes(model)
+    return None if each is None else StoredWeights(format, each, each, each)
+
+
+def gpu_weights(model: PlannedModel, dtype: str, ranks: int, kernels: DeviceFacts) -> StoredWeights | None:
+    """What a GPU with these facts keeps of a packed file, by the formats and layouts of its loader; None: its weights are
+    numbers, or formats are chosen apart from it."""
+    config, wide = model.config, float(DTYPE_BYTES[dtype])
+    if config.quantisation is None:
         return None
-    formats = LinearFormats(config, "none", kind, ranks, dtype)
-    given = {shape.path: shape.nbytes(fitted, kernels) for shape, fitted in formats.shapes()}
-    head, linears, numbers = float(wide), 0.0, 0
-    for shape in all_linears(config, ranks):
-        size = shape.outputs * shape.share
-        if shape.path == HEAD:
-            head = given.get(HEAD, size * wide) / size
-            continue
-        linears, numbers = linears + given.get(shape.path, size * wide), numbers + size
-    of_experts = expert_bytes(config, "none", kind, ranks, dtype)
-    return StoredWeights(format, linears / numbers, head, of_experts or wide, "mxfp4" if of_experts else dtype)
+    formats = LinearFormats(config, "none", "cuda", ranks, dtype)
+    kept = {shape.path: format for shape, format in itertools.chain(formats.shapes(), formats.experts())}
+
+    def each(shapes: list[LinearShape], stored: bool = False) -> float:
+        """Bytes of a weight, as they are held, or in the file."""
+        numbers = held = 0.0
+        for shape in shapes:
+            size, format = shape.outputs * shape.share, kept.get(shape.path)
+            numbers += shape.count * size
+            held += shape.count * (
+                size * wide if format is None else
+                format.nbytes(shape.outputs, shape.share) if stored else shape.nbytes(format, kernels)
+            )
+        return held / numbers if numbers else wide
+
+    layers, experts = list(all_linears(config, ranks)), list(expert_matrices(config, ranks))
+    head = [layers.pop()] if layers[-1].path == HEAD else []
+    return StoredWeights(
+        _nearest([kept[shape.path] for shape in layers if shape.path in kept], each(layers, stored=True)) or dtype,
+        each(layers), each(head), each(experts),
+        _nearest([kept[shape.path] for shape in experts if shape.path in kept], each(experts, stored=True)) or dtype,
+    )
+
+
+def _nearest(kept: list[WeightFormat], each: float) -> str:
+    """Of WEIGHT_FORMATS, by the grid where all have one that it knows, otherwise by the bytes of a weight; empty: most are
+    numbers."""
+    width, grids = packed_width(8 * each), {format.grid for format in kept}
+    return {"e2m1": "mxfp4", "e4m3": "fp8"}.get(grids.pop(), width) if width and len(grids) == 1 else width
 
 
 def _cpu_bytes(model: PlannedModel) -> float | None:

@@ -131,8 +131,8 @@ def missing(setup: Setup) -> set[str]:
         {each.name for each in available(formats, device.kind, device.flops, setup.dtype)}
         for formats in (abilities.WEIGHT_FORMATS, abilities.KV_FORMATS)
     )
-    # On a CPU the formats of weights are those of the file, read as it stores them.
-    if setup.weights not in (setup.dtype, *weights) and device.kind != "cpu":
+    # A file's own codes are read as it stores them. On a CPU no other format is.
+    if setup.kept is None and setup.weights not in (setup.dtype, *weights) and device.kind != "cpu":
         found.add(f"{setup.weights} weights")
     if not kv >= {each.rpartition("=")[2] for each in setup.kv.split(",")} - {"auto"}:       # of K and V together or apart
         found.add(f"{setup.kv} KV")

@@ -15,14 +15,13 @@ from served_model import write_model
 
 from ridgeline.__main__ import main
 from ridgeline.config import EngineConfig
-from ridgeline.ops.kernel_table import H200
 from ridgeline.plan import own_cpu
 from ridgeline.plan.capacity import Capacity
 from ridgeline.plan.operation import Slo, Traffic, devices_for, operate
 from ridgeline.plan.plan_report import Question, answer, objectives, text
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, step_parts
-from ridgeline.plan.public_models import find_model, packed_format, stored_weights
+from ridgeline.plan.public_models import cpu_weights, find_model, packed_format
 from ridgeline.plan.search import candidates, effects, missing
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.process.platform import CoreSeconds
@@ -181,13 +180,13 @@ def test_a_quantised_checkpoint_is_planned_as_a_cpu_keeps_it(dialect: str, plann
     told = json.loads((path / "config.json").read_text()) | {"intermediate_size": 512, "torch_dtype": "bfloat16"}
     (path / "config.json").write_text(json.dumps(told | {"quantization_config": DIALECTS[dialect][0]}))
     model = find_model(str(path), as_stored=True)
-    kept = stored_weights(model, planned, "cpu", "float32", 1, H200)
+    kept = cpu_weights(model, planned)
     made = Setup(model=model, device=CPU, dtype="float32", weights=planned, stored=kept)
     options = EngineConfig.of(model=str(path), max_model_len=256, max_num_seqs=4, load_format="dummy")
     resolved = resolve(options, DeviceFacts("cpu", CPU.usable, ("float32",)))
     assert packed_format(str(path)) == planned
     assert Capacity.of(made, 256).parts(4)[ledger.WEIGHTS] == resolved.memory[ledger.WEIGHTS]
-    plain = stored_weights(find_model(str(path)), planned, "cpu", "float32", 1, H200)
+    plain = cpu_weights(find_model(str(path)), planned)
     assert plain is None and kept is not None and bits / 8 <= kept.linears < 2
     fast = replace(CPU, flops={"float32": 100e9, "int4": 400e9, "int8": 300e9})
     gained = prefill_seconds(made, 256) / prefill_seconds(replace(made, device=fast), 256)

@@ -8,21 +8,32 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from ridgeline.__main__ import main
+from ridgeline.bench.workload.shapes import write_shape
+from ridgeline.distributed.comm import Communicator
+from ridgeline.distributed.pipeline import Stage
 from ridgeline.errors import ConfigError
+from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.decoder import Decoder
 from ridgeline.models.expert_config import Experts
-from ridgeline.models.stages import stage_config, stage_parameters
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import fullest_weight_bytes, stage_config, stage_parameters
+from ridgeline.ops.kernel_table import H200
 from ridgeline.plan.capacity import Capacity, rank_bytes, textbook
 from ridgeline.plan.division import all_reduce_seconds, all_to_all_seconds, bubble, expert_loads, largest_of
 from ridgeline.plan.operation import Traffic, by_ranks, operate
+from ridgeline.plan.precision import weight_bytes
 from ridgeline.plan.prediction import Setup, hop_seconds, stage_bubble, step_parts
 from ridgeline.plan.public_models import find_model
 from ridgeline.plan.search import candidates, effects, missing
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
+from ridgeline.quant.choose import schemes
+from ridgeline.quant.scheme import Unquantised
 from ridgeline.sizes.abilities import MOST_RANKS
 from ridgeline.sizes.hardware import INFINIBAND, Link, find_device
-from ridgeline.sizes.mesh_shape import stage_layers
+from ridgeline.sizes.mesh_shape import MeshShape, stage_layers
 
 TRAFFIC = Traffic(1000, 200)
 
@@ -43,6 +54,25 @@ def test_stages_have_all_parameters_together(model: str, stages: int) -> None:
     assert sum(each.num_plain for each in layers) == config.num_plain
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ("llama-3.1-8b-q4_k_m", "float16"), ("gpt-oss-20b", "bfloat16"), ("llama-3.2-1b", "bfloat16"),
+])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_ledger_counts_what_the_fullest_stage_holds(shape: str, dtype: str, stages: int) -> None:
+    """The embedding has 16 bits where layers have fewer, and lies whole on the first stage."""
+    config, other = load_model_config(write_shape(shape, 8)), H200._replace(hopper=False)
+    choose = schemes(LinearFormats(config, "none", "cuda", 1, dtype), Unquantised())
+    held = []
+    for number in range(stages):
+        stage = Stage()
+        stage.number, stage.count = number, stages
+        held.append(Decoder(config, Communicator(stages=stage), getattr(torch, dtype), "meta", 64, choose).weight_bytes)
+    counted = fullest_weight_bytes(config, dtype, "cuda", MeshShape(1, stages), kernels=other)
+    assert counted == pytest.approx(max(held), rel=1e-4)         # sinks are float32
+    halves = fullest_weight_bytes(config, dtype, "cuda", MeshShape(2, stages), kernels=other)
+    assert halves == pytest.approx(counted / 2, rel=0.01)
+
+
 def test_a_stage_holds_its_part() -> None:
     """70B in 16 bits fits on no H200 alone, and on two as stages; each keeps half of the KV."""
     one, two = (setup("llama-3.1-70b", stages) for stages in (1, 2))
@@ -52,6 +82,14 @@ def test_a_stage_holds_its_part() -> None:
     assert halves.memory.per_block * 2 == small.memory.per_block
     assert halves.kv_bytes_per_token == small.kv_bytes_per_token
     assert two.devices == 2 and "2 × H200, 2 stages" in two.label
+
+
+def test_narrow_weights_leave_the_embedding_wide_on_the_first_stage() -> None:
+    """8 of 32 layers of 218 M weights in 4.16 bits, and 128,256 × 4096 numbers in 16."""
+    made = replace(setup("llama-3.1-8b", 4), weights="int4")
+    layers = 8 * 218_103_808 * weight_bytes("int4")
+    assert rank_bytes(made.model, made) == pytest.approx(layers + 2 * 128_256 * 4096, rel=1e-3)
+    assert rank_bytes(made.model, replace(made, ranks=2)) == pytest.approx(rank_bytes(made.model, made) / 2, rel=1e-6)
 
 
 def test_stages_serve_more_and_answer_no_sooner() -> None:

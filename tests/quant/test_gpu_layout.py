@@ -25,7 +25,7 @@ from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.packed.block_weight import block_form
 from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.prediction import Setup
-from ridgeline.plan.public_models import PlannedModel, packed_format, stored_weights
+from ridgeline.plan.public_models import PlannedModel, gpu_weights
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.format import MXFP4, Scales, WeightFormat, common, uint4
 from ridgeline.quant.gpu_layout import (
@@ -196,11 +196,9 @@ def test_ledger_and_plan_count_what_the_kind_of_gpu_holds(tmp_path: Path) -> Non
         options = EngineConfig.of(model=str(path), dtype="float16", max_model_len=128, max_num_seqs=4)
         resolved = resolve(options, device)
         model = PlannedModel("m", config)
-        width = packed_format(str(path))
-        assert width is not None
-        kept = stored_weights(model, width, "cuda", "float16", 1, facts)
-        assert kept is not None and kept.linears > 5.5 / 8 and kept.head > 6.5 / 8
-        setup = Setup(model=model, device=sheet, dtype="float16", weights=width, stored=kept)
+        kept = gpu_weights(model, "float16", 1, facts)
+        assert kept is not None and kept.format == "int4" and kept.linears > 5.5 / 8 and kept.head > 6.5 / 8
+        setup = Setup(model=model, device=sheet, dtype="float16", weights=kept.format, stored=kept)
         assert Capacity.of(setup, 128).parts(4)[ledger.WEIGHTS] == resolved.memory[ledger.WEIGHTS]
         assert setup.shape.weight_bytes == kept.linears and setup.computed == "float16"
         other = "fp8" if name == "H200" else "bfloat16"
@@ -213,7 +211,7 @@ def test_ledger_and_plan_count_what_the_kind_of_gpu_holds(tmp_path: Path) -> Non
 
 def test_a_head_that_is_the_embedding_is_planned_wide(tmp_path: Path) -> None:
     model = PlannedModel("m", load_model_config(two_layers(tmp_path / "m.gguf", "Q4_K", 768, tied=True)))
-    kept = stored_weights(model, "int4", "cuda", "float16", 1, H200)
+    kept = gpu_weights(model, "float16", 1, H200)
     assert kept is not None and kept.head == 2.0 and kept.linears < 1
 
 

@@ -4,12 +4,13 @@ and times were predicted within 25 %."""
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from make_quantize_tables import ALIKE, CARDS, HEADERS, STUDIES, same_size
+from make_quantize_tables import ALIKE, CARDS, HEADERS, ROOT, STUDIES, same_size
 
 PAIRS = same_size("smollm2-135m")
 RIGHT = 0.25
@@ -57,10 +58,24 @@ def test_a_card_names_a_commit_that_exists_or_says_that_it_does_not(file: Path) 
     machine = read(file)["machine"]
     if not machine.get("in_history", True):
         return
-    git = ["git", "-C", str(CARDS)]
-    if subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True).stdout.strip() != "false":
+    if not has_history(ROOT):
         pytest.skip("the history is not here")
-    assert subprocess.run([*git, "cat-file", "-e", f"{machine['commit']}^{{commit}}"], capture_output=True).returncode == 0
+    asked = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", machine["commit"], "HEAD"]
+    assert subprocess.run(asked, capture_output=True).returncode == 0
+
+
+def has_history(root: Path) -> bool:
+    """No: an unpacked archive, also one inside another repository; a shallow clone; or a machine without git."""
+    if shutil.which("git") is None:
+        return False
+    asked = ["git", "-C", str(root), "rev-parse", "--is-shallow-repository", "--show-toplevel"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.split("\n")[:2] == ["false", str(root.resolve())]
+
+
+def test_only_a_repository_of_its_own_has_a_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_history(tmp_path) and not has_history(CARDS)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not has_history(ROOT)
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A fused linear whose parts are stored differently keeps the one format that hold
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.quant.format import MXFP4, WeightFormat, common, made_format, quantization_rules
 from ridgeline.quant.gpu_layout import gpu_bytes
 from ridgeline.quant.layout import NUMBER_KINDS, format_kind, matrix_bytes, plain_bytes
+from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -41,6 +43,8 @@ class LinearShape:
 
     def nbytes(self, format: WeightFormat, device: DeviceFacts) -> int:
         """Of one matrix as a GPU holds it, in a format that is fitted to this shape."""
+        if EXPERTS in self.path:                         # only Gluon's kernels multiply by packed ones (ops/experts)
+            device = device._replace(hopper=device.hopper and device.gluon)
         return gpu_bytes(format, self.outputs, self.share, set(self.parts) == {"gate", "up"}, device)
 
 
@@ -161,6 +165,14 @@ class LinearFormats:
             format = self(path).format
             if format is not None:
                 yield shape, format
+
+    def code_bytes(self, dtype: str, kernels: DeviceFacts) -> dict[str, int]:
+        """By path: the bytes that codes on a GPU take beyond numbers of that dtype, fewer than none."""
+        wide = DTYPE_BYTES[dtype]
+        return {
+            shape.path: shape.count * (shape.nbytes(format, kernels) - shape.outputs * shape.share * wide)
+            for shape, format in itertools.chain(self.shapes(), self.experts())
+        }
 
     def _expert_format(self, path: str) -> Chosen:
         """A layer's experts are kept as codes where the kernels of ops/experts know their format, one for all matrices."""
