@@ -12,7 +12,7 @@ from test_tools import Make, Message, Vocabulary, read, tool
 
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.options import ServerOptions
-from ridgeline.server.parse.formats.argument_types import ANY, as_json, types_of
+from ridgeline.server.parse.formats.argument_types import ANY, ArgumentTypes, as_json
 from ridgeline.server.parse.formats.known_formats import FREE, THOUGHTS, tool_format
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
 from ridgeline.server.parse.tools import reading, tool_use
@@ -28,6 +28,10 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"Far": {"allOf": [{"type": "array", "items": {}}]}},
 }
 SCHEMAS = {"f": SCHEMA, "g": {}}
+
+
+def types_of(name: str, schema: dict[str, Any]) -> frozenset[str]:
+    return ArgumentTypes(schema).of(name)
 
 
 def maker(name: str) -> Make:
@@ -171,6 +175,39 @@ def test_types_of_odd_schemas() -> None:
     assert types_of("a", {"$ref": "#/$defs/X", "$defs": {"X": {"properties": {"a": {"type": "integer"}}}}}) == {"integer"}
     assert types_of("a", {"additionalProperties": {"type": "number"}}) == {"number"}
     assert types_of("a", {}) == types_of("a", {"properties": []}) == {"string"}
+    for wrong in ({"allOf": 5}, {"allOf": [5]}, {"type": [{}]}, {"type": []}, {"anyOf": {}}, {"enum": 5}, {"$ref": 5}, 5, True):
+        assert types_of("a", {"properties": {"a": wrong}}) == ANY
+    assert types_of("a", {"properties": {"a": {"type": [{}, "integer"]}}}) == {"integer"}
+    assert types_of("a", {"allOf": 5, "anyOf": [5], "properties": {"a": {"type": "null"}}}) == {"null"}
+
+
+def test_each_part_of_a_schema_is_read_once() -> None:
+    """A schema that refers to itself twice has 2^n paths of n references."""
+    class Counted(dict[str, Any]):
+        reads = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            Counted.reads += 1
+            return super().get(key, default)
+
+    loop = Counted({"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]})
+    tree = Counted({"type": "integer"})
+    for _ in range(14):
+        tree = Counted({"oneOf": [tree, tree]})
+    schema = {"properties": {"q": {"$ref": "#/$defs/a"}, "r": tree}, "$defs": {"a": loop}}
+    assert (types_of("q", schema), types_of("r", schema)) == (ANY, {"integer"})
+    assert Counted.reads < 500
+    Counted.reads = 0
+    whole = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": loop}}
+    assert types_of("q", whole) == {"string"} and Counted.reads < 500
+
+
+def test_arguments_that_a_branch_of_the_schema_names_have_its_types() -> None:
+    integer, text = {"properties": {"a": {"type": "integer"}}}, {"properties": {"a": {"type": "string"}}}
+    for key in ("allOf", "anyOf", "oneOf"):
+        assert types_of("a", {"type": "object", key: [integer, {"properties": {"b": {}}}]}) == {"integer"}
+    assert types_of("a", {"anyOf": [integer, {"$ref": "#/$defs/t"}], "$defs": {"t": text}}) == {"integer", "string"}
+    assert types_of("a", integer | {"allOf": [{"properties": {"a": {"minimum": 3}}}]}) == {"integer"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from ridgeline.server.parse.formats.argument_types import TEXT, as_json, types_of
+from ridgeline.server.parse.formats.argument_types import TEXT, ArgumentTypes, as_json
 from ridgeline.server.parse.incremental import BLANKS, Malformed, Reads
 from ridgeline.server.parse.tool_calls import CallParser
 
@@ -31,6 +31,7 @@ class QwenCoderParser(CallParser):
     argument, argument_end = "<parameter=", "</parameter>"
 
     def _run(self) -> Reads[None]:
+        self._types: dict[str, ArgumentTypes] = {}       # by the functions' names
         openings = tuple(mark for mark in (self.around[0], self.call) if mark)
         yield from self._behind(openings, self._calls, unsure=self.call)
 
@@ -64,7 +65,7 @@ class QwenCoderParser(CallParser):
 
     def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[bool]:
         """Arguments up to the last mark: of `marks` the first is before each, the others end the call."""
-        say, schema = self._begin(name), self._schemas.get(name, {})
+        say, types = self._begin(name), self._types_of(name)
         begin = "{"
         while True:
             char = yield from self._solid()
@@ -79,7 +80,12 @@ class QwenCoderParser(CallParser):
             key = yield from self._key_of_argument()
             say(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
-            yield from self._typed(types_of(key, schema), say)
+            yield from self._typed(types.of(key), say)
+
+    def _types_of(self, name: str) -> ArgumentTypes:
+        if name not in self._types:
+            self._types[name] = ArgumentTypes(self._schemas.get(name, {}))
+        return self._types[name]
 
     def _key_of_argument(self) -> Reads[str]:
         return (yield from self._word(">"))
