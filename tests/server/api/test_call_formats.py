@@ -155,6 +155,11 @@ def test_a_text_is_told_while_it_is_written() -> None:
         ("maybe", "null", None), ("maybe", "None", None), ("maybe", "5", "5"), ("either", "5", 5), ("either", "007", "007"),
         ("either", "[1]", "[1]"), ("kind", "5", "5"), ("level", "2", 2), ("far", "[3]", [3]), ("any", "[3]", [3]),
         ("any", "x y", "x y"), ("unknown", "5", "5"),
+        *((name, text, text) for name in ("maybe", "any")        # texts as they are written, quotes included
+          for text in ('"foo" "bar"', '"exact phrase"', '"""doc"""', "'it'", "+39", "(555)", '"5"', "''")),
+        ("any", "{'a': 1}", {"a": 1}), ("any", "True", True), ("any", "None", None), ("any", "5", 5),
+        ("days", '"5"', 5), ("days", "'5'", 5), ("days", "+39", 39), ("dry", '"true"', True), ("list", '"[1]"', [1]),
+        ("days", '"five"', "five"), ("list", '"[\\"\\ud800\\"]"', '["\ud800"]'),
     ],
 )
 def test_values_have_the_types_of_the_schema(name: str, text: str, value: Any) -> None:

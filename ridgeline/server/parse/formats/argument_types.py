@@ -1,7 +1,7 @@
 """Arguments that a model writes as bare text, as JSON values of the types that the function's schema declares.
 
 A text stays a text where the schema says `string`. Elsewhere it is read as JSON, then as one of Python's literals, which some
-chat templates write. What is neither is a text.
+chat templates write. What is neither is a text. Where the schema allows a text among others, a text in quotes keeps them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ridgeline.sampling_params import is_unicode
 from ridgeline.server.parse.incremental import Malformed
 from ridgeline.server.parse.python_literals import literal
 
@@ -97,19 +98,34 @@ class ArgumentTypes:
 
 def as_json(text: str, types: frozenset[str]) -> str:
     """The value of `text` as JSON."""
-    if types == TEXT:
+    solid, found = text.strip(), None
+    if types != TEXT:
+        found = _read(solid, types)
+        if found is not None and isinstance(found[0], str):
+            # Quotes around a value that cannot be a text are not part of it. Those around a text were meant.
+            found = None if "string" in types else _read(found[0].strip(), types) or found
+    if found is None or ("string" in types and _NAMES[type(found[0])] not in _widened(types)):
         return json.dumps(text, ensure_ascii=False)
-    solid = text.strip()
+    return found[1]
+
+
+def _read(text: str, types: frozenset[str]) -> tuple[Any, str] | None:
+    """The value that a text writes, and that value as JSON; None if it is a text only."""
     try:
-        value, written = json.loads(solid, parse_constant=_refuse), solid
+        value = json.loads(text, parse_constant=_refuse)
         json.dumps(value, allow_nan=False)               # 1e999 is a number in JSON, and none in Python
+        return (value, text) if is_unicode(text) else None
     except (ValueError, RecursionError):
-        try:
-            value = literal(solid)
-            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (Malformed, ValueError, RecursionError):
-            return json.dumps(text, ensure_ascii=False)
-    return written if _NAMES[type(value)] in _widened(types) or "string" not in types else json.dumps(text, ensure_ascii=False)
+        pass
+    try:
+        value = literal(text)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (Malformed, ValueError, RecursionError):
+        return None
+    # Where a text is allowed, +39 and (555) are more likely texts than Python's numbers and tuples.
+    if "string" in types and ((isinstance(value, int | float | str) and not isinstance(value, bool)) or text.startswith("(")):
+        return None
+    return value, written
 
 
 def _refuse(word: str) -> Any:
