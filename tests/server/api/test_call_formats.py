@@ -225,10 +225,13 @@ def test_arguments_that_a_branch_of_the_schema_names_have_its_types() -> None:
         ("<TOOLCALL>[{{ call }}]</TOOLCALL>", "nemotron_json"), ("{{ tools }}<|START_ACTION|>[", "cohere_command"),
         ("{{ '<|tools_prefix|>' }}", "apertus"), ("<function_calls>{{ calls }}</function_calls>", "olmo3"),
         ("<start_function_call>call:{{ name }}", "functiongemma"), ("<dots_function_call>", "dots"),
-        ("<tool_call>{{ call | tojson }}</tool_call>", "hermes"),
+        ("<tool_call>{{ call | tojson }}</tool_call>", "hermes"), ("<|tool_call|>{{ calls }}<|/tool_call|>", "phi4_mini_json"),
+        ("{{ '<|tool|>' }}{{ tools }}<tool_call>{{ call }}</tool_call>", "hermes"),      # EXAONE's mark of a tool's turn
+        ("{{ '<|tool|>' }}{{ '<|/tool|>' }}{{ tools }}<tool_call>", "hermes"), ("{{ '<|tool|>' }}{{ tools }}", None),
+        ("{{ tools }}<|tool_call|>", None),
     ],
 )
-def test_the_format_of_a_family_is_read_from_its_template(template: str, form: str) -> None:
+def test_the_format_of_a_family_is_read_from_its_template(template: str, form: str | None) -> None:
     assert tool_format("auto", template) == form
 
 
