@@ -87,6 +87,17 @@ CASES: list[tuple[str, str, str, Message]] = [
     ("cohere_command", "a list", '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "f", "parameters": {"days": 1}}\n]'
      "<|END_ACTION|>", ("", "", [("f", '{"days": 1}')])),
     ("cohere_command", "an answer", "<|START_RESPONSE|>Hi <b>.<|END_RESPONSE|>", ("Hi <b>.", "", [])),
+    ("granite", "marks in a text", "Write <response> and </tool_call> so: </response>",
+     ("Write <response> and </tool_call> so: </response>", "", [])),
+    ("granite", "an answer", " <response>\nThe mark </response> ends it.\n</response>\n",
+     ("The mark </response> ends it.", "", [])),
+    ("granite", "an answer and a call", '<response> Ok </response>\n<|tool_call|>[{"name": "f"}]', ("Ok", "", [("f", "{}")])),
+    ("granite", "a closing mark behind a call", '<tool_call>[{"name": "f"}]</tool_call> so </tool_call>',
+     ("so </tool_call>", "", [("f", "{}")])),
+    ("granite", "blanks", " \n<b> \n", (" \n<b> \n", "", [])),
+    ("hunyuan_a13b", "an answer", "<answer>\nThe <answer>\n\n</answer>", ("The <answer>", "", [])),
+    ("hunyuan_a13b", "an answer without an end", "<answer>\nYes\n", ("Yes\n", "", [])),
+    ("cohere_command", "the other pair", "<|START_TEXT|>Hi<|END_RESPONSE|><|END_TEXT|>", ("Hi<|END_RESPONSE|>", "", [])),
     ("apertus", "a list", '<|tools_prefix|>[{"f": {"days": 1}}, {"g": {}}]<|tools_suffix|>',
      ("", "", [("f", '{"days": 1}'), ("g", "{}")])),
     ("apertus", "no object", '<|tools_prefix|>[{"f": 1}]', ('<|tools_prefix|>[{"f": 1}]', "", [])),
@@ -269,3 +280,15 @@ def test_reasoning_in_the_marks_of_a_family(name: str) -> None:
     inside: Make = lambda: MessageParser(ReasoningParser(True, thought), None)  # noqa: E731
     assert read(inside, [f"so{thought.end}yes"]) == ("yes", "so", [])
     assert read(make, [f"{silent[0]}Hi{silent[1]}"]) == ("Hi", "", [])
+
+
+@pytest.mark.parametrize(("text", "content"), [
+    ("Hi <answer> x </answer>", "Hi <answer> x </answer>"), ("x</answer>", "x</answer>"), ("<answer>\n a \n</answer>\n", "a"),
+    (" <answer>a</answer> b\n</answer>", "a</answer> b"), ("<answer> a \n", "a \n"), (" a ", " a "), ("<b>", "<b>"),
+])
+def test_marks_around_an_answer_are_no_part_of_it(text: str, content: str) -> None:
+    thought = THOUGHTS["hunyuan_a13b"]
+    for before, reasoning in (("", ""), ("<think>Hm</think>", "Hm")):
+        make: Make = lambda: MessageParser(ReasoningParser(False, thought, thought.answer), None)  # noqa: E731
+        said = content.lstrip() if before else content
+        assert read(make, [before + text]) == read(make, before + text) == (said, reasoning, [])

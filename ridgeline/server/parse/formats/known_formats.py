@@ -37,7 +37,7 @@ def _elements(parser: type[element_calls.QwenCoderParser], *signs: str) -> CallF
 
 
 def _list(parser: type[list_calls.MarkedListParser] | type[list_calls.OlmoParser], *signs: str) -> CallFormat:
-    return CallFormat(parser, (*parser.begins, *parser.ends), (signs,))
+    return CallFormat(parser, (*parser.begins, *parser.ends, *parser.answer), (signs,))
 
 
 # Formats that models write by themselves. A template's is the first whose signs it has.
