@@ -57,6 +57,17 @@ CASES: list[tuple[str, str, str, Message]] = [
      ("", "", [("f", '{"days": 1}')])),
     ("qwen3_coder", "an unknown argument", qwen(("else", "1")), ("", "", [("f", '{"else": "1"}')])),
     ("qwen3_coder", "text", "1 < 2 <tool_call> x", ("1 < 2 <tool_call> x", "", [])),
+    ("qwen3_coder", "broken off",
+     "<tool_call><function=f><parameter=days>1</parameter> oops</function></tool_call> ok </tool_call>",
+     ("oops ok </tool_call>", "", [("f", '{"days": 1}')])),
+    ("qwen3_coder", "broken off by a mark", "<tool_call><function=f><parameter=days>1</parameter><p></function>\n</tool_call>"
+     + qwen(name="g"), ("<p>", "", [("f", '{"days": 1}'), ("g", "{}")])),
+    ("qwen3_coder", "no end at all", "<tool_call><function=f>\n<parameter=days>1</parameter>\n",
+     ("", "", [("f", '{"days": 1}')])),
+    ("qwen3_coder", "no key", "<tool_call><function=f><parameter=>1</parameter></function></tool_call>",
+     ("<parameter=>1</parameter>", "", [("f", "{}")])),
+    ("qwen3_coder", "no argument", "<tool_call><function=f>\n", ("", "", [("f", "{}")])),
+    ("glm45", "no end", "<tool_call>f<arg_key>days</arg_key><arg_value>3</arg_value>", ("", "", [("f", '{"days": 3}')])),
     ("seed_oss", "one", "<seed:tool_call>\n<function=f>\n<parameter=city>Rome</parameter>\n<parameter=dry>True</parameter>\n"
      "<parameter=where>{'a': None}</parameter>\n</function>\n</seed:tool_call>",
      ("", "", [("f", '{"city": "Rome", "dry": true, "where": {"a": null}}')])),

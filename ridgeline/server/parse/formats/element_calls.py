@@ -32,8 +32,24 @@ class QwenCoderParser(CallParser):
 
     def _run(self) -> Reads[None]:
         self._types: dict[str, ArgumentTypes] = {}       # by the functions' names
-        openings = tuple(mark for mark in (self.around[0], self.call) if mark)
-        yield from self._behind(openings, self._calls, unsure=self.call)
+        self._marks = [mark for mark in (self.around[0], self.call) if mark]
+        yield from self._behind(self._marks, self._part, unsure=self.call)
+
+    def _part(self, mark: str) -> Reads[None]:
+        """Calls behind a mark. Where other text breaks one off, it is complete, and the marks behind that text are no content."""
+        ends = (self.call_end, self.around[1])
+        if mark in ends:
+            self._raw = None
+            if mark == self.around[1]:
+                self._marks[:] = [each for each in self._marks if each not in ends]
+            return
+        count = self.count
+        try:
+            yield from self._calls(mark)
+        except Malformed:
+            if self.count > count and not self._cut:
+                self._marks += [each for each in ends if each not in self._marks]
+            raise
 
     def _calls(self, mark: str) -> Reads[None]:
         """The calls up to the mark behind the last; `mark`: the one before all, or the first call's own."""
@@ -68,16 +84,21 @@ class QwenCoderParser(CallParser):
         say, types = self._begin(name), self._types_of(name)
         begin = "{"
         while True:
+            self._raw = []                               # the text after it may not belong to the call
             char = yield from self._solid()
-            if char != "<":
-                raise self._unexpected(char)
-            word = yield from self._mark(char, marks)
-            if word in marks[1:]:
-                say("}" if begin == ", " else "{}")
-                return word != self.around[1]
-            if word != marks[0]:
-                raise Malformed("" if self._is_cut_mark(word) else word)
-            key = yield from self._key_of_argument()
+            try:
+                word = (yield from self._mark(char, marks)) if char == "<" else ""
+                if word in marks[1:]:
+                    say("}" if begin == ", " else "{}")
+                    return word != self.around[1]
+                if word != marks[0]:
+                    raise Malformed if word else self._unexpected(char)
+                key = yield from self._key_of_argument()
+            except Malformed:
+                if not self._cut:
+                    say("}" if begin == ", " else "{}")
+                raise
+            self._raw = None
             say(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
             yield from self._typed(types.of(key), say)
