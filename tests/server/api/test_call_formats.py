@@ -68,6 +68,21 @@ CASES: list[tuple[str, str, str, Message]] = [
      ("<parameter=>1</parameter>", "", [("f", "{}")])),
     ("qwen3_coder", "no argument", "<tool_call><function=f>\n", ("", "", [("f", "{}")])),
     ("glm45", "no end", "<tool_call>f<arg_key>days</arg_key><arg_value>3</arg_value>", ("", "", [("f", '{"days": 3}')])),
+    ("glm45", "two marks", "<tool_call>\n<tool_call>f<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+     ("", "", [("f", '{"days": 3}')])),
+    ("glm45", "no end between", "<tool_call>f<arg_key>days</arg_key><arg_value>3</arg_value>\n<tool_call>g</tool_call>",
+     ("", "", [("f", '{"days": 3}'), ("g", "{}")])),
+    ("qwen3_coder", "no end between", "<tool_call><function=f><tool_call><function=g></function></tool_call>",
+     ("", "", [("f", "{}"), ("g", "{}")])),
+    ("glm45", "a mark in a text", "The mark is <tool_call> and then", ("The mark is <tool_call> and then", "", [])),
+    ("qwen3_coder", "two marks", "<tool_call>\n" + qwen(("days", "3")), ("", "", [("f", '{"days": 3}')])),
+    ("olmo3", "in one line", "<function_calls>f(days=1), f(days=2)</function_calls>",
+     ("", "", [("f", '{"days": 1}'), ("f", '{"days": 2}')])),
+    ("functiongemma", "a mark in a text", "<start_function_call><start_function_call>call:g{}<end_function_call>",
+     ("<start_function_call>", "", [("g", "{}")])),
+    ("functiongemma", "text", "<start_function_call> cold<", ("<start_function_call> cold<", "", [])),
+    ("functiongemma", "no end between", "<start_function_call>call:f{days:1}<start_function_call>call:g{}<end_function_call>",
+     ("", "", [("f", '{"days": 1}'), ("g", "{}")])),
     ("seed_oss", "one", "<seed:tool_call>\n<function=f>\n<parameter=city>Rome</parameter>\n<parameter=dry>True</parameter>\n"
      "<parameter=where>{'a': None}</parameter>\n</function>\n</seed:tool_call>",
      ("", "", [("f", '{"city": "Rome", "dry": true, "where": {"a": null}}')])),
@@ -159,6 +174,15 @@ def test_a_call_that_is_cut_anywhere_is_no_content(form: str, text: str, message
         assert said.startswith(content.rstrip("<[ \n")) or content == letter, (text[:place], content)
         for got, expected in zip(calls, whole, strict=False):
             assert got[0] == expected[0] and expected[1].startswith(got[1]), (text[:place], calls)
+
+
+@pytest.mark.parametrize(("form", "text"), [
+    ("phi4_mini_json", "import functools"), ("phi4_mini_json", "import functools\n"),
+    ("glm45", "The mark is <tool_call> and then"), ("glm45", "The mark is <tool_call> and"),
+    ("granite", "a </respo"), ("qwen3_coder", "a </tool_c"), ("hunyuan_a13b", "Use <ans"),
+])
+def test_a_text_that_is_cut_keeps_all_of_it(form: str, text: str) -> None:
+    assert read(maker(form), [text], cut=True) == read(maker(form), text, cut=True) == (text, "", [])
 
 
 def test_a_text_is_told_while_it_is_written() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from ridgeline.server.parse.formats.argument_types import TEXT, ArgumentTypes, as_json
 from ridgeline.server.parse.incremental import BLANKS, Malformed, Reads
+from ridgeline.server.parse.json_text import MAX_WORD
 from ridgeline.server.parse.tool_calls import CallParser
 
 
@@ -33,7 +34,7 @@ class QwenCoderParser(CallParser):
     def _run(self) -> Reads[None]:
         self._types: dict[str, ArgumentTypes] = {}       # by the functions' names
         self._marks = [mark for mark in (self.around[0], self.call) if mark]
-        yield from self._behind(self._marks, self._part, unsure=self.call)
+        yield from self._behind(self._marks, self._part, unsure=self.call or self.around[0])
 
     def _part(self, mark: str) -> Reads[None]:
         """Calls behind a mark. Where other text breaks one off, it is complete, and the marks behind that text are no content."""
@@ -62,9 +63,11 @@ class QwenCoderParser(CallParser):
             if char == "{":                              # as others write it: name and arguments as one object
                 yield from self._object(bare=False)
             elif char == "<":
-                word = yield from self._mark(char, (self.call, self.around[1]))
+                word = yield from self._mark(char, (self.call, *self.around) if self.call else self.around)
                 if word == self.around[1]:
                     return
+                if word == self.around[0]:               # models write it twice, or forget the one that ends the last call
+                    continue
                 if word != self.call:
                     raise Malformed
                 is_open = yield from self._call(known_only=False)
@@ -77,10 +80,10 @@ class QwenCoderParser(CallParser):
         name = yield from self._word(">")
         if known_only and name not in self._names:
             raise Malformed
-        return (yield from self._arguments_in(name, (self.argument, self.call_end, self.around[1])))
+        return (yield from self._arguments_in(name, (self.argument, self.call_end, *self.around))) != self.around[1]
 
-    def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[bool]:
-        """Arguments up to the last mark: of `marks` the first is before each, the others end the call."""
+    def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[str]:
+        """Arguments up to the last mark, which is returned: of `marks` the first is before each, the others end the call."""
         say, types = self._begin(name), self._types_of(name)
         begin = "{"
         while True:
@@ -90,7 +93,7 @@ class QwenCoderParser(CallParser):
                 word = (yield from self._mark(char, marks)) if char == "<" else ""
                 if word in marks[1:]:
                     say("}" if begin == ", " else "{}")
-                    return word != self.around[1]
+                    return word
                 if word != marks[0]:
                     raise Malformed if word else self._unexpected(char)
                 key = yield from self._key_of_argument()
@@ -172,16 +175,36 @@ class GlmParser(QwenCoderParser):
     argument, argument_end = "<arg_key>", "</arg_value>"
 
     def _calls(self, mark: str) -> Reads[None]:
-        char = yield from self._solid()
-        self._unread(char)
-        if char == "{":
-            yield from super()._calls(mark)
-            return
-        name = yield from self._word("<")
-        self._unread("<")
-        if any(each in BLANKS for each in name):
-            raise Malformed
-        yield from self._arguments_in(name, (self.argument, self.around[1]))
+        while mark == self.around[0]:                    # the mark behind a call may be missing before the next
+            char = yield from self._solid()
+            if char == "{":
+                self._unread(char)
+                yield from super()._calls(mark)
+                return
+            if char == "<":                              # models write the mark twice
+                mark = yield from self._mark(char, self.around[:1])
+                if mark != self.around[0]:
+                    raise Malformed
+                continue
+            name = ""
+            while char and char not in BLANKS and char != "<" and len(name) < MAX_WORD:
+                name += char
+                char = yield from self._char()
+            if char and char in BLANKS:
+                char = yield from self._solid()
+            if char != "<":
+                raise self._unexpected(char)
+            self._unread(char)
+            mark = yield from self._arguments_in(name, (self.argument, *self.around))
+            self._raw = [mark]
+
+    def _begins_a_call(self) -> bool:
+        begin = self.around[0]
+        raw, place = "".join("".join(self._raw or []).split()), 0
+        while raw.startswith(begin * 2, place):
+            place += len(begin)
+        raw = raw[place:]
+        return raw.startswith(begin + "{") or any((begin + name).startswith(raw) for name in (begin, *self._names))
 
     def _key_of_argument(self) -> Reads[str]:
         key = yield from self._word("<")

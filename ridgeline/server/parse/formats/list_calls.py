@@ -28,10 +28,12 @@ class MarkedListParser(CallParser):
     begins: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
     answer: tuple[str, ...] = ()
+    word = ""                                            # of `begins`, one that is also a word in texts
 
     def _run(self) -> Reads[None]:
         self._closing = (yield from self._opening()) if self.answer else ""
-        yield from self._behind((*self.begins, self._closing) if self._closing else self.begins, self._calls)
+        marks = (*self.begins, self._closing) if self._closing else self.begins
+        yield from self._behind(marks, self._calls, unsure=self.word)
 
     def _opening(self) -> Reads[str]:
         """The closing mark for the opening one that the text begins with; "" if it begins otherwise."""
@@ -75,6 +77,9 @@ class MarkedListParser(CallParser):
         """One character may be the beginning of a call where the answer before it is closed."""
         return super()._is_cut_mark(word) or (self._cut and any(piece == self._closing for piece, _ in self._held))
 
+    def _begins_a_call(self) -> bool:
+        return len("".join(self._raw or []).strip(BLANKS)) > len(self.word)
+
     def _end_content(self) -> None:
         if all(piece != self._closing for piece, _ in self._held):
             super()._end_content()
@@ -85,7 +90,7 @@ class GraniteParser(MarkedListParser):
 
 
 class PhiParser(MarkedListParser):
-    begins, ends = ("<|tool_call|>", "functools"), ("<|/tool_call|>",)
+    begins, ends, word = ("<|tool_call|>", "functools"), ("<|/tool_call|>",), "functools"
 
 
 class HunyuanParser(MarkedListParser):
@@ -128,10 +133,11 @@ class OlmoParser(PythonicParser):
         yield from self._behind(self.begins, self._lines)
 
     def _lines(self, mark: str) -> Reads[None]:
-        while True:
-            char = yield from self._solid()
-            if char == "<":
-                if (yield from self._rest_of(self.ends[0])) != self.ends[0]:
-                    raise Malformed
-                return
+        char = yield from self._solid()
+        while char != "<":
             yield from self._python_call(char)
+            char = yield from self._solid()
+            if char == ",":                              # some models write calls into one line, as in a list
+                char = yield from self._solid()
+        if (yield from self._rest_of(self.ends[0])) != self.ends[0]:
+            raise Malformed
