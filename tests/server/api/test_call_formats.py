@@ -83,6 +83,14 @@ CASES: list[tuple[str, str, str, Message]] = [
     ("functiongemma", "text", "<start_function_call> cold<", ("<start_function_call> cold<", "", [])),
     ("functiongemma", "no end between", "<start_function_call>call:f{days:1}<start_function_call>call:g{}<end_function_call>",
      ("", "", [("f", '{"days": 1}'), ("g", "{}")])),
+    ("qwen3_coder", "an argument twice", qwen(("days", "3"), ("city", "a"), ("days", "4"), ("city", "b")),
+     ("", "", [("f", '{"days": 3, "city": "a"}')])),
+    ("qwen3_coder", "Windows' line breaks", qwen(("city", "a\n\nb"), ("days", "3")).replace("\n", "\r\n"),
+     ("", "", [("f", '{"city": "a\\r\\n\\r\\nb", "days": 3}')])),
+    ("qwen3_coder", "a carriage return", "<tool_call><function=f><parameter=city>\rx\r</parameter></function></tool_call>"
+     + qwen(("city", "\n\r\r\n\r")), ("", "", [("f", '{"city": "\\rx\\r"}'), ("f", '{"city": "\\n\\r\\r\\n\\r"}')])),
+    ("qwen3_coder", "only a carriage return", "<tool_call><function=f><parameter=city>\r</parameter></function></tool_call>",
+     ("", "", [("f", '{"city": "\\r"}')])),
     ("seed_oss", "one", "<seed:tool_call>\n<function=f>\n<parameter=city>Rome</parameter>\n<parameter=dry>True</parameter>\n"
      "<parameter=where>{'a': None}</parameter>\n</function>\n</seed:tool_call>",
      ("", "", [("f", '{"city": "Rome", "dry": true, "where": {"a": null}}')])),

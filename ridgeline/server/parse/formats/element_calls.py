@@ -8,7 +8,7 @@
 
 Values are bare text: no quotes, no escapes. The schema of the function says which of them are numbers, lists and so on
 (argument_types.py). A text is passed on as it is written, any other value when it is complete. A value that begins with a line
-break has one at its end as well, and neither is part of it.
+break has one at its end as well, and neither is part of it. Of an argument that is written twice the first counts.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class QwenCoderParser(CallParser):
     def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[str]:
         """Arguments up to the last mark, which is returned: of `marks` the first is before each, the others end the call."""
         say, types = self._begin(name), self._types_of(name)
-        begin = "{"
+        begin, keys = "{", set[str]()
         while True:
             self._raw = []                               # the text after it may not belong to the call
             char = yield from self._solid()
@@ -102,6 +102,10 @@ class QwenCoderParser(CallParser):
                     say("}" if begin == ", " else "{}")
                 raise
             self._raw = None
+            if key in keys:                              # a client would get the same key twice; the first is sent already
+                yield from self._bare(lambda text: None)
+                continue
+            keys.add(key)
             say(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
             yield from self._typed(types.of(key), say)
@@ -128,18 +132,24 @@ class QwenCoderParser(CallParser):
     def _bare(self, sink: Callable[[str], None]) -> Reads[None]:
         """Text up to the mark behind it, without the line breaks around it."""
         char = yield from self._char()
-        padded = char == "\n"
-        if not padded:
+        held = "\r" if char == "\r" else ""              # a line break that may be the last
+        if held:
+            char = yield from self._char()
+        pad, held = (held + char, "") if char == "\n" else ("", held)
+        if not pad:
             self._unread(char)
-        held = ""                                        # a line break that may be the last
-        while text := (yield from self._until("\n<" if padded else "<")):
+        while text := (yield from self._until(pad + "<")):
             word = (yield from self._rest_of(self.argument_end)) if text == "<" else text
             if word == self.argument_end:
+                if held and held != pad:
+                    sink(held)
                 return
             if text == "<" and self._cut:
                 break                                    # it may have been the mark
-            if word == "\n" and padded:
+            if pad and word == pad[0]:
                 word, held = held, word
+            elif held + word == pad:
+                word, held = "", pad
             else:
                 word, held = held + word, ""
             if word:
