@@ -91,6 +91,13 @@ CASES: list[tuple[str, str, str, Message]] = [
      + qwen(("city", "\n\r\r\n\r")), ("", "", [("f", '{"city": "\\rx\\r"}'), ("f", '{"city": "\\n\\r\\r\\n\\r"}')])),
     ("qwen3_coder", "only a carriage return", "<tool_call><function=f><parameter=city>\r</parameter></function></tool_call>",
      ("", "", [("f", '{"city": "\\r"}')])),
+    ("qwen3_coder", "no end of an argument",
+     "<tool_call><function=f>\n<parameter=city>\nRome <parameter=x>\n<parameter=days>\n3\n"
+     "<parameter=city>4</parameter></function></tool_call>",
+     ("", "", [("f", '{"city": "Rome <parameter=x>", "days": "3\\n<parameter=city>4"}')])),
+    ("minimax_m2", "no end of an argument",
+     '<minimax:tool_call><invoke name="f"><parameter name="dry">true<parameter name="days">3'
+     "</parameter></invoke></minimax:tool_call>", ("", "", [("f", '{"dry": true, "days": 3}')])),
     ("seed_oss", "one", "<seed:tool_call>\n<function=f>\n<parameter=city>Rome</parameter>\n<parameter=dry>True</parameter>\n"
      "<parameter=where>{'a': None}</parameter>\n</function>\n</seed:tool_call>",
      ("", "", [("f", '{"city": "Rome", "dry": true, "where": {"a": null}}')])),

@@ -35,6 +35,7 @@ class ArgumentTypes:
         self._further: Any = None                        # the schema of arguments that it does not name
         self._seen: set[int] = set()
         self._named = self._properties(schema, 0)
+        self.names = frozenset(self._named)              # of the arguments that the schema has
 
     def of(self, name: str) -> frozenset[str]:
         """The types of the argument `name`; an argument that the schema does not know is a text."""

@@ -14,7 +14,7 @@ break has one at its end as well, and neither is part of it. Of an argument that
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 from ridgeline.server.parse.formats.argument_types import TEXT, ArgumentTypes, as_json
 from ridgeline.server.parse.incremental import BLANKS, Malformed, Reads
@@ -85,30 +85,37 @@ class QwenCoderParser(CallParser):
     def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[str]:
         """Arguments up to the last mark, which is returned: of `marks` the first is before each, the others end the call."""
         say, types = self._begin(name), self._types_of(name)
-        begin, keys = "{", set[str]()
+        begin, keys, key = "{", set[str](), ""
         while True:
-            self._raw = []                               # the text after it may not belong to the call
-            char = yield from self._solid()
-            try:
-                word = (yield from self._mark(char, marks)) if char == "<" else ""
-                if word in marks[1:]:
-                    say("}" if begin == ", " else "{}")
-                    return word
-                if word != marks[0]:
-                    raise Malformed if word else self._unexpected(char)
-                key = yield from self._key_of_argument()
-            except Malformed:
-                if not self._cut:
-                    say("}" if begin == ", " else "{}")
-                raise
-            self._raw = None
+            if not key:
+                self._raw = []                           # the text after it may not belong to the call
+                char = yield from self._solid()
+                try:
+                    word = (yield from self._mark(char, marks)) if char == "<" else ""
+                    if word in marks[1:]:
+                        say("}" if begin == ", " else "{}")
+                        return word
+                    if word != marks[0]:
+                        raise Malformed if word else self._unexpected(char)
+                    key = yield from self._key_of_argument()
+                except Malformed:
+                    if not self._cut:
+                        say("}" if begin == ", " else "{}")
+                    raise
+                self._raw = None
+            heads = self._heads(types.names - keys - {key})
             if key in keys:                              # a client would get the same key twice; the first is sent already
-                yield from self._bare(lambda text: None)
+                key = yield from self._bare(lambda text: None, heads)
                 continue
             keys.add(key)
             say(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
-            yield from self._typed(types.of(key), say)
+            key = yield from self._typed(types.of(key), say, heads)
+
+    def _heads(self, keys: Collection[str]) -> dict[str, str]:
+        """What comes before these arguments, and which one: it also ends a value whose own mark is missing."""
+        quote = '"' if self.argument.endswith("name=") else ""
+        return {f"{self.argument}{quote}{key}{quote}>": key for key in keys}
 
     def _types_of(self, name: str) -> ArgumentTypes:
         if name not in self._types:
@@ -118,19 +125,20 @@ class QwenCoderParser(CallParser):
     def _key_of_argument(self) -> Reads[str]:
         return (yield from self._word(">"))
 
-    def _typed(self, types: frozenset[str], say: Callable[[str], None]) -> Reads[None]:
-        """A value and the mark behind it."""
+    def _typed(self, types: frozenset[str], say: Callable[[str], None], heads: Mapping[str, str]) -> Reads[str]:
+        """A value and the mark behind it. If that mark was the head of the next argument, its key is returned."""
         if types == TEXT:
             say('"')
-            yield from self._bare(lambda text: say(json.dumps(text, ensure_ascii=False)[1:-1]))
+            key = yield from self._bare(lambda text: say(json.dumps(text, ensure_ascii=False)[1:-1]), heads)
             say('"')
-            return
+            return key
         pieces: list[str] = []
-        yield from self._bare(pieces.append)
+        key = yield from self._bare(pieces.append, heads)
         say(as_json("".join(pieces), types))
+        return key
 
-    def _bare(self, sink: Callable[[str], None]) -> Reads[None]:
-        """Text up to the mark behind it, without the line breaks around it."""
+    def _bare(self, sink: Callable[[str], None], heads: Mapping[str, str]) -> Reads[str]:
+        """Text up to the mark behind it, without the line breaks around it; as `_typed`."""
         char = yield from self._char()
         held = "\r" if char == "\r" else ""              # a line break that may be the last
         if held:
@@ -139,11 +147,13 @@ class QwenCoderParser(CallParser):
         if not pad:
             self._unread(char)
         while text := (yield from self._until(pad + "<")):
-            word = (yield from self._rest_of(self.argument_end)) if text == "<" else text
-            if word == self.argument_end:
+            word = (yield from self._mark(text, (self.argument_end, self.argument))) if text == "<" else text
+            if word == self.argument and heads:
+                word = yield from self._mark(word, heads)
+            if word == self.argument_end or word in heads:
                 if held and held != pad:
                     sink(held)
-                return
+                return heads.get(word, "")
             if text == "<" and self._cut:
                 break                                    # it may have been the mark
             if pad and word == pad[0]:
@@ -183,6 +193,9 @@ class DotsParser(MiniMaxParser):
 class GlmParser(QwenCoderParser):
     head = call = ""                                          # the name follows the mark before all
     argument, argument_end = "<arg_key>", "</arg_value>"
+
+    def _heads(self, keys: Collection[str]) -> dict[str, str]:
+        return {}                                        # a key is followed by another mark here
 
     def _calls(self, mark: str) -> Reads[None]:
         while mark == self.around[0]:                    # the mark behind a call may be missing before the next
