@@ -98,6 +98,10 @@ CASES: list[tuple[str, str, str, Message]] = [
     ("minimax_m2", "no end of an argument",
      '<minimax:tool_call><invoke name="f"><parameter name="dry">true<parameter name="days">3'
      "</parameter></invoke></minimax:tool_call>", ("", "", [("f", '{"dry": true, "days": 3}')])),
+    ("qwen3_coder", "an example", "So:\n```xml\n<function=f>\n</function>\n```",
+     ("So:\n```xml\n<function=f>\n</function>\n```", "", [])),
+    ("qwen3_coder", "behind code", "`x` ```y```\n<function=f>\n</function>\n</tool_call>", ("`x` ```y```", "", [("f", "{}")])),
+    ("qwen3_coder", "a call in code", "```\n<tool_call><function=f></function></tool_call>\n```", ("``````", "", [("f", "{}")])),
     ("seed_oss", "one", "<seed:tool_call>\n<function=f>\n<parameter=city>Rome</parameter>\n<parameter=dry>True</parameter>\n"
      "<parameter=where>{'a': None}</parameter>\n</function>\n</seed:tool_call>",
      ("", "", [("f", '{"city": "Rome", "dry": true, "where": {"a": null}}')])),

@@ -23,7 +23,8 @@ from ridgeline.server.parse.tool_calls import CallParser
 
 
 class QwenCoderParser(CallParser):
-    """A call without the mark before it counts where the function is known: models forget that mark."""
+    """A call without the mark before it counts where the function is known: models forget that mark. In a block of code it is an
+    example."""
 
     head = "<function=%s>"
     needs_schemas = True
@@ -33,8 +34,15 @@ class QwenCoderParser(CallParser):
 
     def _run(self) -> Reads[None]:
         self._types: dict[str, ArgumentTypes] = {}       # by the functions' names
+        self._in_code, self._ticks = False, 0            # `_ticks`: at the end of the content so far, of the next ```
         self._marks = [mark for mark in (self.around[0], self.call) if mark]
         yield from self._behind(self._marks, self._part, unsure=self.call or self.around[0])
+
+    def _content(self, text: str) -> None:
+        super()._content(text)
+        seen = "`" * self._ticks + text
+        self._in_code ^= seen.count("```") % 2 == 1
+        self._ticks = (len(seen) - len(seen.rstrip("`"))) % 3
 
     def _part(self, mark: str) -> Reads[None]:
         """Calls behind a mark. Where other text breaks one off, it is complete, and the marks behind that text are no content."""
@@ -44,6 +52,8 @@ class QwenCoderParser(CallParser):
             if mark == self.around[1]:
                 self._marks[:] = [each for each in self._marks if each not in ends]
             return
+        if mark == self.call and self._in_code:
+            raise Malformed
         count = self.count
         try:
             yield from self._calls(mark)
