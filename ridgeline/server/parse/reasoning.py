@@ -89,18 +89,23 @@ class ReasoningParser(Machine):
 
     def _rest(self, word: str, blanks: str = "") -> Reads[None]:
         """The content. `word` was read: a mark, a part of one at its beginning, or the first character; `blanks` before it."""
-        closing = ""
         if word in self._answer[::2]:
-            closing = self._answer[self._answer.index(word) + 1]
             self._unread((yield from self._solid()))
-        elif not self._is_cut_mark(word):
+            yield from self._up_to(self._answer[self._answer.index(word) + 1])
+            return
+        if not self._is_cut_mark(word):
             self._content(blanks + word)
+        while text := (yield from self._until("")):
+            self._content(text)
+
+    def _up_to(self, closing: str) -> Reads[None]:
+        """The content before a closing mark at the end of the text."""
         held: list[tuple[str, int]] = []                 # blanks and the closing mark, which are content only if content follows
-        while text := (yield from self._until("<" if closing else "")):
-            word = (yield from self._mark(text, (closing,))) if closing and text == "<" else text
-            if closing and text == "<" and self._is_cut_mark(word):
+        while text := (yield from self._until("<")):
+            word = (yield from self._mark(text, (closing,))) if text == "<" else text
+            if text == "<" and self._is_cut_mark(word):
                 continue
-            solid = "" if word == closing else word.rstrip(BLANKS) if closing else word
+            solid = "" if word == closing else word.rstrip(BLANKS)
             start = self._place - len(word)
             if solid:
                 for piece, place in [*held, (solid, start)]:
@@ -108,8 +113,9 @@ class ReasoningParser(Machine):
                 held = []
             if len(solid) < len(word):
                 held.append((word[len(solid) :], start + len(solid)))
-        for piece, place in held if all(piece != closing for piece, _ in held) else []:
-            self._say(piece, place)
+        if all(piece != closing for piece, _ in held):
+            for piece, place in held:
+                self._say(piece, place)
 
     def _content(self, text: str) -> None:
         """What was read last is content."""

@@ -149,17 +149,9 @@ class QwenCoderParser(CallParser):
 
     def _bare(self, sink: Callable[[str], None], heads: Mapping[str, str]) -> Reads[str]:
         """Text up to the mark behind it, without the line breaks around it; as `_typed`."""
-        char = yield from self._char()
-        held = "\r" if char == "\r" else ""              # a line break that may be the last
-        if held:
-            char = yield from self._char()
-        pad, held = (held + char, "") if char == "\n" else ("", held)
-        if not pad:
-            self._unread(char)
+        pad, held = yield from self._padding()           # `held`: a line break that may be the last
         while text := (yield from self._until(pad + "<")):
-            word = (yield from self._mark(text, (self.argument_end, self.argument))) if text == "<" else text
-            if word == self.argument and heads:
-                word = yield from self._mark(word, heads)
+            word = (yield from self._end_of_value(heads)) if text == "<" else text
             if word == self.argument_end or word in heads:
                 if held and held != pad:
                     sink(held)
@@ -175,6 +167,22 @@ class QwenCoderParser(CallParser):
             if word:
                 sink(word)
         raise Malformed
+
+    def _padding(self) -> Reads[tuple[str, str]]:
+        """The line break at the beginning of a value, and what was read if there is none."""
+        char = yield from self._char()
+        first = "\r" if char == "\r" else ""
+        if first:
+            char = yield from self._char()
+        if char == "\n":
+            return first + char, ""
+        self._unread(char)
+        return "", first
+
+    def _end_of_value(self, heads: Mapping[str, str]) -> Reads[str]:
+        """The mark behind a value, one of `heads`, or what was read, a "<" before it."""
+        word = yield from self._mark("<", (self.argument_end, self.argument))
+        return (yield from self._mark(word, heads)) if word == self.argument and heads else word
 
     def _word(self, stop: str) -> Reads[str]:
         """A name up to `stop`, which is read; quotes and blanks around it are not part of it."""
