@@ -36,7 +36,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
 _MOST_REFERENCES = 8                 # in a chain
-_MOST_COPIED = 20_000                # characters: a schema repeated for each name, level by level, would grow without bound
+_MOST_COPIED = 20_000                # characters in all: a schema repeated for each name, level by level, has no bound
 
 
 def known_to_llguidance(text: str) -> str:
@@ -51,28 +51,66 @@ def known_to_llguidance(text: str) -> str:
 
 def rewritten(schema: Any) -> Any:
     """An object stays one: a schema that allows nothing at all is left to the library, which refuses it."""
-    made = _rewritten(schema, schema)
+    made = _Rewriter(schema).of(schema)
     return schema if made is False else made
 
 
-def _rewritten(schema: Any, root: Any) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    if schema.get("not") in ({}, True) and not schema.keys() - {"not"} - _NOTES:
-        return False
-    made = dict(schema)
-    for name in _MAPS:
-        if isinstance(made.get(name), dict):
-            made[name] = {key: _rewritten(each, root) for key, each in made[name].items()}
-    for name in _LISTS:
-        if isinstance(made.get(name), list):
-            made[name] = [_rewritten(each, root) for each in made[name]]
-    for name in _SINGLE:
-        if isinstance(made.get(name), dict):
-            made[name] = _rewritten(made[name], root)
-    _rewrite_text(made)
-    _rewrite_names(made, root)
-    return made
+class _Rewriter:
+    """Of one schema, `root`."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._left = _MOST_COPIED                        # characters that may still be copied
+        self._sizes: dict[int, int] = {}                 # of parts that references lead to, by their identity
+
+    def of(self, schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        if schema.get("not") in ({}, True) and not schema.keys() - {"not"} - _NOTES:
+            return False
+        made = dict(schema)
+        for name in _MAPS:
+            if isinstance(made.get(name), dict):
+                made[name] = {key: self.of(each) for key, each in made[name].items()}
+        for name in _LISTS:
+            if isinstance(made.get(name), list):
+                made[name] = [self.of(each) for each in made[name]]
+        for name in _SINGLE:
+            if isinstance(made.get(name), dict):
+                made[name] = self.of(made[name])
+        _rewrite_text(made)
+        self._rewrite_names(made)
+        return made
+
+    def _rewrite_names(self, made: dict[str, Any]) -> None:
+        """Names may be any, listed, or match a pattern; what else `propertyNames` may say stays as it is."""
+        names = _resolved(made.get("propertyNames"), self._root)
+        if not isinstance(names, dict):
+            return
+        said = names.keys() - _NOTES - {"type"}
+        if names.get("type", "string") != "string" or said - {"enum", "pattern"} or len(said) > 1:
+            return
+        if said and {"properties", "patternProperties"} & made.keys():
+            return
+        listed, value = names.get("enum"), made.get("additionalProperties", True)
+        copied = 0 if names is made["propertyNames"] or not said else self._size(names)
+        if isinstance(listed, list):
+            copied += len(listed) * len(json.dumps(value))
+        if copied > self._left:
+            return
+        self._left -= copied
+        if isinstance(listed, list):
+            made["properties"] = {name: value for name in listed if isinstance(name, str)}
+        elif "pattern" in said:
+            made["patternProperties"] = {PATTERNS.get(str(names["pattern"]), names["pattern"]): value}
+        if said:
+            made["additionalProperties"] = False
+        del made["propertyNames"]
+
+    def _size(self, names: dict[str, Any]) -> int:
+        if id(names) not in self._sizes:
+            self._sizes[id(names)] = len(json.dumps(names))
+        return self._sizes[id(names)]
 
 
 def _rewrite_text(made: dict[str, Any]) -> None:
@@ -83,28 +121,6 @@ def _rewrite_text(made: dict[str, Any]) -> None:
             made["pattern"] = _UUIDS[wanted]
     if isinstance(pattern, str):
         made["pattern"] = PATTERNS.get(pattern, pattern)
-
-
-def _rewrite_names(made: dict[str, Any], root: Any) -> None:
-    """Names may be any, listed, or match a pattern; what else `propertyNames` may say stays as it is."""
-    names = _resolved(made.get("propertyNames"), root)
-    if not isinstance(names, dict):
-        return
-    said = names.keys() - _NOTES - {"type"}
-    if names.get("type", "string") != "string" or said - {"enum", "pattern"} or len(said) > 1:
-        return
-    if said and {"properties", "patternProperties"} & made.keys():
-        return
-    listed, value = names.get("enum"), made.get("additionalProperties", True)
-    if isinstance(listed, list):
-        if len(listed) * len(json.dumps(value)) > _MOST_COPIED:
-            return
-        made["properties"] = {name: value for name in listed if isinstance(name, str)}
-    elif "pattern" in said:
-        made["patternProperties"] = {PATTERNS.get(str(names["pattern"]), names["pattern"]): value}
-    if said:
-        made["additionalProperties"] = False
-    del made["propertyNames"]
 
 
 def _resolved(schema: Any, root: Any) -> Any:

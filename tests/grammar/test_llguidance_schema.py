@@ -15,6 +15,7 @@ from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.llguidance_backend import LLGuidance
 from ridgeline.grammar.llguidance_schema import PATTERNS, known_to_llguidance, rewritten
 from ridgeline.sampling_params import StructuredOutputs
+from ridgeline.server.parse.reasoning import Thought
 from ridgeline.server.parse.tools import after_reasoning
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -59,7 +60,8 @@ def test_a_structure_of_a_tag_is_rewritten_too(vocabulary: GrammarVocabulary) ->
 
 def test_a_schema_behind_reasoning_is_rewritten_too(vocabulary: GrammarVocabulary) -> None:
     """A model that reasons first gets its schema inside another grammar."""
-    asked = after_reasoning(StructuredOutputs(json=RECORD | {"propertyNames": {"type": "string"}}), inside=False, special=False)
+    schema = StructuredOutputs(json=RECORD | {"propertyNames": {"type": "string"}})
+    asked = after_reasoning(schema, inside=False, thought=Thought())
     at: Any = LLGuidance(vocabulary).compile(asked)
     assert not at.is_error(), at.get_error()
     for text, fits in (('<think>so</think>{"x": 1}', True), ('{"x": "', False)):
@@ -98,6 +100,19 @@ def test_a_schema_does_not_grow_by_names() -> None:
     for _ in range(20):
         schema = {"additionalProperties": schema, "propertyNames": {"enum": [f"n{n}" for n in range(100)]}}
     assert len(known_to_llguidance(json.dumps(schema))) < 4 * len(json.dumps(schema))
+
+
+def test_many_objects_do_not_grow_by_names_together() -> None:
+    """The limit is the schema's, not an object's: many small objects must not become megabytes either."""
+    schema: dict[str, Any] = {"properties": {f"p{n}": {
+        "additionalProperties": {"description": "x" * 200}, "propertyNames": {"enum": [f"n{m}" for m in range(80)]},
+    } for n in range(60)}}
+    referring = {"properties": {f"p{n}": {"propertyNames": {"$ref": "#/$defs/names"}} for n in range(600)}}
+    listed, matched = {"enum": [f"n{n}" for n in range(900)]}, {"pattern": "x" * 9_000}
+    for each in (schema, referring | {"$defs": {"names": listed}}, referring | {"$defs": {"names": matched}}):
+        text = json.dumps(each)
+        made = known_to_llguidance(text)
+        assert made != text and len(made) < 4 * len(text)
 
 
 def test_what_is_no_json_is_left_to_the_library() -> None:

@@ -1,10 +1,13 @@
 """How the vocabularies of GGUF files cut a text, by the name of the pattern: texts in which each differs from its neighbours.
 
-The pieces are held as they are now: a changed pattern must be meant. scripts/make_tokenizer_golden.py compares whole vocabularies
-with llama.cpp; tiny_aya follows its tokenizer.json instead, where llama.cpp differs in blanks before numbers.
+The pieces are held as they are now: a changed pattern must be meant. scripts/make_tokenizer_golden.py compares whole
+vocabularies with llama.cpp; tiny_aya follows its tokenizer.json instead, where llama.cpp differs in blanks before numbers.
 """
 
 from __future__ import annotations
+
+import random
+from functools import cache
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
@@ -37,9 +40,13 @@ EXPECTED = {
 }
 
 
+@cache
+def cutter(*patterns: str) -> pre_tokenizers.Sequence:
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns])
+
+
 def pieces(name: str, text: str) -> list[str]:
-    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[name].patterns]
-    return [piece for piece, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(text)]
+    return [piece for piece, _ in cutter(*PRE_TOKENIZERS[name].patterns).pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -52,6 +59,17 @@ def test_signs_and_the_breaks_behind_them() -> None:
     assert pieces("hunyuan", "x);\n\ny") == ["x", ");\n\n", "y"] and pieces("seed-coder", "x);\n\ny") == ["x", ");", "\n\n", "y"]
     assert pieces("minimax-m2", "x);\n/y") == ["x", ");\n/", "y"] and pieces("kimi-k2", "x);\n/y") == ["x", ");\n", "/y"]
     assert pieces("tiny_aya", "1234567a 89") == ["123", "456", "7", "a", " ", "89"]      # no group ends inside a word
+
+
+def test_digits_in_threes_from_the_right_take_linear_time() -> None:
+    """The same pieces as with the look-ahead of the model's own file, which takes hours for the long texts here."""
+    look_ahead = cutter(r"\d{1,3}(?=(?:\d{3})*\b)", PRE_TOKENIZERS["tiny_aya"].patterns[-1])
+    rng, signs = random.Random(5), [*"0123456789" * 3, *"aB _-.,½Ⅷ²\n'漢", "\u0663", "\u096b", "\u0301"]
+    for _ in range(5_000):
+        text = "".join(rng.choices(signs, k=rng.randint(0, 14)))
+        assert pieces("tiny_aya", text) == [piece for piece, _ in look_ahead.pre_tokenize_str(text)], text
+    assert pieces("tiny_aya", "1" * 500_000) == ["11", *["111"] * 166_666]
+    assert pieces("tiny_aya", "1" * 500_000 + "a") == [*["111"] * 166_666, "11", "a"]
 
 
 def test_names_that_mean_the_same() -> None:

@@ -21,8 +21,8 @@ from ridgeline.server.parse.tool_calls import CallParser
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """The marks around reasoning, and those around the answer behind it, if it has any. `sign`: what a chat template has beside
-    the closing mark."""
+    """The marks around reasoning, and those around the answer behind it, if it has any: pairs, of which one is used. `sign`: what
+    a chat template has beside the closing mark."""
 
     begin: str = "<think>"
     end: str = "</think>"
@@ -33,14 +33,14 @@ class Thought:
 class ReasoningParser(Machine):
     """Reasoning at the start of a message; blanks around either part are left out.
 
-    `inside`: the prompt has opened it. `reasoning_end` is where the content begins; None before that. `silent`: marks in the
-    content that are not part of it.
+    `inside`: the prompt has opened it. `reasoning_end` is where the content begins; None before that. `answer`: pairs of marks
+    around the content; an opening one counts as the first text of it, its closing one as the last. Neither is content.
     """
 
-    def __init__(self, inside: bool, thought: Thought | None = None, silent: tuple[str, ...] = ()) -> None:
+    def __init__(self, inside: bool, thought: Thought | None = None, answer: tuple[str, ...] = ()) -> None:
         self._inside = inside
         self._thought = thought or Thought()
-        self._silent = silent
+        self._answer = answer
         self.reasoning_end: int | None = None
         super().__init__()
 
@@ -48,7 +48,6 @@ class ReasoningParser(Machine):
         end = self._thought.end
         read = 0 if self._inside else (yield from self._opening())       # characters up to here
         if read is None:
-            yield from self._rest()
             return
         blanks: list[str] = []                           # left out if the reasoning ends with them
         begun = False
@@ -70,29 +69,53 @@ class ReasoningParser(Machine):
                 blanks = []
             blanks.append(word[len(solid) :])
         self.reasoning_end = read
-        self._unread((yield from self._solid()))
-        yield from self._rest()
+        char = yield from self._solid()
+        word = (yield from self._mark(char, self._answer[::2])) if char == "<" else char
+        yield from self._rest(word)
 
     def _opening(self) -> Reads[int | None]:
-        """The characters up to the end of the opening mark; None if there is no such mark."""
+        """The characters up to the end of the opening mark; None if there is no such mark, and all of the text was read."""
         held, char = "", (yield from self._char())
         while char and char in BLANKS:
             held += char
             char = yield from self._char()
-        begin = self._thought.begin
-        word = (yield from self._mark(char, (begin, *self._silent))) if char == begin[0] else char
+        begin, answers = self._thought.begin, self._answer[::2]
+        word = (yield from self._mark(char, (begin, *answers))) if char in (begin[0], "<") else char
         if word == begin:
             return len(held) + len(word)
         self.reasoning_end = 0
-        self._content("" if self._is_cut_mark(word) or word in self._silent else held + word)
+        yield from self._rest(word, held)
         return None
 
-    def _rest(self) -> Reads[None]:
-        stops = "<" if self._silent else ""
-        while text := (yield from self._until(stops)):
-            word = (yield from self._mark(text, self._silent)) if text == "<" and stops else text
-            if word not in self._silent and not (len(text) == 1 and stops and self._is_cut_mark(word)):
-                self._content(word)
+    def _rest(self, word: str, blanks: str = "") -> Reads[None]:
+        """The content. `word` was read: a mark, a part of one at its beginning, or the first character; `blanks` before it."""
+        if word in self._answer[::2]:
+            self._unread((yield from self._solid()))
+            yield from self._up_to(self._answer[self._answer.index(word) + 1])
+            return
+        if not self._is_cut_mark(word):
+            self._content(blanks + word)
+        while text := (yield from self._until("")):
+            self._content(text)
+
+    def _up_to(self, closing: str) -> Reads[None]:
+        """The content before a closing mark at the end of the text."""
+        held: list[tuple[str, int]] = []                 # blanks and the closing mark, which are content only if content follows
+        while text := (yield from self._until("<")):
+            word = (yield from self._mark(text, (closing,))) if text == "<" else text
+            if text == "<" and self._is_cut_mark(word):
+                continue
+            solid = "" if word == closing else word.rstrip(BLANKS)
+            start = self._place - len(word)
+            if solid:
+                for piece, place in [*held, (solid, start)]:
+                    self._say(piece, place)
+                held = []
+            if len(solid) < len(word):
+                held.append((word[len(solid) :], start + len(solid)))
+        if all(piece != closing for piece, _ in held):
+            for piece, place in held:
+                self._say(piece, place)
 
     def _content(self, text: str) -> None:
         """What was read last is content."""

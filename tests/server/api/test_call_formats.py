@@ -12,7 +12,7 @@ from test_tools import Make, Message, Vocabulary, read, tool
 
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.options import ServerOptions
-from ridgeline.server.parse.formats.argument_types import ANY, as_json, types_of
+from ridgeline.server.parse.formats.argument_types import ANY, ArgumentTypes, as_json
 from ridgeline.server.parse.formats.known_formats import FREE, THOUGHTS, tool_format
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
 from ridgeline.server.parse.tools import reading, tool_use
@@ -28,6 +28,10 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"Far": {"allOf": [{"type": "array", "items": {}}]}},
 }
 SCHEMAS = {"f": SCHEMA, "g": {}}
+
+
+def types_of(name: str, schema: dict[str, Any]) -> frozenset[str]:
+    return ArgumentTypes(schema).of(name)
 
 
 def maker(name: str) -> Make:
@@ -53,6 +57,51 @@ CASES: list[tuple[str, str, str, Message]] = [
      ("", "", [("f", '{"days": 1}')])),
     ("qwen3_coder", "an unknown argument", qwen(("else", "1")), ("", "", [("f", '{"else": "1"}')])),
     ("qwen3_coder", "text", "1 < 2 <tool_call> x", ("1 < 2 <tool_call> x", "", [])),
+    ("qwen3_coder", "broken off",
+     "<tool_call><function=f><parameter=days>1</parameter> oops</function></tool_call> ok </tool_call>",
+     ("oops ok </tool_call>", "", [("f", '{"days": 1}')])),
+    ("qwen3_coder", "broken off by a mark", "<tool_call><function=f><parameter=days>1</parameter><p></function>\n</tool_call>"
+     + qwen(name="g"), ("<p>", "", [("f", '{"days": 1}'), ("g", "{}")])),
+    ("qwen3_coder", "no end at all", "<tool_call><function=f>\n<parameter=days>1</parameter>\n",
+     ("", "", [("f", '{"days": 1}')])),
+    ("qwen3_coder", "no key", "<tool_call><function=f><parameter=>1</parameter></function></tool_call>",
+     ("<parameter=>1</parameter>", "", [("f", "{}")])),
+    ("qwen3_coder", "no argument", "<tool_call><function=f>\n", ("", "", [("f", "{}")])),
+    ("glm45", "no end", "<tool_call>f<arg_key>days</arg_key><arg_value>3</arg_value>", ("", "", [("f", '{"days": 3}')])),
+    ("glm45", "two marks", "<tool_call>\n<tool_call>f<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+     ("", "", [("f", '{"days": 3}')])),
+    ("glm45", "no end between", "<tool_call>f<arg_key>days</arg_key><arg_value>3</arg_value>\n<tool_call>g</tool_call>",
+     ("", "", [("f", '{"days": 3}'), ("g", "{}")])),
+    ("qwen3_coder", "no end between", "<tool_call><function=f><tool_call><function=g></function></tool_call>",
+     ("", "", [("f", "{}"), ("g", "{}")])),
+    ("glm45", "a mark in a text", "The mark is <tool_call> and then", ("The mark is <tool_call> and then", "", [])),
+    ("qwen3_coder", "two marks", "<tool_call>\n" + qwen(("days", "3")), ("", "", [("f", '{"days": 3}')])),
+    ("olmo3", "in one line", "<function_calls>f(days=1), f(days=2)</function_calls>",
+     ("", "", [("f", '{"days": 1}'), ("f", '{"days": 2}')])),
+    ("functiongemma", "a mark in a text", "<start_function_call><start_function_call>call:g{}<end_function_call>",
+     ("<start_function_call>", "", [("g", "{}")])),
+    ("functiongemma", "text", "<start_function_call> cold<", ("<start_function_call> cold<", "", [])),
+    ("functiongemma", "no end between", "<start_function_call>call:f{days:1}<start_function_call>call:g{}<end_function_call>",
+     ("", "", [("f", '{"days": 1}'), ("g", "{}")])),
+    ("qwen3_coder", "an argument twice", qwen(("days", "3"), ("city", "a"), ("days", "4"), ("city", "b")),
+     ("", "", [("f", '{"days": 3, "city": "a"}')])),
+    ("qwen3_coder", "Windows' line breaks", qwen(("city", "a\n\nb"), ("days", "3")).replace("\n", "\r\n"),
+     ("", "", [("f", '{"city": "a\\r\\n\\r\\nb", "days": 3}')])),
+    ("qwen3_coder", "a carriage return", "<tool_call><function=f><parameter=city>\rx\r</parameter></function></tool_call>"
+     + qwen(("city", "\n\r\r\n\r")), ("", "", [("f", '{"city": "\\rx\\r"}'), ("f", '{"city": "\\n\\r\\r\\n\\r"}')])),
+    ("qwen3_coder", "only a carriage return", "<tool_call><function=f><parameter=city>\r</parameter></function></tool_call>",
+     ("", "", [("f", '{"city": "\\r"}')])),
+    ("qwen3_coder", "no end of an argument",
+     "<tool_call><function=f>\n<parameter=city>\nRome <parameter=x>\n<parameter=days>\n3\n"
+     "<parameter=city>4</parameter></function></tool_call>",
+     ("", "", [("f", '{"city": "Rome <parameter=x>", "days": "3\\n<parameter=city>4"}')])),
+    ("minimax_m2", "no end of an argument",
+     '<minimax:tool_call><invoke name="f"><parameter name="dry">true<parameter name="days">3'
+     "</parameter></invoke></minimax:tool_call>", ("", "", [("f", '{"dry": true, "days": 3}')])),
+    ("qwen3_coder", "an example", "So:\n```xml\n<function=f>\n</function>\n```",
+     ("So:\n```xml\n<function=f>\n</function>\n```", "", [])),
+    ("qwen3_coder", "behind code", "`x` ```y```\n<function=f>\n</function>\n</tool_call>", ("`x` ```y```", "", [("f", "{}")])),
+    ("qwen3_coder", "a call in code", "```\n<tool_call><function=f></function></tool_call>\n```", ("``````", "", [("f", "{}")])),
     ("seed_oss", "one", "<seed:tool_call>\n<function=f>\n<parameter=city>Rome</parameter>\n<parameter=dry>True</parameter>\n"
      "<parameter=where>{'a': None}</parameter>\n</function>\n</seed:tool_call>",
      ("", "", [("f", '{"city": "Rome", "dry": true, "where": {"a": null}}')])),
@@ -83,6 +132,17 @@ CASES: list[tuple[str, str, str, Message]] = [
     ("cohere_command", "a list", '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "f", "parameters": {"days": 1}}\n]'
      "<|END_ACTION|>", ("", "", [("f", '{"days": 1}')])),
     ("cohere_command", "an answer", "<|START_RESPONSE|>Hi <b>.<|END_RESPONSE|>", ("Hi <b>.", "", [])),
+    ("granite", "marks in a text", "Write <response> and </tool_call> so: </response>",
+     ("Write <response> and </tool_call> so: </response>", "", [])),
+    ("granite", "an answer", " <response>\nThe mark </response> ends it.\n</response>\n",
+     ("The mark </response> ends it.", "", [])),
+    ("granite", "an answer and a call", '<response> Ok </response>\n<|tool_call|>[{"name": "f"}]', ("Ok", "", [("f", "{}")])),
+    ("granite", "a closing mark behind a call", '<tool_call>[{"name": "f"}]</tool_call> so </tool_call>',
+     ("so </tool_call>", "", [("f", "{}")])),
+    ("granite", "blanks", " \n<b> \n", (" \n<b> \n", "", [])),
+    ("hunyuan_a13b", "an answer", "<answer>\nThe <answer>\n\n</answer>", ("The <answer>", "", [])),
+    ("hunyuan_a13b", "an answer without an end", "<answer>\nYes\n", ("Yes\n", "", [])),
+    ("cohere_command", "the other pair", "<|START_TEXT|>Hi<|END_RESPONSE|><|END_TEXT|>", ("Hi<|END_RESPONSE|>", "", [])),
     ("apertus", "a list", '<|tools_prefix|>[{"f": {"days": 1}}, {"g": {}}]<|tools_suffix|>',
      ("", "", [("f", '{"days": 1}'), ("g", "{}")])),
     ("apertus", "no object", '<|tools_prefix|>[{"f": 1}]', ('<|tools_prefix|>[{"f": 1}]', "", [])),
@@ -135,6 +195,15 @@ def test_a_call_that_is_cut_anywhere_is_no_content(form: str, text: str, message
             assert got[0] == expected[0] and expected[1].startswith(got[1]), (text[:place], calls)
 
 
+@pytest.mark.parametrize(("form", "text"), [
+    ("phi4_mini_json", "import functools"), ("phi4_mini_json", "import functools\n"),
+    ("glm45", "The mark is <tool_call> and then"), ("glm45", "The mark is <tool_call> and"),
+    ("granite", "a </respo"), ("qwen3_coder", "a </tool_c"), ("hunyuan_a13b", "Use <ans"),
+])
+def test_a_text_that_is_cut_keeps_all_of_it(form: str, text: str) -> None:
+    assert read(maker(form), [text], cut=True) == read(maker(form), text, cut=True) == (text, "", [])
+
+
 def test_a_text_is_told_while_it_is_written() -> None:
     parser = maker("seed_oss")()
     parser.feed("<seed:tool_call><function=f><parameter=city>")
@@ -151,6 +220,11 @@ def test_a_text_is_told_while_it_is_written() -> None:
         ("maybe", "null", None), ("maybe", "None", None), ("maybe", "5", "5"), ("either", "5", 5), ("either", "007", "007"),
         ("either", "[1]", "[1]"), ("kind", "5", "5"), ("level", "2", 2), ("far", "[3]", [3]), ("any", "[3]", [3]),
         ("any", "x y", "x y"), ("unknown", "5", "5"),
+        *((name, text, text) for name in ("maybe", "any")        # texts as they are written, quotes included
+          for text in ('"foo" "bar"', '"exact phrase"', '"""doc"""', "'it'", "+39", "(555)", '"5"', "''")),
+        ("any", "{'a': 1}", {"a": 1}), ("any", "True", True), ("any", "None", None), ("any", "5", 5),
+        ("days", '"5"', 5), ("days", "'5'", 5), ("days", "+39", 39), ("dry", '"true"', True), ("list", '"[1]"', [1]),
+        ("days", '"five"', "five"), ("list", '"[\\"\\ud800\\"]"', '["\ud800"]'),
     ],
 )
 def test_values_have_the_types_of_the_schema(name: str, text: str, value: Any) -> None:
@@ -171,6 +245,39 @@ def test_types_of_odd_schemas() -> None:
     assert types_of("a", {"$ref": "#/$defs/X", "$defs": {"X": {"properties": {"a": {"type": "integer"}}}}}) == {"integer"}
     assert types_of("a", {"additionalProperties": {"type": "number"}}) == {"number"}
     assert types_of("a", {}) == types_of("a", {"properties": []}) == {"string"}
+    for wrong in ({"allOf": 5}, {"allOf": [5]}, {"type": [{}]}, {"type": []}, {"anyOf": {}}, {"enum": 5}, {"$ref": 5}, 5, True):
+        assert types_of("a", {"properties": {"a": wrong}}) == ANY
+    assert types_of("a", {"properties": {"a": {"type": [{}, "integer"]}}}) == {"integer"}
+    assert types_of("a", {"allOf": 5, "anyOf": [5], "properties": {"a": {"type": "null"}}}) == {"null"}
+
+
+def test_each_part_of_a_schema_is_read_once() -> None:
+    """A schema that refers to itself twice has 2^n paths of n references."""
+    class Counted(dict[str, Any]):
+        reads = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            Counted.reads += 1
+            return super().get(key, default)
+
+    loop = Counted({"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]})
+    tree = Counted({"type": "integer"})
+    for _ in range(14):
+        tree = Counted({"oneOf": [tree, tree]})
+    schema = {"properties": {"q": {"$ref": "#/$defs/a"}, "r": tree}, "$defs": {"a": loop}}
+    assert (types_of("q", schema), types_of("r", schema)) == (ANY, {"integer"})
+    assert Counted.reads < 500
+    Counted.reads = 0
+    whole = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": loop}}
+    assert types_of("q", whole) == {"string"} and Counted.reads < 500
+
+
+def test_arguments_that_a_branch_of_the_schema_names_have_its_types() -> None:
+    integer, text = {"properties": {"a": {"type": "integer"}}}, {"properties": {"a": {"type": "string"}}}
+    for key in ("allOf", "anyOf", "oneOf"):
+        assert types_of("a", {"type": "object", key: [integer, {"properties": {"b": {}}}]}) == {"integer"}
+    assert types_of("a", {"anyOf": [integer, {"$ref": "#/$defs/t"}], "$defs": {"t": text}}) == {"integer", "string"}
+    assert types_of("a", integer | {"allOf": [{"properties": {"a": {"minimum": 3}}}]}) == {"integer"}
 
 
 @pytest.mark.parametrize(
@@ -183,10 +290,13 @@ def test_types_of_odd_schemas() -> None:
         ("<TOOLCALL>[{{ call }}]</TOOLCALL>", "nemotron_json"), ("{{ tools }}<|START_ACTION|>[", "cohere_command"),
         ("{{ '<|tools_prefix|>' }}", "apertus"), ("<function_calls>{{ calls }}</function_calls>", "olmo3"),
         ("<start_function_call>call:{{ name }}", "functiongemma"), ("<dots_function_call>", "dots"),
-        ("<tool_call>{{ call | tojson }}</tool_call>", "hermes"),
+        ("<tool_call>{{ call | tojson }}</tool_call>", "hermes"), ("<|tool_call|>{{ calls }}<|/tool_call|>", "phi4_mini_json"),
+        ("{{ '<|tool|>' }}{{ tools }}<tool_call>{{ call }}</tool_call>", "hermes"),      # EXAONE's mark of a tool's turn
+        ("{{ '<|tool|>' }}{{ '<|/tool|>' }}{{ tools }}<tool_call>", "hermes"), ("{{ '<|tool|>' }}{{ tools }}", None),
+        ("{{ tools }}<|tool_call|>", None),
     ],
 )
-def test_the_format_of_a_family_is_read_from_its_template(template: str, form: str) -> None:
+def test_the_format_of_a_family_is_read_from_its_template(template: str, form: str | None) -> None:
     assert tool_format("auto", template) == form
 
 
@@ -224,3 +334,15 @@ def test_reasoning_in_the_marks_of_a_family(name: str) -> None:
     inside: Make = lambda: MessageParser(ReasoningParser(True, thought), None)  # noqa: E731
     assert read(inside, [f"so{thought.end}yes"]) == ("yes", "so", [])
     assert read(make, [f"{silent[0]}Hi{silent[1]}"]) == ("Hi", "", [])
+
+
+@pytest.mark.parametrize(("text", "content"), [
+    ("Hi <answer> x </answer>", "Hi <answer> x </answer>"), ("x</answer>", "x</answer>"), ("<answer>\n a \n</answer>\n", "a"),
+    (" <answer>a</answer> b\n</answer>", "a</answer> b"), ("<answer> a \n", "a \n"), (" a ", " a "), ("<b>", "<b>"),
+])
+def test_marks_around_an_answer_are_no_part_of_it(text: str, content: str) -> None:
+    thought = THOUGHTS["hunyuan_a13b"]
+    for before, reasoning in (("", ""), ("<think>Hm</think>", "Hm")):
+        make: Make = lambda: MessageParser(ReasoningParser(False, thought, thought.answer), None)  # noqa: E731
+        said = content.lstrip() if before else content
+        assert read(make, [before + text]) == read(make, before + text) == (said, reasoning, [])

@@ -8,21 +8,23 @@
 
 Values are bare text: no quotes, no escapes. The schema of the function says which of them are numbers, lists and so on
 (argument_types.py). A text is passed on as it is written, any other value when it is complete. A value that begins with a line
-break has one at its end as well, and neither is part of it.
+break has one at its end as well, and neither is part of it. Of an argument that is written twice the first counts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
-from ridgeline.server.parse.formats.argument_types import TEXT, as_json, types_of
+from ridgeline.server.parse.formats.argument_types import TEXT, ArgumentTypes, as_json
 from ridgeline.server.parse.incremental import BLANKS, Malformed, Reads
+from ridgeline.server.parse.json_text import MAX_WORD
 from ridgeline.server.parse.tool_calls import CallParser
 
 
 class QwenCoderParser(CallParser):
-    """A call without the mark before it counts where the function is known: models forget that mark."""
+    """A call without the mark before it counts where the function is known: models forget that mark. In a block of code it is an
+    example."""
 
     head = "<function=%s>"
     needs_schemas = True
@@ -31,8 +33,34 @@ class QwenCoderParser(CallParser):
     argument, argument_end = "<parameter=", "</parameter>"
 
     def _run(self) -> Reads[None]:
-        openings = tuple(mark for mark in (self.around[0], self.call) if mark)
-        yield from self._behind(openings, self._calls, unsure=self.call)
+        self._types: dict[str, ArgumentTypes] = {}       # by the functions' names
+        self._in_code, self._ticks = False, 0            # `_ticks`: at the end of the content so far, of the next ```
+        self._marks = [mark for mark in (self.around[0], self.call) if mark]
+        yield from self._behind(self._marks, self._part, unsure=self.call or self.around[0])
+
+    def _content(self, text: str) -> None:
+        super()._content(text)
+        seen = "`" * self._ticks + text
+        self._in_code ^= seen.count("```") % 2 == 1
+        self._ticks = (len(seen) - len(seen.rstrip("`"))) % 3
+
+    def _part(self, mark: str) -> Reads[None]:
+        """Calls behind a mark. Where other text breaks one off, it is complete, and the marks behind that text are no content."""
+        ends = (self.call_end, self.around[1])
+        if mark in ends:
+            self._raw = None
+            if mark == self.around[1]:
+                self._marks[:] = [each for each in self._marks if each not in ends]
+            return
+        if mark == self.call and self._in_code:
+            raise Malformed
+        count = self.count
+        try:
+            yield from self._calls(mark)
+        except Malformed:
+            if self.count > count and not self._cut:
+                self._marks += [each for each in ends if each not in self._marks]
+            raise
 
     def _calls(self, mark: str) -> Reads[None]:
         """The calls up to the mark behind the last; `mark`: the one before all, or the first call's own."""
@@ -45,9 +73,11 @@ class QwenCoderParser(CallParser):
             if char == "{":                              # as others write it: name and arguments as one object
                 yield from self._object(bare=False)
             elif char == "<":
-                word = yield from self._mark(char, (self.call, self.around[1]))
+                word = yield from self._mark(char, (self.call, *self.around) if self.call else self.around)
                 if word == self.around[1]:
                     return
+                if word == self.around[0]:               # models write it twice, or forget the one that ends the last call
+                    continue
                 if word != self.call:
                     raise Malformed
                 is_open = yield from self._call(known_only=False)
@@ -60,61 +90,99 @@ class QwenCoderParser(CallParser):
         name = yield from self._word(">")
         if known_only and name not in self._names:
             raise Malformed
-        return (yield from self._arguments_in(name, (self.argument, self.call_end, self.around[1])))
+        return (yield from self._arguments_in(name, (self.argument, self.call_end, *self.around))) != self.around[1]
 
-    def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[bool]:
-        """Arguments up to the last mark: of `marks` the first is before each, the others end the call."""
-        say, schema = self._begin(name), self._schemas.get(name, {})
-        begin = "{"
+    def _arguments_in(self, name: str, marks: tuple[str, ...]) -> Reads[str]:
+        """Arguments up to the last mark, which is returned: of `marks` the first is before each, the others end the call."""
+        say, types = self._begin(name), self._types_of(name)
+        begin, keys, key = "{", set[str](), ""
         while True:
-            char = yield from self._solid()
-            if char != "<":
-                raise self._unexpected(char)
-            word = yield from self._mark(char, marks)
-            if word in marks[1:]:
-                say("}" if begin == ", " else "{}")
-                return word != self.around[1]
-            if word != marks[0]:
-                raise Malformed("" if self._is_cut_mark(word) else word)
-            key = yield from self._key_of_argument()
+            if not key:
+                self._raw = []                           # the text after it may not belong to the call
+                char = yield from self._solid()
+                try:
+                    word = (yield from self._mark(char, marks)) if char == "<" else ""
+                    if word in marks[1:]:
+                        say("}" if begin == ", " else "{}")
+                        return word
+                    if word != marks[0]:
+                        raise Malformed if word else self._unexpected(char)
+                    key = yield from self._key_of_argument()
+                except Malformed:
+                    if not self._cut:
+                        say("}" if begin == ", " else "{}")
+                    raise
+                self._raw = None
+            heads = self._heads(types.names - keys - {key})
+            if key in keys:                              # a client would get the same key twice; the first is sent already
+                key = yield from self._bare(lambda text: None, heads)
+                continue
+            keys.add(key)
             say(f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
-            yield from self._typed(types_of(key, schema), say)
+            key = yield from self._typed(types.of(key), say, heads)
+
+    def _heads(self, keys: Collection[str]) -> dict[str, str]:
+        """What comes before these arguments, and which one: it also ends a value whose own mark is missing."""
+        quote = '"' if self.argument.endswith("name=") else ""
+        return {f"{self.argument}{quote}{key}{quote}>": key for key in keys}
+
+    def _types_of(self, name: str) -> ArgumentTypes:
+        if name not in self._types:
+            self._types[name] = ArgumentTypes(self._schemas.get(name, {}))
+        return self._types[name]
 
     def _key_of_argument(self) -> Reads[str]:
         return (yield from self._word(">"))
 
-    def _typed(self, types: frozenset[str], say: Callable[[str], None]) -> Reads[None]:
-        """A value and the mark behind it."""
+    def _typed(self, types: frozenset[str], say: Callable[[str], None], heads: Mapping[str, str]) -> Reads[str]:
+        """A value and the mark behind it. If that mark was the head of the next argument, its key is returned."""
         if types == TEXT:
             say('"')
-            yield from self._bare(lambda text: say(json.dumps(text, ensure_ascii=False)[1:-1]))
+            key = yield from self._bare(lambda text: say(json.dumps(text, ensure_ascii=False)[1:-1]), heads)
             say('"')
-            return
+            return key
         pieces: list[str] = []
-        yield from self._bare(pieces.append)
+        key = yield from self._bare(pieces.append, heads)
         say(as_json("".join(pieces), types))
+        return key
 
-    def _bare(self, sink: Callable[[str], None]) -> Reads[None]:
-        """Text up to the mark behind it, without the line breaks around it."""
-        char = yield from self._char()
-        padded = char == "\n"
-        if not padded:
-            self._unread(char)
-        held = ""                                        # a line break that may be the last
-        while text := (yield from self._until("\n<" if padded else "<")):
-            word = (yield from self._rest_of(self.argument_end)) if text == "<" else text
-            if word == self.argument_end:
-                return
+    def _bare(self, sink: Callable[[str], None], heads: Mapping[str, str]) -> Reads[str]:
+        """Text up to the mark behind it, without the line breaks around it; as `_typed`."""
+        pad, held = yield from self._padding()           # `held`: a line break that may be the last
+        while text := (yield from self._until(pad + "<")):
+            word = (yield from self._end_of_value(heads)) if text == "<" else text
+            if word == self.argument_end or word in heads:
+                if held and held != pad:
+                    sink(held)
+                return heads.get(word, "")
             if text == "<" and self._cut:
                 break                                    # it may have been the mark
-            if word == "\n" and padded:
+            if pad and word == pad[0]:
                 word, held = held, word
+            elif held + word == pad:
+                word, held = "", pad
             else:
                 word, held = held + word, ""
             if word:
                 sink(word)
         raise Malformed
+
+    def _padding(self) -> Reads[tuple[str, str]]:
+        """The line break at the beginning of a value, and what was read if there is none."""
+        char = yield from self._char()
+        first = "\r" if char == "\r" else ""
+        if first:
+            char = yield from self._char()
+        if char == "\n":
+            return first + char, ""
+        self._unread(char)
+        return "", first
+
+    def _end_of_value(self, heads: Mapping[str, str]) -> Reads[str]:
+        """The mark behind a value, one of `heads`, or what was read, a "<" before it."""
+        word = yield from self._mark("<", (self.argument_end, self.argument))
+        return (yield from self._mark(word, heads)) if word == self.argument and heads else word
 
     def _word(self, stop: str) -> Reads[str]:
         """A name up to `stop`, which is read; quotes and blanks around it are not part of it."""
@@ -144,17 +212,40 @@ class GlmParser(QwenCoderParser):
     head = call = ""                                          # the name follows the mark before all
     argument, argument_end = "<arg_key>", "</arg_value>"
 
+    def _heads(self, keys: Collection[str]) -> dict[str, str]:
+        return {}                                        # a key is followed by another mark here
+
     def _calls(self, mark: str) -> Reads[None]:
-        char = yield from self._solid()
-        self._unread(char)
-        if char == "{":
-            yield from super()._calls(mark)
-            return
-        name = yield from self._word("<")
-        self._unread("<")
-        if any(each in BLANKS for each in name):
-            raise Malformed
-        yield from self._arguments_in(name, (self.argument, self.around[1]))
+        while mark == self.around[0]:                    # the mark behind a call may be missing before the next
+            char = yield from self._solid()
+            if char == "{":
+                self._unread(char)
+                yield from super()._calls(mark)
+                return
+            if char == "<":                              # models write the mark twice
+                mark = yield from self._mark(char, self.around[:1])
+                if mark != self.around[0]:
+                    raise Malformed
+                continue
+            name = ""
+            while char and char not in BLANKS and char != "<" and len(name) < MAX_WORD:
+                name += char
+                char = yield from self._char()
+            if char and char in BLANKS:
+                char = yield from self._solid()
+            if char != "<":
+                raise self._unexpected(char)
+            self._unread(char)
+            mark = yield from self._arguments_in(name, (self.argument, *self.around))
+            self._raw = [mark]
+
+    def _begins_a_call(self) -> bool:
+        begin = self.around[0]
+        raw, place = "".join("".join(self._raw or []).split()), 0
+        while raw.startswith(begin * 2, place):
+            place += len(begin)
+        raw = raw[place:]
+        return raw.startswith(begin + "{") or any((begin + name).startswith(raw) for name in (begin, *self._names))
 
     def _key_of_argument(self) -> Reads[str]:
         key = yield from self._word("<")

@@ -19,21 +19,25 @@ class FunctionGemmaParser(CallParser):
         yield from self._behind((BEGIN,), self._call)
 
     def _call(self, mark: str) -> Reads[None]:
-        char = yield from self._solid()
-        if char != "c" or (yield from self._rest_of("call:")) != "call:":
-            raise self._unexpected("")
-        name = yield from self._word("{")
-        if not name:
-            raise Malformed
-        self._named = name
-        pieces: list[str] = ["{"]
-        yield from self._members(pieces)
-        self._begin(name)("".join(pieces))
-        self._raw = []
-        char = yield from self._solid()
-        if char != "<":
-            raise self._unexpected(char)
-        if (yield from self._rest_of(END)) != END:
+        while mark == BEGIN:                             # the mark behind a call may be missing before the next
+            char = yield from self._solid()
+            if char != "c":
+                raise self._unexpected(char)
+            if (yield from self._rest_of("call:")) != "call:":
+                raise Malformed
+            name = yield from self._word("{")
+            if not name:
+                raise Malformed
+            self._named = name
+            pieces: list[str] = ["{"]
+            yield from self._members(pieces)
+            self._begin(name)("".join(pieces))
+            self._raw = []
+            char = yield from self._solid()
+            if char != "<":
+                raise self._unexpected(char)
+            mark = yield from self._mark(char, (BEGIN, END))
+        if mark != END:
             raise Malformed
 
     def _members(self, pieces: list[str]) -> Reads[None]:

@@ -37,7 +37,7 @@ def _elements(parser: type[element_calls.QwenCoderParser], *signs: str) -> CallF
 
 
 def _list(parser: type[list_calls.MarkedListParser] | type[list_calls.OlmoParser], *signs: str) -> CallFormat:
-    return CallFormat(parser, (*parser.begins, *parser.ends), (signs,))
+    return CallFormat(parser, (*parser.begins, *parser.ends, *parser.answer), (signs,))
 
 
 # Formats that models write by themselves. A template's is the first whose signs it has.
@@ -58,10 +58,11 @@ FREE: dict[str, CallFormat] = {
     "olmo3": _list(list_calls.OlmoParser, "<function_calls>"),
     "functiongemma": CallFormat(FunctionGemmaParser, GEMMA_MARKS, (GEMMA_MARKS[:1],)),
     "granite": _list(list_calls.GraniteParser, "<|start_of_role|>", "<|tool_call|>"),
-    "phi4_mini_json": CallFormat(
-        list_calls.PhiParser, ("<|tool_call|>", "<|/tool_call|>"), (("<|tool|>",), ("<|tool_call|>",), ("functools[",)),
-    ),
     "hermes": CallFormat(HermesParser, ("<tool_call>", "</tool_call>"), (("<tool_call>",),)),
+    "phi4_mini_json": CallFormat(
+        list_calls.PhiParser, ("<|tool_call|>", "<|/tool_call|>"),
+        (("<|tool|>", "<|/tool|>"), ("<|tool_call|>", "<|/tool_call|>"), ("functools[",)),
+    ),
     "pythonic": CallFormat(PythonicParser, (), (("func_name1(",), ("[func_name",))),
     "xlam": CallFormat(ListParser, (), (("JSON array", '[{"name": "tool_call_name"'),)),
     "llama3_json": CallFormat(LlamaParser, ("<|python_tag|>",), (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from ridgeline.server.parse.incremental import Malformed, Reads
+from ridgeline.server.parse.incremental import BLANKS, Malformed, Reads
 from ridgeline.server.parse.tool_calls import CallParser, PythonicParser
 
 GRANITE_ANSWER = ("<response>", "</response>")
@@ -22,36 +22,79 @@ COHERE_ANSWER = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|
 
 
 class MarkedListParser(CallParser):
-    """`begins` are the marks before a list, `ends` those behind it, which may be missing, or around content."""
+    """`begins` are the marks before a list, `ends` those behind it, which may be missing. `answer` are pairs of marks around an
+    answer: neither is part of it (server/parse/reasoning.Thought)."""
 
     begins: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    answer: tuple[str, ...] = ()
+    word = ""                                            # of `begins`, one that is also a word in texts
 
     def _run(self) -> Reads[None]:
-        yield from self._behind((*self.begins, *self.ends), self._calls)
+        self._closing = (yield from self._opening()) if self.answer else ""
+        marks = (*self.begins, self._closing) if self._closing else self.begins
+        yield from self._behind(marks, self._calls, unsure=self.word)
+
+    def _opening(self) -> Reads[str]:
+        """The closing mark for the opening one that the text begins with; "" if it begins otherwise."""
+        held, char = "", (yield from self._char())
+        while char and char in BLANKS:
+            held += char
+            char = yield from self._char()
+        openings = self.answer[::2]
+        word = (yield from self._mark(char, (*openings, *self.begins))) if char == "<" else char
+        if word in openings:
+            self._unread((yield from self._solid()))
+            return self.answer[self.answer.index(word) + 1]
+        if word in self.begins:
+            self._unread(word)
+            word = ""
+        self._content(held if char == "<" and self._is_cut_mark(word) else held + word)
+        return ""
 
     def _calls(self, mark: str) -> Reads[None]:
-        if mark in self.ends:
+        if mark == self._closing:
+            self._raw = None
+            self._held.append((mark, self._place - len(mark)))       # content only if content follows
             return
-        char = yield from self._solid()
-        if char == "[":
-            yield from self._list(bare=False)
-        elif char == "{":
-            yield from self._object(bare=False)
-        else:
-            raise self._unexpected(char)
+        while mark in self.begins:
+            char = yield from self._solid()
+            if char == "[":
+                yield from self._list(bare=False)
+            elif char == "{":
+                yield from self._object(bare=False)
+            else:
+                raise self._unexpected(char)
+            self._raw = []                               # the text after it may be neither a mark nor a call
+            char = yield from self._solid()
+            if char != "<":
+                raise self._unexpected(char)
+            mark = yield from self._mark(char, (*self.begins, *self.ends))
+        if mark not in self.ends:
+            raise Malformed
+
+    def _is_cut_mark(self, word: str) -> bool:
+        """One character may be the beginning of a call where the answer before it is closed."""
+        return super()._is_cut_mark(word) or (self._cut and any(piece == self._closing for piece, _ in self._held))
+
+    def _begins_a_call(self) -> bool:
+        return len("".join(self._raw or []).strip(BLANKS)) > len(self.word)
+
+    def _end_content(self) -> None:
+        if all(piece != self._closing for piece, _ in self._held):
+            super()._end_content()
 
 
 class GraniteParser(MarkedListParser):
-    begins, ends = ("<|tool_call|>", "<tool_call>"), ("</tool_call>", *GRANITE_ANSWER)
+    begins, ends, answer = ("<|tool_call|>", "<tool_call>"), ("</tool_call>",), GRANITE_ANSWER
 
 
 class PhiParser(MarkedListParser):
-    begins, ends = ("<|tool_call|>", "functools"), ("<|/tool_call|>",)
+    begins, ends, word = ("<|tool_call|>", "functools"), ("<|/tool_call|>",), "functools"
 
 
 class HunyuanParser(MarkedListParser):
-    begins, ends = ("<tool_calls>",), ("</tool_calls>", *HUNYUAN_ANSWER)
+    begins, ends, answer = ("<tool_calls>",), ("</tool_calls>",), HUNYUAN_ANSWER
 
 
 class NemotronParser(MarkedListParser):
@@ -59,7 +102,7 @@ class NemotronParser(MarkedListParser):
 
 
 class CohereParser(MarkedListParser):
-    begins, ends = ("<|START_ACTION|>",), ("<|END_ACTION|>", *COHERE_ANSWER)
+    begins, ends, answer = ("<|START_ACTION|>",), ("<|END_ACTION|>",), COHERE_ANSWER
     name_key = "tool_name"
 
 
@@ -84,16 +127,17 @@ class ApertusParser(MarkedListParser):
 
 
 class OlmoParser(PythonicParser):
-    begins, ends = ("<function_calls>",), ("</function_calls>",)
+    begins, ends, answer = ("<function_calls>",), ("</function_calls>",), ()
 
     def _run(self) -> Reads[None]:
         yield from self._behind(self.begins, self._lines)
 
     def _lines(self, mark: str) -> Reads[None]:
-        while True:
-            char = yield from self._solid()
-            if char == "<":
-                if (yield from self._rest_of(self.ends[0])) != self.ends[0]:
-                    raise Malformed
-                return
+        char = yield from self._solid()
+        while char != "<":
             yield from self._python_call(char)
+            char = yield from self._solid()
+            if char == ",":                              # some models write calls into one line, as in a list
+                char = yield from self._solid()
+        if (yield from self._rest_of(self.ends[0])) != self.ends[0]:
+            raise Malformed
