@@ -408,7 +408,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.pipeline and self.pipeline[0][0] is own:
             self.pipeline.popleft()                      # the newest; it has not begun
         before = self._answered
-        if before is None or before is own or before.response_complete:
+        if not self.pipeline and (before is None or before is own or before.response_complete):
             self._send_refusal()
         else:
             cast(LineFlow, self.flow).set_full(True)

@@ -68,8 +68,9 @@ class Server:
     def __init__(self) -> None:
         self.app = App()
         options = ServerOptions(max_body_bytes=MAX_BODY, max_connections=MAX_CONNECTIONS)
+        self.protocol = limited_protocol(options)
         config = uvicorn.Config(
-            self.app, http=limited_protocol(options), ws="none", lifespan="off", log_config=None, access_log=False
+            self.app, http=self.protocol, ws="none", lifespan="off", log_config=None, access_log=False
         )
         self._server = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -226,6 +227,27 @@ def test_an_error_waits_for_the_answers_to_the_requests_before_it(
         reply = read_all(connection)
     statuses = [int(each[:3]) for each in reply.split(b"HTTP/1.1 ")[1:]]
     assert statuses == [200] * (1 + between) + [status]
+
+
+@pytest.mark.reliability("H-08e")
+def test_an_error_between_two_answers_waits_for_the_second(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for half a head ends when the first request has its answer and the second has not begun."""
+    made = server._server.server_state.connections
+    turns = server.protocol.turns
+    wait = turns.wait
+
+    def late(work: Any, loop: Any) -> None:
+        work.__self__._too_slow(1.0)
+        wait(work, loop)
+
+    server.app.may_answer.clear()
+    with server.connect() as connection:
+        connection.sendall(WAIT + NEXT + HEAD)
+        wait_until(lambda: any(each.pipeline and each.url == b"/" for each in list(made)))
+        monkeypatch.setattr(turns, "wait", late)
+        server.app.may_answer.set()
+        reply = read_all(connection)
+    assert [int(each[:3]) for each in reply.split(b"HTTP/1.1 ")[1:]] == [200, 200, 408]
 
 
 @pytest.mark.reliability("H-08e")
