@@ -1216,6 +1216,17 @@ def test_a_compiler_that_dies_costs_one_try(tokenizer: Tokenizer) -> None:
     checker.close()
 
 
+def test_an_interrupt_does_not_end_the_compiler(tokenizer: Tokenizer) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    compiler = checker._compiler
+    compiler.process.send_signal(signal.SIGINT)
+    checker.check(StructuredOutputs(regex="b"))
+    assert checker._compiler is compiler and compiler.alive
+    checker.close()
+
+
 @pytest.mark.reliability("R-13")
 def test_a_stopped_compiler_and_a_question_larger_than_a_pipe(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     checker = GrammarChecker(tokenizer)
