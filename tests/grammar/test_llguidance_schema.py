@@ -60,7 +60,7 @@ def test_a_structure_of_a_tag_is_rewritten_too(vocabulary: GrammarVocabulary) ->
 
 def test_a_schema_behind_reasoning_is_rewritten_too(vocabulary: GrammarVocabulary) -> None:
     """A model that reasons first gets its schema inside another grammar."""
-    asked = after_reasoning(StructuredOutputs(json=RECORD | {"propertyNames": {"type": "string"}}), inside=False, thought=Thought())
+    asked = after_reasoning(StructuredOutputs(json=RECORD | {"propertyNames": {"type": "string"}}), False, Thought())
     at: Any = LLGuidance(vocabulary).compile(asked)
     assert not at.is_error(), at.get_error()
     for text, fits in (('<think>so</think>{"x": 1}', True), ('{"x": "', False)):
