@@ -90,6 +90,10 @@ class Abort(msgspec.Struct, tag=True):
     index: int | None = None         # one of the n answers; None = all
 
 
+class ExpectGrammar(msgspec.Struct, tag=True):
+    """A request with a grammar is being checked, and will come if it can be used."""
+
+
 class ForgetPrefixes(msgspec.Struct, tag=True):
     """Empty the prefix cache; answered by PrefixesForgotten."""
 
@@ -190,7 +194,7 @@ class Alive(msgspec.Struct, tag=True):
     busy: bool                       # has work: then only more steps are progress
 
 
-ToEngine = Add | Abort | ForgetPrefixes | Switch | Profile | Shutdown
+ToEngine = Add | Abort | ExpectGrammar | ForgetPrefixes | Switch | Profile | Shutdown
 FromEngine = Ready | Loading | Failed | Refused | PrefixesForgotten | Switched | Profiled | Deltas | Stats | Alive
 TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
 FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)

@@ -95,6 +95,7 @@ def _limit_memory() -> None:
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)         # it is for the owner, which closes the pipe when it leaves
     frame = read_frame(sys.stdin.buffer)
     if frame is not None:
         serve(sys.argv[1], msgspec.msgpack.decode(frame, type=GrammarVocabulary))

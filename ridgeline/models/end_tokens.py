@@ -54,8 +54,8 @@ def hf_end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], eos_
 
 def directory_eos_token(directory: Path) -> int | None:
     """The id of the eos_token that a directory's tokenizer names, without building the tokenizer."""
-    settings = _read(directory / "tokenizer_config.json")
-    named = {**_read(directory / "special_tokens_map.json"), **settings}.get("eos_token")
+    settings = read_settings(directory / "tokenizer_config.json")
+    named = {**read_settings(directory / "special_tokens_map.json"), **settings}.get("eos_token")
     name = named.get("content") if isinstance(named, dict) else named
     if not isinstance(name, str):
         return None
@@ -63,7 +63,7 @@ def directory_eos_token(directory: Path) -> int | None:
     for place, token in (added.items() if isinstance(added, dict) else ()):
         if isinstance(token, dict) and token.get("content") == name and str(place).isdecimal():
             return int(place)
-    whole = _read(directory / "tokenizer.json")          # megabytes: only where the small file does not say
+    whole = read_settings(directory / "tokenizer.json")          # megabytes: only where the small file does not say
     for token in _list(whole, "added_tokens"):
         if isinstance(token, dict) and token.get("content") == name and _is_id(token.get("id")):
             return int(token["id"])
@@ -91,7 +91,15 @@ def _list(fields: Mapping[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _read(file: Path) -> dict[str, Any]:
+def require_regular(file: Path) -> None:
+    """ModelError for a pipe or a device: opening or reading one could wait for ever. A file that is not there passes."""
+    if file.exists() and not file.is_file():
+        raise ModelError(f"{file}: not a regular file")
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty without the file."""
+    require_regular(file)
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError:

@@ -5,7 +5,6 @@ transformers is the reference: the same ids, the same special tokens around a te
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ridgeline.errors import ModelError
-from ridgeline.models.end_tokens import hf_end_tokens
+from ridgeline.models.end_tokens import hf_end_tokens, read_settings, require_regular
 from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
 from ridgeline.text.tokenizer_limits import read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
@@ -23,10 +22,10 @@ from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sen
 
 def directory_vocabulary(path: Path) -> Vocabulary:
     core, growth = _read_core(path)
-    settings = _read_json(path / "tokenizer_config.json")
-    model_config = _read_json(path / "config.json")
-    generation_config = _read_json(path / "generation_config.json")
-    special_tokens = _special_tokens({**_read_json(path / "special_tokens_map.json"), **settings})
+    settings = read_settings(path / "tokenizer_config.json")
+    model_config = read_settings(path / "config.json")
+    generation_config = read_settings(path / "generation_config.json")
+    special_tokens = _special_tokens({**read_settings(path / "special_tokens_map.json"), **settings})
     _add_missing_tokens(core, settings, path)
 
     bos: int | None = core.token_to_id(special_tokens.get("bos_token", ""))
@@ -60,6 +59,7 @@ def _vocab_size(model_config: Mapping[str, Any]) -> Any:
 def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, float]:
     """The library's object, and how much its normalizer may make of a character."""
     file = path / "tokenizer.json"
+    require_regular(file)
     if not file.is_file():
         other = " (a tokenizer.model alone cannot be read)" if (path / "tokenizer.model").is_file() else ""
         raise ModelError(f"{path}: no tokenizer.json{other}; save the model's fast tokenizer there: "
@@ -72,18 +72,6 @@ def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, float]:
     core.no_truncation()
     core.no_padding()
     return core, growth
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file}: cannot be read as JSON: {_one_line(error)}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{file}: must hold a JSON object, not {type(value).__name__}")
-    return value
 
 
 def _one_line(error: Exception) -> str:
@@ -177,7 +165,7 @@ def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     alone = path / "chat_template.jinja"
     if alone.is_file():
         return {"default": alone.read_text(encoding="utf-8")}
-    listed = _read_json(path / "chat_template.json").get("chat_template") or settings.get("chat_template") or []
+    listed = read_settings(path / "chat_template.json").get("chat_template") or settings.get("chat_template") or []
     if isinstance(listed, str):
         return {"default": listed}
     try:

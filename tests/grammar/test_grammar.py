@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import msgspec
 import numpy as np
 import psutil
@@ -33,7 +34,7 @@ from ridgeline.engine.client import grammar_check
 from ridgeline.engine.client.grammar_check import GrammarChecker, vocabulary_of
 from ridgeline.engine.ipc import TO_ENGINE, Add
 from ridgeline.errors import BadRequest, Overloaded, TryAgain
-from ridgeline.grammar import background, compile_worker
+from ridgeline.grammar import background, compile_worker, llguidance_backend
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
@@ -637,6 +638,28 @@ def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: P
         assert [*spell(text)] == tokenizer.encode(text, False), text
 
 
+@pytest.mark.parametrize("pieces", [[bytes([byte]) for byte in range(256)], [b"ab", b"c"]], ids=["BPE", "no BPE"])
+def test_a_vocabulary_is_read_in_two_calls(pieces: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library keeps Python's lock during each: one call for both parts would stop all streams for twice as long."""
+    calls: list[tuple[str, int]] = []
+
+    class Recorded:
+        def __init__(self, *_: Any, slices: list[str], **__: Any) -> None:
+            calls.append(("read", len(slices)))
+
+        @classmethod
+        def from_tiktoken(cls, slices: list[str], **_: Any) -> Recorded:
+            return cls(slices=slices)
+
+        def with_slices(self, slices: list[str]) -> Recorded:
+            calls.append(("slices", len(slices)))
+            return self
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", Recorded)
+    LLGuidance(GrammarVocabulary([*pieces, b"</s>"], [len(pieces)], [len(pieces)]))
+    assert calls == [("read", 0), ("slices", len(llguidance_backend._SLICES))]
+
+
 @pytest.mark.real_model
 def test_forced_text_is_spelled_as_the_embedded_model_does(embedded_model: Path) -> None:
     """But for blanks before a digit: it cuts between all digits before anything else."""
@@ -1190,6 +1213,17 @@ def test_a_compiler_that_dies_costs_one_try(tokenizer: Tokenizer) -> None:
     with pytest.raises(TryAgain, match="was killed"):    # no fault of the grammar, …
         checker.check(StructuredOutputs(regex="b"))
     checker.check(StructuredOutputs(regex="b"))          # … which is not remembered
+    checker.close()
+
+
+def test_an_interrupt_does_not_end_the_compiler(tokenizer: Tokenizer) -> None:
+    checker = GrammarChecker(tokenizer)
+    checker.check(StructuredOutputs(regex="a"))
+    assert checker._compiler is not None
+    compiler = checker._compiler
+    compiler.process.send_signal(signal.SIGINT)
+    checker.check(StructuredOutputs(regex="b"))
+    assert checker._compiler is compiler and compiler.alive
     checker.close()
 
 

@@ -28,7 +28,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core import grammars
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.loop import EngineLoop
-from ridgeline.engine.ipc import Add, Shutdown
+from ridgeline.engine.ipc import TO_ENGINE, Add, ExpectGrammar, Shutdown
 from ridgeline.errors import BadRequest, RequestError
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
@@ -466,11 +466,12 @@ def test_an_answer_that_another_engine_began_goes_on_in_its_grammar(llm: LLM) ->
         assert tokens[:known] + more == tokens
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_an_idle_engine_reads_the_vocabulary_before_a_grammar_needs_it(
-    model: Path, skip: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_told", [False, True])
+def test_an_engine_without_requests_reads_the_vocabulary_once_a_grammar_is_near(
+    model: Path, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reading it keeps Python's lock for a third of a second: beside streams, all of them would wait for that."""
+    """Reading it keeps Python's lock for a third of a second: beside streams, all of them would wait for that. And it takes
+    memory, so an engine that gets no grammar does not read it."""
     made: list[str] = []
     make_backend = grammars.make_backend
     monkeypatch.setattr(grammars, "make_backend", lambda *given: made.append("once") or make_backend(*given))
@@ -489,16 +490,33 @@ def test_an_idle_engine_reads_the_vocabulary_before_a_grammar_needs_it(
         def receive(self, wait: bool) -> list[Any]:
             self.silent += wait
             if self.silent == 0 and wait:
-                return [Add(Request("plain", [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True)))]
+                plain = Add(Request("plain", [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True)))
+                return [ExpectGrammar(), plain] if is_told else [plain]
             return [Shutdown()] if self.silent == 4 else []
 
-    core = EngineCore.start(EngineConfig.of(model=str(model), skip_tokenizer_init=skip, **OPTIONS))
+    core = EngineCore.start(EngineConfig.of(model=str(model), **OPTIONS))
     EngineLoop(core, Link()).run()                       # type: ignore[arg-type]
     thread = core.grammars._thread
     if thread is not None:
         thread.shutdown(wait=True)
-    assert made == ([] if skip else ["once"])
+    assert made == (["once"] if is_told else [])
     core.close()
+
+
+def test_the_front_end_tells_each_engine_once_of_a_grammar(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    async def ask() -> None:
+        async with AsyncLLM(model, **OPTIONS) as made:
+            send = made._engine.send
+            monkeypatch.setattr(made._engine, "send", lambda frame: (sent.append(TO_ENGINE.decode(frame)), send(frame)))
+            monkeypatch.setattr(made._open, "_send", made._engine.send)
+            for asked in (None, StructuredOutputs(regex="[ab]{4}"), StructuredOutputs(regex="[ab]{4}")):
+                async for _ in made.generate([5, 6, 7], SamplingParams(max_tokens=2, structured_outputs=asked)):
+                    pass
+
+    asyncio.run(ask())
+    assert [type(message) for message in sent if not isinstance(message, Shutdown)] == [Add, ExpectGrammar, Add, Add]
 
 
 def test_the_engine_keeps_so_many_bytes_of_grammars(model: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,19 @@ def test_directory(tmp_path: Path, settings: dict[str, Any], place: int | None) 
     assert directory_eos_token(path) == place
     ends = {2, 7, 8} | ({place} if place is not None else set())
     assert set(load_model_config(path).eos_token_ids) == Tokenizer.load(path).eos_token_ids == ends
+
+
+@pytest.mark.parametrize(("load", "name"), [
+    (Tokenizer.load, "config"), (Tokenizer.load, "generation_config"), (Tokenizer.load, "tokenizer"),
+    (load_model_config, "tokenizer_config"), (load_model_config, "tokenizer"),
+])
+def test_a_pipe_is_no_file_of_a_model(tmp_path: Path, load: Callable[[Path], object], name: str) -> None:
+    """Reading it would wait until something writes to it."""
+    path = directory(tmp_path, config=LLAMA, generation_config={}, tokenizer_config={"eos_token": "<end>"}, tokenizer=VOCABULARY)
+    (path / f"{name}.json").unlink()
+    os.mkfifo(path / f"{name}.json")
+    with pytest.raises(ModelError, match=rf"/{name}\.json: not a regular file"):
+        load(path)
 
 
 def test_damaged_settings_are_named(tmp_path: Path) -> None:

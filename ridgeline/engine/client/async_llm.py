@@ -231,6 +231,8 @@ class AsyncLLM:
         """Compile a new grammar without holding up the event loop; afterwards its verdict is known."""
         if params.structured_outputs is not None and self._processor is not None and self._processor.grammars is not None:
             checker = self._processor.grammars
+            for engine in self.engines:
+                engine._commands.expect_grammar()
             checked = checker.check_soon(params.structured_outputs, lambda: self.num_open > 0, caller.ends)
             await asyncio.wrap_future(checked)
 

@@ -315,8 +315,8 @@ def make_grammars(config: ResolvedConfig, vocabulary: GrammarVocabulary | None =
 
 
 def grammar_vocabulary(config: ResolvedConfig) -> GrammarVocabulary:
-    """Loads the tokenizer, which takes a moment: asked for in a thread, in the first idle moment or when the first grammar
-    arrives. Only then is its code imported, which a start need not wait for."""
+    """Loads the tokenizer, which takes a moment: asked for in a thread, when the first grammar is near or arrives. Only then is
+    its code imported, which a start need not wait for."""
     grammar_check = importlib.import_module("ridgeline.engine.client.grammar_check")
     given = config.options.model.tokenizer
     tokenizer = grammar_check.Tokenizer.load(Path(given) if given else config.model_path)

@@ -1,7 +1,7 @@
 """The engine's grammars: compiled in a thread, so that steps go on, and cached for the next request with the same grammar.
 
 A request whose grammar is not compiled yet is unready, and the scheduler skips it. The tokenizer, which nothing else in the
-engine needs, is loaded in the same thread: when the engine is idle for the first time, or when the first grammar arrives.
+engine needs, is loaded in the same thread: when the front end checks the first grammar and no request runs, or when it arrives.
 """
 
 from __future__ import annotations
@@ -123,9 +123,10 @@ class Grammars:
         self._arrived.clear()
 
     def load_early(self) -> None:
-        """For an idle engine; the first call alone has work to do. The libraries keep Python's lock for a third of a second while
-        they read a vocabulary of 49,152 tokens, and no stream would get a token in that time. An error is left to the request
-        that needs a grammar."""
+        """For an engine without requests, when a grammar is about to come; the first call alone has work to do. The libraries
+        keep Python's lock while they read a vocabulary, for half a second of 49,152 tokens, and no stream would get a token in
+        that time. What they make of it takes 50 MB, so an engine that gets no grammar does without. An error is left to the
+        request that needs a grammar."""
         if self._thread is None:
             self._started_thread().submit(self._load)
 

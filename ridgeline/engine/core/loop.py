@@ -21,6 +21,7 @@ from ridgeline.engine.ipc import (
     Add,
     Alive,
     Deltas,
+    ExpectGrammar,
     Failed,
     ForgetPrefixes,
     Loading,
@@ -55,6 +56,7 @@ class EngineLoop:
         self._stats = StatsKeeper(core)
         self._switches: Switches | None = None           # made by the first Switch
         self._profile: LiveProfile | None = None         # under way
+        self._expects_grammar = False                    # the first one is being checked by the front end
 
     def run(self) -> None:
         """Until the front end says Shutdown."""
@@ -69,10 +71,11 @@ class EngineLoop:
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)
+            if self._expects_grammar and not core.has_work:
+                self._expects_grammar = False
+                core.grammars.load_early()
             if not busy and not messages:
                 look_at_the_old()
-                if not core.config.options.model.skip_tokenizer_init:
-                    core.grammars.load_early()
             began = time.monotonic()
             deltas = TokenDeltas()
             started: list[str] = []
@@ -88,9 +91,12 @@ class EngineLoop:
             if stats.due(now):
                 link.send(Stats(stats.report(now)))
 
-    def _obey(self, message: Add | Abort | ForgetPrefixes | Switch | Profile) -> None:
+    def _obey(self, message: Add | Abort | ExpectGrammar | ForgetPrefixes | Switch | Profile) -> None:
         if isinstance(message, Abort):
             self._core.abort(message.request_id, message.index)
+            return
+        if isinstance(message, ExpectGrammar):
+            self._expects_grammar = True
             return
         if isinstance(message, ForgetPrefixes):
             self._link.send(PrefixesForgotten(self._core.scheduler.manager.forget_prefixes()))

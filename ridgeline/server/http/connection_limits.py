@@ -251,8 +251,13 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._parse_unread()
 
+    def _start_watch(self) -> None:
+        if not self._is_watched:
+            self._is_watched = True
+            self.loop.call_later(LEFT_SECONDS, self._watch_line)
+
     def _watch_line(self) -> None:
-        """A connection is not read while requests wait in its line, so its end is not noticed by reading."""
+        """A connection is not read while requests or an error wait in its line, so its end is not noticed by reading."""
         if self.transport.is_closing() or not (self.pipeline or cast(LineFlow, self.flow).is_full):
             self._is_watched = False
         elif has_left(self.transport):
@@ -326,9 +331,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._arriving.is_coded:
             self._arriving.length = None
         super().on_headers_complete()
-        if self.pipeline and not self._is_watched:
-            self._is_watched = True
-            self.loop.call_later(LEFT_SECONDS, self._watch_line)
+        if self.pipeline:
+            self._start_watch()
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
             scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
@@ -404,10 +408,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.pipeline and self.pipeline[0][0] is own:
             self.pipeline.popleft()                      # the newest; it has not begun
         before = self._answered
-        if before is None or before is own or before.response_complete:
+        if not self.pipeline and (before is None or before is own or before.response_complete):
             self._send_refusal()
         else:
             cast(LineFlow, self.flow).set_full(True)
+            self._start_watch()
 
     def _own_cycle(self) -> RequestResponseCycle | None:
         """Of the request that is arriving, if its headers are complete."""

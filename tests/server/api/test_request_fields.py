@@ -425,6 +425,7 @@ BAD: list[tuple[type[Any], dict[str, Any], str | None, str]] = [
     (ChatRequest, {"verbosity": "huge"}, "verbosity", "huge"),
     (ChatRequest, {"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice", "must be one of"),
     (CompletionRequest, {"best_of": 1, "n": 2}, "best_of", "at least n"),
+    (CompletionRequest, {"best_of": 129}, "best_of", "best_of must be an integer between 1 and 128"),
     (CompletionRequest, {"best_of": 3, "n": 2, "stream": True}, "best_of", "cannot be streamed"),
     (CompletionRequest, {"suffix": 3}, "suffix", "expected str"),
     (CompletionRequest, {"echo": False, "max_tokens": 0}, "max_tokens", "at least 1"),

@@ -68,8 +68,9 @@ class Server:
     def __init__(self) -> None:
         self.app = App()
         options = ServerOptions(max_body_bytes=MAX_BODY, max_connections=MAX_CONNECTIONS)
+        self.protocol = limited_protocol(options)
         config = uvicorn.Config(
-            self.app, http=limited_protocol(options), ws="none", lifespan="off", log_config=None, access_log=False
+            self.app, http=self.protocol, ws="none", lifespan="off", log_config=None, access_log=False
         )
         self._server = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -229,6 +230,27 @@ def test_an_error_waits_for_the_answers_to_the_requests_before_it(
 
 
 @pytest.mark.reliability("H-08e")
+def test_an_error_between_two_answers_waits_for_the_second(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for half a head ends when the first request has its answer and the second has not begun."""
+    made = server._server.server_state.connections
+    turns = server.protocol.turns
+    wait = turns.wait
+
+    def late(work: Any, loop: Any) -> None:
+        work.__self__._too_slow(1.0)
+        wait(work, loop)
+
+    server.app.may_answer.clear()
+    with server.connect() as connection:
+        connection.sendall(WAIT + NEXT + HEAD)
+        wait_until(lambda: any(each.pipeline and each.url == b"/" for each in list(made)))
+        monkeypatch.setattr(turns, "wait", late)
+        server.app.may_answer.set()
+        reply = read_all(connection)
+    assert [int(each[:3]) for each in reply.split(b"HTTP/1.1 ")[1:]] == [200, 200, 408]
+
+
+@pytest.mark.reliability("H-08e")
 def test_a_request_that_has_its_answer_gets_no_second_one(server: Server) -> None:
     """An application may answer before it has read the body: what is wrong with the rest then only closes the connection."""
     with server.connect() as connection:
@@ -247,14 +269,17 @@ def wait_for_cycle(server: Server) -> list[Any]:
 
 @pytest.mark.reliability("R-01")
 @pytest.mark.parametrize("path", [b"/wait", b"/stream"])
-@pytest.mark.parametrize("behind", [0, 1, 3, 20])
+@pytest.mark.parametrize(
+    "behind", [b"", NEXT, 3 * NEXT, 20 * NEXT, b"nonsense\r\n\r\n", HEAD + b"content-length: 200001\r\n\r\n"],
+    ids=["nothing", "1", "3", "20", "nonsense", "length"],
+)
 def test_a_client_that_leaves_ends_its_request_whatever_is_in_line_behind_it(
-    server: Server, path: bytes, behind: int, caplog: pytest.LogCaptureFixture
+    server: Server, path: bytes, behind: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = server.app.gone
     server.app.may_answer.clear()
     with server.connect() as connection:
-        connection.sendall(WAIT.replace(b"/wait", path) + behind * NEXT)
+        connection.sendall(WAIT.replace(b"/wait", path) + behind)
         wait_for_cycle(server)
         if path == b"/stream":
             connection.recv(1)

@@ -56,7 +56,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         most = self.max_tokens if self.max_tokens is not None else defaults.get("max_tokens", 16)
         more: dict[str, Any] = {"n": self.best_of} if self.chooses else {}
         logprobs = 0 if self.chooses and self.logprobs is None else self.logprobs
-        params = self.sampling(1 if self.prompt_only else most, logprobs, defaults, **more)
+        try:
+            params = self.sampling(1 if self.prompt_only else most, logprobs, defaults, **more)
+        except BadRequest as error:
+            raise error.renamed("n", "best_of") if self.chooses and error.field == "n" else error from None
         if self.echo and self.logprobs is not None:
             params.prompt_logprobs = max(self.logprobs, params.prompt_logprobs or 0)
         params.structured_outputs = self.structured()
