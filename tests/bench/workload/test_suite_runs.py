@@ -41,7 +41,6 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
 }
 EXPERTS = {"n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8, "moe_intermediate_size": 64}
-QUICK = "llama-3.1-8b-q4_k_m"        # takes the least time; the others are slow tests
 SHORT = (quality.Part("one row", 4, 12, 2, together=False, alike=True), quality.Part("long prompt", 1, 24, 2, scored=8))
 
 
@@ -71,10 +70,8 @@ def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name == QUICK else [pytest.mark.slow]) for name, group in presets.SUITE.items()
-    if "deterministic" not in group.options
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, group in presets.SUITE.items() if "deterministic" not in group.options])
 def test_every_group_measures_and_writes_its_record(name: str, narrow: None, tmp_path: Path) -> None:
     given = Namespace(directory=str(tmp_path), repeats=2, dtype=["auto"], no_quality=False, price=None, sustain=None,
                       set=["device=cpu", "max_num_seqs=4"])
