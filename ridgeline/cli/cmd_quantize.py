@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (option, words) in LIMIT_OPTIONS.items():
         limits.add_argument(option, dest=f"limit_{name}", metavar="X", help=words)
     limits.add_argument("--max-gb", type=float, metavar="X",
-                        help="with --recipe auto: the best quality whose weights take at most X GB (10^9 bytes; the headers "
-                        "of the files beside), instead of the fewest bytes")
+                        help="with --recipe auto: the best quality whose weights take at most X GB (10^9 bytes, with "
+                        "the headers of the files), instead of the fewest bytes")
     limits.add_argument("--fastest", default="", metavar="GPU[:ROWS]",
                         help="with --recipe auto: the least predicted time of the linears on this GPU, instead of the fewest "
                         "bytes, in steps of ROWS rows (64)")

@@ -33,21 +33,29 @@ ENGINE_GROUPS = {
 }
 
 
+_LONGEST_LIST = 50                   # letters of the choices beside an option
+
+
 class ShortUsage(argparse.HelpFormatter):
-    """Lists long choices once, in an option's text. argparse repeats them in the usage and in the option's own line."""
+    """Long choices are listed in an option's text, which is folded. argparse has them in the usage and beside the option."""
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Callable[[int], tuple[str, ...]]:
-        if _lists_in_text(action):
+        if _long_choices(action):
             return lambda size: ("NAME",) * size
         return super()._metavar_formatter(action, default_metavar)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        text = super()._expand_help(action)
-        return f"{text}; one of {', '.join(map(str, action.choices or ()))}" if _lists_in_text(action) else text
+        text, listed = super()._expand_help(action), _long_choices(action)
+        return f"{text}; one of {', '.join(listed)}" if listed else text
 
 
-def _lists_in_text(action: argparse.Action) -> bool:
-    return action.metavar is None and action.choices is not None and len(",".join(map(str, action.choices))) > 30
+def _long_choices(action: argparse.Action) -> list[str]:
+    """Empty where they fit beside the option. An option of the engine has them in its metavar alone (_add)."""
+    listed, shown = [*map(str, action.choices or ())], action.metavar
+    if shown is not None:
+        listed = shown[1:-1].split(",") if isinstance(shown, str) and shown.startswith("{") else []
+    beside = len(",".join(listed)) * (2 if action.nargs in ("+", "*") else 1)        # argparse says these twice
+    return listed if beside > _LONGEST_LIST else []
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -129,9 +137,6 @@ def add_options(
             _add(groups[titles.get(declared.name, title)], declared, kind)
 
 
-_LONGEST_LIST = 50                   # letters of the choices beside an option; longer ones are in its text, which is folded
-
-
 def _add(group: argparse._ArgumentGroup, declared: Field[Any], kind: type) -> None:
     """Options that are not given stay absent, so the default has one place: the declaration."""
     flag = f"--{declared.name.replace('_', '-')}"
@@ -142,13 +147,10 @@ def _add(group: argparse._ArgumentGroup, declared: Field[Any], kind: type) -> No
         group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help)
         return
     shown = "" if default == "" else f" (default: {'auto' if default is None else default})"
-    listed = ",".join(choices or ())
-    if len(listed) > _LONGEST_LIST:
-        shown = f": {', '.join(choices)}{shown}"
     group.add_argument(
         flag,
         type=_read_int if kind is int else kind,         # `checked` knows the choices, and other spellings of them
-        metavar=f"{{{listed}}}" if 0 < len(listed) <= _LONGEST_LIST else "NAME" if choices else kind.__name__.upper(),
+        metavar="{" + ",".join(choices) + "}" if choices else kind.__name__.upper(),
         default=argparse.SUPPRESS,
         help=(declared.metadata["help"] + shown).replace("%", "%%"),
     )

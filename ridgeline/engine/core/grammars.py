@@ -124,8 +124,8 @@ class Grammars:
 
     def load_early(self) -> None:
         """For an engine without requests, when a grammar is about to come; the first call alone has work to do. The libraries
-        keep Python's lock while they read a vocabulary, for half a second of 49,152 tokens, and no stream would get a token in
-        that time. What they make of it takes 50 MB, so an engine that gets no grammar does without. An error is left to the
+        keep Python's lock while they read a vocabulary, up to seconds for a large one, and no stream would get a token in that
+        time. What they make of it takes memory, too, so an engine that gets no grammar does without. An error is left to the
         request that needs a grammar."""
         if self._thread is None:
             self._started_thread().submit(self._load)
