@@ -112,6 +112,9 @@ def main() -> None:
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="ridgeline-compile-")
     import triton.compiler
 
+    from ridgeline.bench.lab.record import record, write
+
+    asked = {"shape": args.shape, "layers": args.layers, "max_num_seqs": args.max_num_seqs, "only": args.only}
     compile_kernel = triton.compiler.compile
     named(args.shape, args.layers, {"max_num_seqs": args.max_num_seqs})
     print(f"{len(WAITING)} kernels", flush=True)
@@ -121,11 +124,11 @@ def main() -> None:
         if args.only in source.name:
             rows.append(compiled(compile_kernel, source, target, options))
             print(f"{rows[-1]['kernel']:32s} {rows[-1]['cpu_s']:6.2f} s  {rows[-1]['shares']}", flush=True)
-            args.out.write_text(json.dumps(summed(args, triton.__version__, rows), indent=1) + "\n")
-    print(json.dumps({name: value for name, value in summed(args, triton.__version__, rows).items() if name != "rows"}, indent=1))
+            write(record("compile times", asked, summed(rows)), args.out)
+    print(json.dumps({name: value for name, value in summed(rows).items() if name != "rows"}, indent=1))
 
 
-def summed(args: argparse.Namespace, version: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summed(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """`kernels`: that a start names; `compiled`: of which as many were measured."""
     found: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows:
@@ -136,7 +139,6 @@ def summed(args: argparse.Namespace, version: str, rows: list[dict[str, Any]]) -
 
     stages = list(dict.fromkeys(stage for row in rows for stage in row["shares"]))
     return {
-        "shape": args.shape, "layers": args.layers, "max_num_seqs": args.max_num_seqs, "triton": version,
         "kernels": dict(collections.Counter(source.name for source, _, _ in WAITING)), "compiled": len(rows),
         "same_ptx": len(rows) - len({row["ptx"] for row in rows}), "cpu_s": round(sum(row["cpu_s"] for row in rows), 1),
         "by_stage": {stage: of(rows, stage) for stage in stages},
