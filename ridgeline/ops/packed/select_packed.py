@@ -1,12 +1,8 @@
 """Chooses the kernel and its tiles for packed weights of 4 to 6 bits by rows and shape, in plain Python.
 
-The rules come from benchmarks/studies/int4_linears on an H200, with the matrices of an 8B model. At 64 rows these kernels have
-1.31 times the speed of cuBLAS with 16-bit weights (int4) or 1.18 (Q4_K_M), at 128 rows 0.92 and 0.89, at 256 rows 0.76 and 0.71.
-Expanding a weight and cuBLAS together are slower still, up to MOST_ROWS.
-
-Plans with `together` are faster from 17 to 128 rows (128 rows of int4: 1.07). No rule takes them: with such rules one of five
-engines with int4 weights died of a launch failure on its first steps: their rings had five slots, which changed between the
-parts (PackedGemmPlan.__post_init__). Rings whose slots stay with a part have not run on a GPU yet. The study times them.
+The rules come from benchmarks/studies/int4_linears on an H200, with the matrices of an 8B model (gguf.json). At 64 rows these
+kernels have 1.49 times the speed of cuBLAS with 16-bit weights (int4) or 1.28 (Q4_K_M), at 128 rows 1.08 and 0.95, at 256 rows
+0.78 and 0.72. Expanding a weight and cuBLAS together are slower still, up to MOST_ROWS.
 """
 
 from __future__ import annotations
@@ -45,7 +41,7 @@ class PackedGemmPlan:
     splits: int                      # split-K
     step: int                        # strips of 16 outputs in a tile, at most parts * warps * halves
     programs: int = 1                # CTAs per SM
-    together: bool = False           # both parts have all outputs of a tile, and each a half of the inputs; not chosen (below)
+    together: bool = False           # both parts have all outputs of a tile, and each a half of the inputs
 
     def __post_init__(self) -> None:
         # A part waits for a slot by the parity of its fill. If the other part had the slot last and TMA has not completed that
@@ -76,6 +72,8 @@ _MANY_TILES = {
     8: (1, 8, 1, 4, 8, 2), 16: (1, 8, 1, 4, 8, 2), 32: (1, 8, 1, 4, 5, 2), 64: (2, 4, 2, 2, 8, 1), 128: (2, 4, 2, 2, 6, 1),
 }
 _SOME_TILES = (1, 4, 1, 4, 6, 3)     # up to 16 rows, more than two strips and up to four for an SM
+# Both parts with all outputs of a tile of four strips, by rows of x in it: tiles, stages.
+_TOGETHER = {32: (4, 8), 64: (4, 6), 128: (2, 4)}
 
 
 @functools.cache
@@ -94,6 +92,9 @@ def packed_plan(rows: int, outputs: int, inputs: int, high: bool = False) -> Pac
             # q, k and v of Q4_K and Q6_K: 8.3 us instead of 11.6. Of Q4_K alone: 7.4 instead of 6.9.
             return PackedGemvPlan(1, 4, 3) if high else PackedGemvPlan(2, 4, 2)
         return PackedGemvPlan(1, 4, 4)
+    together = _together_plan(rows, strips, inputs)
+    if together is not None:
+        return together
     block_rows = next((size for size in (8, 16, 32, 64) if rows <= size), 128)
     row_blocks, runs = -(-rows // block_rows), -(-inputs // 512)
     shape = _FEW_TILES[block_rows]
@@ -102,6 +103,21 @@ def packed_plan(rows: int, outputs: int, inputs: int, high: bool = False) -> Pac
     elif _tiles(shape, strips) * row_blocks > MULTIPROCESSORS or (row_blocks > 1 and inputs > LONG):
         shape = _MANY_TILES[block_rows]
     return _gemm_plan(shape, block_rows, row_blocks, strips, runs)
+
+
+def _together_plan(rows: int, strips: int, inputs: int) -> PackedGemmPlan | None:
+    """Where a CTA for every tile makes one round that keeps more than half of the SMs busy. Sums of split inputs go through
+    memory, so a tile with fewer rows comes before a split. More rows and fewer inputs were not measured."""
+    if not 16 < rows <= 256 or inputs < 4096:
+        return None
+    for block_rows, (tiles, stages) in _TOGETHER.items():
+        if rows <= block_rows // 2 or (block_rows == 32 and rows > 32):
+            continue
+        items = -(-strips // 4) * -(-rows // block_rows)
+        splits = 2 if 2 * items <= MULTIPROCESSORS else 1
+        if MULTIPROCESSORS < 2 * items * splits <= 2 * MULTIPROCESSORS:
+            return PackedGemmPlan(block_rows, 2, 4, 1, tiles, stages, splits, 4, 1, together=True)
+    return None
 
 
 def _tiles(shape: tuple[int, ...], strips: int) -> int:
