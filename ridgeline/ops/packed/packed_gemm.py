@@ -76,16 +76,16 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
-def _origin(item, items, row_blocks, splits, part_runs, step, strips, RUNS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _origin(item, items, row_blocks, splits, part_runs, step, strips, runs):  # type: ignore[no-untyped-def]
     """(first run of an item, counted from the first strip of its tile in memory; its number among the strip's runs; how many
     strips follow the first). Of the last item, where there is no such item."""
     tile, _row_block, split = _item(gl.minimum(item, items - 1), row_blocks, splits)
-    return (tile * step).to(gl.int64) * RUNS + split * part_runs, split * part_runs, strips - 1 - tile * step
+    return (tile * step).to(gl.int64) * runs + split * part_runs, split * part_runs, strips - 1 - tile * step
 
 
 @gluon_kernel()
 def _load_codes(  # type: ignore[no-untyped-def]
-    code_ptr, start, room, PART: gl.constexpr, RUNS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr,
+    code_ptr, start, room, PART: gl.constexpr, runs, TILES: gl.constexpr, HALVES: gl.constexpr,
     WARPS: gl.constexpr, RUN_WORDS: gl.constexpr = 1024,
 ):
     """Request a block: a tensor [WARPS, 32, 4] for each half and tile. What is not there has scales of zero and some codes
@@ -98,7 +98,7 @@ def _load_codes(  # type: ignore[no-untyped-def]
     loaded = ()
     for half in gl.static_range(HALVES):
         place = gl.minimum((PART * HALVES + half) * WARPS + warp, room)
-        source = code_ptr + start + ((place * (RUNS * RUN_WORDS) + lane * 4)[:, :, None] + word)
+        source = code_ptr + start + ((place * (runs * RUN_WORDS) + lane * 4)[:, :, None] + word)
         for tile in gl.static_range(TILES):
             loaded = loaded + (gl.load(source + tile * 128),)  # type: ignore[assignment]
     return loaded
@@ -107,7 +107,7 @@ def _load_codes(  # type: ignore[no-untyped-def]
 @gluon_kernel()
 def _load_words(  # type: ignore[no-untyped-def]
     ptr, start, left, room, step,
-    PART: gl.constexpr, RUNS: gl.constexpr, HALVES: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr,
+    PART: gl.constexpr, runs, HALVES: gl.constexpr, EACH: gl.constexpr, WARPS: gl.constexpr,
 ):
     """Request the words of scales or zeros of 512 inputs: a tensor [WARPS, 32] for each half and group of 128. `left`: how many
     runs the strip has from here on."""
@@ -119,7 +119,7 @@ def _load_words(  # type: ignore[no-untyped-def]
         place = (PART * HALVES + half) * WARPS + warp
         there = (place < step) & (place <= room) & (left > 0) & (lane >= 0)
         for part in gl.static_range(EACH):
-            source = ptr + start * (EACH * 32) + (place * (RUNS * EACH * 32) + part * 32 + lane)
+            source = ptr + start * (EACH * 32) + (place * (runs * EACH * 32) + part * 32 + lane)
             words = words + (gl.load(source, mask=there, other=0),)  # type: ignore[assignment]
     return words
 
@@ -168,13 +168,13 @@ def _left_operand(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _load_high(  # type: ignore[no-untyped-def]
-    high_ptr, start, room, PART: gl.constexpr, RUNS: gl.constexpr, TILES: gl.constexpr, HALVES: gl.constexpr,
+    high_ptr, start, room, PART: gl.constexpr, runs, TILES: gl.constexpr, HALVES: gl.constexpr,
     KIND: gl.constexpr, WARPS: gl.constexpr,
 ):
     """Request the upper bits of a block of codes that begins at word `start`: half as many words."""
     loaded = ()
     if has_high(KIND):
-        loaded = _load_codes(high_ptr, start // 2, room, PART, RUNS, TILES // 2, HALVES, WARPS, 512)
+        loaded = _load_codes(high_ptr, start // 2, room, PART, runs, TILES // 2, HALVES, WARPS, 512)
     return loaded
 
 
@@ -269,8 +269,8 @@ def _finish(  # type: ignore[no-untyped-def]
 @gluon_kernel()
 def _multiply(  # type: ignore[no-untyped-def]
     code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring, full, empty,
-    memory, written, taken, items, row_blocks, splits, part_runs, strips, step, rows, outputs,
-    PART: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    memory, written, taken, items, row_blocks, splits, runs, part_runs, strips, step, rows, outputs,
+    PART: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr, BLOCK_ROWS: gl.constexpr,
     TILES: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
     OUTER: gl.constexpr, WARPS: gl.constexpr,
@@ -284,46 +284,46 @@ def _multiply(  # type: ignore[no-untyped-def]
     AT: gl.constexpr = FIRST * TILES * 128               # the first words of codes in a run
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 16])
     first = gl.program_id(0)
-    ahead, number_ahead, room_ahead = _origin(first, items, row_blocks, splits, part_runs, step, strips, RUNS)
-    next_codes = _load_codes(code_ptr, ahead * 1024 + AT, room_ahead, PLACE, RUNS, TILES, HALVES, WARPS)
-    next_high = _load_high(high_ptr, ahead * 1024 + AT, room_ahead, PLACE, RUNS, TILES, HALVES, KIND, WARPS)
-    left_ahead = RUNS - number_ahead
-    next_scales = _load_words(scale_ptr, ahead, left_ahead, room_ahead, step, PLACE, RUNS, HALVES, EACH, WARPS)
+    ahead, number_ahead, room_ahead = _origin(first, items, row_blocks, splits, part_runs, step, strips, runs)
+    next_codes = _load_codes(code_ptr, ahead * 1024 + AT, room_ahead, PLACE, runs, TILES, HALVES, WARPS)
+    next_high = _load_high(high_ptr, ahead * 1024 + AT, room_ahead, PLACE, runs, TILES, HALVES, KIND, WARPS)
+    left_ahead = runs - number_ahead
+    next_scales = _load_words(scale_ptr, ahead, left_ahead, room_ahead, step, PLACE, runs, HALVES, EACH, WARPS)
     next_zeros = next_scales
     if ZEROS:
-        next_zeros = _load_words(zero_ptr, ahead, left_ahead, room_ahead, step, PLACE, RUNS, HALVES, EACH, WARPS)
+        next_zeros = _load_words(zero_ptr, ahead, left_ahead, room_ahead, step, PLACE, runs, HALVES, EACH, WARPS)
     next_multipliers = next_scales
     if is_byte(FORM):
-        next_multipliers = _load_words(block_ptr, ahead, left_ahead, room_ahead, step, PLACE, RUNS, HALVES, 1, WARPS)
+        next_multipliers = _load_words(block_ptr, ahead, left_ahead, room_ahead, step, PLACE, runs, HALVES, 1, WARPS)
     count, finished = FIRST, 0
     for item in range(first, items, gl.num_programs(0)):
         origin, number, room = ahead, number_ahead, room_ahead
         following_item = item + gl.num_programs(0)
-        ahead, number_ahead, room_ahead = _origin(following_item, items, row_blocks, splits, part_runs, step, strips, RUNS)
+        ahead, number_ahead, room_ahead = _origin(following_item, items, row_blocks, splits, part_runs, step, strips, runs)
         sums = gl.zeros([16 * WARPS, BLOCK_ROWS], gl.float32, layout)
         other = sums
         for run in range(part_runs):
             last = run == part_runs - 1
             # Beyond the last run of a strip the same codes again, with scales of zero.
-            here = origin + gl.minimum(run, RUNS - 1 - number)
-            next_run = gl.where(last, ahead, origin + gl.minimum(run + 1, RUNS - 1 - number))
-            remaining = gl.where(last, RUNS - number_ahead, RUNS - number - run - 1)
+            here = origin + gl.minimum(run, runs - 1 - number)
+            next_run = gl.where(last, ahead, origin + gl.minimum(run + 1, runs - 1 - number))
+            remaining = gl.where(last, runs - number_ahead, runs - number - run - 1)
             next_room = gl.where(last, room_ahead, room)
             scales, zeros, multipliers = next_scales, next_zeros, next_multipliers
-            next_scales = _load_words(scale_ptr, next_run, remaining, next_room, step, PLACE, RUNS, HALVES, EACH, WARPS)
+            next_scales = _load_words(scale_ptr, next_run, remaining, next_room, step, PLACE, runs, HALVES, EACH, WARPS)
             next_zeros = next_scales
             if ZEROS:
-                next_zeros = _load_words(zero_ptr, next_run, remaining, next_room, step, PLACE, RUNS, HALVES, EACH, WARPS)
+                next_zeros = _load_words(zero_ptr, next_run, remaining, next_room, step, PLACE, runs, HALVES, EACH, WARPS)
             next_multipliers = next_scales
             if is_byte(FORM):
-                next_multipliers = _load_words(block_ptr, next_run, remaining, next_room, step, PLACE, RUNS, HALVES, 1, WARPS)
+                next_multipliers = _load_words(block_ptr, next_run, remaining, next_room, step, PLACE, runs, HALVES, 1, WARPS)
             for block in range(BLOCKS):                  # a loop, since the unrolled code did not fit into the cache
                 codes, high = next_codes, next_high
                 end = block == BLOCKS - 1
                 start = gl.where(end, next_run * 1024, here * 1024 + (block + 1) * (TILES * 128)) + AT
                 code_room = gl.where(end, next_room, room)
-                next_codes = _load_codes(code_ptr, start, code_room, PLACE, RUNS, TILES, HALVES, WARPS)
-                next_high = _load_high(high_ptr, start, code_room, PLACE, RUNS, TILES, HALVES, KIND, WARPS)
+                next_codes = _load_codes(code_ptr, start, code_room, PLACE, runs, TILES, HALVES, WARPS)
+                next_high = _load_high(high_ptr, start, code_room, PLACE, runs, TILES, HALVES, KIND, WARPS)
                 part = (FIRST + block) * (TILES // 2)
                 slot = count % STAGES
                 x = x_ring.index(slot)
@@ -373,11 +373,11 @@ def _multiply(  # type: ignore[no-untyped-def]
         finished += 1
 
 
-@gluon_kernel(do_not_specialize=["items", "row_blocks", "splits", "part_runs", "strips", "step", "rows", "outputs"])
+@gluon_kernel(do_not_specialize=["items", "row_blocks", "splits", "runs", "part_runs", "strips", "step", "rows", "outputs"])
 def packed_gemm_kernel(  # type: ignore[no-untyped-def]
     x, code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
-    items, row_blocks, splits, part_runs, strips, step, rows, outputs,
-    RUNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
+    items, row_blocks, splits, runs, part_runs, strips, step, rows, outputs,
+    BLOCK_ROWS: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr, TOGETHER: gl.constexpr,
     HALVES: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr,
     ZEROS: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, WARPS: gl.constexpr,
@@ -401,14 +401,14 @@ def packed_gemm_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize([
             (_multiply, (
                 code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring,
-                full, empty, memory, written, taken, items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, PARTS,
-                TOGETHER, RUNS, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
+                full, empty, memory, written, taken, items, row_blocks, splits, runs, part_runs, strips, step, rows, outputs,
+                0, PARTS, TOGETHER, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
                 OUTER, WARPS,
             )),
             (_multiply, (
                 code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring,
-                full, empty, memory, written, taken, items, row_blocks, splits, part_runs, strips, step, rows, outputs, 1, PARTS,
-                TOGETHER, RUNS, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
+                full, empty, memory, written, taken, items, row_blocks, splits, runs, part_runs, strips, step, rows, outputs,
+                1, PARTS, TOGETHER, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
                 OUTER, WARPS,
             )),
             (_fetch_rows, (
@@ -419,8 +419,8 @@ def packed_gemm_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize([
             (_multiply, (
                 code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, x_ring,
-                full, empty, memory, written, taken, items, row_blocks, splits, part_runs, strips, step, rows, outputs, 0, PARTS,
-                TOGETHER, RUNS, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
+                full, empty, memory, written, taken, items, row_blocks, splits, runs, part_runs, strips, step, rows, outputs,
+                0, PARTS, TOGETHER, BLOCK_ROWS, TILES, HALVES, STAGES, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GATE, BIAS,
                 OUTER, WARPS,
             )),
             (_fetch_rows, (
@@ -451,8 +451,8 @@ def packed_gemm(
         described, weight.codes, weight.scale, weight.scale if weight.zero is None else weight.zero,
         weight.codes if weight.high is None else weight.high, weight.codes if weight.blocks is None else weight.blocks,
         weight.scale if weight.outer is None else weight.outer, x if bias is None else bias, out, parts, arrivals(x.device),
-        items, row_blocks, splits, part_runs, strips, plan.step, rows, outputs,
-        RUNS=runs, BLOCK_ROWS=plan.block_rows, TILES=plan.tiles, PARTS=plan.parts, TOGETHER=plan.together,
+        items, row_blocks, splits, runs, part_runs, strips, plan.step, rows, outputs,
+        BLOCK_ROWS=plan.block_rows, TILES=plan.tiles, PARTS=plan.parts, TOGETHER=plan.together,
         HALVES=plan.halves, STAGES=plan.stages, KIND=weight.kind, FORM=weight.form, GROUP=weight.group, DTYPE=NAMES[x.dtype],
         SCALE_DTYPE=NAMES[weight.scale_dtype],
         ZEROS=weight.zero is not None, GATE=GATES[gate], BIAS=bias is not None, OUTER=weight.outer is not None,

@@ -51,14 +51,14 @@ def gemv_source(plan: PackedGemvPlan, runs: int, gate: int, form: dict[str, Any]
     return packed_gemv._packed_gemv_kernel, constants, numbers | counts | {"eps": "fp32", "norm_offset": "fp32"}
 
 
-def gemm_source(plan: PackedGemmPlan, runs: int, gate: int, form: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, str]]:
+def gemm_source(plan: PackedGemmPlan, gate: int, form: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, str]]:
     constants = form | {
-        "RUNS": runs, "BLOCK_ROWS": plan.block_rows, "TILES": plan.tiles, "PARTS": plan.parts, "TOGETHER": plan.together,
+        "BLOCK_ROWS": plan.block_rows, "TILES": plan.tiles, "PARTS": plan.parts, "TOGETHER": plan.together,
         "HALVES": plan.halves, "STAGES": plan.stages, "GATE": gate, "BIAS": True, "WARPS": plan.warps, "DEPENDENT": True,
     }
     element = "bf16" if form["DTYPE"] == "bf16" else "fp16"
     layout = packed_gemm.gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    counts = dict.fromkeys(("items", "row_blocks", "splits", "part_runs", "strips", "step", "rows", "outputs"), "i32")
+    counts = dict.fromkeys(("items", "row_blocks", "splits", "runs", "part_runs", "strips", "step", "rows", "outputs"), "i32")
     return packed_gemm.packed_gemm_kernel, constants, counts | {
         "x": f"tensordesc<{element}[{plan.block_rows}, {plan.tiles * 64}],{layout!r}>", "bias_ptr": f"*{element}",
         "out_ptr": f"*{element}",
@@ -82,7 +82,7 @@ def compiled(rows: int, outputs: int, inputs: int, gate: int, form: str) -> dict
         kernel, constants, types = gemv_source(plan, -(-inputs // 512), gate, FORMATS[form])
         planned, options = plan.shared_bytes(inputs), {"num_warps": plan.groups * plan.warps, "maxnreg": plan.registers()}
     else:
-        kernel, constants, types = gemm_source(plan, -(-inputs // 512), gate, FORMATS[form])
+        kernel, constants, types = gemm_source(plan, gate, FORMATS[form])
         planned, options = plan.shared_bytes(), {"num_warps": plan.warps, "maxnreg": plan.registers()}
     types = WORDS | types | dict.fromkeys(constants, "constexpr")
     aligned = [name for name in kernel.arg_names if name.endswith("_ptr") or name == "inputs"]
