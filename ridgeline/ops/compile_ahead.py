@@ -6,10 +6,10 @@
         ...                          # threads compile; this one may load weights
         ahead.finish()               # all are compiled and loaded
 
-Triton compiles a variant of a kernel at its first launch, so a start without its cache compiles one after the other. Nine
-tenths of that time are LLVM passes and other processes (the assembler, the C compiler of the launcher), which do not hold the
-GIL: so threads suffice. They use Triton's AsyncCompileMode and leave the same entries in its cache. A variant that was not
-collected is compiled at its launch, and logged.
+Triton compiles a variant of a kernel at its first launch, so a start without its cache compiles one after the other. Threads
+look into the cache and load what is there, by Triton's AsyncCompileMode. Each has a process for what is not (compile_child.py),
+since Triton's code generation holds the GIL; it compiles itself until its process has started, or if that fails. A variant that
+was not collected is compiled at its launch, and logged.
 
 Memory that a kernel would have written is undefined while launches are collected: the caller must not use it as an index. In
 Triton's interpreter, and with a Triton without this mode, nothing is collected and everything is launched.
@@ -17,6 +17,7 @@ Triton's interpreter, and with a Triton without this mode, nothing is collected 
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 import time
@@ -29,13 +30,14 @@ from typing import Any
 import torch
 
 from ridgeline.ops import registry
+from ridgeline.ops.compile_child import CompileChild
 from ridgeline.ops.direct_launch import collected_once
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 
 logger = get_logger("ops")
 
-MOST_THREADS = 32
+MOST_THREADS = 16                    # and processes, with 0.4 GB each
 # Threads that generate code hold the GIL for tens of milliseconds, and the collecting thread needs it thousands of times: with
 # sixteen compiling it took 10.5 s, and 2.1 s when nothing has to be compiled. So few threads compile during collection, and the
 # switch interval is shorter than Python's 5 ms.
@@ -79,34 +81,106 @@ def triton_compiles_ahead() -> bool:
     return False
 
 
+class _NotInCache(Exception):
+    """Triton's `compile` is about to generate code."""
+
+    def __init__(self, source: Any, target: Any, options: Any) -> None:
+        super().__init__(source.name)
+        self.job = (source, target, options)
+
+
+_thread = threading.local()
+
+
+def _stop_at_a_miss() -> None:
+    """Threads that ask for it get _NotInCache where a kernel is not in the cache. Only Triton knows its keys."""
+    compiler = importlib.import_module("triton.compiler.compiler")
+    gluon = importlib.import_module("triton.experimental.gluon._runtime")
+    for kind in (compiler.ASTSource, gluon.GluonASTSource):
+        generate = kind.make_ir
+        if getattr(generate, "stops", False):
+            continue
+
+        def make_ir(source: Any, target: Any, options: Any, *others: Any, generate: Any = generate) -> Any:
+            if getattr(_thread, "stops", False):
+                raise _NotInCache(source, target, options)
+            return generate(source, target, options, *others)
+
+        make_ir.stops = True  # type: ignore[attr-defined]
+        kind.make_ir = make_ir
+
+
 class _Builders(Executor):
-    """A pool whose threads compile a kernel, and also make its launcher and load it onto the device."""
+    """A pool whose threads get a kernel compiled, make its launcher, and load it onto the device."""
 
     def __init__(self, threads: int, device: torch.device) -> None:
+        _stop_at_a_miss()
         self._pool = ThreadPoolExecutor(threads, "compile", registry.compile_ahead_here)
         self._turns = threading.Semaphore(WHILE_COLLECTING)
         self._threads = threads
         self._device = device
+        self._children: list[CompileChild] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._pool.submit(self._build, fn)
 
     def _build(self, compile_kernel: Callable[[], Any]) -> Any:
         try:
-            with self._turns:
-                kernel = compile_kernel()
-                with torch.cuda.device(self._device):
-                    _ = kernel.run                       # the property loads the kernel and makes its launcher
-                return kernel
+            try:
+                _thread.stops = True
+                with self._turns:
+                    return self._loaded(compile_kernel)
+            except _NotInCache as missing:
+                _thread.stops = False
+                return self._compiled(compile_kernel, missing)
         except Exception as error:                       # its launch will compile it again and raise
             logger.warning("a kernel could not be compiled ahead: %s", error)
             raise
+
+    def _loaded(self, compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        with torch.cuda.device(self._device):
+            _ = kernel.run                               # the property loads the kernel and makes its launcher
+        return kernel
+
+    def _compiled(self, compile_kernel: Callable[[], Any], missing: _NotInCache) -> Any:
+        child = self._own_child()
+        while child is not None and not child.ready():
+            if child.ended():
+                child = None
+            elif self._turns.acquire(timeout=0.05):
+                try:
+                    return self._loaded(compile_kernel)
+                finally:
+                    self._turns.release()
+        if child is not None:
+            wrong = child.compile(*missing.job, registry.triton.runtime.cache.triton_key())
+            if wrong:
+                logger.debug("%s was not compiled in a process of its own: %s", missing, wrong)
+            else:
+                registry.COMPILED_AHEAD.append(str(missing))
+        with self._turns:
+            return self._loaded(compile_kernel)
+
+    def _own_child(self) -> CompileChild | None:
+        """This thread's process; started when the thread first misses a kernel."""
+        if not hasattr(_thread, "child"):
+            try:
+                _thread.child = CompileChild()
+                self._children.append(_thread.child)
+            except OSError as error:                     # no room for another process
+                logger.debug("kernels are compiled in threads: %s", error)
+                _thread.child = None
+        child: CompileChild | None = _thread.child
+        return child
 
     def all_at_once(self) -> None:
         self._turns.release(max(1, self._threads - WHILE_COLLECTING))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for child in self._children:
+            child.close()
 
 
 class CompileAhead:

@@ -1,0 +1,119 @@
+"""A process that compiles Triton kernels for its parent and leaves them in Triton's cache; the parent's side is CompileChild.
+
+Triton generates code in Python, so threads that compile wait for each other's interpreter lock; processes do not. A job names a
+kernel by its module, with the types and constants of one variant. The process opens no GPU. It ends when its parent closes the
+pipe or dies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import select
+import struct
+import subprocess
+from typing import Any
+
+import torch
+
+from ridgeline.process.children import child_environment, start_child
+
+_READY = b"r"
+
+
+class CompileChild:
+    """One process; used by one thread at a time. It imports torch and Triton for seconds: `ready` says when it has."""
+
+    def __init__(self) -> None:
+        environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self._process = start_child(
+            __name__, environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+        )
+        self._is_ready = False
+
+    def ready(self) -> bool:
+        if not self._is_ready:
+            said = self._answers()
+            self._is_ready = bool(select.select([said], [], [], 0)[0]) and said.read(1) == _READY
+        return self._is_ready
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def compile(self, source: Any, target: Any, options: Any, key: str) -> str:
+        """What Triton's `compile` gets, and the key of its library. Empty when the kernel is in the cache; otherwise why not."""
+        try:
+            job = pickle.dumps((
+                source.fn.__module__, source.fn.__name__, type(source).__module__, type(source).__name__, dict(source.signature),
+                dict(source.constants), dict(source.attrs), target, dict(options.__dict__), key,
+            ))
+            wanted = self._process.stdin
+            assert wanted is not None
+            _write(wanted, job)
+            answer = _read(self._answers())
+        except Exception as error:                       # a constant that cannot be sent, a process that died
+            return f"{type(error).__name__}: {error}"
+        return "the process has ended" if answer is None else answer.decode()
+
+    def close(self) -> None:
+        self._process.kill()                             # what it has not finished is in no cache
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _answers(self) -> Any:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+
+def _write(pipe: Any, message: bytes) -> None:
+    left = memoryview(struct.pack("<Q", len(message)) + message)
+    while left:
+        left = left[pipe.write(left):]
+
+
+def _read(pipe: Any) -> bytes | None:
+    """None: the other side has closed the pipe."""
+    head = _exactly(pipe, 8)
+    return None if head is None else _exactly(pipe, struct.unpack("<Q", head)[0])
+
+
+def _exactly(pipe: Any, count: int) -> bytes | None:
+    found = b""
+    while len(found) < count:
+        more = pipe.read(count - len(found))
+        if not more:
+            return None
+        found += more
+    return found
+
+
+def _compiled(job: bytes) -> str:
+    module, name, source_module, source_name, signature, constants, attributes, target, options, key = pickle.loads(job)
+    triton = importlib.import_module("triton")
+    triton.runtime.cache.triton_key = lambda: key        # hashing Triton's library takes a second
+    kernel = getattr(importlib.import_module(module), name)
+    source = getattr(importlib.import_module(source_module), source_name)(kernel, signature, constants, attributes)
+    triton.compile(source, target=target, options=options)
+    return ""
+
+
+def main() -> None:
+    wanted, answers = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
+    os.dup2(2, 1)                                        # what a library prints must not be read as an answer
+    importlib.import_module("triton.experimental.gluon")
+    # Kernels are defined where torch sees a GPU. This process has none, and needs none.
+    torch.cuda.is_available = lambda: True
+    answers.write(_READY)
+    while (job := _read(wanted)) is not None:
+        try:
+            answer = _compiled(job)
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        _write(answers, answer.encode())
+
+
+if __name__ == "__main__":
+    main()

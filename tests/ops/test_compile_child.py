@@ -1,0 +1,86 @@
+"""Kernels compiled in processes of their own: this process then finds them in Triton's cache, and does without where that fails.
+
+On a machine without a GPU: in a process with a pretended one (pretend_gpu.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import import_path
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+SCRIPT = """
+import time
+import pretend_gpu
+pretend_gpu.install()
+import torch
+from ridgeline.ops import compile_ahead, registry, rms_norm
+from ridgeline.ops.compile_child import CompileChild
+
+compile_ahead.platform.cpu_count = lambda: 1
+registry.log_compilations()
+ready, compiled = CompileChild.ready, CompileChild.compile
+answers, generated, damage = [], [], lambda child: None
+
+def ready_at_last(child):            # or the thread would compile while it waits
+    while not ready(child) and not child.ended():
+        time.sleep(0.01)
+    return not child.ended()
+
+def listened(child, *job):
+    damage(child)
+    answers.append(compiled(child, *job))
+    return answers[-1]
+
+CompileChild.ready, CompileChild.compile = ready_at_last, listened
+compile_ahead._stop_at_a_miss()
+stopping = registry.triton.compiler.ASTSource.make_ir
+
+def make_ir(source, *others):
+    made = stopping(source, *others)
+    generated.append(source.name)
+    return made
+
+make_ir.stops = True                 # it is not wrapped again
+registry.triton.compiler.ASTSource.make_ir = make_ir
+
+def norm(width):
+    rms_norm.rms_norm_triton(torch.zeros(3, width, dtype=torch.bfloat16), torch.ones(width, dtype=torch.bfloat16), 1e-5)
+
+def ahead_of(*widths):
+    with compile_ahead.CompileAhead(torch.device("cuda", 0)) as ahead:
+        with ahead.collecting():
+            for width in widths:
+                norm(width)
+        ahead.finish()
+        return list(ahead._builders._children)
+
+children = ahead_of(64, 128)
+assert answers == ["", ""] and generated == [], (answers, generated)
+assert len(children) == 1 and children[0].ended()
+assert registry.COMPILED_AHEAD == ["_rms_norm_kernel"] * 2
+damage = lambda child: child._process.kill()
+ahead_of(256)
+assert answers[2] and generated == ["_rms_norm_kernel"], "a process that dies: the thread compiles"
+def refused(): raise OSError("no more processes")
+compile_ahead.CompileChild = refused
+assert ahead_of(512) == [] and len(generated) == 2, "no process at all: the thread compiles"
+assert ahead_of(64) == [] and len(generated) == 2 and len(answers) == 3, "what is in the cache starts no process"
+assert len(registry.COMPILED_AHEAD) == 4
+print("ok")
+"""
+
+
+def test_a_process_compiles_for_a_thread_and_the_thread_where_it_cannot(tmp_path: Path, run_script: Any) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()}
+    done = run_script([sys.executable, "-c", SCRIPT], timeout=250, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-1] == "ok"
