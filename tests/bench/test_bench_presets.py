@@ -210,6 +210,7 @@ def test_presets_on_a_tiny_model(tiny_presets: None, tmp_path: Path, capsys: pyt
         first = row["first_pass"]
         assert first["of_median"] == pytest.approx(first["output_tok_s"] / row["median"]["output_tok_s"])
         assert 0 < first["first_token_ms"] / 1e3 <= first["seconds"]
+        assert first["events"] == {}                             # a CPU compiles and captures nothing
         cached = {run["cached_tokens"] for run in row["runs"]}
         assert (cached == {0}) == (name != "prefix")             # only prompts of one run share
         assert {run["output_tokens"] for run in row["runs"]} == {row["tokens_out"]}

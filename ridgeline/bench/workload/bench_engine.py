@@ -17,6 +17,7 @@ from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.engine.core.gc_policy import look_at_the_old, spare_the_old
 from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
+from ridgeline.metrics import HAPPENED
 from ridgeline.models.decoder import Decoder
 from ridgeline.quant.quality_card import find_card, with_card
 from ridgeline.resolve import ResolvedConfig, model_path, resolve
@@ -38,6 +39,7 @@ class Run:
     cached: int                      # prompt tokens that the prefix cache had
     steps: int
     longest_step: float              # seconds between two steps' results, at most: what held a run up shows here
+    events: dict[str, int]           # kernels compiled and graphs captured meanwhile, which delay steps
     level: int | None                # rows that ran at once, where not all of them did (sizes/batch_levelling.py)
 
     @property
@@ -77,7 +79,7 @@ class Engine:
 
     def serve(self, asked: Asked, salt: str = "", **params: Any) -> Run:
         """Submit all at once, as LLM.generate does, and wait for all. Runs with different salts share no cached prefix."""
-        core, steps, cached = self.core, 0, 0
+        core, steps, cached, happened = self.core, 0, 0, HAPPENED.copy()
         first: dict[str, float] = {}
         longest, start = 0.0, time.perf_counter()
         answers: dict[str, list[int]] = {self.submit(prompt, tokens_out, salt, **params): [] for prompt, tokens_out in asked}
@@ -96,7 +98,8 @@ class Engine:
                     cached += delta.num_cached_tokens
                 answers[delta.request_id] += delta.token_ids
         seconds = time.perf_counter() - start
-        return Run(seconds, list(first.values()), list(answers.values()), cached, steps, longest, core.scheduler.level)
+        events = dict(HAPPENED - happened)
+        return Run(seconds, list(first.values()), list(answers.values()), cached, steps, longest, events, core.scheduler.level)
 
     def submit(self, prompt: list[int], tokens_out: int, salt: str = "", **params: Any) -> str:
         """Queue one greedy request that answers with exactly this number of tokens."""

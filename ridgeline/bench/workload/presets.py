@@ -303,13 +303,13 @@ def measure_preset(
     return row | _memory(engine) | _against_floors(engine, preset, model, peaks, row, asked)
 
 
-def _first_pass(run: Run, medians: dict[str, float]) -> dict[str, float]:
+def _first_pass(run: Run, medians: dict[str, float]) -> dict[str, Any]:
     """The run before all others of this workload, right after the engine was ready or had run other workloads: what a user meets
     after a deploy. Its prompts are others of the same kind."""
     speed = run.tokens / run.seconds
     return {
         "seconds": run.seconds, "output_tok_s": speed, "first_token_ms": 1e3 * min(run.first),
-        "longest_step_ms": 1e3 * run.longest_step, "of_median": speed / medians["output_tok_s"],
+        "longest_step_ms": 1e3 * run.longest_step, "of_median": speed / medians["output_tok_s"], "events": run.events,
     }
 
 
