@@ -13,6 +13,7 @@ import json
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -46,14 +47,15 @@ def sent(operation: str, size: int, ranks: int) -> float:
     return size * shares.get(operation, 1.0)
 
 
-def line(sizes: list[float], seconds: list[float]) -> tuple[float, float]:
-    """(latency, bytes per second) of the line with the least relative error; no latency is below 0."""
+def line(sizes: list[float], seconds: list[float]) -> tuple[float, float | None]:
+    """(latency, bytes per second) of the line with the least relative error; no latency is below 0. None: times do not grow with
+    sizes."""
     x, y = np.array(sizes), np.array(seconds)
     columns = np.stack((1 / y, x / y), axis=1)
     latency, per_byte = np.linalg.lstsq(columns, np.ones(len(y)), rcond=None)[0]
     if latency < 0:
         latency, per_byte = 0.0, float((x / y).sum() / ((x / y) ** 2).sum())
-    return float(latency), 1 / per_byte if per_byte > 0 else float("inf")
+    return float(latency), 1 / float(per_byte) if per_byte > 0 else None
 
 
 def default_sizes(ranks: int) -> list[int]:
@@ -82,10 +84,11 @@ def run(args: argparse.Namespace) -> None:
         if len(seconds) < 2:                             # of the sizes that a one-shot all-reduce can have
             continue
         latency, bandwidth = line([sent(name, int(size), args.ranks) for size in seconds], list(seconds.values()))
-        figures[name] = {"latency_us": latency * 1e6, "gigabytes_per_s": bandwidth / 1e9,
+        gigabytes = None if bandwidth is None else bandwidth / 1e9
+        figures[name] = {"latency_us": latency * 1e6, "gigabytes_per_s": gigabytes,
                          "seconds": {size: float(taken) for size, taken in seconds.items()}}
         ends = {column: seconds[str(size)] * 1e6 if str(size) in seconds else "" for size, column in columns}
-        rows.append({"collective": name, "latency µs": latency * 1e6, "GB/s": bandwidth / 1e9, **ends})
+        rows.append({"collective": name, "latency µs": latency * 1e6, "GB/s": "" if gigabytes is None else gigabytes, **ends})
     print(table.as_markdown(rows))
     setting = {name: getattr(args, name) for name in ("ranks", "device", "sizes", "repeats", "in_a_row")}
     finish(record("comm", setting, figures, gpu={"name": told["gpu"]} if args.device == "cuda" else None), args)
@@ -111,6 +114,9 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
         ]
         try:
             _wait(children)
+            for child in children:                       # a rank whose peer is gone complains
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(5)
         finally:
             for child in children:
                 child.kill()

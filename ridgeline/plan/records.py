@@ -50,6 +50,8 @@ def read_link(path: str, operation: str) -> Link:
     try:
         figures = json.loads(Path(path).read_text(encoding="utf-8"))["figures"]
         found = figures.get(operation) or figures["all_reduce"]
+        if found["gigabytes_per_s"] is None:
+            raise ConfigError(f"{path} has no bandwidth: its times do not grow with the sizes; measure larger --sizes")
         return Link(found["gigabytes_per_s"] * 1e9, found["latency_us"] / 1e6)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no record of `ridgeline bench comm` ({error})") from None

@@ -29,7 +29,16 @@ def test_the_line_is_found_again() -> None:
 def test_no_latency_is_negative() -> None:
     """Times that grow faster than sizes: a cache that overflows."""
     latency, bandwidth = line([1e3, 1e6, 1e7], [1e-7, 1e-3, 2e-2])
-    assert latency == 0.0 and 0 < bandwidth < float("inf")
+    assert latency == 0.0 and bandwidth is not None and 0 < bandwidth < float("inf")
+
+
+def test_times_that_do_not_grow_give_no_bandwidth(tmp_path: Path) -> None:
+    """JSON has no infinity."""
+    assert line([1e3, 1e6], [5e-3, 5e-3 - 1e-6])[1] is None
+    path = tmp_path / "comm.json"
+    path.write_text(json.dumps({"figures": {"all_reduce": {"latency_us": 5.0, "gigabytes_per_s": None}}}))
+    with pytest.raises(ConfigError, match="larger --sizes"):
+        read_link(str(path), "all_reduce")
 
 
 def test_bytes_that_a_rank_sends() -> None:
