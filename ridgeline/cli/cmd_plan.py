@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.lab.sweep import middle
+from ridgeline.bench.workload.shapes import GGUF_SHAPES, write_shape
 from ridgeline.bench.workload.workloads import GPU_PRESETS, TIMED
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ConfigError
@@ -291,6 +292,11 @@ def preset_lengths() -> dict[str, Lengths]:
     }
 
 
+def shape_file(name: str) -> str:
+    """Of a benchmark's shape that is a GGUF file, the file; other names stay."""
+    return str(write_shape(name)) if name in GGUF_SHAPES else name
+
+
 def _check(args: argparse.Namespace) -> int:
     lengths = preset_lengths()
     fitted_on = [name for file in FITTED.values() for name in json.loads(file.read_text())["fitted_on"]]
@@ -305,7 +311,7 @@ def _check(args: argparse.Namespace) -> int:
             found += check.check_serve(Path(path).stem, points, setup)
             continue
         try:
-            record = replace(read_record(path, lengths), name=record_name(path))
+            record = replace(read_record(path, lengths, shape_file), name=record_name(path))
         except NotPredicted as error:
             print(f"left out: {error}", file=sys.stderr)
             continue
@@ -348,7 +354,7 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
 
 
 def _fit(args: argparse.Namespace) -> int:
-    records = [read_record(path, preset_lengths()) for path in args.fit]
+    records = [read_record(path, preset_lengths(), shape_file) for path in args.fit]
     constants, errors = fit(records, host_constants(*args.host) if args.host else None, args.ops)
     if args.ops:
         measured = narrow_constants(args.ops, constants.attention_call_s) | launch_constants(args.ops)

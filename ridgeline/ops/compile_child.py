@@ -56,8 +56,11 @@ class CompileChild:
             return f"{type(error).__name__}: {error}"
         return "the process has ended" if answer is None else answer.decode()
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._process.kill()                             # what it has not finished is in no cache
+
+    def close(self) -> None:
+        self.stop()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

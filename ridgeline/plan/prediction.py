@@ -53,9 +53,10 @@ STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
 # The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time: e4m3
 # codes of gate and up at 4 rows (benchmarks/studies/fp8_linears), 4-bit integers, and MXFP4, whose numbers take more instructions
-# (both from one request of their records in benchmarks/h200).
+# (both from one request of their records in benchmarks/h200). Blocks of a GGUF file have more scales and planes to unpack: from
+# one request of Q4_K_M.
 READ = {"fp8": 0.97, "fp8-block": 0.97, "int8": 0.97, "mxfp4": 0.57}
-NARROW_READ = 0.78
+NARROW_READ, BLOCKS_READ = 0.78, 0.61
 # The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first
 # tokens of 128 prompts in their records.
 EIGHT_BIT_COMPUTE = {"fp8": 0.83, "fp8-block": 0.76, "int8": 0.86}
@@ -247,7 +248,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     read = device.bandwidth * constants.linear_read
     narrow = 1.0
     if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda":
-        narrow = READ.get(setup.weights, NARROW_READ)
+        blocks = setup.kept is not None and bool(setup.model.config.packed)
+        narrow = READ.get(setup.weights, BLOCKS_READ if blocks else NARROW_READ)
     if format in EIGHT_BIT_COMPUTE and device.kind == "cuda":
         rate *= EIGHT_BIT_COMPUTE[setup.weights]
     # The head stays wide, but for a file's own.

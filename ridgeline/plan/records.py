@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
+from ridgeline.plan.capacity import kernel_facts
 from ridgeline.plan.precision import WEIGHT_FORMATS, StoredWeights
 from ridgeline.plan.prediction import MOST_ROWS, STEP_TOKENS, Setup
-from ridgeline.plan.public_models import CONFIGS, find_model, table_name
+from ridgeline.plan.public_models import CONFIGS, find_model, gpu_weights, table_name
 from ridgeline.plan.workload_steps import Lengths
 from ridgeline.sizes.abilities import packed_width
 from ridgeline.sizes.hardware import NO_LINK, Device, Link, data_sheet
@@ -93,15 +94,16 @@ class Record:
     max_rows: int = MOST_ROWS
 
 
-def read_record(path: str | Path, lengths: Mapping[str, Lengths]) -> Record:
-    """`lengths`: of the presets whose requests differ, by name."""
+def read_record(path: str | Path, lengths: Mapping[str, Lengths], file_of: Callable[[str], str] = str) -> Record:
+    """`lengths`: of the presets whose requests differ, by name. `file_of`: of a shape that is a GGUF file, such a file; other
+    names stay."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         if raw["benchmark"] == "idle":
-            return _idle(raw)
+            return _idle(raw, file_of)
         if raw["benchmark"] != "offline":
             raise ConfigError(f"{path} is a record of `bench {raw['benchmark']}`; plan knows those of `bench offline` and idle")
-        return _gpu(raw, lengths) if "rows" in raw["figures"] else _cpu(raw)
+        return _gpu(raw, lengths, file_of) if "rows" in raw["figures"] else _cpu(raw)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -117,7 +119,7 @@ def of_card(device: Device, read_tb_s: float, tflop_s: float) -> Device:
     return replace(device, bandwidth=device.bandwidth * read, flops=rates)
 
 
-def _setup(raw: dict[str, Any]) -> Setup:
+def _setup(raw: dict[str, Any], file_of: Callable[[str], str]) -> Setup:
     """The model and the device of a record made on a GPU."""
     workload, options = raw["workload"], raw["workload"]["options"]
     if options.get("deterministic"):
@@ -128,24 +130,25 @@ def _setup(raw: dict[str, Any]) -> Setup:
     peaks = raw["figures"].get("peaks")
     if peaks:
         device = of_card(device, peaks["read_tb_s"], peaks["tflop_s"])
+    model, ranks = find_model(_model_name(file_of(workload["model"]))), options.get("tensor_parallel_size", 1)
+    kept = gpu_weights(model, workload["dtype"], ranks, kernel_facts(device)) if model.config.packed else None
+    chosen = options["quantization"] if options.get("quantization") in WEIGHT_FORMATS else workload["dtype"]
     return Setup(
-        model=find_model(_model_name(workload["model"])), device=device, dtype=workload["dtype"],
-        weights=options["quantization"] if options.get("quantization") in WEIGHT_FORMATS else workload["dtype"],
-        ranks=options.get("tensor_parallel_size", 1),
-        kv=options.get("kv_cache_dtype", "auto"),
+        model=model, device=device, dtype=workload["dtype"], weights=chosen if kept is None else kept.format, stored=kept,
+        ranks=ranks, kv=options.get("kv_cache_dtype", "auto"),
     )
 
 
-def _gpu(raw: dict[str, Any], lengths: Mapping[str, Lengths]) -> Record:
+def _gpu(raw: dict[str, Any], lengths: Mapping[str, Lengths], file_of: Callable[[str], str]) -> Record:
     workload, figures = raw["workload"], raw["figures"]
     rows = [
         _gpu_row(name, row, lengths) for name, row in figures["rows"].items()
         if name in lengths or not row["tokens_in"] % row["requests"]
     ]
-    return Record(workload["model"], _setup(raw), rows, workload["max_num_batched_tokens"], workload["max_num_seqs"])
+    return Record(workload["model"], _setup(raw, file_of), rows, workload["max_num_batched_tokens"], workload["max_num_seqs"])
 
 
-def _idle(raw: dict[str, Any]) -> Record:
+def _idle(raw: dict[str, Any], file_of: Callable[[str], str]) -> Record:
     """Decode steps at several numbers of rows, kernel by kernel."""
     context = raw["workload"]["context"]
     rows = [
@@ -155,7 +158,7 @@ def _idle(raw: dict[str, Any]) -> Record:
         )
         for batch, found in ((int(name.removeprefix("batch_")), found) for name, found in raw["figures"].items())
     ]
-    return Record(raw["workload"]["model"], _setup(raw), rows)
+    return Record(raw["workload"]["model"], _setup(raw, file_of), rows)
 
 
 def _model_name(label: str) -> str:

@@ -21,7 +21,7 @@ from host_simulation import Simulation
 from ridgeline.__main__ import main
 from ridgeline.bench.workload.floors import workload_floor
 from ridgeline.bench.workload.shapes import DENSE, MIXTURES, SHAPES, write_shape
-from ridgeline.cli.cmd_plan import parse_kl, parse_slo, preset_lengths
+from ridgeline.cli.cmd_plan import parse_kl, parse_slo, preset_lengths, shape_file
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.model_config import hf_model_config
@@ -760,7 +760,7 @@ def checked(path: Path) -> list[Checked]:
                    point["setting"]["max_concurrency"]) for point in made]
         return check_serve(path.stem, points, setup())
     fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
-    record = read_record(path, preset_lengths())
+    record = read_record(path, preset_lengths(), shape_file)
     return check(replace(record, name=record_name(path)), record_id(path) in fitted_on)
 
 
