@@ -1,7 +1,8 @@
 """Fused decode attention after the QKV projection: norm of q and k, rotation, KV write and attention in one kernel.
 
 The definition is the two ops it replaces (qkv_write.py, paged_attention.py), in their order, for any batch. The decode kernel
-(kernel_decode.py) does all of it if every row has one query, and kernel_one_row.py if there is one row; otherwise the two ops run.
+(kernel_decode.py) does all of it if every row has one query, and that of kernel_one_row.py if there is one row. Otherwise the two
+ops run.
 """
 
 from __future__ import annotations
