@@ -92,7 +92,9 @@ def decode_attention_triton(
     tokens, rows = qkv.shape[0], kv_len.shape[0]
     if work is None and tokens == rows:
         work = AttentionWork(rows, 0)                    # callers give `work` for steps with longer rows
-    if work is None or not _one_query_each(work, tokens, prefix) or k_cache.shape[-1] > WIDEST_HEAD:
+    single = tokens == 1 and suits_one_row(k_cache, v_cache, qkv.dtype)
+    apart = tokens == 1 < FEWEST_ROWS and not single
+    if work is None or apart or not _one_query_each(work, tokens, prefix) or k_cache.shape[-1] > WIDEST_HEAD:
         return decode_attention_reference(
             qkv, positions, slots, cos_sin, k_cache, v_cache, block_table, query_start, kv_len, heads=heads,
             kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset, work=work, prefix=prefix,
@@ -100,7 +102,7 @@ def decode_attention_triton(
         )
     fresh = FreshTokens(positions, slots, cos_sin, q_norm, k_norm, eps, norm_offset)
     heads_of = qkv.view(tokens, heads + 2 * kv_heads, -1)
-    if tokens == 1 and suits_one_row(k_cache, v_cache, qkv.dtype):
+    if single:
         return _one_row(heads_of, k_cache, v_cache, block_table, kv_len, fresh, **attention)
     return paged_attention_triton(
         heads_of, k_cache, v_cache, block_table, query_start, kv_len, work=work, fresh=fresh, **attention,
