@@ -208,7 +208,7 @@ STAGED = {                           # by experts of a token that are 1 wide, an
 
 
 def staged_compiled(folder: str) -> None:
-    """In a process of its own, where the op files believe in a GPU. Checks the down products of Qwen3-30B-A3B and DeepSeek-V2-Lite."""
+    """In a process of its own, where the op files believe in a GPU."""
     import triton
     import triton.language
     from triton.backends.compiler import GPUTarget
