@@ -35,6 +35,14 @@ class Staged(NamedTuple):
 
 
 @gluon_kernel()
+def _x_block(x_ptr, column, block, INPUTS: gl.constexpr, STEP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of a token's activated rows, counted through all of its experts."""
+    CHUNKS: gl.constexpr = (INPUTS + STEP - 1) // STEP
+    at = block % CHUNKS * STEP + column
+    return gl.load(x_ptr + block // CHUNKS * INPUTS + at, mask=at < INPUTS, other=0.0)
+
+
+@gluon_kernel()
 def _staged_down_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, shared_ptr, share_ptr, out_ptr, chosen_ptr,
     INPUTS: gl.constexpr, OUTPUTS: gl.constexpr, USED: gl.constexpr, SHARED: gl.constexpr, BLOCK: gl.constexpr,
@@ -61,20 +69,18 @@ def _staged_down_kernel(  # type: ignore[no-untyped-def]
         for chunk in gl.static_range(CHUNKS):
             at = chunk * STEP + column
             there = (at < INPUTS)[None, :] & (row >= 0)[:, None]
-            block = staged.index(place * CHUNKS + chunk)
+            memory = staged.index(place * CHUNKS + chunk)
             if (chunk + 1) * STEP > INPUTS:              # what is not copied is multiplied by zero, and must be a number
-                block.store(gl.full([BLOCK, STEP], 0, dtype, layout))
-            copy(block, source + at[None, :], mask=there, eviction_policy="evict_first")
+                memory.store(gl.full([BLOCK, STEP], 0, dtype, layout))
+            copy(memory, source + at[None, :], mask=there, eviction_policy="evict_first")
         async_copy.commit_group()
     wait_for_kernel_before(DEPENDENT)
-    rows = ()
-    shares = ()
-    for place in gl.static_range(PLACES):                # all requests before the first use
-        if place < USED:
-            shares = shares + (gl.load(share_ptr + token * USED + place).to(gl.float32),)
-        for chunk in gl.static_range(CHUNKS):
-            at = chunk * STEP + column
-            rows = rows + (gl.load(x_ptr + (token * PLACES + place) * INPUTS + at, mask=at < INPUTS, other=0.0),)
+    shares = (gl.load(share_ptr + token * USED).to(gl.float32),)         # all requests before the first use
+    for place in gl.static_range(1, USED):
+        shares = shares + (gl.load(share_ptr + token * USED + place).to(gl.float32),)  # type: ignore[assignment]
+    rows = (_x_block(x_ptr + token * PLACES * INPUTS, column, 0, INPUTS, STEP),)
+    for block in gl.static_range(1, PLACES * CHUNKS):
+        rows = rows + (_x_block(x_ptr + token * PLACES * INPUTS, column, block, INPUTS, STEP),)  # type: ignore[assignment]
     sums = gl.full([BLOCK, STEP], 0.0, gl.float32, layout)
     for place in gl.static_range(PLACES):
         async_copy.wait_group(PLACES - 1 - place)
