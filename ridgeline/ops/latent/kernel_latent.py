@@ -221,8 +221,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
         new_rotated = tl.load(newest + RANK + turn, mask=(turn < ROPE) & mine, other=0.0).to(tl.float32)
         score = tl.sum(q.to(tl.float32) * new_latent[None, :], axis=1)
         score += tl.sum(turned.to(tl.float32) * new_rotated[None, :], axis=1)
-        maximum = tl.where(mine, score * score_scale, maximum)
-        total = tl.where(mine, 1.0, total)
+        maximum, total = tl.where(mine, score * score_scale, maximum), tl.where(mine, 1.0, total)
         accumulated = tl.zeros([TILE_RANK, TILE_HEADS], tl.float32) + new_latent[:, None]
         maximum, total, accumulated = fold_keys_first(
             latent, rotated, tl.trans(q), tl.trans(turned), maximum, total, accumulated, key, older, score_scale, UPCAST
