@@ -379,6 +379,12 @@ def _decode(lengths: Sequence[int], **changes: Any) -> dict[str, Any]:
 
 DECODE_ATTENTION_CASES = (
     Case("one", _decode([9])),
+    Case("one-first", _decode([1], norm=True)),
+    Case("one-alone-in-its-share", _decode([65], norm=True, block_size=16)),
+    Case("one-long", _decode([1900], norm=True, heads=16, kv_heads=2, block_size=16)),       # several tiles in a share
+    Case("one-window-softcap", _decode([77], window=50, softcap=3.0, scattered=True)),
+    Case("one-sinks", _decode([150], sinks=True, head_dim=10, rotary_dim=6, block_size=5, norm=True)),
+    Case("one-padded", _decode([0])),
     Case("first-of-a-block", _decode([1, 5, 16, 17], norm=True)),
     Case("partial", _decode([6, 12], rotary_dim=8, heads=4, kv_heads=4)),
     Case("odd-norm", _decode([11, 8, 2], rotary_dim=6, norm=True, heads=3, kv_heads=1, head_dim=10, block_size=5)),

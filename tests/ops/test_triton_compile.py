@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from ridgeline.ops import activation, rms_norm
-from ridgeline.ops.attention import kernel_decode, kernel_prefill, qkv_write
+from ridgeline.ops.attention import kernel_decode, kernel_one_row, kernel_prefill, qkv_write
 from ridgeline.ops.attention.attention_launch import decode_tiles
+from ridgeline.ops.attention.kernel_one_row import one_row_tiles
 from ridgeline.ops.linear import gemm_gated, gemm_invariant, gemm_small, gemv
 from ridgeline.ops.registry import TRITON_INTERPRETED
 from ridgeline.ops.sampling import logprobs, sample_kernels
@@ -75,7 +76,7 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
 def restored_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))        # compile, do not remember
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    attention = (kernel_decode, kernel_prefill)
+    attention = (kernel_decode, kernel_one_row, kernel_prefill)
     for module in (*attention, gemm_gated, gemv, gemm_invariant, rms_norm, sample_kernels, gemm_small):
         monkeypatch.setattr(module, "tl", module.tl)
 
@@ -188,16 +189,19 @@ def attention_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ATTENTION_HELPERS:
         helper = getattr(kernel_decode, name)
         compiled = helper if isinstance(helper, triton.JITFunction) else triton.jit(helper)
-        for module in (kernel_decode, kernel_prefill):
+        for module in (kernel_decode, kernel_one_row, kernel_prefill):
             monkeypatch.setattr(module, "tl", triton.language)
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, compiled)
+    for name in ("load_turned", "merge_in_order"):
+        helper = getattr(kernel_one_row, name)
+        monkeypatch.setattr(kernel_one_row, name, helper if isinstance(helper, triton.JITFunction) else triton.jit(helper))
 
 
 def attention_types(names: list[str], dtype: str, kv_dtype: str) -> dict[str, str]:
     types = {}
     for name in names:
-        if name in ("q_ptr", "out_ptr", "q_norm_ptr", "k_norm_ptr"):
+        if name in ("q_ptr", "qkv_ptr", "out_ptr", "q_norm_ptr", "k_norm_ptr"):
             types[name] = f"*{dtype}"
         elif name in ("k_ptr", "v_ptr"):
             types[name] = f"*{kv_dtype}"
@@ -291,6 +295,34 @@ def test_decode_attention_keeps_its_numbers_in_registers(
     if narrow:
         convert = "sub.rn.f16x2" if narrow == "i8" else "cvt.rn.f16x2.e4m3x2"
         assert convert in compiled.asm["ptx"] and "ld.shared.b8" not in compiled.asm["ptx"]
+
+
+@pytest.mark.usefixtures("attention_helpers")
+@pytest.mark.parametrize(("group", "head_dim", "changes"), [
+    (8, 128, {"NORM": True}), pytest.param(4, 128, {}, marks=slow),
+    pytest.param(8, 64, {"SINKS": True, "WINDOW": 128}, marks=slow),
+    pytest.param(2, 256, {"SOFTCAP": True, "WINDOW": 4096, "NORM": True}, marks=slow),
+])
+def test_attention_of_one_row_has_its_keys_before_the_projection(
+    group: int, head_dim: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Keys and values of the first tile are requested before the wait, 16 bytes a load, and nothing is spilled."""
+    names = list(inspect.signature(getattr(kernel_one_row.one_row_kernel, "fn", kernel_one_row.one_row_kernel)).parameters)
+    plan = one_row_tiles(torch.bfloat16, head_dim)
+    constants = {
+        "KV_HEADS": 4, "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16, "WINDOW": 0, "SOFTCAP": False, "SINKS": False,
+        "HAS_TABLE_ROWS": True, "HALF": head_dim // 2, "NORM": False, "MOST_PARTS": 17, "TILE_QUERIES": 16,
+        "TILE_KEYS": plan.keys, "TILE_DIM": head_dim, "TILE_GROUP": group, "DEPENDENT": True, "UPCAST": False, **changes,
+    }
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride")) and name != "table_stride"]
+    found = compiled_for_h100(
+        kernel_one_row, "one_row_kernel", attention_types(names, "bf16", "bf16"), constants, aligned=aligned, launch_pdl=True,
+        num_warps=plan.warps, num_stages=plan.stages, maxnreg=plan.registers,
+    )
+    assert stack_bytes(found.asm["cubin"], tmp_path) == 0
+    # The waits are those of CTAs without work, of the newest key and of shares: the last is behind the tile's loads.
+    before = found.asm["ptx"].rsplit("griddepcontrol.wait", 1)[0].rsplit("griddepcontrol.wait", 1)[1]
+    assert before.count(".v4.b32") >= 2 * plan.keys * head_dim // (8 * 32 * plan.warps)
 
 
 # ── sampling and the small ops of a layer ────────────────────────────────────────────────────────────────────────────

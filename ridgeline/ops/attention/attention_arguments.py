@@ -187,7 +187,8 @@ def workspace_floats(
     for rows in range(1, max_rows + 1):
         before = prefix_shares(rows, heads // kv_heads, kv_heads, multiprocessors) if prefix_tiles else 0
         items = num_items(rows, programs, deterministic)
-        slots = max(slots, items + rows * before, items * most_queries(rows) if drafts else 0)
+        # A single row has one part more: its newest key (kernel_one_row.py).
+        slots = max(slots, items + max(rows * before, rows == 1), items * most_queries(rows) if drafts else 0)
     return partial_floats(slots, heads, head_dim)
 
 

@@ -1,7 +1,8 @@
 """Fused decode attention after the QKV projection: norm of q and k, rotation, KV write and attention in one kernel.
 
 The definition is the two ops it replaces (qkv_write.py, paged_attention.py), in their order, for any batch. The decode kernel
-(kernel_decode.py) does all of it if every row has one query; otherwise the two ops run.
+(kernel_decode.py) does all of it if every row has one query, and that of kernel_one_row.py if there is one row. Otherwise the two
+ops run.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from ridgeline.ops.attention.attention_arguments import (
     AttentionWorkspace,
     FreshTokens,
     SharedPrefix,
+    device_shares,
     make_workspace,
     workspace_floats,
 )
 from ridgeline.ops.attention.attention_launch import paged_attention_triton
+from ridgeline.ops.attention.kernel_one_row import one_row_attention, suits_one_row
 from ridgeline.ops.attention.paged_attention import paged_attention
 from ridgeline.ops.attention.qkv_write import rotary_write
 from ridgeline.ops.attention.split_kv import DeviceShares
@@ -89,15 +92,36 @@ def decode_attention_triton(
     tokens, rows = qkv.shape[0], kv_len.shape[0]
     if work is None and tokens == rows:
         work = AttentionWork(rows, 0)                    # callers give `work` for steps with longer rows
-    if work is None or not _one_query_each(work, tokens, prefix) or k_cache.shape[-1] > WIDEST_HEAD:
+    single = tokens == 1 and suits_one_row(k_cache, v_cache, qkv.dtype)
+    apart = tokens == 1 < FEWEST_ROWS and not single
+    if work is None or apart or not _one_query_each(work, tokens, prefix) or k_cache.shape[-1] > WIDEST_HEAD:
         return decode_attention_reference(
             qkv, positions, slots, cos_sin, k_cache, v_cache, block_table, query_start, kv_len, heads=heads,
             kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset, work=work, prefix=prefix,
             **attention,
         )
+    fresh = FreshTokens(positions, slots, cos_sin, q_norm, k_norm, eps, norm_offset)
+    heads_of = qkv.view(tokens, heads + 2 * kv_heads, -1)
+    if single:
+        return _one_row(heads_of, k_cache, v_cache, block_table, kv_len, fresh, **attention)
     return paged_attention_triton(
-        qkv.view(tokens, heads + 2 * kv_heads, -1), k_cache, v_cache, block_table, query_start, kv_len, work=work,
-        fresh=FreshTokens(positions, slots, cos_sin, q_norm, k_norm, eps, norm_offset), **attention,
+        heads_of, k_cache, v_cache, block_table, query_start, kv_len, work=work, fresh=fresh, **attention,
+    )
+
+
+def _one_row(
+    qkv: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, kv_len: Tensor, fresh: FreshTokens, *, scale: float,
+    query_start_host: list[int] | None = None, kv_len_host: list[int] | None = None, window: int | None = None,
+    softcap: float | None = None, table_rows: Tensor | None = None, shares: DeviceShares | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, workspace: AttentionWorkspace | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    if shares is None:
+        lengths = kv_len.tolist() if kv_len_host is None else kv_len_host
+        shares = device_shares(lengths, k_cache.shape[2], window, None, False, kv_len.device)
+    return one_row_attention(
+        qkv, k_cache, v_cache, block_table, kv_len, fresh, shares, scale=scale, window=window, softcap=softcap,
+        table_rows=table_rows, sinks=sinks, workspace=workspace,
     )
 
 
