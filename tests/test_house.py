@@ -68,30 +68,49 @@ def functions(tree: ast.Module) -> list[tuple[str, Function]]:
     return found
 
 
-def attributes(node: ast.ClassDef) -> set[str]:
-    """What the class's methods assign to self."""
-    return {
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
-        and isinstance(each.value, ast.Name) and each.value.id == "self"
-    }
+def is_attribute(node: ast.AST) -> bool:
+    """Whether something is assigned to self."""
+    return (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name) and node.value.id == "self")
+
+
+def contents(tree: ast.Module) -> tuple[dict[ast.AST, int], dict[ast.AST, set[str]]]:
+    """Of every function its branches, and of every class what its methods assign to self; in one walk through the file."""
+    branches: dict[ast.AST, int] = {}
+    attributes: dict[ast.AST, set[str]] = {}
+    left: list[tuple[ast.AST, tuple[ast.AST, ...]]] = [(tree, ())]       # nodes, and the functions and classes around them
+    while left:
+        node, around = left.pop()
+        if isinstance(node, Function):
+            branches[node], around = 0, (*around, node)
+        elif isinstance(node, ast.ClassDef):
+            attributes[node], around = set(), (*around, node)
+        elif isinstance(node, BRANCHES):
+            for each in around:
+                if each in branches:
+                    branches[each] += 1
+        elif is_attribute(node):
+            for each in around:
+                if each in attributes:
+                    attributes[each].add(node.attr)  # type: ignore[attr-defined]
+        left.extend((child, around) for child in ast.iter_child_nodes(node))
+    return branches, attributes
 
 
 def sizes() -> Iterator[tuple[str, str, int]]:
     """(limit, place, size) of everything that has one."""
     for name, tree in trees().items():
         found = functions(tree)
+        branches, attributes = contents(tree)
         if not any(is_kernel(node) for _, node in found):
             yield "file lines", name, len((PACKAGE / name).read_text(encoding="utf-8").splitlines())
         for function, node in found:
             lines, kernel = (node.end_lineno or node.lineno) - node.lineno + 1, is_kernel(node)
             yield "kernel lines" if kernel else "function lines", f"{name}:{function}", lines
             if not kernel:
-                yield "branches", f"{name}:{function}", sum(isinstance(each, BRANCHES) for each in ast.walk(node))
-        for each in statements(tree):
-            if isinstance(each, ast.ClassDef):
-                yield "attributes", f"{name}:{each.name}", len(attributes(each))
+                yield "branches", f"{name}:{function}", branches[node]
+        for each, assigned in attributes.items():
+            yield "attributes", f"{name}:{each.name}", len(assigned)  # type: ignore[attr-defined]
     for top in (PACKAGE, ROOT / "tests"):
         for folder in (top, *(path for path in top.rglob("*") if path.is_dir() and path.name != "__pycache__")):
             files = [path for path in folder.iterdir() if path.suffix in (".py", ".c") and path.name != "__init__.py"]
@@ -243,8 +262,8 @@ def test_the_walks_see_what_they_are_for() -> None:
     body = "self.x = self.y = 1\n        if a and b: pass\n        import ridgeline.errors\n"
     tree = ast.parse(f"class A:\n    def f(self):\n        {body}")
     assert [name for name, _ in functions(tree)] == ["A.f"]
-    assert attributes(next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))) == {"x", "y"}
-    assert sum(isinstance(each, BRANCHES) for each in ast.walk(tree)) == 2
+    branches, attributes = contents(tree)
+    assert list(branches.values()) == [2] and list(attributes.values()) == [{"x", "y"}]
     assert set().union(*(imported(node) for node in ast.walk(tree))) == {"ridgeline.errors"}
     assert any(limit == "kernel lines" for limit, _, _ in sizes()) and len(trees()) > 300
     assert WORDS.search("Nobody knows") and not WORDS.search("no body")

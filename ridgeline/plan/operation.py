@@ -25,7 +25,7 @@ from ridgeline.plan.prediction import (
     Setup,
     decode_seconds,
     hop_seconds,
-    rows_seconds,
+    seconds_each,
     stage_bubble,
 )
 from ridgeline.plan.public_models import gpu_weights
@@ -97,9 +97,9 @@ def operate(setup: Setup, batch: int, traffic: Traffic, budget: int = STEP_TOKEN
     chunks = [(done, min(traffic.tokens_in, done + room)) for done in range(cached, traffic.tokens_in, room)]
     decodes = decode_rows(batch, traffic.mean_context, setup.drafts)
     rows = [Row(end - done, end, int(end == traffic.tokens_in)) for done, end in chunks]
-    plain = rows_seconds(setup, decodes)
-    with_prompt = [rows_seconds(setup, [*decodes, row]) for row in rows]
-    alone = sum(rows_seconds(setup, [row]) for row in rows)
+    steps = [decodes, *([*decodes, row] for row in rows), *([row] for row in rows)]
+    plain, *prefills = seconds_each(setup, steps)
+    with_prompt, alone = prefills[: len(rows)], sum(prefills[len(rows) :])
     extra = sum(each - plain for each in with_prompt)    # what a prompt adds to the steps it is in
     tokens = expected_tokens(setup.acceptance, setup.drafts)
     prompts = batch * tokens / traffic.tokens_out        # that begin per step, on average

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -397,6 +398,13 @@ def rows_seconds(setup: Setup, rows: list[Row], padded_to: int = 0) -> float:
     shape = setup.shape
     counts = count_rows(shape, rows, padded_to=padded_to)
     return float(step_seconds(setup, gather(shape, [counts], setup.model), steady=True)[0])
+
+
+def seconds_each(setup: Setup, steps: Iterable[list[Row]]) -> list[float]:
+    """Steps with these rows, each as one of many like it."""
+    shape = setup.shape
+    gathered = gather(shape, [count_rows(shape, rows) for rows in steps], setup.model)
+    return [float(each) for each in step_seconds(setup, gathered, steady=True)]
 
 
 # ── what a user sees ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -67,6 +67,12 @@ def count_rows(shape: DecoderShape, rows: Sequence[Row], shared: int = 0, padded
     new = np.fromiter((row.new for row in rows), np.int64, len(rows))
     kv = np.fromiter((row.kv for row in rows), np.int64, len(rows))
     logits = np.fromiter((row.logits for row in rows), np.int64, len(rows))
+    return _count(shape, new, kv, logits, shared, padded_to)
+
+
+def _count(
+    shape: DecoderShape, new: np.ndarray, kv: np.ndarray, logits: np.ndarray, shared: int, padded_to: int
+) -> StepCounts:
     goes_on = logits > 0
     tokens, num_logits = int(new.sum()), int(logits.sum())
     padding = max(0, padded_to - tokens)
@@ -156,74 +162,88 @@ def _planned(
     shape: DecoderShape, asked: tuple[tuple[int, int], ...], budget: int, max_rows: int, shared: int, graphs: bool,
     level: int | None,
 ) -> tuple[tuple[StepCounts, ...], tuple[tuple[int, int], ...]]:
-    sequences = [
-        _Sequence(shared if shared and place else 0, tokens_in, tokens_out)
-        for place, (tokens_in, tokens_out) in enumerate(asked)
-    ]
-    waiting = deque(sequences)
-    running: list[_Sequence] = []
+    steps, spans = _schedule(asked, budget, max_rows, shared, level)
     sizes = decode_sizes(max_rows)
-    levelled = Level(level) if level else None
     found: list[StepCounts] = []
-    while waiting or running:
-        room = budget - sum(sequence.kv >= sequence.prompt for sequence in running)
-        admitted = _admit(waiting, running, room, max_rows, levelled)
-        cached = sum(sequence.kv for sequence in admitted)
-        rows, decoding = _advance(running, room, len(found))
-        running = [sequence for sequence in running if sequence.answer > 0]
-        padded = next((size for size in sizes if size >= len(rows)), 0) if graphs and decoding else 0
-        counts = count_rows(shape, rows, max(0, len(rows) - 1) * shared, padded)
-        new_tokens = sum(sequence.prompt for sequence in admitted)
-        if admitted:
-            counts = replace(counts, admitted=len(admitted), admitted_tokens=new_tokens, cached_tokens=cached)
+    for step in steps:
+        rows = len(step.new)
+        padded = next((size for size in sizes if size >= rows), 0) if graphs and step.decoding else 0
+        counts = _count(shape, step.new, step.kv, step.logits, max(0, rows - 1) * shared, padded)
+        if step.admitted:
+            counts = replace(
+                counts, admitted=step.admitted, admitted_tokens=step.admitted_tokens, cached_tokens=step.cached_tokens
+            )
         found.append(counts)
-    return tuple(found), tuple((sequence.first, sequence.last) for sequence in sequences)
+    return tuple(found), spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is computed, whatever the model: arrays over rows."""
+
+    new: np.ndarray
+    kv: np.ndarray
+    logits: np.ndarray
+    decoding: bool                   # all rows decode
+    admitted: int
+    admitted_tokens: int
+    cached_tokens: int
+
+
+@functools.lru_cache(maxsize=16)         # records of many models and formats have few workloads
+def _schedule(
+    asked: tuple[tuple[int, int], ...], budget: int, max_rows: int, shared: int, level: int | None
+) -> tuple[tuple[_Step, ...], tuple[tuple[int, int], ...]]:
+    """The steps, and of every request those of its first token and of its last."""
+    prompt, answer = np.array(asked, np.int64).reshape(-1, 2).T.copy()
+    kv = np.zeros_like(prompt)                           # tokens in the cache
+    kv[1:] = shared
+    first, last = np.full_like(prompt, -1), np.full_like(prompt, -1)
+    waiting = deque(range(len(asked)))
+    running = np.empty(0, np.int64)                      # requests, by number
+    levelled = Level(level) if level else None
+    found: list[_Step] = []
+    while waiting or len(running):
+        behind = np.maximum(prompt[running] - kv[running], 0)
+        room = budget - int(np.count_nonzero(behind == 0))
+        admitted = _admit(waiting, asked, kv, room - int(behind.sum()), len(running), max_rows, levelled)
+        running = np.concatenate((running, np.array(admitted, np.int64)))
+        cached = int(kv[admitted].sum())
+        new, decoding = _tokens_of(prompt[running] - kv[running], room)
+        computed = running[new > 0]
+        kv[running] += new
+        done = kv[computed] >= prompt[computed]
+        says = computed[done]
+        answer[says] -= 1
+        first[says] = np.where(first[says] < 0, len(found), first[says])
+        last[says] = len(found)
+        found.append(_Step(
+            new[new > 0], kv[computed], done.astype(np.int64), decoding,
+            len(admitted), sum(asked[request][0] for request in admitted), cached,
+        ))
+        running = running[answer[running] > 0]
+    return tuple(found), tuple(zip(first.tolist(), last.tolist(), strict=True))
 
 
 def _admit(
-    waiting: deque[_Sequence], running: list[_Sequence], room: int, max_rows: int, levelled: Level | None
-) -> list[_Sequence]:
-    """Moves requests to `running` while there are rows and room for their prompts; returns them."""
-    behind = sum(max(0, sequence.prompt - sequence.kv) for sequence in running)
-    before = len(running)
-    places = max_rows - before if levelled is None else levelled.places(before, len(waiting))
-    while waiting and len(running) - before < places and room > behind:
-        running.append(waiting.popleft())
-        behind += running[-1].prompt - running[-1].kv
-    admitted = running[before:]
+    waiting: deque[int], asked: tuple[tuple[int, int], ...], kv: np.ndarray, room: int, num_running: int, max_rows: int,
+    levelled: Level | None,
+) -> list[int]:
+    """Takes requests while there are rows, and room for prompts behind those that run."""
+    places = max_rows - num_running if levelled is None else levelled.places(num_running, len(waiting))
+    admitted: list[int] = []
+    while waiting and len(admitted) < places and room > 0:
+        admitted.append(waiting.popleft())
+        room -= asked[admitted[-1]][0] - int(kv[admitted[-1]])
     if admitted and levelled is not None:
-        levelled.begun(len(running), full=False)
+        levelled.begun(num_running + len(admitted), full=False)
     return admitted
 
 
-def _advance(running: list[_Sequence], room: int, step: int) -> tuple[list[Row], bool]:
-    """The rows of a step (decodes, and prompts within the room), and whether all of them decode."""
-    rows, decoding = [], True
-    for sequence in running:
-        decodes = sequence.kv >= sequence.prompt
-        count = 1 if decodes else min(room, sequence.prompt - sequence.kv)
-        if count == 0:
-            continue
-        room -= 0 if decodes else count
-        decoding &= decodes
-        sequence.kv += count
-        done = sequence.kv >= sequence.prompt
-        rows.append(Row(count, sequence.kv, int(done)))
-        sequence.answer -= done
-        if done:
-            sequence.note(step)
-    return rows, decoding
-
-
-@dataclass(slots=True)
-class _Sequence:
-    kv: int                          # tokens in the cache
-    prompt: int
-    answer: int                      # tokens still to produce
-    first: int = -1                  # step of its first token …
-    last: int = -1                   # … and of its last
-
-    def note(self, step: int) -> None:
-        """A token of it comes in this step."""
-        self.first = step if self.first < 0 else self.first
-        self.last = step
+def _tokens_of(missing: np.ndarray, room: int) -> tuple[np.ndarray, bool]:
+    """New tokens of each request (`missing`: tokens of its prompt that are not computed): one of those that decode, and prompts
+    in turn, as far as there is room. And whether all that get any decode."""
+    decodes = missing <= 0
+    wanted = np.where(decodes, 0, missing)
+    given = np.clip(room - (np.cumsum(wanted) - wanted), 0, wanted)
+    return np.where(decodes, 1, given), not given.any()

@@ -58,6 +58,7 @@ class KVFormat:
 
     def mean_bytes(self, layers: Sequence[int], dim: int) -> float:
         """Per element of the keys and values of these layers, with their scales."""
+        layers = layers if self.wide_layers else layers[:1]  # without wide ones, all layers are alike
         return sum(sum(self.vector_bytes(layer, dim)) for layer in layers) / (2 * dim * len(layers))
 
 

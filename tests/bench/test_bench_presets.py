@@ -64,10 +64,12 @@ def test_the_ids_are_the_ones_that_other_engines_ran(name: str, seed: int) -> No
 
 def test_sizes_of_the_workloads() -> None:
     assert (workloads.TIMED, workloads.FIRST_TOKENS, workloads.WARM_UP) == (1, 2, 99)
+    requests = {name: preset.requests(1) for name, preset in GPU_PRESETS.items()}
+    for name, asked in requests.items():
+        assert GPU_PRESETS[name].lengths(1) == [(len(prompt), out) for prompt, out in asked]
     sizes = {
         name: (len(asked), sum(len(prompt) for prompt, _ in asked), sum(out for _, out in asked))
-        for name, preset in GPU_PRESETS.items()
-        if (asked := preset.requests(1))
+        for name, asked in requests.items()
     }
     assert sizes == {
         "latency_b1": (1, 512, 256), "batch128": (128, 65_536, 32_768), "throughput": (1000, 289_264, 218_377),

@@ -94,6 +94,7 @@ def test_it_ends_in_time_goes_on_and_refuses_other_records(
         run("--cells", "2:1", "--output", "9")
 
 
+@pytest.mark.slow
 def test_every_request_of_a_case_is_another_one(real_text: ModuleType) -> None:
     for case in real_text.cases(160, True):
         asks = [case.ask(number) for number in range(72)]

@@ -320,6 +320,7 @@ def test_the_gate_looks_at_the_worst_slice() -> None:
 TASK = Task(slices=("prose", "extraction"), context=48, tokens=90)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures(model: Path) -> None:
     runs = [
         evaluate(options(model, seed=seed), Task(slices=("extraction",), context=48, tokens=90, seed=seed), show=False)

@@ -224,9 +224,10 @@ def expected(model: Path) -> list[tuple[list[int], str | None]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"max_num_batched_tokens": 32}, {"num_gpu_blocks_override": 66, "async_scheduling": False}, {"batching": "static"},
+        {"max_num_batched_tokens": 32}, {"num_gpu_blocks_override": 66, "async_scheduling": False},
         *(pytest.param(each, marks=pytest.mark.slow) for each in (
-            {"async_scheduling": False}, {"enable_prefix_caching": False}, {"num_gpu_blocks_override": 66},
+            {}, {"batching": "static"}, {"async_scheduling": False}, {"enable_prefix_caching": False},
+            {"num_gpu_blocks_override": 66},
         )),
     ],
 )

@@ -112,7 +112,7 @@ def test_patterns_choose_formats_and_the_first_counts(tmp_path: Path) -> None:
             names(wrong)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "mlp=mxfp4,attention=int8"])
+@pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.slow), "mlp=mxfp4,attention=int8"])
 def test_the_engine_computes_with_the_rounded_weights(quantization: str, tmp_path: Path) -> None:
     model = save_checkpoint("llama", tmp_path / "model", **SIZES)
     other = save_checkpoint("llama", tmp_path / "other", **SIZES)

@@ -27,7 +27,7 @@ from ridgeline.models.model_config import load_model_config
 from ridgeline.models.weights import load_weights
 from ridgeline.sizes.mesh_shape import MeshShape, stage_layers
 
-PREFILL, DECODE = 20, 6
+PREFILL, DECODE = 22, 3              # decodes begin in the middle of a page, and end in the next one
 TOKENS = random_tokens(PREFILL + DECODE)
 EPSILON_RATIO = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 

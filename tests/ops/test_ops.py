@@ -45,6 +45,10 @@ OPS: list[Op[Any, Any]] = [
 CUDA = torch.cuda.is_available()
 # Only Hopper's kernels multiply packed experts. In the interpreter they become plain numbers, as in the smallest case.
 EXPANDED = ("packed-two", "packed-few", "packed-two-int4", "packed-some", "packed-many", "packed-most")
+# Seconds each in the interpreter, and other cases of these ops have the same kernels, tiles, codes and scales.
+LONG = {
+    "experts": ("two-long", "codes-fp8-one", "codes-int4-many", "codes-few", "shared-odd"), "latent_attention": ("many-heads",),
+}
 
 
 def device_of(op: Op[Any, Any], implementation: Implementation, dtype: torch.dtype, gpu: bool = CUDA) -> str | None:
@@ -64,7 +68,7 @@ def is_slow(
     are large for a definition."""
     if not interpreted:
         return case.timed and implementation.name == "reference" and not CUDA
-    if case.name in EXPANDED:
+    if case.name in EXPANDED or case.name in LONG.get(op.name, ()):
         return True
     types = [each for each in case.dtypes if each != "float64"]
     return types[op.cases.index(case) % len(types)] != dtype
@@ -172,7 +176,7 @@ def test_an_op_of_the_cpu_is_tested_there_on_a_gpu_machine() -> None:
 @pytest.mark.parametrize("part", ["", "not "])           # halves, for two processes
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_triton_kernels_in_the_interpreter(marked: str, part: str, run_interpreted: Any) -> None:
-    """Every case on every commit, with one type; the slow test has the other types."""
+    """Every kernel on every commit, each case with one type; the slow test has the other types, and cases that repeat."""
     selection = ["-k", f"float64_definition and triton and {part}(attention or latent)", "-m", marked]
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", __file__, *selection]
     run = run_interpreted(command)

@@ -185,8 +185,9 @@ def planted(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("better", "worse"), [
-    ("int4-awq", "int4-rtn"), ("int4-awq-asym", "int4-rtn-asym"), ("sparse24-wanda", "sparse24-magnitude"),
-    ("sparse24-sparsegpt", "sparse24-wanda"),
+    ("int4-awq-asym", "int4-rtn-asym"), ("sparse24-sparsegpt", "sparse24-wanda"),
+    pytest.param("int4-awq", "int4-rtn", marks=pytest.mark.slow),
+    pytest.param("sparse24-wanda", "sparse24-magnitude", marks=pytest.mark.slow),
 ])
 def test_logits_are_nearer(better: str, worse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_model, "_calibration", lambda job, model, linears: Calibration(model, SEQUENCES))

@@ -19,9 +19,9 @@ import httpx
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from served_model import ServerProcess
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from ridgeline import LLM, RequestOutput, SamplingParams
 from ridgeline.evaluate.perplexity import score_passages, summary
@@ -54,7 +54,7 @@ def tokenizer(embedded_model: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def theirs(embedded_model: Path) -> Iterator[Any]:
-    model = AutoModelForCausalLM.from_pretrained(
+    model = transformers.AutoModelForCausalLM.from_pretrained(
         str(embedded_model.parent), gguf_file=embedded_model.name, dtype=torch.float32
     )
     yield model.eval()

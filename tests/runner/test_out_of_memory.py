@@ -239,7 +239,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.reliability("R-08")
-@pytest.mark.parametrize("method", ["submit", "sample"])
+@pytest.mark.parametrize("method", [pytest.param("submit", marks=pytest.mark.slow), "sample"])
 def test_a_real_engine_goes_on(method: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy, seeded, with penalties, log-probabilities, several answers, a grammar: all as without the fault."""
     asked = [

@@ -242,8 +242,11 @@ def run(rows: list[Row], which: list[int], logits: list[Tensor], sampler: Sample
     return steps
 
 
-@pytest.mark.parametrize("long_list", [512, 3], ids=["short-lists", "long-lists"])
-@pytest.mark.parametrize("quantised", [False, True], ids=["distinct", "many-equal"])
+@pytest.mark.parametrize(("quantised", "long_list"), [
+    pytest.param(False, 3, id="distinct-long-lists"), pytest.param(True, 512, id="many-equal-short-lists"),
+    pytest.param(False, 512, id="distinct-short-lists", marks=pytest.mark.slow),
+    pytest.param(True, 3, id="many-equal-long-lists", marks=pytest.mark.slow),
+])
 def test_every_parameter_in_one_mixed_batch_is_what_it_says(
     quantised: bool, long_list: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -490,7 +493,7 @@ def test_neighbouring_ids_steps_and_seeds_are_independent() -> None:
 
 @pytest.mark.reliability("B-19", "R-07")
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_broken_logits_fail_their_row_and_no_other(wrong: float, dtype: torch.dtype) -> None:
     rows = fresh_rows()
     everyone = list(range(len(rows)))

@@ -188,9 +188,14 @@ class Copied(DeviceRows):
         return found | {"picks": batch.picks.tolist(), "tables": tables}
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 24)])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("padded", "deterministic", "windows"), [
+    # Each of them both ways on every commit, all together in the slow tests.
+    pytest.param(padded, deterministic, windows, marks=() if (padded == deterministic) == (windows == (None,)) else slow)
+    for padded in (False, True) for deterministic in (False, True) for windows in ((None,), (None, 24))
+])
 def test_rows_that_go_on_are_as_if_packed(
     monkeypatch: pytest.MonkeyPatch, padded: bool, deterministic: bool, windows: tuple[int | None, ...]
 ) -> None:

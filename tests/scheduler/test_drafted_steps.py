@@ -41,8 +41,11 @@ def with_drafts(setup: Setup, width: int, alpha: float = 1.0) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("depth", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(("name", "depth"), [
+    # Every setup on every commit, with and without a step in flight by turns; all depths in the slow tests.
+    pytest.param(name, depth, marks=() if place % 2 == depth else pytest.mark.slow)
+    for place, name in enumerate(SETUPS) for depth in range(3)
+])
 def test_random_traffic_with_drafts(name: str, depth: int) -> None:
     accepted = 0
     for seed, alpha in enumerate((0.5, 0.9)):

@@ -630,7 +630,7 @@ def test_admission_leaves_room_for_those_who_run() -> None:
     assert simulation.scheduler.counters.preemptions == 0 and simulation.most_held > 20
 
 
-@pytest.mark.parametrize(("fits", "depth"), [(2, 0), (4, 1), (8, 0)])
+@pytest.mark.parametrize(("fits", "depth"), [(4, 1), *(pytest.param(fits, 0, marks=pytest.mark.slow) for fits in (2, 8))])
 def test_admission_does_not_thrash(fits: int, depth: int) -> None:
     """24 requests whose answers nobody can foresee, a pool that holds `fits` whole ones: optimism must pay.
 

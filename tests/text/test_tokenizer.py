@@ -92,6 +92,7 @@ def test_the_golden_ids_notice_a_wrong_rule(name: str, key: str, value: Any) -> 
     assert differing(tokenizer, read(name))
 
 
+@pytest.mark.slow                    # smaller vocabularies: test_the_golden_ids_notice_a_wrong_rule
 def test_the_golden_ids_notice_missing_digit_splits(embedded_model: Path) -> None:
     with GGUFFile(embedded_model) as file:
         metadata = {**file.metadata, "tokenizer.ggml.pre": "gpt-2"}

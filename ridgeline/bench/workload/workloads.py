@@ -83,6 +83,12 @@ class Preset:
             asked = [([token % vocab_size for token in prompt], tokens_out) for prompt, tokens_out in asked]
         return asked
 
+    def lengths(self, seed: int) -> list[tuple[int, int]]:
+        """Tokens in and out of each request; ids are drawn only where lengths are drawn between them."""
+        if isinstance(self.tokens_in, int) and isinstance(self.tokens_out, int):
+            return [(self.shared + self.tokens_in, self.tokens_out)] * self.count
+        return [(len(prompt), tokens_out) for prompt, tokens_out in self.requests(seed)]
+
     def longest(self) -> int:
         """Tokens of the longest possible request, its answer included."""
         most_in = self.tokens_in if isinstance(self.tokens_in, int) else self.tokens_in.high

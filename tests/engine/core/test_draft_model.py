@@ -82,7 +82,7 @@ def some_slow(names: Iterable[str], quick: tuple[str, ...]) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("way", some_slow(WAYS, ("greedy", "seeds", "penalties")))
+@pytest.mark.parametrize("way", some_slow(WAYS, ("greedy", "penalties")))
 def test_a_model_accepts_what_it_proposes_itself(models: dict[str, Path], way: str) -> None:
     plain = plain_answers(models["llama"], **WAYS[way])
     served = Served(models["llama"], **drafts_of(models["llama"]))
@@ -131,7 +131,7 @@ def test_beside_the_other_proposers(models: dict[str, Path]) -> None:
 HAPPENS = BESIDE | {"few tokens a step": {"max_num_batched_tokens": 7}, "forks": {}}
 
 
-@pytest.mark.parametrize("beside", some_slow(HAPPENS, ("preemption", "overlap", "forks")))
+@pytest.mark.parametrize("beside", some_slow(HAPPENS, ("preemption", "forks")))
 def test_drafts_depend_on_the_tokens_alone(models: dict[str, Path], beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"n": 2 if beside == "forks" else 1}
     plain = plain_answers(models["llama"], **asked)
@@ -205,7 +205,7 @@ def test_rows_beyond_its_longest_context_have_no_drafts(models: dict[str, Path],
     assert 30 < max(len(known) + len(drafts) for known, drafts in proposals.made) <= 40
 
 
-@pytest.mark.parametrize(("target", "draft"), [("llama", "more ids"), ("more ids", "llama")])
+@pytest.mark.parametrize(("target", "draft"), [("llama", "more ids"), pytest.param("more ids", "llama", marks=pytest.mark.slow)])
 def test_embeddings_may_be_padded_differently(
     models: dict[str, Path], target: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +269,7 @@ def test_ranks_divide_the_draft_model_too(models: dict[str, Path]) -> None:
     assert counters.accepted_tokens == counters.draft_tokens > 30
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_the_embedded_model_accepts_nearly_all_of_its_own_drafts() -> None:
     """Not that its answers are the same: in float32 a step of several tokens rounds differently than one of a single token."""

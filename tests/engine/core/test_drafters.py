@@ -103,7 +103,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [
+    way if way in ("greedy", "penalties", "n") else pytest.param(way, marks=pytest.mark.slow) for way in WAYS
+])
 def test_tokens_are_the_same_with_all_proposers(model: Path, way: str) -> None:
     plain = plain_answers(model, **WAYS[way])
     served = Served(model, speculative_config=config(["ngram", "suffix", "prediction"]))

@@ -81,7 +81,7 @@ def off(model: Path) -> Run:
     return Run(model, PLAIN | CPU).finish(plain_requests())
 
 
-@pytest.mark.parametrize(("alpha", "caching"), [(0.3, False), (0.9, True)])
+@pytest.mark.parametrize(("alpha", "caching"), [(0.9, True), pytest.param(0.3, False, marks=pytest.mark.slow)])
 def test_rows_go_on_before_the_host_knows_their_length(
     alpha: float, caching: bool, model: Path, off: Run, corrected: list[bool]
 ) -> None:
@@ -123,7 +123,7 @@ def test_rows_with_a_temperature_go_on_as_well(model: Path, corrected: list[bool
     assert drafter.accepted > 30 and corrected.count(True) > 10
 
 
-@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize("drafted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_that_look_at_what_they_said_are_waited_for(drafted: bool, model: Path, corrected: list[bool]) -> None:
     """With drafts of their own, and without, beside rows that have some."""
     def asked() -> list[Request]:

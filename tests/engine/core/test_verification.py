@@ -123,7 +123,7 @@ OPTIONS = USUAL | {"device": "cpu", "dtype": "float64"}
 
 
 @pytest.mark.parametrize("overlap", DEPTHS.values(), ids=DEPTHS.keys())
-@pytest.mark.parametrize("alpha", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("alpha", [0.7, *(pytest.param(alpha, marks=pytest.mark.slow) for alpha in (0.0, 1.0))])
 def test_tokens_are_those_without_drafts(alpha: float, overlap: bool, model: Path, off: Run) -> None:
     """Chunks of prompts, the prefix cache and paging beside it."""
     drafter = DialDrafter(knows(off.answers), VOCAB, alpha, widest=7, seed=3)

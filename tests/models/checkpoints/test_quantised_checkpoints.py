@@ -110,7 +110,7 @@ class Rank(Axis):
         self.rank, self.size = rank, size
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dialect", [
     "fp8-uneven-block", "fp8-block", "ct-w4a16-asymmetric", "awq", "ct-nvfp4", "ct-mxfp4", "ct-w8a8", "bitnet",
 ])

@@ -12,7 +12,6 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from tiny_models import CHECKPOINTS, save_config
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import ACTIVATIONS
@@ -53,6 +52,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ROPES)
 def test_a_rope_is_what_transformers_makes_of_it(name: str) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # seconds, which collecting need not take
+
     raw = LLAMA | ROPES[name]
     config = hf_model_config(raw, {})
     theirs = LlamaRotaryEmbedding(transformers.LlamaConfig.from_dict(copy.deepcopy(raw)))

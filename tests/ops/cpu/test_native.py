@@ -160,7 +160,7 @@ def test_auto_takes_them_and_reference_does_not() -> None:
         assert REGISTRY[name].choose(Site("cpu", torch.float64, 64)).name == "reference"
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi3"))])
 def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
     """float32, where rounding could in principle decide: these seeds have no ties."""
     model = save_checkpoint(name, tmp_path, tie_word_embeddings=False)
@@ -170,11 +170,13 @@ def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
 
 
 def checks() -> list[Any]:
-    """Per level: its products, and its other kernels where it has its own. Emulators are slow: every commit runs the levels of
-    its own machine, and slow tests those of the other one."""
+    """Per level: its products, and its other kernels where it has its own. Compilers and emulators are slow: every commit runs
+    the lowest level of its own machine and the one that is used on it, and slow tests those between and of other machines."""
+    used = next(level for level in native_build.levels() if level.needs <= cpu_flags())
+    every_commit = {"native_check.c": ("base", used.name), "native_step_check.c": ("base", used.falls_to or used.name)}
     return [
         pytest.param(name, machine, level, id=f"{name}-{machine}-{level.name}",
-                     marks=pytest.mark.slow if machine != platform.machine() else ())
+                     marks=() if machine == platform.machine() and level.name in every_commit[name] else pytest.mark.slow)
         for machine, levels in native_build.LEVELS.items() for level in levels
         for name in ("native_check.c", "native_step_check.c") if name == "native_check.c" or not level.falls_to
     ]

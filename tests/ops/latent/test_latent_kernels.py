@@ -131,7 +131,7 @@ def test_write_compiles(cache: str, tmp_path: Path) -> None:
     assert stack_bytes(made.asm["cubin"], tmp_path) == 0
 
 
-@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("tokens", [16, pytest.param(64, marks=pytest.mark.slow)])
 def test_products_compile(tokens: int, tmp_path: Path) -> None:
     """Weights are on their way before the wait, 16 bytes a load."""
     absorb = compiled(latent_products, "latent_absorb_kernel", WRITES | {

@@ -121,8 +121,8 @@ def compiled(kind: str, codes: str, first: int, second: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "codes", "first", "second"),
     [
-        # On every commit each kernel once, and each kind of sum.
-        ("ring", "block", 8, 1), ("wide", "int8", 4096, 14336), ("one", "row", 14336, 4096),
+        # On every commit each kernel once, and each kind of sum; the ring's by test_gemm_ring.py.
+        ("wide", "int8", 4096, 14336), ("one", "row", 14336, 4096), pytest.param("ring", "block", 8, 1, marks=pytest.mark.slow),
         *(pytest.param("one", codes, 4096, 14336, marks=pytest.mark.slow) for codes in TYPES),
         *(pytest.param("one", codes, 14336, 4096, marks=pytest.mark.slow) for codes in ("block", "int8")),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [("ring", "int8", 8, 1), ("wide", "block", 4096, 14336)]),

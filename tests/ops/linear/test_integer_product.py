@@ -53,7 +53,9 @@ def test_tiles_leave_few_sms_idle(rows: int, outputs: int, block: int) -> None:
 
 @needs_triton
 @pytest.mark.skipif(TRITON_INTERPRETED, reason="no compiler")
-@pytest.mark.parametrize("outputs", integer_product.BLOCK_OUTPUTS)
+@pytest.mark.parametrize("outputs", [
+    integer_product.BLOCK_OUTPUTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in integer_product.BLOCK_OUTPUTS[1:])
+])
 def test_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
     from test_triton_compile import compiled_for_h100, stack_bytes  # not where this file runs alone
 

@@ -84,8 +84,7 @@ def bold(tokens: int, keys: int) -> float:
 ALPHAS = (0.0, 0.3, 0.6, 0.9)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 32, pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow),
-                                  pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 32, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (8, 64, 128, 256))])
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_close_to_the_best_fixed_width_and_never_below_off(rows: int, alpha: float) -> None:
     run = Dial(rows, alpha, on_a_gpu, careful, GRAPHS).run(300)
@@ -105,7 +104,7 @@ def test_every_cell(rows: int, model: object, seconds: object, context: int) -> 
 
 
 @pytest.mark.parametrize("seconds", [flat, steep, cliffs])
-@pytest.mark.parametrize("rows", [8, 64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [8, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (64, 256))])
 def test_on_other_staircases_too(rows: int, seconds: object) -> None:
     run = Dial(rows, 0.8, seconds, careful, GRAPHS).run(300)     # type: ignore[arg-type]
     assert run.rate >= 0.97 * best_rate(rows, 0.8, seconds)      # type: ignore[arg-type]
@@ -118,7 +117,7 @@ def test_rows_with_many_drafts_are_not_paid_for_by_all(alpha: float) -> None:
     assert run.rate >= 0.97 * best_rate(64, alpha, as_measured) and run.widest <= 3
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.2, 0.8, 0.95])
+@pytest.mark.parametrize("alpha", [0.0, 0.8, *(pytest.param(alpha, marks=pytest.mark.slow) for alpha in (0.2, 0.95))])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_on_a_cpu_too(rows: int, alpha: float) -> None:
     run = Dial(rows, alpha, on_a_cpu, bold, None).run(600)

@@ -234,7 +234,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(calls=st.lists(st.dictionaries(st.text(st.sampled_from("abc_"), min_size=1), JSON, max_size=3), min_size=1, max_size=3),
        ascii=st.booleans())
 def test_whatever_is_called_arrives(calls: list[dict[str, Any]], ascii: bool) -> None:

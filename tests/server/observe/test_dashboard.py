@@ -84,6 +84,7 @@ def server(model: Path) -> Iterator[str]:
         yield made.url
 
 
+@pytest.mark.slow                    # that all data want the key: test_reliability.py
 def test_the_page_is_served_and_only_its_data_wants_a_key(model: Path) -> None:
     with ServerProcess(str(model), *OPTIONS, "--api-key", "secret") as made:
         reply = httpx.get(f"{made.url}/dashboard")
