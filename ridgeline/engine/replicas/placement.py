@@ -62,5 +62,5 @@ def placements(config: EngineConfig, gpus: list[str], environment: Mapping[str, 
 
 def _require_room(engines: int, most: int, machine: str) -> None:
     if engines > most:
-        raise ConfigError(f"data_parallel_size {engines} is too many for this machine ({machine}): at most {most}; for more start "
-                          "servers on other machines, and `ridgeline route` in front of them")
+        raise ConfigError(f"data_parallel_size {engines} is too many for this machine ({machine}): at most {most}; for more "
+                          "start servers on other machines, and `ridgeline route` in front of them")
