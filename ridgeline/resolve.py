@@ -109,8 +109,7 @@ class ResolvedConfig:
 def model_path(config: EngineConfig) -> Path:
     """The model's directory or file; a name of the Hugging Face hub is looked up in the local cache."""
     path = locate(config.model.model) if config.model.model else embedded.require()
-    require_text("model", str(path))
-    return path
+    return Path(require_text("model", str(path)))
 
 
 def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
