@@ -308,6 +308,13 @@ def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     if low is not None and not value >= low:                     # NaN is not
         raise ConfigError(f"{name} must be at least {low}, got {value}")
+    return require_text(name, value) if isinstance(value, str) else value
+
+
+def require_text(name: str, value: str) -> str:
+    """The value itself. A file's name may be any bytes; what is no text here could not be written into a message or an answer."""
+    if any("\ud800" <= each <= "\udfff" for each in value):
+        raise ConfigError(f"{name} {value!a} is not text in this locale: set a UTF-8 one (LANG=C.UTF-8), or rename the file")
     return value
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ridgeline.config import EngineConfig
+from ridgeline.config import EngineConfig, require_text
 from ridgeline.context_room import budget_of, max_model_len_of
 from ridgeline.draft_checkpoint import DraftCheckpoint, draft_checkpoint
 from ridgeline.draft_options import draft_options
@@ -108,7 +108,8 @@ class ResolvedConfig:
 
 def model_path(config: EngineConfig) -> Path:
     """The model's directory or file; a name of the Hugging Face hub is looked up in the local cache."""
-    return locate(config.model.model) if config.model.model else embedded.require()
+    path = locate(config.model.model) if config.model.model else embedded.require()
+    return Path(require_text("model", str(path)))
 
 
 def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:

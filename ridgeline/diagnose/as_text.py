@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.bench.lab import table
+from ridgeline.roofline.verdict import IDLE
 
 _PARTS = 12                          # lines of ops
 
@@ -115,6 +116,8 @@ def _patterns(found: list[dict[str, Any]] | None) -> str:
 
 
 def _verdict(found: Mapping[str, Any]) -> str:
+    if found["term"] == IDLE:                            # what there was of steps says nothing about a load
+        return f"idle: {found['why']}; send requests while diagnose watches"
     return (
         f"bound by {found['term']}: {found['why']}\n"
         f"headroom: {found['headroom']:.1f}× if every op ran at its roof with no overhead"

@@ -1,4 +1,4 @@
-"""This machine's CPU as the engine knows it: the best peaks ever measured here, so that a busy moment does no harm."""
+"""This machine's CPU as the engine knows it: the best peaks ever measured here, so that a busy moment does little harm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ PACKED = ("int4", "int8")            # rates of the native kernels, which only a
 
 
 def best_known(measured: Device) -> Device:
-    """With the peaks that an engine has remembered, where those are better than what was measured just now."""
+    """With the peaks that an engine has remembered, where those are better than what was measured just now. A machine that is
+    busy now stays called busy: it may have been so each time."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -22,8 +23,7 @@ def best_known(measured: Device) -> Device:
     if peaks is None:
         return measured
     packed = {name: rate for name, rate in peaks.flops_s.items() if name in PACKED}
-    better = peaks.read_bytes_s > measured.bandwidth or peaks.rate("float32") > measured.rate("float32")
     return replace(
-        measured, bandwidth=max(measured.bandwidth, peaks.read_bytes_s), taken=0.0 if better else measured.taken,
+        measured, bandwidth=max(measured.bandwidth, peaks.read_bytes_s),
         flops={"float32": max(measured.rate("float32"), peaks.rate("float32"))} | packed,
     )

@@ -87,7 +87,7 @@ def _lead(told: dict[str, Any]) -> list[str]:
     ]
     lacking = told["missing"]
     said += [paragraph(f"{', '.join(lacking)}: {_NOT_HERE}; only planned.", "alarm")] * bool(lacking)
-    busy = f"Other programs had {told['taken']:.0%} of this machine's cores while it was measured: it is faster when quiet."
+    busy = f"Other programs had {told['taken']:.0%} of this machine's cores while it was measured: it may be faster when quiet."
     return said + [paragraph(busy, "alarm")] * (told["taken"] > TAKEN)
 
 

@@ -214,8 +214,8 @@ def text(told: dict[str, Any]) -> str:
         *_uneven(told),
         *told["division"],
         *([f"not in this engine yet: {', '.join(told['missing'])}"] * bool(told["missing"])),
-        *([f"this machine is busy: other programs had {told['taken']:.0%} of its cores while it was measured, so it looks "
-           "slower than it is when quiet"] * (told["taken"] > TAKEN)),
+        *([f"this machine is busy: other programs had {told['taken']:.0%} of its cores while it was measured, so it may "
+           "be faster when quiet"] * (told["taken"] > TAKEN)),
         "",
         *_memory(told),
         "",
@@ -254,9 +254,9 @@ def summary(told: dict[str, Any]) -> list[str]:
     lines = [
         f"fits: {weights / GIB:.1f} GiB of weights in {told['usable'] / GIB:.1f} GiB, with room for "
         f"{_requests(told['largest_batch'])} of {context:,} tokens",
-        f"how fast: one user waits {one['ttft'] * 1e3:,.0f} ms for the first token, then {one['tpot'] * 1e3:.1f} ms for each "
+        f"how fast: one user waits {_duration(one['ttft'], 0)} for the first token, then {_duration(one['tpot'], 1)} for each "
         f"({_rate(1 / one['tpot'])} tok/s); {_requests(many['batch'])} at once: {_rate(many['tok_s'])} tok/s, "
-        f"{many['tpot'] * 1e3:.1f} ms each",
+        f"{_duration(many['tpot'], 1)} each",
     ]
     bound = {
         point["batch"]: _binds(told["step_parts"][str(point["batch"])], point, told["compute_limited_batch"], told["stages"])
@@ -291,6 +291,13 @@ def _uneven(told: dict[str, Any]) -> list[str]:
 
 def _requests(count: int) -> str:
     return f"{count:,} request{'s' if count != 1 else ''}"
+
+
+def _duration(seconds: float, digits: int) -> str:
+    """In ms with this number of digits behind the point; in s where ms would be hard to read."""
+    if seconds < 9.9995:
+        return f"{seconds * 1e3:,.{digits}f} ms"
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
 
 def _rate(tok_s: float) -> str:
@@ -347,10 +354,10 @@ def _step(parts: dict[str, dict[str, float]]) -> list[str]:
 def _ranks(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not rows:
         return ["it does not fit on any number of devices considered"]
-    lines = [f"{'ranks':>6}{'stages':>8}{'TPOT ms at 1':>14}{'largest batch':>15}{'tok/s':>11}{'per device':>12}"]
+    lines = [f"{'ranks':>6}{'stages':>8}{'TPOT ms at 1':>14}{'largest batch':>14}{'tok/s':>11}{'per device':>12}"]
     for row in rows:
         one, many = row["one"], row["many"]
-        lines.append(f"{row['ranks']:>6}{row['stages']:>8}{one['tpot'] * 1e3:>14.2f}{many['batch']:>15,}"
+        lines.append(f"{row['ranks']:>6}{row['stages']:>8}{one['tpot'] * 1e3:>14.2f}{many['batch']:>14,}"
                      f"{_rate(many['tok_s']):>11}{_rate(many['tok_s_device']):>12}{'  whole experts' if row['experts'] else ''}")
     fastest = min(rows, key=lambda row: row["one"]["tpot"])
     cheapest = max(rows, key=lambda row: row["many"]["tok_s_device"])

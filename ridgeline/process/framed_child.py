@@ -1,7 +1,8 @@
 """A child process that answers questions on its standard streams, and never holds up the one who asks.
 
 A frame is a length of four bytes, then that many bytes; one goes to the child, one comes back. Every wait has a deadline, for
-writing too: a child that was stopped, or that swaps, neither reads nor answers. One that misses its deadline is killed.
+writing too: a child that swaps neither reads nor answers. One that misses its deadline is killed; one that was stopped (SIGSTOP)
+is killed after two looks at its state, since it would miss any deadline.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import IO, Any
 
 from ridgeline.process.children import start_child
@@ -24,6 +26,7 @@ from ridgeline.process.children import start_child
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 20
 _PARTS_AT_ONCE = 64                  # in one call of the system
+LOOK_SECONDS = 1.0                   # without a byte from or to the child, until its state is looked at
 
 
 def write_frame(stream: IO[bytes], data: bytes) -> None:
@@ -48,6 +51,10 @@ def _read(stream: IO[bytes], size: int) -> bytes | None:
             return None
         data += part
     return data
+
+
+class Stopped(TimeoutError):
+    """The child was stopped by a signal. What it was asked is not the cause, so another child can be asked the same."""
 
 
 class FramedChild:
@@ -75,8 +82,8 @@ class FramedChild:
         return self.process.poll() is None
 
     def ask(self, frame: bytes | Sequence[bytes], seconds: float, patient: bool = True) -> bytes:
-        """The answer to a frame, given as one or in parts. EOFError if the child is gone, TimeoutError after `seconds`; in both
-        cases the child was ended.
+        """The answer to a frame, given as one or in parts. EOFError if the child is gone, TimeoutError after `seconds`, Stopped
+        before that; the child was ended then.
 
         A caller that is not `patient` only gives up waiting: the child stays, and its late answer is dropped.
         """
@@ -86,7 +93,7 @@ class FramedChild:
         self._owed += 1
         try:
             while self._owed:
-                answer = self._next_answer(deadline)
+                answer = self._next_answer(deadline, patient)
                 self._owed -= 1
             return answer
         except TimeoutError:
@@ -97,22 +104,34 @@ class FramedChild:
             self.end()
             raise
 
-    def _next_answer(self, deadline: float) -> bytes:
+    def _next_answer(self, deadline: float, patient: bool) -> bytes:
         poller = select.poll()                           # select() knows only the first 1,024 descriptors
         poller.register(self._source, select.POLLIN)
         if self._unwritten:
             poller.register(self._target, select.POLLOUT)
+        was_stopped = False
         while (answer := self._complete()) is None:
-            left = deadline - time.monotonic()
-            ready = poller.poll(left * 1000 + 1) if left > 0 else []
-            if not ready:
+            if (left := deadline - time.monotonic()) <= 0:
                 raise TimeoutError
+            ready = poller.poll(min(left, LOOK_SECONDS) * 1000 + 1)
+            if not ready:
+                is_stopped = patient and self._is_stopped()
+                if is_stopped and was_stopped:           # not only for a moment, as under a debugger or `kill -STOP 0`
+                    raise Stopped
+                was_stopped = is_stopped
             for descriptor, _ in ready:
                 if descriptor == self._source:
                     self._receive()
                 elif not self._write():
                     poller.unregister(self._target)
         return answer
+
+    def _is_stopped(self) -> bool:
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_bytes()
+        except OSError:
+            return False
+        return stat.rpartition(b")")[2].split()[0] == b"T"
 
     def _complete(self) -> bytes | None:
         """The first whole frame of what has been received."""

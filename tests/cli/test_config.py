@@ -13,6 +13,8 @@ import torch
 from ridgeline.config import EngineConfig, declared_options
 from ridgeline.errors import ConfigError
 from ridgeline.known_options import KNOWN
+from ridgeline.process import embedded
+from ridgeline.resolve import model_path
 from ridgeline.server.options import ServerOptions
 
 DECLARED = [declared for declared, _, _ in declared_options()]
@@ -88,6 +90,13 @@ def test_paths_may_be_paths() -> None:
     assert EngineConfig.of(model=Path("a"), tokenizer=Path("b/c")).flat() == {"model": "a", "tokenizer": "b/c"}
 
 
+def test_a_model_whose_path_is_no_text_is_refused_before_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine could not say which model it has, and no answer could name it."""
+    monkeypatch.setattr(embedded, "require", lambda: tmp_path / "caf\udce9" / "m.gguf")
+    with pytest.raises(ConfigError, match=r"model '.*caf\\udce9/m.gguf' is not text in this locale"):
+        model_path(EngineConfig())
+
+
 def test_a_name_has_one_meaning() -> None:
     own = {declared.name for declared, _, _ in declared_options()} | {each.name for each, _, _ in declared_options(ServerOptions)}
     assert not own & KNOWN.keys()
@@ -118,6 +127,7 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be at least 0.01"),
         ({"block_size": True}, "block_size must be of type int"),
         ({"model": 5}, "model must be of type str"),
+        ({"model": Path("/m/caf\udce9")}, "model '/m/caf.*' is not text in this locale: set a UTF-8 one"),
         ({"dtype": torch.int8}, "dtype must be one of .*'int8'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -23,6 +23,7 @@ from ridgeline.bench.lab.table import as_markdown
 from ridgeline.bench.load.latency import parse_slo
 from ridgeline.bench.workload.bench_engine import Engine
 from ridgeline.config import EngineConfig
+from ridgeline.diagnose import as_text
 from ridgeline.diagnose.attach import all_steps, application, attach, histogram, part_below, quantile, read_samples
 from ridgeline.diagnose.diagnosis import WARM_UP, run_load, warm_up, whole_window, with_seen_launches
 from ridgeline.diagnose.driven_run import Load, drive
@@ -517,3 +518,9 @@ def test_our_own_server_is_watched(model: Path, tmp_path: Path, capsys: pytest.C
     assert tree["steps"]["count"] > 50 and tree["application"]["output_throughput"] > 0 and tree["verdict"]["term"]
     parts = {row["part"]: row for row in tree["ops"]["parts"]}
     assert tree["profiler"]["steps"] == 16 and parts["linears and head"]["calls_per_step"] == 9
+
+
+def test_an_idle_server_has_no_headroom_to_speak_of() -> None:
+    idle = {"term": "idle", "share": 1.0, "headroom": 1.0, "why": "no steps: there were no requests"}
+    assert as_text._verdict(idle) == "idle: no steps: there were no requests; send requests while diagnose watches"
+    assert "headroom: 1.7×" in as_text._verdict(idle | {"term": "host", "headroom": 1.7})

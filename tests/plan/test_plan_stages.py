@@ -192,5 +192,6 @@ def test_a_plan_offers_every_division(capsys: pytest.CaptureFixture[str]) -> Non
     said = capsys.readouterr().out
     assert "no speed of this engine on several GPUs is measured" in said and "whole experts: with 64 rows" in said
     assert "not in this engine yet:" not in said and re.search(r"^ +2 +2 .*whole experts$", said, re.MULTILINE)
+    assert {len(line) for line in said.splitlines() if line.endswith("  whole experts")} == {80}, "rows fit a terminal"
     assert main(["plan", "llama-3.1-8b", "--gpu", "H100", "--nodes", "2", "--most", "2", "--objective", "chat"]) == 0
     assert "2 machines, 2 stages" in capsys.readouterr().out

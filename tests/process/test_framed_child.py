@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ridgeline.process.framed_child import FramedChild
+from ridgeline.process import framed_child
+from ridgeline.process.framed_child import FramedChild, Stopped
 
 
 @pytest.fixture
@@ -40,6 +41,24 @@ def test_a_child_that_stands_still_is_ended_at_the_deadline(child: FramedChild, 
     with pytest.raises(TimeoutError):
         child.ask(question("a" * size), 0.2)
     assert child.process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.reliability("R-13")
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_child_that_was_stopped_is_ended_long_before_its_deadline(
+    child: FramedChild, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.01)
+    child.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(Stopped):
+        child.ask(question("a" * size), 60)
+    assert child.process.poll() == -signal.SIGKILL
+
+
+def test_a_busy_child_is_not_taken_for_a_stopped_one(child: FramedChild, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.0)
+    busy = "{% for a in range(99999) %}{% endfor %}{{ text }}"
+    assert text_of(child.ask(question("done", busy), 120)) == "done"
 
 
 @pytest.mark.parametrize("size", [10, 1_000_000])

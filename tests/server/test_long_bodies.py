@@ -21,6 +21,7 @@ from served_model import wait_until, write_model
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.client.request_context import LOCAL
 from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, TryAgain
+from ridgeline.process import framed_child
 from ridgeline.server import long_bodies
 from ridgeline.server.api import prepare
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore
@@ -171,7 +172,23 @@ def test_a_short_body_that_recalls_a_long_conversation_is_read_in_the_process(
     assert "long before" in server.llm.prompts[-1]
 
 
-def test_a_killed_process_is_the_servers_failure_and_is_replaced(server: ScriptedServer, all_long: None) -> None:
+@pytest.mark.reliability("R-13")
+def test_another_process_reads_the_body_of_one_that_was_stopped(
+    server: ScriptedServer, all_long: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.01)
+    ask = {"messages": TURN}
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
+    old = child_of(server)
+    os.kill(old.process.pid, signal.SIGSTOP)
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
+    assert child_of(server) is not old and old.process.poll() == -signal.SIGKILL
+
+
+def test_a_killed_process_is_the_servers_failure_and_is_replaced(
+    server: ScriptedServer, all_long: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 1e6)       # it is stopped only to be killed with a question under way
     ask = {"messages": TURN}
     assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
     old = child_of(server)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import time
 
 import numpy as np
@@ -34,7 +35,8 @@ from ridgeline.techniques import TECHNIQUES, turned_off
 logger = get_logger("engine")
 
 _STATS_SECONDS = 0.1                 # between two reports while there is work
-_LOG_SECONDS = 1.0                   # between two lines about slow steps
+_LOG_SECONDS = 1.0                   # between two lines about slow steps …
+_SAME_SECONDS = 60.0                 # … of the same cause: on a shared machine there are several a second
 _LINE_SECONDS = 60.0                 # between two lines about the roofline
 _EXPECTED = ("prompt_tokens", "first_of_its_kind")       # causes of slow steps that are no news: they are counted, not logged
 _MAP_SECONDS = 2.0                   # between two pictures of the KV cache
@@ -127,7 +129,7 @@ class StatsKeeper:
         self._reported = 0.0
         self._news = True                                # facts about the machine can be reported before the first step
         self._waiting = 0                                # as last reported
-        self._logged = 0.0
+        self._logged: dict[str, float] = {}              # when there was the last line about each cause
         self._unlogged = 0                               # slow steps since the last line
         self.roofline = RooflineReporter(core)
 
@@ -218,7 +220,8 @@ class StatsKeeper:
         }
 
     def _log(self, step: Step, cause: str, now: float) -> None:
-        if now - self._logged < _LOG_SECONDS:
+        last = max(self._logged.values(), default=-math.inf)
+        if now - last < _LOG_SECONDS or now - self._logged.get(cause, -math.inf) < _SAME_SECONDS:
             self._unlogged += 1
             return
         logger.info(
@@ -228,7 +231,7 @@ class StatsKeeper:
             step.compiled, step.recorded, step.collecting * 1e3, step.between * 1e3, step.device * 1e3, step.computing * 1e3,
             step.waiting * 1e3, step.faults, self._unlogged,
         )
-        self._logged, self._unlogged = now, 0
+        self._logged[cause], self._unlogged = now, 0
 
 
 class RooflineReporter:

@@ -20,6 +20,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.process.platform import ENGINES_HERE, cpu_count
 
+MOST_SHARING = 8                     # engines on one device, or on a CPU of fewer cores: more only divide its memory
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 
@@ -42,16 +43,24 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, folder: Path = Pat
 
 
 def placements(config: EngineConfig, gpus: list[str], environment: Mapping[str, str] = os.environ) -> list[Placement]:
-    """One for each engine."""
+    """One for each engine. ConfigError where they are more than the machine can use."""
     if config.parallel.distributed_executor_backend == "ray":
         raise ConfigError("data_parallel_size has engines on this machine, and ray places ranks on others: start one server for "
                           "each engine, and `ridgeline route` in front of them")
     engines, ranks = config.parallel.data_parallel_size, config.parallel.num_ranks
     if config.model.device == "cpu" or not gpus:
+        _require_room(engines, max(MOST_SHARING, cpu_count()), f"{cpu_count()} CPU cores")
         threads = {} if THREADS in environment else {THREADS: str(max(1, cpu_count() // engines))}
         return [Placement(threads | {ENGINES_HERE: str(engines)}, engines, "CPU")] * engines
     groups = [gpus[start : start + ranks] for start in range(0, max(1, len(gpus) - ranks + 1), ranks)]
+    _require_room(engines, MOST_SHARING * len(groups), f"{len(gpus)} GPUs")
     placed = [number % len(groups) for number in range(engines)]
     return [
         Placement({VISIBLE: ",".join(groups[group])}, placed.count(group), f"GPU {'+'.join(groups[group])}") for group in placed
     ]
+
+
+def _require_room(engines: int, most: int, machine: str) -> None:
+    if engines > most:
+        raise ConfigError(f"data_parallel_size {engines} is too many for this machine ({machine}): at most {most}; for more "
+                          "start servers on other machines, and `ridgeline route` in front of them")

@@ -6,6 +6,7 @@ entries for the access log to `scope[LOG]`.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -13,17 +14,21 @@ import secrets
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TextIO
+from io import FileIO
+from typing import Any
 
 import msgspec
 
 from ridgeline.engine.client.request_context import LOCAL, MAX_TTFT_MS, Caller
 from ridgeline.errors import ConfigError
+from ridgeline.process.log import get_logger
 from ridgeline.server.http.error_bodies import body_for, error_body, is_anthropic
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.http.stream import DIRECT, Headers, Message, Receive, Send, send_json
 from ridgeline.server.options import ServerOptions
+
+logger = get_logger("server")
 
 # For load balancers; and pages without data: the dashboard's data needs a key.
 OPEN_PATHS = frozenset({
@@ -146,17 +151,18 @@ class _Answer:
 
 
 class AccessLog:
-    """A line of JSON for each request, answered or not. No bodies, no queries, no keys."""
+    """A line of JSON for each request, answered or not. No bodies, no queries, no keys. A full disk must not fail requests: lines
+    are lost until there is room, and the server's log says so, once at its begin and once at its end."""
 
     def __init__(self, place: str) -> None:
-        self._file: TextIO
-        if place == "-":
-            self._file = sys.stderr
-            return
-        try:
-            self._file = os.fdopen(os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", buffering=1)
-        except OSError as error:
-            raise ConfigError(f"access_log {place} cannot be written: {error.strerror}") from None
+        self._file: FileIO | None = None                 # None: stderr
+        self._lost = 0                                   # lines, since the last one that was written
+        self._is_torn = False                            # the last line is in the file only in part
+        if place != "-":
+            try:
+                self._file = FileIO(os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a")
+            except OSError as error:
+                raise ConfigError(f"access_log {place} cannot be written: {error.strerror}") from None
 
     def write(self, scope: Scope, answer: _Answer, noted: dict[str, Any]) -> None:
         line = {
@@ -171,10 +177,23 @@ class AccessLog:
             "bytes_out": answer.bytes_out + getattr(scope.get(DIRECT), "bytes_out", 0),
             **noted,
         }
+        self._put(_encode(line) + b"\n")
+
+    def _put(self, line: bytes) -> None:
         try:
-            self._file.write(_encode(line).decode() + "\n")
-        except OSError:
-            pass                                         # a full disk must not fail requests
+            if self._file is None:
+                sys.stderr.write(line.decode())
+            elif (written := self._file.write(b"\n" * self._is_torn + line)) != len(line) + self._is_torn:
+                self._is_torn |= bool(written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._lost:
+                logger.warning("the access log cannot be written (%s); requests are answered without it", error.strerror)
+            self._lost += 1
+            return
+        if self._lost:
+            logger.warning("the access log is written again; %d lines are missing", self._lost)
+        self._lost, self._is_torn = 0, False
 
 
 def _value(headers: Headers, wanted: bytes) -> bytes:

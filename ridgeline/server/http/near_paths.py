@@ -31,7 +31,8 @@ BELOW = {
         "/v1/responses with previous_response_id continues a conversation",
     ),
     **dict.fromkeys(
-        ("/v1/files", "/v1/uploads", "/v1/batches"), "no files are kept here; `ridgeline generate` answers a file of prompts",
+        ("/v1/files", "/v1/uploads", "/v1/batches", "/v1/messages/batches"),
+        "no files are kept here; `ridgeline generate` answers a file of prompts",
     ),
     **dict.fromkeys(
         ("/v1/moderations", "/v1/images", "/v1/audio", "/v1/videos", "/v1/realtime"),

@@ -341,6 +341,11 @@ def test_each_engine_gets_its_part_of_the_machine(
     assert places(["0", "1", "2", "3"], 2, pipeline_parallel_size=2) == [({visible: "0,1"}, 1), ({visible: "2,3"}, 1)]
     with pytest.raises(ConfigError, match="ridgeline route"):
         places(["0", "1"], 2, distributed_executor_backend="ray")
+    with pytest.raises(ConfigError, match=r"100000 is too many for this machine \(2 GPUs\): at most 16; .*ridgeline route"):
+        places(["0", "1"], 100_000)                      # minutes of start-up would go by without a word
+    with pytest.raises(ConfigError, match=r"100000 is too many for this machine \(\d+ CPU cores\)"):
+        places([], 100_000)
+    assert len(places([], 8)) == 8
     assert places([], 2)[0][1] == 2 and "OMP_NUM_THREADS" in places(["0"], 2, device="cpu")[0][0]
     monkeypatch.setattr(platform, "cpu_count", lambda: 16)
     assert platform.rank_cores(2) == 8

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from ridgeline.errors import ConfigError, EngineDead, Overloaded, TimedOut
 from ridgeline.process.children import child_environment
 from ridgeline.server.app import make_app
 from ridgeline.server.http.failures import describe
-from ridgeline.server.http.gate import LOG, OPEN_PATHS, Gate, caller_of
+from ridgeline.server.http.gate import LOG, OPEN_PATHS, AccessLog, Gate, caller_of
 from ridgeline.server.http.keys import VARIABLE, Keys, load_keys
 from ridgeline.server.lifecycle import check_certificate
 from ridgeline.server.options import ServerOptions
@@ -304,6 +306,31 @@ def test_the_access_log_has_a_line_for_each_request_and_no_secrets(tmp_path: Pat
 
 
 # -- errors and certificates -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.reliability("R-14")
+def test_an_access_log_on_a_full_disk_says_so_once_and_when_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "log"
+    log, rooms = AccessLog(str(path)), [None, 3, 0, None, None]         # bytes that there is room for; None: enough
+
+    class Disk(FileIO):
+        def write(self, data: Any) -> int:
+            room = rooms.pop(0)
+            if room == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[:room])
+
+    monkeypatch.setattr(log, "_file", Disk(path, "a"))
+    with caplog.at_level(logging.WARNING, logger="ridgeline"):
+        for number in range(5):
+            log._put(b'{"line": %d}\n' % number)
+    assert path.read_text().split("\n") == ['{"line": 0}', '{"l', '{"line": 3}', '{"line": 4}', ""]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the access log cannot be written (No space left on device); requests are answered without it",
+        "the access log is written again; 2 lines are missing",
+    ]
 
 
 @pytest.mark.reliability("B-05")

@@ -288,6 +288,19 @@ def test_a_client_that_leaves_ends_its_request_whatever_is_in_line_behind_it(
     assert "socket.send() raised exception" not in caplog.text
 
 
+@pytest.mark.reliability("R-01")
+def test_a_client_that_closes_its_sending_side_has_left(server: Server) -> None:
+    """docs/server.md says so: a client that is gone altogether looks the same, and its answer would be computed for no one."""
+    before = server.app.gone
+    server.app.may_answer.clear()
+    with server.connect() as connection:
+        connection.sendall(WAIT)
+        wait_for_cycle(server)
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection) == b""
+    wait_until(lambda: server.app.gone > before)
+
+
 def test_trailers_are_no_headers(server: Server) -> None:
     """A proxy in front has checked the headers, and has not seen these."""
     body = b"3\r\nabc\r\n0\r\nauthorization: Bearer k\r\nx-api-key: k\r\n\r\n"

@@ -283,20 +283,25 @@ def test_the_engine_reports_what_it_did(tmp_path: Path, overlap: bool) -> None:
     assert stats.slow_steps.get("kernel_compile", 0) >= 3
 
 
-def test_slow_steps_are_logged_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_are_logged_once_a_second_and_once_a_minute_for_a_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr("ridgeline.engine.core.stats.logger.info", lambda text, *values: lines.append(text % values))
     engine = core(tmp_path)
     keeper = StatsKeeper(engine)
     now = 100.0
-    for seconds in [0.002] * 40 + [0.02, 0.5, 0.02, 0.02, 1.0]:
+    causes = iter(["processor_taken"] * 4 + ["disk_reads", "processor_taken", "disk_reads"])
+    monkeypatch.setattr(keeper.watch, "observe", lambda step: next(causes) if step.seconds > 0.01 else None)
+    for seconds in [0.002] * 40 + [0.02, 0.5, 2.0, 0.02, 0.03, 70.0, 0.04]:
         engine.scheduler.counters.useful_tokens += 4
         keeper.stepped(now, now + seconds)
         now += seconds
     keeper.close()
-    assert [re.findall(r"\b(?:ms|median_ms|tokens|gc_ms|unlogged)=\S+", line) for line in lines] == [
-        ["ms=20.0", "median_ms=2.0", "tokens=4", "gc_ms=0.0", "unlogged=0"],
-        ["ms=1000.0", "median_ms=2.0", "tokens=4", "gc_ms=0.0", "unlogged=3"],
+    assert [re.findall(r"\b(?:cause|ms|tokens|gc_ms|unlogged)=\S+", line) for line in lines] == [
+        ["cause=processor_taken", "ms=20.0", "tokens=4", "gc_ms=0.0", "unlogged=0"],
+        ["cause=disk_reads", "ms=30.0", "tokens=4", "gc_ms=0.0", "unlogged=3"],
+        ["cause=processor_taken", "ms=70000.0", "tokens=4", "gc_ms=0.0", "unlogged=0"],
     ]
 
 
