@@ -66,12 +66,8 @@ _OVERLAP = (
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> GrammarVocabulary:
-    """For a model whose logits have `vocab_size` ids. BadRequest if it has no end token."""
-    vocabulary = GrammarVocabulary.of(tokenizer.token_pieces(), tokenizer.special_ids, end_ids, vocab_size)
-    if not vocabulary.end_ids:
-        message = "structured_outputs needs a model with an end token; this one has none"
-        raise BadRequest(message, field="structured_outputs")
-    return vocabulary
+    """For a model whose logits have `vocab_size` ids."""
+    return GrammarVocabulary.of(tokenizer.token_pieces(), tokenizer.special_ids, end_ids, vocab_size)
 
 
 class GrammarChecker:
