@@ -92,6 +92,16 @@ def gap(server: Any, work: Any) -> tuple[float, str]:
     return 1000 * stream.end(), said
 
 
+def answer(server: Any, request: bytes, tries: int = 10) -> str:
+    """What the server says; on a machine that is too busy to check a grammar it says 429 first."""
+    said = "429"
+    for _ in range(tries):
+        said = attacks.together(server, request, 1)
+        if said != "429":
+            break
+    return said
+
+
 def measured(folder: Path, size: int, at_start: bool, seconds: float) -> dict[str, float]:
     """One fresh server."""
     attacks.write_model(folder)
@@ -107,8 +117,7 @@ def measured(folder: Path, size: int, at_start: bool, seconds: float) -> dict[st
         body = (attacks.ONE.replace('max_tokens":1', 'max_tokens":8') + f",{FIRST}}}").encode()
         attacks.ask(server, attacks.posted("chat/completions", attacks.ONE.encode() + b"}"))
         found["quiet_gap_ms"] = gap(server, partial(time.sleep, seconds))[0]
-        ask = partial(attacks.together, server, attacks.posted("chat/completions", body), 1)
-        found["worst_gap_ms"], said = gap(server, ask)
+        found["worst_gap_ms"], said = gap(server, partial(answer, server, attacks.posted("chat/completions", body)))
         assert said == "200", said
         found["engine_rss_after_mb"] = facts_of(engine_of(server))["engine_rss_mb"]
         return found
