@@ -36,7 +36,7 @@ def gguf_end_tokens(metadata: Mapping[str, Any], vocab_size: int | None = None) 
     """Every id that ends an answer. Ids beyond the file's tokens, if it lists any, or beyond `vocab_size`, the rows of its
     embedding, are ignored: the scheduler has a table by id."""
     tokens = _list(metadata, "tokenizer.ggml.tokens")
-    limit = min([len(tokens)] * bool(tokens) + [vocab_size] * (vocab_size is not None), default=None)
+    limit = min((size for size in (len(tokens) or None, vocab_size) if size is not None), default=None)
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     valid = [each if _is_id(each) and (limit is None or each < limit) else None for each in named]
     if valid[0] is None and metadata.get("tokenizer.ggml.model") == "llama":

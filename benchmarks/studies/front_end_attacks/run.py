@@ -544,14 +544,14 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                 if wanted("loop", name):
                     request = posted(*LARGE[name]())
                     rows.append(measured(server, name, partial(together, server, request, options.at_once), 0.3, True))
-            if wanted("loop") or wanted("answers"):
+            if wanted("loop", QUIET) or wanted("answers", QUIET):
                 rows.append(measured(server, QUIET, partial(nothing, server, 0), 0.3, True))
             for name, fields in ANSWERS.items():
                 if wanted("answers", f"128 answers: {name}"):
                     request = posted("chat/completions", f"{MANY},{fields}}}".encode())
                     attack = partial(together, server, request, 1)
                     rows.append(measured(server, f"128 answers: {name}", attack, 0.3, True))
-            if wanted("loop") or wanted("answers"):      # again: other work on the machine may have begun or ended meanwhile
+            if wanted("loop", QUIET) or wanted("answers", QUIET):      # again: other work on the machine may have begun or ended meanwhile
                 rows.append(measured(server, QUIET, partial(nothing, server, 0), 0.3, True))
             if wanted("pool"):
                 rows += beside_long_work(server)

@@ -91,7 +91,11 @@ class EngineCore:
             return cls(config, make_executor(config, progress))
         grammars = make_grammars(config, pieces=pieces)
         grammars.load_early()
-        return cls(config, make_executor(config, progress), grammars)
+        try:
+            return cls(config, make_executor(config, progress), grammars)
+        except BaseException:
+            grammars.close()
+            raise
 
     def add(self, request: Request) -> None:
         """Queue a request; BadRequest when it cannot run here."""

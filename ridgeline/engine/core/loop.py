@@ -161,8 +161,14 @@ def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] |
             link.send(Loading(done, total))
 
     handed = _Handed(link)
+    pieces = handed.wait if EngineConfig.of(**options).model.prepares_grammars else None
     try:
-        core = _started(options, sizes or {}, progress, handed)
+        handed.look()
+        core = _started(options, sizes or {}, progress, pieces)
+        if pieces is not None:
+            with phase("grammars"):
+                handed.look_until_here()
+                core.grammars.wait_until_loaded()
     except BaseException:
         handed.give_up()
         raise
@@ -213,27 +219,17 @@ class _Handed:
 
 
 def _started(
-    options: dict[str, object], sizes: dict[str, int], progress: Callable[[int, int], None], handed: _Handed
+    options: dict[str, object], sizes: dict[str, int], progress: Callable[[int, int], None],
+    pieces: Callable[[], Vocabulary] | None = None,
 ) -> EngineCore:
     """With the sizes of the engine before, if they fit: open requests may need all of its context, and free memory as it is
     measured at the moment may be less."""
-    config = EngineConfig.of(**options)
-    pieces = handed.wait if config.model.prepares_grammars else None
-    if pieces is not None:
-        handed.look()
-    core = None
     if sizes:
         try:
-            core = EngineCore.start(EngineConfig.of(**options | _SIZED | sizes), progress, pieces)
+            return EngineCore.start(EngineConfig.of(**options | _SIZED | sizes), progress, pieces)
         except ConfigError as error:
             logger.warning("the KV cache cannot be as large as before: %s", error)
-    if core is None:
-        core = EngineCore.start(config, progress, pieces)
-    if pieces is not None:
-        with phase("grammars"):
-            handed.look_until_here()
-            core.grammars.wait_until_loaded()
-    return core
+    return EngineCore.start(EngineConfig.of(**options), progress, pieces)
 
 
 def run(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] | None = None) -> int:
