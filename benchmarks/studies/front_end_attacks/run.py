@@ -551,7 +551,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                     request = posted("chat/completions", f"{MANY},{fields}}}".encode())
                     attack = partial(together, server, request, 1)
                     rows.append(measured(server, f"128 answers: {name}", attack, 0.3, True))
-            if wanted("loop", QUIET) or wanted("answers", QUIET):      # again: other work on the machine may have begun or ended meanwhile
+            if wanted("loop", QUIET) or wanted("answers", QUIET):        # again: other work may have begun or ended meanwhile
                 rows.append(measured(server, QUIET, partial(nothing, server, 0), 0.3, True))
             if wanted("pool"):
                 rows += beside_long_work(server)

@@ -1,6 +1,6 @@
 """How long another stream waits for the first grammar of a server, and what it costs to prepare for it at the start.
 
-    python benchmarks/studies/grammar_vocabulary/run.py --out benchmarks/studies/grammar_vocabulary/result.json
+    python benchmarks/studies/grammar_vocabulary/run.py --sizes 49152 --out result-49152.json
 
 llguidance keeps Python's lock while it reads a vocabulary, so an engine that does it beside running requests gives them no token
 meanwhile. `--grammars-at-start` (the default of a server) does it before the server is ready. The server has a tiny random Llama
