@@ -39,6 +39,10 @@ class ModelOptions:
         "auto", "grammar library for structured outputs; auto: llguidance; xgrammar needs pip install 'ridgeline[xgrammar]'",
         ("auto", "guidance", "llguidance", "xgrammar"),
     )
+    grammars_at_start: bool = option(
+        True, "a server prepares the vocabulary for grammars while it starts; else the first grammar does, and running requests "
+        "get no token meanwhile (up to a second)"
+    )
     generation_config: str = option(
         "auto", "sampling defaults for requests that set none; auto: the model's own (a GGUF file without any gets llama.cpp's); "
         "vllm: neutral (temperature 1.0); or a directory with generation_config.json",
@@ -63,6 +67,11 @@ class ModelOptions:
         "int8", "what a CPU multiplies packed weights by: int8 (32 with a scale) or float32, which is exact", ("int8", "float32")
     )
     seed: int = option(0, "random seed for requests without a seed of their own, and for dummy weights", low=0)
+
+    @property
+    def prepares_grammars(self) -> bool:
+        """An engine with a process of its own prepares the vocabulary before it is ready."""
+        return self.grammars_at_start and not self.skip_tokenizer_init
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,8 +90,11 @@ class Abort(msgspec.Struct, tag=True):
     index: int | None = None         # one of the n answers; None = all
 
 
-class ExpectGrammar(msgspec.Struct, tag=True):
-    """A request with a grammar is being checked, and will come if it can be used."""
+class Vocabulary(msgspec.Struct, tag=True):
+    """The tokenizer's vocabulary, for grammars; sent while the engine loads, if it is to prepare it (grammars_at_start)."""
+
+    pieces: list[bytes]              # by id
+    special_ids: list[int]
 
 
 class ForgetPrefixes(msgspec.Struct, tag=True):
@@ -194,7 +197,7 @@ class Alive(msgspec.Struct, tag=True):
     busy: bool                       # has work: then only more steps are progress
 
 
-ToEngine = Add | Abort | ExpectGrammar | ForgetPrefixes | Switch | Profile | Shutdown
+ToEngine = Add | Abort | Vocabulary | ForgetPrefixes | Switch | Profile | Shutdown
 FromEngine = Ready | Loading | Failed | Refused | PrefixesForgotten | Switched | Profiled | Deltas | Stats | Alive
 TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
 FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)

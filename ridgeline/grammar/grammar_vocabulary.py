@@ -11,6 +11,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ridgeline.errors import BadRequest
+
 _REMEMBERED = 4096                   # short texts whose tokens are kept; at most …
 _REMEMBERED_BYTES = 128              # … this long
 _REMEMBERED_LONG = 16                # longer texts that are kept, with the place where each token begins
@@ -26,10 +28,14 @@ class GrammarVocabulary:
     def of(
         cls, pieces: Sequence[bytes], special_ids: frozenset[int], end_ids: frozenset[int], vocab_size: int
     ) -> GrammarVocabulary:
-        """For logits of `vocab_size` ids, which may be more or fewer than the tokenizer knows."""
+        """For logits of `vocab_size` ids, which may be more or fewer than the tokenizer knows. BadRequest if none ends an
+        answer."""
         known = list(pieces[:vocab_size])
         known += [b""] * (vocab_size - len(known))
         ends = sorted(token for token in end_ids if token < vocab_size)
+        if not ends:
+            message = "structured_outputs needs a model with an end token; this one has none"
+            raise BadRequest(message, field="structured_outputs")
         # An end token is never text, whatever the tokenizer's files say of it.
         special = sorted(token for token in special_ids | end_ids if token < vocab_size and known[token])
         return cls(known, special, ends)

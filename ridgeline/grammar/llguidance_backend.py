@@ -38,8 +38,7 @@ class LLGuidance:
     """Compiles for one vocabulary."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        # Two calls: the library keeps Python's lock during each, for up to seconds, and between them the engine runs a step.
-        self.tokenizer = _make_tokenizer(vocabulary).with_slices(_SLICES)
+        self.tokenizer = _make_tokenizer(vocabulary)     # keeps Python's lock for up to a second and a half
 
     def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
         """The first mask is computed here too: it can be the most expensive by far, and copies share what it has learnt."""
@@ -76,12 +75,12 @@ def _make_tokenizer(vocabulary: GrammarVocabulary) -> LLTokenizer:
     ranks = vocabulary.ranks()
     if ranks is None:
         wrapped: Any = Pieces(vocabulary)                # by shape: the class that the declaration names is not needed
-        return LLTokenizer(wrapped, eos_token=vocabulary.end_ids, slices=[])
+        return LLTokenizer(wrapped, eos_token=vocabulary.end_ids, slices=_SLICES)
     tokenizer: Any = LLTokenizer                         # the declaration lacks from_tiktoken
     made: LLTokenizer = tokenizer.from_tiktoken(
         encoder=ranks, special_tokens={vocabulary.pieces[token].decode(): token for token in vocabulary.special_ids},
         pattern=_CUT_BEFORE_MARKS if _begin_with_marks(ranks) else _CUT, eos_token=vocabulary.end_ids,
-        n_vocab=len(vocabulary.pieces), slices=[],
+        n_vocab=len(vocabulary.pieces), slices=_SLICES,
     )
     return made
 

@@ -4,13 +4,17 @@
 - `pattern` with look-around: a few that those libraries write, as expressions without it.
 - `propertyNames`: what it says becomes `properties` or `patternProperties`.
 - `{"not": {}}`: allows nothing, which is `false`.
+- `uniqueItems`: a grammar cannot remember what was said. Where it matters and the items are a few listed values, all lists of
+  different ones are written out; where it does not matter it is left out.
 
-What remains (`uniqueItems`, another look-around …) llguidance refuses by name.
+What remains (`uniqueItems` of other items, another look-around …) llguidance refuses by name.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,11 +35,14 @@ PATTERNS = {
     # pydantic's Decimal: at least one digit
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+\-]?([0-9]+\.?[0-9]*|\.[0-9]+)$",
 }
+_TYPES = {str: "string", int: "integer", bool: "boolean"}
 _NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
 _MOST_REFERENCES = 8                 # in a chain
+_MOST_VALUES = 8                     # of items, where more than one may come: pairs of nine are more lists than
+_MOST_LISTS = 65                     # of different values that are written out: all of four, or up to two of eight
 _MOST_COPIED = 20_000                # characters in all: a schema repeated for each name, level by level, has no bound
 
 
@@ -80,7 +87,28 @@ class _Rewriter:
                 made[name] = self.of(made[name])
         _rewrite_text(made)
         self._rewrite_names(made)
-        return made
+        return self._of_unique(made) if "uniqueItems" in made else made
+
+    def _of_unique(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Itself if it can be neither left out nor written out."""
+        rest = {name: value for name, value in made.items() if name != "uniqueItems"}
+        fewest, most = made.get("minItems", 0), made.get("maxItems", math.inf)
+        if made["uniqueItems"] is False or most in (0, 1):
+            return rest
+        values = _listed(_resolved(made.get("items"), self._root))
+        if values is None or made.get("type") != "array" or rest.keys() - {"type", "items", "minItems", "maxItems"} - _NOTES:
+            return made
+        if made["uniqueItems"] is not True or not (isinstance(fewest, int) and isinstance(most, (int, float))):
+            return made
+        lengths = range(max(0, fewest), int(min(most, len(values))) + 1)
+        if not lengths or sum(math.perm(len(values), length) for length in lengths) > _MOST_LISTS:
+            return made
+        lists = [_exactly(each) for length in lengths for each in itertools.permutations(values, length)]
+        copied = len(json.dumps(lists))
+        if copied > self._left:
+            return made
+        self._left -= copied
+        return {name: value for name, value in rest.items() if name in _NOTES} | {"anyOf": lists}
 
     def _rewrite_names(self, made: dict[str, Any]) -> None:
         """Names may be any, listed, or match a pattern; what else `propertyNames` may say stays as it is."""
@@ -111,6 +139,25 @@ class _Rewriter:
         if id(names) not in self._sizes:
             self._sizes[id(names)] = len(json.dumps(names))
         return self._sizes[id(names)]
+
+
+def _listed(items: Any) -> list[Any] | None:
+    """The values that the items of an array may have, if these are listed. Not with 1.0 among them, which is 1."""
+    if not isinstance(items, dict) or items.keys() - _NOTES - {"type", "enum", "const"}:
+        return None
+    kind = items.get("type")
+    values = items.get("enum", [items["const"]] if "const" in items else [False, True] if kind == "boolean" else None)
+    if not isinstance(values, list) or len(values) > _MOST_VALUES or not {type(each) for each in values} <= {str, int, bool}:
+        return None
+    if kind is not None and any(_TYPES[type(each)] != kind for each in values):
+        return None
+    return [json.loads(each) for each in dict.fromkeys(map(json.dumps, values))]
+
+
+def _exactly(values: tuple[Any, ...]) -> dict[str, Any]:
+    """This array, and no other."""
+    listed = {"prefixItems": [{"const": each} for each in values]} if values else {}
+    return {"type": "array", **listed, "items": False, "minItems": len(values), "maxItems": len(values)}
 
 
 def _rewrite_text(made: dict[str, Any]) -> None:

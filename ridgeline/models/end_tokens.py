@@ -32,14 +32,17 @@ def gguf_ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:
     ]
 
 
-def gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every id that ends an answer. Ids beyond the vocabulary are ignored."""
-    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+def gguf_end_tokens(metadata: Mapping[str, Any], vocab_size: int | None = None) -> tuple[int, ...]:
+    """Every id that ends an answer. Ids beyond the file's tokens, if it lists any, or beyond `vocab_size`, the rows of its
+    embedding, are ignored: the scheduler has a table by id."""
     tokens = _list(metadata, "tokenizer.ggml.tokens")
-    valid = [each if _is_id(each) and (not tokens or each < len(tokens)) else None for each in named]
+    limit = min((size for size in (len(tokens) or None, vocab_size) if size is not None), default=None)
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    valid = [each if _is_id(each) and (limit is None or each < limit) else None for each in named]
     if valid[0] is None and metadata.get("tokenizer.ggml.model") == "llama":
         valid[0] = _SENTENCEPIECE_EOS
-    return _unique([*(each for each in valid if each is not None), *gguf_ends_of_turn(metadata)])
+    listed = [*(each for each in valid if each is not None), *gguf_ends_of_turn(metadata)]
+    return _unique([each for each in listed if limit is None or each < limit])
 
 
 def hf_end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], eos_token: int | None) -> tuple[int, ...]:

@@ -461,7 +461,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number(key(f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon")),
         dtype="bfloat16" if embedding.type == "BF16" else "float32" if embedding.type == "F32" else "float16",
-        eos_token_ids=gguf_end_tokens(file.metadata),
+        eos_token_ids=gguf_end_tokens(file.metadata, embedding.shape[0]),
         tied=not has("output.weight"),
         activation=family.activation,
         qkv_bias=has("blk.0.attn_q.bias") or has("blk.0.attn_qkv.bias"),

@@ -103,13 +103,15 @@ class Answers:
         if sequence.finished:
             self._counters.late_tokens += samples
             return []
+        counts = _counts(sequence, flight)
         if sequence.row < 0:
             sequence.num_promised -= samples
         tokens = result.tokens[place, : result.num_new[place]].tolist()
         if place in result.failed:
             drafted = flight.drafts is not None and bool(flight.drafts.width[place])
             return self._broken(sequence, place, result, tokens if drafted else [])
-        self._keep(sequence, place, flight, result)
+        if counts:
+            _keep_prompt_outputs(sequence, place, result)
         return self._said(sequence, tokens, result.logprobs.get(place)) if samples else []
 
     def _commit(self, flight: InFlight, result: StepResult, there: np.ndarray) -> None:
@@ -128,14 +130,6 @@ class Answers:
             if missing > 0:
                 del tokens[-missing:]
             table.committed[sequence.row] = full[place]          # not what was published for steps still in flight
-
-    def _keep(self, sequence: Sequence, place: int, flight: InFlight, result: StepResult) -> None:
-        """Outputs of a prompt, chunk by chunk."""
-        if place in result.prompt_logprobs and _still_there(sequence, flight):
-            sequence.prefill.logprobs += (result.prompt_logprobs[place],)
-        if place in result.hidden and _still_there(sequence, flight):
-            chunk = result.hidden[place]
-            sequence.prefill.hidden = chunk if sequence.prefill.hidden is None else sequence.prefill.hidden + chunk
 
     def _broken(self, sequence: Sequence, place: int, result: StepResult, tokens: list[int]) -> list[TokenDelta]:
         """The row failed. Tokens of accepted drafts before the failure count, and may end the answer before it."""
@@ -237,6 +231,16 @@ def _each(whole: Logprobs, count: int) -> list[Logprobs]:
     return [Logprobs(*(getattr(whole, name)[place : place + 1] for name in _NAMES)) for place in range(count)]
 
 
-def _still_there(sequence: Sequence, flight: InFlight) -> bool:
-    """Does it still have the row and the blocks which that step worked on? Not after a preemption, even if it is back."""
-    return sequence.row >= 0 and sequence.turn.admitted_at < flight.step
+def _counts(sequence: Sequence, flight: InFlight) -> bool:
+    """Do the prompt's outputs of that step count? Not after a preemption, even if it is back: they are computed again. But those
+    of steps up to a token in flight do, because that token may be the last."""
+    return sequence.turn.admitted_at < flight.step and (sequence.row >= 0 or sequence.num_promised > 0)
+
+
+def _keep_prompt_outputs(sequence: Sequence, place: int, result: StepResult) -> None:
+    """They come chunk by chunk."""
+    if place in result.prompt_logprobs:
+        sequence.prefill.logprobs += (result.prompt_logprobs[place],)
+    if place in result.hidden:
+        chunk = result.hidden[place]
+        sequence.prefill.hidden = chunk if sequence.prefill.hidden is None else sequence.prefill.hidden + chunk

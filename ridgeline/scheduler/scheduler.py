@@ -357,8 +357,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's row and blocks; it waits, and computes its known tokens again."""
         self.counters.preemptions += 1
-        sequence.prefill.restart(int(self._running.rows.computed[sequence.row]))
         sequence.num_promised = sum(flight.samples(sequence.row, self._running.rows.stay) for flight in self._flights)
+        sequence.prefill.restart(int(self._running.rows.computed[sequence.row]), sequence.num_promised > 0)
         self._running.leave(sequence)
         self._waiting.push(sequence)
 
@@ -464,6 +464,7 @@ class Scheduler:
             self._preempt(sequence)
         for sequence in flight.sequences:
             sequence.num_promised = 0
+            sequence.prefill.restart(0)
         self._flights.clear()
         self.manager.pool.retired(flight.step)
         self._running.delta, self._steady = Delta(), None

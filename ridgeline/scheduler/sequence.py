@@ -39,13 +39,15 @@ class Prefill:
     num_cached: int = 0              # prompt tokens that the prefix cache saved at first; a fork saves none
     looked_up: int = 0               # when that was, as a number that grows
 
-    def restart(self, num_computed: int) -> None:
-        """A preemption: everything is computed again."""
+    def restart(self, num_computed: int, has_token: bool = False) -> None:
+        """A preemption: everything is computed again. `has_token`: a step in flight brings the next token, which may be the last.
+        Then the prompt's outputs are complete with that step, and leave with it."""
         self.lost_tokens = max(self.lost_tokens, num_computed)
         self.done = False
-        self.logprobs = ()
-        self.hidden = None
         self.found = 0
+        if not has_token:
+            self.logprobs = ()
+            self.hidden = None
 
 
 class Sequence:

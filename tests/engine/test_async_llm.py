@@ -488,7 +488,7 @@ def test_text_that_cannot_fit_is_not_tokenised(llm: AsyncLLM, run: Run, monkeypa
 
 
 def test_nobody_is_told_it_is_ready_before_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine says Ready while the tokenizer still loads."""
+    """The engine says Ready while the tokenizer still loads. It does not wait for the vocabulary here."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     engine_spoke, go_on = threading.Event(), threading.Event()
     load = async_llm.Processor.load
@@ -509,7 +509,7 @@ def test_nobody_is_told_it_is_ready_before_it_is(model: Path, monkeypatch: pytes
     monkeypatch.setattr(Supervisor, "_take", watched_take)
 
     async def scene() -> None:
-        llm = AsyncLLM(model, **OPTIONS)
+        llm = AsyncLLM(model, grammars_at_start=False, **OPTIONS)
         starting = asyncio.ensure_future(llm.start())
         assert await asyncio.to_thread(engine_spoke.wait, 60)
         assert not llm.is_alive and llm.ready is None and not starting.done()

@@ -46,7 +46,7 @@ def messages() -> list[tuple[str, object]]:
     return [
         ("to engine", ipc.Add(request)),
         ("to engine", ipc.Abort("1", 0)),
-        ("to engine", ipc.ExpectGrammar()),
+        ("to engine", ipc.Vocabulary([b"a", b"\xff"], [1])),
         ("to engine", ipc.ForgetPrefixes()),
         ("to engine", ipc.Switch("overlap", False)),
         ("to engine", ipc.Profile(64)),

@@ -111,7 +111,7 @@ def test_the_next_engine_is_asked_for_the_same_sizes(monkeypatch: pytest.MonkeyP
 def test_an_engine_has_the_sizes_of_the_one_before_if_they_fit(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int | None] = []
 
-    def start(options: EngineConfig, progress: Any) -> str:
+    def start(options: EngineConfig, progress: Any, pieces: Any) -> str:
         asked.append(options.cache.num_gpu_blocks_override)
         if options.cache.num_gpu_blocks_override and not fits:
             raise ConfigError("too much")

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,17 +25,20 @@ from llguidance import LLExecutor
 from served_model import wait_until, write_model
 
 from ridgeline import LLM, RequestOutput, SamplingParams
-from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.client.engine_child import EngineChild
+from ridgeline.engine.client.watchdog import Supervision
+from ridgeline.engine.core import core as core_module
 from ridgeline.engine.core import grammars
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.engine.core.loop import EngineLoop
-from ridgeline.engine.ipc import TO_ENGINE, Add, ExpectGrammar, Shutdown
-from ridgeline.errors import BadRequest, RequestError
+from ridgeline.engine.core.loop import load
+from ridgeline.engine.ipc import TO_ENGINE, Loading, Ready, Vocabulary
+from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
 from ridgeline.runner.runner import Runner
 from ridgeline.sampling_params import StructuredOutputs
+from ridgeline.text.tokenizer import Tokenizer
 
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "max_model_len": 512, "num_gpu_blocks_override": 1500, "block_size": 4, "max_num_seqs": 32,
@@ -467,57 +472,98 @@ def test_an_answer_that_another_engine_began_goes_on_in_its_grammar(llm: LLM) ->
         assert tokens[:known] + more == tokens
 
 
-@pytest.mark.parametrize("is_told", [False, True])
-def test_an_engine_without_requests_reads_the_vocabulary_once_a_grammar_is_near(
-    model: Path, is_told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Reading it keeps Python's lock for a third of a second: beside streams, all of them would wait for that. And it takes
-    memory, so an engine that gets no grammar does not read it."""
+def made_backends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A word for each vocabulary that is prepared from now on."""
     made: list[str] = []
     make_backend = grammars.make_backend
     monkeypatch.setattr(grammars, "make_backend", lambda *given: made.append("once") or make_backend(*given))
+    return made
 
-    class Link:
-        """A front end that sends a request, is silent for three turns once it is answered, and ends."""
 
-        silent = -1
+class HandingLink:
+    """A front end that sends the vocabulary when the engine has looked for it in vain, or at the end of its loading."""
 
-        def check(self) -> None:
-            pass
+    def __init__(self, sent: list[Any]) -> None:
+        self.told: list[Any] = []
+        self._sent = sent
+        self._looked = 0
 
-        def send(self, message: Any) -> None:
-            assert not (made and core.has_work), "read beside a request"
+    def check(self) -> None:
+        pass
 
-        def receive(self, wait: bool) -> list[Any]:
-            self.silent += wait
-            if self.silent == 0 and wait:
-                plain = Add(Request("plain", [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True)))
-                return [ExpectGrammar(), plain] if is_told else [plain]
-            return [Shutdown()] if self.silent == 4 else []
+    def send(self, message: Any) -> None:
+        self.told.append(message)
 
-    core = EngineCore.start(EngineConfig.of(model=str(model), **OPTIONS))
-    EngineLoop(core, Link()).run()                       # type: ignore[arg-type]
-    thread = core.grammars._thread
-    if thread is not None:
-        thread.shutdown(wait=True)
-    assert made == (["once"] if is_told else [])
+    def receive(self, wait: bool) -> list[Any]:
+        self._looked += 1
+        return self._sent if wait and self._looked > 2 else []
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_an_engine_that_is_ready_has_prepared_the_vocabulary(
+    model: Path, at_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library keeps Python's lock for up to seconds: running requests would get no token while the first grammar waits."""
+    made = made_backends(monkeypatch)
+    tokenizer = Tokenizer.load(model)
+    link = HandingLink([Vocabulary(tokenizer.token_pieces(), sorted(tokenizer.special_ids))])
+    options = {"model": str(model), "grammars_at_start": at_start, **OPTIONS}
+    core = load(options, link)                           # type: ignore[arg-type]
+    assert [type(message) for message in link.told if not isinstance(message, Loading)] == [Ready]
+    assert made == ["once"] * at_start
+    core.add(Request("a", [5, 6, 7], asks(5, regex="[ab]{4}")))
+    said: list[int] = []
+    while core.has_work:
+        said += [token for delta in core.step() for token in delta.token_ids]
+    assert set(tokenizer.decode(said, skip_special_tokens=True)) <= set("ab") and len(said) > 1
+    assert made == ["once"], "the first grammar prepares nothing again"
     core.close()
 
 
-def test_the_front_end_tells_each_engine_once_of_a_grammar(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_load_waits_for_no_vocabulary(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python waits for all threads before a process ends."""
+    ended = threading.Event()
+    of_process = grammars.Grammars._load
+
+    def watched(self: grammars.Grammars) -> Any:
+        try:
+            return of_process(self)
+        finally:
+            ended.set()
+
+    def fail(*_: Any) -> Any:
+        raise ConfigError("no memory")
+
+    monkeypatch.setattr(grammars.Grammars, "_load", watched)
+    monkeypatch.setattr(core_module, "make_executor", fail)
+    with pytest.raises(ConfigError, match="no memory"):
+        load({"model": str(model), **OPTIONS}, HandingLink([]))              # type: ignore[arg-type]
+    assert ended.wait(60)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_front_end_sends_the_vocabulary_to_each_engine(
+    model: Path, at_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to one that replaces another."""
     sent: list[Any] = []
+    greet = EngineChild.greet
+    monkeypatch.setattr(EngineChild, "greet", lambda self, frame: (sent.append(TO_ENGINE.decode(frame)), greet(self, frame)))
 
     async def ask() -> None:
-        async with AsyncLLM(model, **OPTIONS) as made:
-            send = made._engine.send
-            monkeypatch.setattr(made._engine, "send", lambda frame: (sent.append(TO_ENGINE.decode(frame)), send(frame)))
-            monkeypatch.setattr(made._open, "_send", made._engine.send)
-            for asked in (None, StructuredOutputs(regex="[ab]{4}"), StructuredOutputs(regex="[ab]{4}")):
-                async for _ in made.generate([5, 6, 7], SamplingParams(max_tokens=2, structured_outputs=asked)):
-                    pass
+        async with AsyncLLM(model, supervision=Supervision(max_restarts=1), grammars_at_start=at_start, **OPTIONS) as made:
+            for engines in (1, 2):
+                texts = [output.outputs[0].text async for output in made.generate([5, 6, 7], asks(5, regex="[ab]{4}"))]
+                assert set(texts[-1]) <= set("ab")
+                if engines == 1:
+                    assert made._engine.process is not None
+                    os.kill(made._engine.process.pid, signal.SIGKILL)
 
     asyncio.run(ask())
-    assert [type(message) for message in sent if not isinstance(message, Shutdown)] == [Add, ExpectGrammar, Add, Add]
+    tokenizer = Tokenizer.load(model)
+    assert {type(each) for each in sent} == ({Vocabulary} if at_start else set())
+    assert all(each.pieces == tokenizer.token_pieces() and set(each.special_ids) == tokenizer.special_ids for each in sent)
+    assert bool(sent) == at_start
 
 
 def test_the_engine_keeps_so_many_bytes_of_grammars(model: Path) -> None:

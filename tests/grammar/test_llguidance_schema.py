@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
 from typing import Any
 
+import jsonschema
 import pytest
 from served_model import write_model
 
@@ -42,6 +44,13 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarVocabulary:
     ({"type": "array", "items": {"format": "color", "type": "string"}}, '["red"]', "[1"),
     ({"type": "object", "properties": {"format": {"const": "png"}, "pattern": {"type": "string", "format": "regex"}},
       "required": ["format", "pattern"]}, '{"format": "png", "pattern": "a"}', '{"format": "jpg"'),      # names, not keywords
+    ({"type": "array", "uniqueItems": False, "items": {"type": "integer"}}, "[1, 1]", '["'),
+    ({"type": "array", "uniqueItems": True, "items": {"type": "integer"}, "maxItems": 1}, "[1]", "[1,"),
+    ({"$defs": {"C": {"enum": ["a", "b"], "title": "C", "type": "string"}}, "type": "object", "required": ["x"], "properties": {
+        "x": {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/C"}, "title": "X", "default": []}}},
+     '{"x": ["b", "a"]}', '{"x": ["b", "b'),                                                           # set[C]
+    ({"type": "array", "uniqueItems": True, "items": {"enum": list(range(8))}, "minItems": 1, "maxItems": 2}, "[7, 0]", "[7, 7"),
+    ({"type": "array", "uniqueItems": True, "items": {"type": "boolean"}, "minItems": 2}, "[true, false]", "[true, t"),
 ])
 def test_what_libraries_write_can_be_used(vocabulary: GrammarVocabulary, schema: dict[str, Any], good: str, bad: str) -> None:
     def fits(text: str) -> bool:
@@ -84,6 +93,12 @@ def test_a_pattern_without_look_around_fits_the_same_texts(old: str, new: str) -
 
 @pytest.mark.parametrize("schema", [
     {"type": "string", "format": "date-time"}, {"type": "array", "uniqueItems": True}, {"not": {"type": "null"}},
+    {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c", "d", "e"]}},                # too many lists
+    {"type": "array", "uniqueItems": True, "items": {"enum": [f"v{n}" for n in range(100_000)]}},
+    {"type": "array", "uniqueItems": True, "items": {"enum": [1, 1.0, 2]}}, {"uniqueItems": True, "items": {"enum": ["a"]}},
+    {"type": "array", "uniqueItems": True, "items": {"enum": ["a", 1], "type": "string"}},
+    {"type": "array", "uniqueItems": True, "items": {"enum": ["a"]}, "contains": {"const": "a"}},
+    {"type": "array", "uniqueItems": "yes", "items": {"enum": ["a", "b"]}, "minItems": -1},
     RECORD | {"propertyNames": {"minLength": 2}}, RECORD | {"propertyNames": {"$ref": "#/$defs/none"}},
     RECORD | {"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, {"const": {"format": "color", "not": {}}},
     {"enum": [{"propertyNames": {}}]}, {"default": {"format": "x"}}, {"$ref": "#"}, {"not": {}},
@@ -92,6 +107,20 @@ def test_a_pattern_without_look_around_fits_the_same_texts(old: str, new: str) -
 def test_what_is_known_or_has_no_other_form_stays(schema: dict[str, Any]) -> None:
     text = json.dumps(schema)
     assert rewritten(schema) == schema and known_to_llguidance(text) is text
+
+
+def test_lists_of_different_values_are_those_that_the_schema_allows() -> None:
+    schema = {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "a", 1]}, "minItems": 1, "maxItems": 2}
+    for length in range(4):
+        for values in itertools.product(["a", "b", 1, 2], repeat=length):
+            judges = [jsonschema.Draft202012Validator(each) for each in (schema, rewritten(schema))]
+            assert judges[0].is_valid(list(values)) == judges[1].is_valid(list(values)), values
+
+
+def test_many_arrays_do_not_grow_by_lists_together() -> None:
+    array = {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b", "c", "d"]}}
+    schema = {"type": "object", "properties": {f"p{n}": dict(array) for n in range(600)}}
+    assert len(known_to_llguidance(json.dumps(schema))) < 3 * len(json.dumps(schema))
 
 
 def test_a_schema_does_not_grow_by_names() -> None:

@@ -52,6 +52,17 @@ def test_rule_for_gguf(metadata: dict[str, Any], ends: tuple[int, ...]) -> None:
     assert gguf_end_tokens(metadata) == ends
 
 
+@pytest.mark.parametrize(("metadata", "ends"), [
+    ({"tokenizer.ggml.eos_token_id": 2**31 - 1, "tokenizer.ggml.eot_token_id": 2}, (2,)),
+    ({"tokenizer.ggml.eos_token_id": 3}, ()),
+    (tokens(a=1, b=1, c=1, d=1, **{"<|im_end|>": 3}) | {"tokenizer.ggml.eos_token_id": 3}, ()),
+    ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.model": "llama"}, ()),
+])
+def test_ids_beyond_the_embedding_of_a_gguf_end_nothing(metadata: dict[str, Any], ends: tuple[int, ...]) -> None:
+    """Also where the file lists no tokens, or more of them: a table by id would take gigabytes."""
+    assert gguf_end_tokens(metadata, 3) == ends
+
+
 @pytest.mark.parametrize(("config", "ends"), [
     ({"eos_token_id": [2, 2**31 - 1], "vocab_size": 300}, (2, 7)),
     ({"eos_token_id": 300, "vocab_size": 400, "text_config": {"eos_token_id": 299, "vocab_size": 300}}, (299, 7)),

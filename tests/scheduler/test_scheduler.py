@@ -1044,6 +1044,19 @@ def test_prompt_logprobs_survive_a_preemption_in_the_prompt(depth: int) -> None:
     assert simulation.prompt_logprobs["a", 0] == prompt(30)[1:]
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_prompt_logprobs_leave_with_a_token_in_flight_at_a_preemption(max_tokens: int) -> None:
+    """That token may be the last, and then nothing is computed again."""
+    simulation = Simulation(replace(ROOMY, depth=2, max_step_tokens=8))
+    simulation.ask("a", prompt(30), max_tokens, prompt_logprobs=0)
+    for _ in range(4):
+        simulation.step()
+    assert sequence_of(simulation, "a").prefill.done and simulation.scheduler.num_in_flight == 2
+    simulation.scheduler._preempt(sequence_of(simulation, "a"))
+    simulation.drain()
+    assert simulation.prompt_logprobs["a", 0] == prompt(30)[1:]
+
+
 # -- the off versions --------------------------------------------------------------------------------------------------
 
 

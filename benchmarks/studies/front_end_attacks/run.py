@@ -38,6 +38,7 @@ KEY = "attack-key"
 LIMIT = 16 * 2**20 - 1024            # bytes of a body: just below the server's limit
 AFTER_SECONDS = 5.0
 IN_LINE = 160                        # connections with pipelined requests at once
+QUIET = "nothing, with a stream"     # the gaps of other rows are to be compared with this one's
 PROBE_SECONDS = 0.05                 # between two probes
 JSON_TYPE = b"Content-Type: application/json\r\n"
 
@@ -543,13 +544,15 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                 if wanted("loop", name):
                     request = posted(*LARGE[name]())
                     rows.append(measured(server, name, partial(together, server, request, options.at_once), 0.3, True))
+            if wanted("loop", QUIET) or wanted("answers", QUIET):
+                rows.append(measured(server, QUIET, partial(nothing, server, 0), 0.3, True))
             for name, fields in ANSWERS.items():
                 if wanted("answers", f"128 answers: {name}"):
                     request = posted("chat/completions", f"{MANY},{fields}}}".encode())
                     attack = partial(together, server, request, 1)
                     rows.append(measured(server, f"128 answers: {name}", attack, 0.3, True))
-            if wanted("loop"):
-                rows.append(measured(server, "nothing, with a stream", partial(nothing, server, 0), 0.3, True))
+            if wanted("loop", QUIET) or wanted("answers", QUIET):        # again: other work may have begun or ended meanwhile
+                rows.append(measured(server, QUIET, partial(nothing, server, 0), 0.3, True))
             if wanted("pool"):
                 rows += beside_long_work(server)
             time.sleep(AFTER_SECONDS)

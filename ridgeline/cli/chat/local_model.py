@@ -23,7 +23,7 @@ MAX_TOKENS = 1024                    # of an answer where nothing else is asked 
 class LocalModel:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._llm = AsyncLLM(**config.flat())
+        self._llm = AsyncLLM(**{"grammars_at_start": False} | config.flat())     # a chat has none
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> LocalModel:

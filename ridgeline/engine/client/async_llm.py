@@ -42,6 +42,7 @@ from ridgeline.engine.ipc import (
     Refused,
     Stats,
     Switched,
+    Vocabulary,
 )
 from ridgeline.errors import BadRequest, Overloaded, RidgelineError
 from ridgeline.messages import Request
@@ -116,6 +117,10 @@ class AsyncLLM:
             Processor.load, self.config.model, model_path(self.config), self.config.execution.speculative_config
         )
         if processor.tokenizer is not None:
+            if self.config.model.prepares_grammars:
+                frame = await asyncio.to_thread(_vocabulary_frame, processor.tokenizer)
+                for engine in self.engines:
+                    engine._engine.greet(frame)
             self._longest_piece = max(map(len, processor.tokenizer.token_pieces()), default=0)
             if processor.tokenizer.chat_template is not None:
                 await asyncio.to_thread(start_renderer)
@@ -231,8 +236,6 @@ class AsyncLLM:
         """Compile a new grammar without holding up the event loop; afterwards its verdict is known."""
         if params.structured_outputs is not None and self._processor is not None and self._processor.grammars is not None:
             checker = self._processor.grammars
-            for engine in self.engines:
-                engine._commands.expect_grammar()
             checked = checker.check_soon(params.structured_outputs, lambda: self.num_open > 0, caller.ends)
             await asyncio.wrap_future(checked)
 
@@ -416,3 +419,7 @@ class AsyncLLM:
     def _dead(self, error: RidgelineError) -> None:
         self._open.fail_all(error)
         self._commands.failed(error)
+
+
+def _vocabulary_frame(tokenizer: Tokenizer) -> bytes:
+    return TO_ENGINE.encode(Vocabulary(tokenizer.token_pieces(), sorted(tokenizer.special_ids)))

@@ -41,6 +41,7 @@ logger = get_logger("async_llm")
 
 NO_SIZES: Mapping[str, int] = MappingProxyType({})
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
+_CONNECT_SECONDS = 0.02              # between two tries to send the first frame
 _TURN_SECONDS = 0.005                # messages are handled for at most this long before other tasks run
 _STOP_SECONDS = (1.0, 0.5)           # for an engine to exit when asked, and when sent SIGTERM; then it is killed
 _LAST_WORDS_SECONDS = 1.0            # for reading the messages that a dead engine left
@@ -102,6 +103,16 @@ class EngineChild:
             self._to_engine.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
             pass                                         # the process is gone; _watch reports it in a moment
+
+    def greet(self, frame: bytes) -> None:
+        """Send a frame as soon as the process, which may be importing still, has connected its end of the socket."""
+        try:
+            self._to_engine.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            if not self.lost.done():
+                self._loop.call_later(_CONNECT_SECONDS, self.greet, frame)
+        except zmq.ZMQError:
+            pass                                         # the process is gone
 
     def lose(self, why: RidgelineError) -> None:
         """The first reason counts. No further messages are received; those that have arrived are still handled."""

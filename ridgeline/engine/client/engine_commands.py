@@ -1,5 +1,4 @@
-"""Commands to the running engine that are not requests: switch a technique, reset the prefix cache, profile steps, expect a
-grammar.
+"""Commands to the running engine that are not requests: switch a technique, reset the prefix cache, profile steps.
 
 The engine answers commands of one kind in order, so each kind has a queue of callers that wait. Knows no requests.
 """
@@ -10,16 +9,7 @@ import asyncio
 from collections import deque
 
 from ridgeline.engine.client.supervisor import Supervisor
-from ridgeline.engine.ipc import (
-    TO_ENGINE,
-    ExpectGrammar,
-    ForgetPrefixes,
-    PrefixesForgotten,
-    Profile,
-    Profiled,
-    Switch,
-    Switched,
-)
+from ridgeline.engine.ipc import TO_ENGINE, ForgetPrefixes, PrefixesForgotten, Profile, Profiled, Switch, Switched
 from ridgeline.errors import BadRequest, RidgelineError
 
 LOST = "the engine was lost before it answered; try again"
@@ -32,7 +22,6 @@ class EngineCommands:
         self._switching: deque[asyncio.Future[str]] = deque()    # switch() calls without an answer yet
         self._resetting: deque[asyncio.Future[bool]] = deque()   # reset_prefix_cache() calls without an answer yet
         self._profiling: asyncio.Future[Profiled] | None = None  # the profile() call without an answer yet
-        self._expects_grammar = False                    # this engine was told of a grammar
 
     async def reset_prefix_cache(self) -> bool:
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -63,12 +52,6 @@ class EngineCommands:
             raise BadRequest(found.refused)
         return found
 
-    def expect_grammar(self) -> None:
-        """The first grammar is being checked: an engine without requests can read the vocabulary meanwhile."""
-        if self._engine.is_up and not self._expects_grammar:
-            self._expects_grammar = True
-            self._engine.send(TO_ENGINE.encode(ExpectGrammar()))
-
     # -- the engine's answers, and its life --------------------------------------------------------------------------------
 
     def answered(self, message: Switched | PrefixesForgotten | Profiled) -> None:
@@ -89,7 +72,6 @@ class EngineCommands:
             self._engine.send(TO_ENGINE.encode(Switch(technique, on)))
 
     def lost(self) -> None:
-        self._expects_grammar = False
         self.answered(Profiled("", {}, refused=LOST))
         while self._switching:
             if not (waiting := self._switching.popleft()).done():

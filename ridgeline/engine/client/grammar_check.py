@@ -63,15 +63,16 @@ _OVERLAP = (
     "an answer could fit two branches of a oneOf, which cannot be kept to; use anyOf, or tell the branches apart by a "
     "required property with a const"
 )
+_UNIQUE = '"uniqueItems"'
+_REPEATED = (
+    "uniqueItems cannot be kept to, because a grammar does not remember which items came before; leave it out and remove what is "
+    "repeated, or list at most four values in the items' enum"
+)
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> GrammarVocabulary:
-    """For a model whose logits have `vocab_size` ids. BadRequest if it has no end token."""
-    vocabulary = GrammarVocabulary.of(tokenizer.token_pieces(), tokenizer.special_ids, end_ids, vocab_size)
-    if not vocabulary.end_ids:
-        message = "structured_outputs needs a model with an end token; this one has none"
-        raise BadRequest(message, field="structured_outputs")
-    return vocabulary
+    """For a model whose logits have `vocab_size` ids."""
+    return GrammarVocabulary.of(tokenizer.token_pieces(), tokenizer.special_ids, end_ids, vocab_size)
 
 
 class GrammarChecker:
@@ -198,8 +199,8 @@ class GrammarChecker:
         if answer.verdict == "killed":
             raise TryAgain("the process that compiled the grammar was killed; try again later", self._seconds)
         if answer.verdict in ("good", "refused"):
-            overlaps = _ONE_OF in answer.reason
-            return _Verdict(f"structured_outputs.{asked.kind} cannot be used: {_OVERLAP}" if overlaps else answer.reason)
+            known = next((words for mark, words in ((_ONE_OF, _OVERLAP), (_UNIQUE, _REPEATED)) if mark in answer.reason), None)
+            return _Verdict(f"structured_outputs.{asked.kind} cannot be used: {known}" if known else answer.reason)
         reason = "takes too much memory to compile"
         if answer.verdict == "late":
             reason = f"takes more than {cpu_seconds:.2g} s of CPU time to compile"

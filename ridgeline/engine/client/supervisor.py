@@ -50,6 +50,7 @@ class Supervisor:
         self.sizes: Mapping[str, int] = NO_SIZES         # of the first engine that was ready, for those after it
         self.environment: Mapping[str, str] = NO_VARIABLES       # more variables for its process
         self.name = "the engine"                         # in the log
+        self._greeting: bytes | None = None              # a frame for each engine while it starts
         self._listener = listener
         self._supervising: asyncio.Task[None] | None = None
         self._died: asyncio.Future[RidgelineError] | None = None
@@ -107,6 +108,12 @@ class Supervisor:
         if self.is_up and self.process is not None:
             self.process.send(frame)
 
+    def greet(self, frame: bytes) -> None:
+        """A frame for the engine that starts now or next, and for each after it."""
+        self._greeting = frame
+        if self.process is not None:
+            self.process.greet(frame)
+
     async def shutdown(self) -> None:
         self.die(EngineDead("the engine was shut down"))
         if self._supervising is not None:
@@ -120,6 +127,8 @@ class Supervisor:
 
     def _launch(self) -> EngineChild:
         self.process = EngineChild(self.module, self._config, self._take, self._lost, self.sizes, self.environment)
+        if self._greeting is not None:
+            self.process.greet(self._greeting)
         return self.process
 
     def _take(self, message: FromEngine) -> Iterator[None] | None:

@@ -22,6 +22,7 @@ from ridgeline.engine.core.drafters import make_drafter
 from ridgeline.engine.core.executor import Executor, make_executor
 from ridgeline.engine.core.grammars import Grammars
 from ridgeline.engine.core.oom_backoff import Thrift
+from ridgeline.engine.ipc import Vocabulary
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.messages import Request, TokenDeltas
@@ -57,11 +58,11 @@ _NO_MEMORY = "the device has no memory for this request, not even in the smalles
 
 
 class EngineCore:
-    def __init__(self, config: ResolvedConfig, executor: Executor) -> None:
+    def __init__(self, config: ResolvedConfig, executor: Executor, grammars: Grammars | None = None) -> None:
         self.config = config
         self.executor = executor
         self.scheduler = make_scheduler(config)
-        self.grammars = make_grammars(config)
+        self.grammars = grammars or make_grammars(config)
         self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
         self._launching = False                          # a step is being launched
@@ -74,15 +75,27 @@ class EngineCore:
         self._device_knows_first = config.device != "cpu" and config.options.parallel.pipeline_parallel_size == 1
 
     @classmethod
-    def start(cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None) -> EngineCore:
-        """Resolve, load, and be ready."""
+    def start(
+        cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None,
+        pieces: Callable[[], Vocabulary] | None = None,
+    ) -> EngineCore:
+        """Resolve, load, and be ready. `pieces` gives the tokenizer's vocabulary, which a thread then prepares for grammars
+        beside the weights; it may block."""
         config = resolve(options, device_facts(options))
         for name, reason in config.reasons.items():
             logger.log(logging.INFO if name in _LOGGED else logging.DEBUG, "%s: %s", name, reason)
         ranks = options.parallel.num_ranks
         if config.device == "cpu" and ranks > platform.cpu_count():
             logger.warning("%d ranks share %d cores and wait for each other: slower than one rank", ranks, platform.cpu_count())
-        return cls(config, make_executor(config, progress))
+        if pieces is None:
+            return cls(config, make_executor(config, progress))
+        grammars = make_grammars(config, pieces=pieces)
+        grammars.load_early()
+        try:
+            return cls(config, make_executor(config, progress), grammars)
+        except BaseException:
+            grammars.close()
+            raise
 
     def add(self, request: Request) -> None:
         """Queue a request; BadRequest when it cannot run here."""
@@ -304,19 +317,26 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     return StepRecorder(shape.shard(ranks) if ranks > 1 else shape, config.dtype, reads, linear_dtype, ThreadClock().waiting)
 
 
-def make_grammars(config: ResolvedConfig, vocabulary: GrammarVocabulary | None = None) -> Grammars:
-    """For the tokenizer's vocabulary, unless another is given."""
+def make_grammars(
+    config: ResolvedConfig, vocabulary: GrammarVocabulary | None = None, pieces: Callable[[], Vocabulary] | None = None
+) -> Grammars:
+    """For the tokenizer's vocabulary, unless another is given; of a tokenizer that is loaded here, unless its pieces are."""
     on_gpu = config.device == "cuda"
+
+    def of_pieces(given: Vocabulary) -> GrammarVocabulary:
+        ends = frozenset(config.model.eos_token_ids)
+        return GrammarVocabulary.of(given.pieces, frozenset(given.special_ids), ends, config.model.vocab_size)
+
     return Grammars(
-        lambda: vocabulary or grammar_vocabulary(config),
+        lambda: vocabulary or (grammar_vocabulary(config) if pieces is None else of_pieces(pieces())),
         config.options.model.structured_outputs_backend,
         room=lambda shape, _: pinned_array(shape, on_gpu),
     )
 
 
 def grammar_vocabulary(config: ResolvedConfig) -> GrammarVocabulary:
-    """Loads the tokenizer, which takes a moment: asked for in a thread, when the first grammar is near or arrives. Only then is
-    its code imported, which a start need not wait for."""
+    """Loads the tokenizer, which takes a moment: asked for in a thread, when the first grammar arrives. Only then is its code
+    imported, which a start need not wait for."""
     grammar_check = importlib.import_module("ridgeline.engine.client.grammar_check")
     given = config.options.model.tokenizer
     tokenizer = grammar_check.Tokenizer.load(Path(given) if given else config.model_path)

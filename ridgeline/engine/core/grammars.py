@@ -1,7 +1,7 @@
 """The engine's grammars: compiled in a thread, so that steps go on, and cached for the next request with the same grammar.
 
-A request whose grammar is not compiled yet is unready, and the scheduler skips it. The tokenizer, which nothing else in the
-engine needs, is loaded in the same thread: when the front end checks the first grammar and no request runs, or when it arrives.
+A request whose grammar is not compiled yet is unready, and the scheduler skips it. The vocabulary is prepared in the same thread:
+while a server's engine starts, elsewhere when the first grammar arrives.
 """
 
 from __future__ import annotations
@@ -123,12 +123,14 @@ class Grammars:
         self._arrived.clear()
 
     def load_early(self) -> None:
-        """For an engine without requests, when a grammar is about to come; the first call alone has work to do. The libraries
-        keep Python's lock while they read a vocabulary, up to seconds for a large one, and no stream would get a token in that
-        time. What they make of it takes memory, too, so an engine that gets no grammar does without. An error is left to the
-        request that needs a grammar."""
-        if self._thread is None:
-            self._started_thread().submit(self._load)
+        """Begin to prepare the vocabulary before the first request. The libraries keep Python's lock meanwhile, up to seconds for
+        a large one, and no running request would get a token in that time. An error is left to the request that needs a
+        grammar."""
+        self._started_thread().submit(self._load)
+
+    def wait_until_loaded(self) -> None:
+        """What load_early() has begun is done."""
+        self._started_thread().submit(int).result()      # there is one thread, so this comes after it
 
     def _started_thread(self) -> ThreadPoolExecutor:
         if self._thread is None:

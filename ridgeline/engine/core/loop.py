@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
@@ -21,7 +22,6 @@ from ridgeline.engine.ipc import (
     Add,
     Alive,
     Deltas,
-    ExpectGrammar,
     Failed,
     ForgetPrefixes,
     Loading,
@@ -34,11 +34,13 @@ from ridgeline.engine.ipc import (
     Stats,
     Switch,
     Switched,
+    Vocabulary,
 )
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.messages import TokenDeltas
 from ridgeline.process.log import get_logger
 from ridgeline.process.orphans import may_clean_up
+from ridgeline.process.start_phases import phase
 from ridgeline.runner.memory_errors import is_out_of_memory
 
 logger = get_logger("engine")
@@ -56,7 +58,6 @@ class EngineLoop:
         self._stats = StatsKeeper(core)
         self._switches: Switches | None = None           # made by the first Switch
         self._profile: LiveProfile | None = None         # under way
-        self._expects_grammar = False                    # the first one is being checked by the front end
 
     def run(self) -> None:
         """Until the front end says Shutdown."""
@@ -71,9 +72,6 @@ class EngineLoop:
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)
-            if self._expects_grammar and not core.has_work:
-                self._expects_grammar = False
-                core.grammars.load_early()
             if not busy and not messages:
                 look_at_the_old()
             began = time.monotonic()
@@ -91,12 +89,11 @@ class EngineLoop:
             if stats.due(now):
                 link.send(Stats(stats.report(now)))
 
-    def _obey(self, message: Add | Abort | ExpectGrammar | ForgetPrefixes | Switch | Profile) -> None:
+    def _obey(self, message: Add | Abort | Vocabulary | ForgetPrefixes | Switch | Profile) -> None:
         if isinstance(message, Abort):
             self._core.abort(message.request_id, message.index)
             return
-        if isinstance(message, ExpectGrammar):
-            self._expects_grammar = True
+        if isinstance(message, Vocabulary):              # for an engine that is loading
             return
         if isinstance(message, ForgetPrefixes):
             self._link.send(PrefixesForgotten(self._core.scheduler.manager.forget_prefixes()))
@@ -158,11 +155,23 @@ def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] |
     def progress(done: int, total: int) -> None:
         nonlocal reported
         link.check()
+        handed.look()
         if time.monotonic() - reported > _LOADING_SECONDS or done >= total:
             reported = time.monotonic()
             link.send(Loading(done, total))
 
-    core = _started(options, sizes or {}, progress)
+    handed = _Handed(link)
+    pieces = handed.wait if EngineConfig.of(**options).model.prepares_grammars else None
+    try:
+        handed.look()
+        core = _started(options, sizes or {}, progress, pieces)
+        if pieces is not None:
+            with phase("grammars"):
+                handed.look_until_here()
+                core.grammars.wait_until_loaded()
+    except BaseException:
+        handed.give_up()
+        raise
     config = core.config
     ready = Ready(
         model=str(config.model_path),
@@ -185,15 +194,42 @@ def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] |
     return core
 
 
-def _started(options: dict[str, object], sizes: dict[str, int], progress: Callable[[int, int], None]) -> EngineCore:
+class _Handed:
+    """The vocabulary that the front end sends while the engine loads. This thread reads the socket, and another one waits."""
+
+    def __init__(self, link: FrontEndLink) -> None:
+        self._link = link
+        self._vocabulary: Future[Vocabulary] = Future()
+        self.wait = self._vocabulary.result              # for the other thread
+
+    def look(self, wait: bool = False) -> bool:
+        """Whether it has come."""
+        if not self._vocabulary.done():
+            for message in self._link.receive(wait):     # nothing else comes before Ready is sent
+                if isinstance(message, Vocabulary):
+                    self._vocabulary.set_result(message)
+        return self._vocabulary.done()
+
+    def look_until_here(self) -> None:
+        while not self.look(wait=True):
+            self._link.check()
+
+    def give_up(self) -> None:
+        self._vocabulary.cancel()
+
+
+def _started(
+    options: dict[str, object], sizes: dict[str, int], progress: Callable[[int, int], None],
+    pieces: Callable[[], Vocabulary] | None = None,
+) -> EngineCore:
     """With the sizes of the engine before, if they fit: open requests may need all of its context, and free memory as it is
     measured at the moment may be less."""
     if sizes:
         try:
-            return EngineCore.start(EngineConfig.of(**options | _SIZED | sizes), progress)
+            return EngineCore.start(EngineConfig.of(**options | _SIZED | sizes), progress, pieces)
         except ConfigError as error:
             logger.warning("the KV cache cannot be as large as before: %s", error)
-    return EngineCore.start(EngineConfig.of(**options), progress)
+    return EngineCore.start(EngineConfig.of(**options), progress, pieces)
 
 
 def run(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] | None = None) -> int:

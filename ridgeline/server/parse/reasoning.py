@@ -128,7 +128,8 @@ class MessageParser:
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
-        self._last_arguments: list[str] = []             # of the last call that has begun
+        self._last_arguments: list[str] | None = None    # of the last call that has begun
+        self._earlier_are_whole = True                   # the calls before it
         self._is_reasoning = reasoning is not None       # no content has come yet
 
     @property
@@ -138,9 +139,9 @@ class MessageParser:
         return last.content_spans if last is not None else []
 
     @property
-    def last_call_is_whole(self) -> bool:
-        """Whether its arguments are complete; known once the text is over."""
-        return is_object("".join(self._last_arguments))
+    def calls_are_whole(self) -> bool:
+        """Whether the arguments of every call are complete; known once the text is over."""
+        return self._earlier_are_whole and is_object("".join(self._last_arguments or ()))
 
     @property
     def num_calls(self) -> int:
@@ -180,7 +181,9 @@ class MessageParser:
     def _noted(self, events: list[Event]) -> list[Event]:
         for event in events:
             if isinstance(event, CallStart):
+                self._earlier_are_whole = self._last_arguments is None or self.calls_are_whole
                 self._last_arguments = []
             elif isinstance(event, CallArguments):
+                assert self._last_arguments is not None
                 self._last_arguments.append(event.text)
         return events

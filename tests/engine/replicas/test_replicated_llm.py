@@ -48,6 +48,7 @@ class Child:
         self.lost: asyncio.Future[Any] = loop.create_future()
         self.sizes, self.environment, self.options = dict(sizes), dict(environment), config
         self.open: dict[str, tuple[Request, int]] = {}           # by id: the request, and how many tokens it has
+        self.greeted: list[Any] = []                             # what it was sent while it started
         self._say, self._on_lost = on_message, on_lost
         self.made.append(self)
         if self.starts:
@@ -62,6 +63,9 @@ class Child:
             self.open.pop(message.request_id, None)
         elif isinstance(message, ForgetPrefixes):
             self._say(PrefixesForgotten(True))
+
+    def greet(self, frame: bytes) -> None:
+        self.greeted.append(TO_ENGINE.decode(frame))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -132,6 +136,15 @@ def said(stream: AnswerStream) -> list[int]:
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_each_engine_gets_the_vocabulary_for_grammars(scene: Callable[..., None], at_start: bool) -> None:
+    async def look(llm: ReplicatedLLM, children: list[Child]) -> None:
+        pieces = llm.get_tokenizer().token_pieces()
+        assert [[message.pieces for message in child.greeted] for child in children] == [[pieces] * at_start] * 3
+
+    scene(look, grammars_at_start=at_start)
 
 
 def home(children: list[Child]) -> Child:

@@ -236,6 +236,26 @@ def test_a_stop_string_inside_a_call_cuts_it_short(client: Client, monkeypatch: 
     assert older.finish_reason == "stop" and older.message.function_call.arguments == '{"city": "'
 
 
+@pytest.mark.parametrize(("form", "text", "arguments"), [
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Par', ['{"city": "Par']),
+    ("hermes", CALLS + '<tool_call>{"name": "time", "arguments": {"a": 1', [None, None, '{"a": 1']),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call>' + CALLS, ['{"city": ', None, None]),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nPar", ['{"city": "Par']),
+])
+def test_a_model_that_ends_inside_a_call_made_no_calls(
+    client: Client, monkeypatch: pytest.MonkeyPatch, form: str, text: str, arguments: list[str | None]
+) -> None:
+    """A client that trusts `tool_calls` would parse arguments that are open, or run half of a call."""
+    monkeypatch.setattr(client.server.service, "options", ServerOptions(reasoning_parser="none", tool_call_parser=form))
+    choice = client.ask(text, tools=TOOLS)
+    assert choice.finish_reason == "stop"
+    for call, expected in zip(choice.message.tool_calls, arguments, strict=True):
+        if expected is None:
+            assert isinstance(json.loads(call.function.arguments), dict)
+        else:
+            assert call.function.arguments == expected
+
+
 def test_required_and_named_calls_are_held_to_a_schema(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client.server.service, "options", ServerOptions(reasoning_parser="none"))
     choice = client.ask('[{"name": "time", "parameters": {"a": 1}}]', tools=TOOLS, tool_choice="required")

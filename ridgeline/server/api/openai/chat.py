@@ -370,7 +370,7 @@ class ChatWriter(Writer):
         events = parser.feed(delta.text)
         if finish:
             events += parser.finish(_is_cut(finish, delta.stop_reason))
-        return list(self._deltas(events)), self._finish(finish, delta.stop_reason, parser)
+        return list(self._deltas(events)), self._finish(finish, parser)
 
     def _text_choice(self, index: int, text: str) -> ChatChunkChoice | None:
         return ChatChunkChoice(index, ChatDelta(content=text)) if self._parsers[index] is None else None
@@ -402,8 +402,9 @@ class ChatWriter(Writer):
     def _call_delta(self, calls: list[ToolCallDelta]) -> ChatDelta:
         return ChatDelta(function_call=calls[0].function) if self._old_names else ChatDelta(tool_calls=calls)
 
-    def _finish(self, finish: str | None, stop: int | str | None, parser: MessageParser) -> str | None:
-        if finish != "stop" or not parser.num_calls or (_is_cut(finish, stop) and not parser.last_call_is_whole):
+    def _finish(self, finish: str | None, parser: MessageParser) -> str | None:
+        """`tool_calls` says that all of them can be made: not where a model ended its answer inside one, or broke one off."""
+        if finish != "stop" or not parser.num_calls or not parser.calls_are_whole:
             return finish
         return "function_call" if self._old_names else "tool_calls"
 
@@ -425,7 +426,7 @@ class ChatWriter(Writer):
             message = AssistantMessage(answer.text)
         else:
             message = self._message(parser.feed(answer.text) + parser.finish(_is_cut(finish, answer.stop_reason)))
-            finish = self._finish(finish, answer.stop_reason, parser)
+            finish = self._finish(finish, parser)
         if self._echoed:
             message.content = self._echoed + (message.content or "")
         choice = ChatChoice(index, message, logprobs, finish, answer.stop_reason, token_ids=None)
