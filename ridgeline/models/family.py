@@ -57,6 +57,9 @@ GGUF_NAMES = {
     "output": "head",
 }
 
+# llama.cpp calls the norm before the MLP by what it comes behind, in some families.
+GGUF_NORM_BEHIND = {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}
+
 # Rope frequencies come from the config.
 ROPE_TENSORS = (r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
 
@@ -65,7 +68,7 @@ TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 VISION_TENSORS = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",)
 
 # A layer behind the last one that predicts the token after next (MTP): a draft head, which is not used yet.
-NEXT_TOKEN_LAYER = r"model\.layers\.{num_layers}\..*"
+NEXT_TOKEN_LAYER = r"(model\.layers|blk)\.{num_layers}\..*"
 
 # Of the experts: `{}` a second time, for the expert's number.
 EXPERT_NAMES = {
@@ -130,7 +133,8 @@ class ExpertRule:
 class Family:
     name: str
     architectures: tuple[str, ...]   # `architectures` of config.json
-    gguf: str = ""                   # `general.architecture` of a GGUF file
+    gguf: str = ""                   # `general.architecture` of a GGUF file …
+    gguf_also: tuple[str, ...] = ()  # … and other names of the same: checkpoints that also see images have their own
 
     activation: str = "silu"         # of the gate, where the checkpoint does not say
     legacy_act: str = ""             # a `hidden_act` that stands in old files of this family, and means `activation`

@@ -38,8 +38,10 @@ from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
 from ridgeline.models.layer_patterns import (
     Temperature,
+    gguf_layers,
     gguf_ropes,
     gguf_score_scale,
+    gguf_temperature,
     gguf_windows,
     hf_ropes,
     hf_windows,
@@ -431,12 +433,12 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    family = gguf_family(architecture, gguf_score(fields, key), where)
+    family = gguf_family(architecture, gguf_score(fields, key), bool(fields.get(key("attention.sliding_window"))), where)
 
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
-    num_layers = fields.integer(key("block_count"), maximum=MAX_LAYERS)
+    num_layers = gguf_layers(fields, key)
     num_heads = fields.integer(key("attention.head_count"), maximum=MAX_HEADS)
     latent = gguf_latent(fields, family.interleaved, key) if family.latent else None
     num_kv_heads = 1 if latent is not None else fields.integer(key("attention.head_count_kv"), num_heads, maximum=MAX_HEADS)
@@ -467,13 +469,14 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         qkv_bias=has("blk.0.attn_q.bias") or has("blk.0.attn_qkv.bias"),
         output_bias=has("blk.0.attn_output.bias"),
         mlp_bias=has("blk.0.ffn_down.bias"),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm and has("blk.0.attn_q_norm.weight"),      # GLM-4.5 has them in some sizes
         norm_offset=0.0,              # the converter has added it to the weights
         head_bias=has("output.bias"),
         **gguf_softcaps(fields, family, key),
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim if latent is None else latent.rope, max_position, windows, key),
-        interleaved=family.gguf_permuted,
+        # Those of models that also see images are in halves.
+        interleaved=family.gguf_permuted and fields.get(key("rope.dimension_sections")) is None,
         experts=experts,
         packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
@@ -489,8 +492,9 @@ def _gguf_scales(
 ) -> dict[str, Any]:
     times = gguf_multipliers(fields, family, key)
     by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
-    scale = (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key)
+    scale = (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, family, key)
     return {
         "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
         "attention_scale": times.attention or scale, "residual_scale": times.residual, "logit_scale": 1 / times.logits,
+        "temperature": gguf_temperature(fields, family, key),
     }

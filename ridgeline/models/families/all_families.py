@@ -1,5 +1,6 @@
 """Every family that this engine runs, and how one is found by the name that a checkpoint gives it."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from ridgeline.errors import ModelError
@@ -36,28 +37,43 @@ FAMILIES = (
 # What people try and this engine does not compute: beginnings of names, and why.
 REFUSED = {
     "a state-space model, or a hybrid with one": (
-        "Bamba", "FalconH1", "FalconMamba", "Jamba", "Mamba", "NemotronH", "Plamo2", "RecurrentGemma", "Rwkv", "xLSTM", "Zamba",
+        "Bamba", "FalconH1", "FalconMamba", "Jamba", "Mamba", "NemotronH", "Plamo2", "RecurrentGemma", "Rwkv", "ARwkv", "xLSTM",
+        "Zamba", "Zaya",
     ),
     "layers of linear attention": (
         "BailingHybrid", "BailingMoeV2_5", "KimiLinear", "MiniMaxForCausalLM", "MiniMaxText01", "OlmoHybrid", "Qwen3Next",
-        "Qwen3_5",
+        "Qwen3_5", "Qwen4",
     ),
     "layers of short convolutions": ("Lfm2",),
     "sparse attention with an indexer": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
     "embeddings for every layer and keys that layers share": ("Gemma3n", "Gemma4"),
-    "an encoder and a decoder": ("Bart", "MBart", "MT5", "Marian", "Pegasus", "T5", "UMT5", "Whisper"),
-    "positions as biases of the scores (ALiBi)": ("Bloom", "Mpt", "MPT"),
+    "an encoder and a decoder": (
+        "Bart", "BigBirdPegasus", "Blenderbot", "MBart", "MT5", "Marian", "Mvp", "PLBart", "Pegasus", "ProphetNet", "T5", "TrOCR",
+        "UMT5", "Whisper",
+    ),
+    "positions as biases of the scores (ALiBi)": ("Bloom", "Mpt", "Refact", "JAISLMHead"),
+    "attention as the difference of two softmaxes": ("DiffLlama",),
+    "bytes in patches in the place of tokens": ("Blt",),
+    "answers that are made by diffusion, not from left to right": ("Dream", "LLaDA", "RND1"),
+    "sound, not text": ("Moshi", "Musicgen", "Wavtokenizer"),
     "an encoder, which generates no text": (
-        "Albert", "Bert", "Deberta", "DistilBert", "Electra", "ModernBert", "Roberta", "XLMRoberta",
+        "Albert", "Bert", "BigBird", "Camembert", "Data2Vec", "Deberta", "DistilBert", "Electra", "ErnieForCausalLM", "EuroBert",
+        "GemmaEmbedding", "JinaBert", "MegatronBert", "ModernBert", "NeoBert", "NomicBert", "RemBert", "RoCBert", "RoFormer",
+        "Roberta", "XLMRoberta", "Xmod",
     ),
 }
 
 
 def _reason(architecture: object) -> str:
+    """By names of config.json and of GGUF files, which have their own capitals and hyphens."""
     for reason, names in REFUSED.items():
-        if isinstance(architecture, str) and architecture.startswith(names):
+        if isinstance(architecture, str) and _letters(architecture).startswith(tuple(map(_letters, names))):
             return f" ({reason})"
     return ""
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def family_of_type(model_type: object, where: str) -> Family:
@@ -81,13 +97,15 @@ def family_of(
     raise ModelError(f"{where}: architecture {architecture!r} is not supported{_reason(architecture)}; supported: {supported}")
 
 
-def gguf_family(architecture: object, score: str | None, where: str) -> Family:
-    """GGUF has one name for families that differ in their experts: Mixtral is a llama with experts, DeepSeek-V3 a deepseek2 with
-    sigmoid scores. `score`: of a file with experts, "" where it does not say."""
-    kind = family_of(architecture, lambda each: (each.gguf,) if each.gguf else (), where)
-    for family in FAMILIES:
-        rule = family.experts
-        if family.gguf == kind.gguf and (score is None if rule is None else score is not None and score in ("", rule.score)):
-            return family
-    experts = "without experts" if score is None else f"with experts of {score} scores"
+def gguf_family(architecture: object, score: str | None, windowed: bool, where: str) -> Family:
+    """GGUF has one name for families that differ in their experts or windows: Mixtral is a llama with experts, DeepSeek-V3 a
+    deepseek2 with sigmoid scores, OLMo-3 an olmo2 with a window. `score`: of a file with experts, "" where it does not say."""
+    kind = family_of(architecture, lambda each: (each.gguf, *each.gguf_also) if each.gguf else (), where)
+    found = [
+        family for family in FAMILIES if family.gguf == kind.gguf and (
+            score is None if family.experts is None else score is not None and score in ("", family.experts.score))
+    ]
+    if found:
+        return next((family for family in found if (family.window != "none") == windowed), found[0])
+    experts = "without experts" if score is None else f"with experts of {score} scores" if score else "with experts"
     raise ModelError(f"{where}: {kind.gguf} {experts} is not supported")

@@ -102,11 +102,13 @@ MINICPM3 = Family(
 YOUTU = Family(
     name="youtu",
     architectures=("YoutuForCausalLM",),
+    gguf="deepseek2",                # without experts
     tied=True,
     latent=True,
     interleaved=True,
     defaults={"rms_norm_eps": 1e-6},
     names=LATENT_NAMES,
+    gguf_names=GGUF_LATENT_NAMES,
 )
 
 DOTS1 = Family(

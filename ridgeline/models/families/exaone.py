@@ -6,6 +6,7 @@ from ridgeline.models.family import QK_NORM_NAMES, Family
 EXAONE4 = Family(
     name="exaone4",
     architectures=("Exaone4ForCausalLM",),
+    gguf="exaone4",
     qk_norm=True,
     pre_norms=False,
     post_norms=True,

@@ -4,6 +4,7 @@ Maverick)."""
 
 from ridgeline.models.family import (
     GGUF_NAMES,
+    GGUF_NORM_BEHIND,
     LLAMA_NAMES,
     QK_NORM_NAMES,
     ROPE_TENSORS,
@@ -47,8 +48,7 @@ SEED_OSS = Family(
     gguf="seed_oss",
     spelled={"attention_out_bias": "attention_out_bias"},
     defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
-    # llama.cpp calls the norm before the MLP by what it comes behind.
-    gguf_names=GGUF_NAMES | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"},
+    gguf_names=GGUF_NAMES | GGUF_NORM_BEHIND,
 )
 
 HELIUM = Family(

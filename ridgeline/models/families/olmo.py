@@ -29,6 +29,7 @@ OLMO2 = Family(
 OLMO3 = Family(
     name="olmo3",
     architectures=("Olmo3ForCausalLM",),
+    gguf="olmo2",                    # with a window
     wide_qk_norm=True,
     pre_norms=False,
     post_norms=True,
