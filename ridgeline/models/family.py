@@ -143,7 +143,7 @@ class Family:
     qk_norm: bool = False            # an RMS norm on every head of q and k, before the rotation
     late_qk_norm: bool = False       # … behind it
     wide_qk_norm: bool = False       # … or one over all heads of q, and one over all of k
-    norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias"
+    norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias", "bare layer" (without weights)
     pre_norms: bool = True           # norms before attention and before the MLP
     post_norms: bool = False         # norms also after attention and after the MLP
     norm_offset: float = 0.0         # norms multiply by weight + offset
@@ -164,7 +164,9 @@ class Family:
     # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "hybrid" (the same, where the
     # config has a window at all), "all".
     nope: str = "none"
-    learned_positions: bool = False  # every position has an embedding, which is added to the token's
+    learned_positions: bool = False  # every position has an embedding, which is added to the token's …
+    first_position: int = 0          # … and the first of them is this row of the table
+    clipped: bool = False            # clip_qkv, where the config has one, limits q, k and v
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below
     full_every: int = 0              # with "pattern": every n-th layer sees everything, the last of n layers …
     full_first: bool = False         # … or the first

@@ -6,23 +6,36 @@ from collections.abc import Callable, Sequence
 from ridgeline.errors import ModelError
 from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3, YOUTU
 from ridgeline.models.families.ernie import ERNIE, ERNIE_MOE
-from ridgeline.models.families.exaone import EXAONE4
+from ridgeline.models.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from ridgeline.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
-from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE
+from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from ridgeline.models.families.gpt_oss import GPT_OSS
 from ridgeline.models.families.granite import GRANITE, GRANITE_4, GRANITE_MOE, GRANITE_MOE_SHARED
 from ridgeline.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from ridgeline.models.families.layer_normed.cohere import COHERE, COHERE2
-from ridgeline.models.families.layer_normed.gpt2 import GPT2
+from ridgeline.models.families.layer_normed.gpt2 import GPT2, GPT_BIGCODE
 from ridgeline.models.families.layer_normed.gpt_neox import GPT_NEOX
+from ridgeline.models.families.layer_normed.gptj import GPTJ
 from ridgeline.models.families.layer_normed.nemotron import NEMOTRON
+from ridgeline.models.families.layer_normed.opt import OPT
 from ridgeline.models.families.layer_normed.phi import PHI, PHIMOE
 from ridgeline.models.families.layer_normed.stablelm import STABLELM
 from ridgeline.models.families.layer_normed.starcoder2 import STARCODER2
-from ridgeline.models.families.llama import APERTUS, ARCEE, CWM, HELIUM, LLAMA, LLAMA4, SEED_OSS, SMOLLM3
+from ridgeline.models.families.llama import (
+    APERTUS,
+    ARCEE,
+    CWM,
+    HELIUM,
+    INTERNLM2,
+    LLAMA,
+    LLAMA4,
+    MINICPM,
+    SEED_OSS,
+    SMOLLM3,
+)
 from ridgeline.models.families.minimax import MINIMAX_M2
 from ridgeline.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
-from ridgeline.models.families.olmo import OLMO2, OLMO3, OLMOE
+from ridgeline.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3
 from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from ridgeline.models.family import Family
@@ -32,6 +45,7 @@ FAMILIES = (
     ARCEE, APERTUS, OLMO2, OLMO3, GRANITE, GRANITE_4, HELIUM, HUNYUAN, GLM, GLM4, COHERE, COHERE2, STARCODER2, EXAONE4, NEMOTRON,
     STABLELM, PHI, GPT_NEOX, GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE,
     HUNYUAN_MOE, PHIMOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU,
+    OLMO, FLEX_OLMO, SOLAR_OPEN, EXAONE, EXAONE_MOE, INTERNLM2, MINICPM, GPTJ, OPT, GPT_BIGCODE,
 )
 
 # What people try and this engine does not compute: beginnings of names, and why.

@@ -66,3 +66,15 @@ GLM4_MOE = Family(
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES | GGUF_NORM_BEHIND,
     ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
 )
+
+# Solar Open: the mixture of GLM-4.5 in every layer, with the attention of Llama.
+SOLAR_OPEN = Family(
+    name="solar_open",
+    architectures=("SolarOpenForCausalLM",),
+    experts=DEEPSEEK_V3_EXPERTS,
+    spelled=NO_OUTPUT_BIAS,
+    defaults={
+        "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "norm_topk_prob": True, "n_shared_experts": 1,
+    },
+    names=LLAMA_NAMES | DEEPSEEK_EXPERT_NAMES,
+)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from renamed_models import RENAMED, renamed, renamed_config
 from torch import Tensor
 
 from ridgeline.distributed.comm import Communicator
@@ -161,6 +162,26 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "vaultgemma": ("VaultGemma", {"rope_parameters": PLAIN, "head_dim": 16, "query_pre_attn_scalar": 24,
                                   "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "youtu": ("Youtu", LATENT | {"rope_parameters": DEEPSEEK_YARN}),
+    "olmo": ("Olmo", {"rope_parameters": PLAIN, "clip_qkv": 1.5}),
+    "flex_olmo": ("FlexOlmo", {"rope_parameters": PLAIN, "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}),
+    "solar_open": ("SolarOpen", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True, "n_routed_experts": 8,
+                                 "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 20,
+                                 "n_shared_experts": 2, "routed_scaling_factor": 1.7}),
+    "exaone_moe": ("ExaoneMoe", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_hidden_layers": 5, "num_experts": 8,
+                                 "num_experts_per_tok": 3, "moe_intermediate_size": 20, "num_shared_experts": 2, "n_group": 4,
+                                 "topk_group": 2, "routed_scaling_factor": 1.7}),
+    "gptj": ("GPTJ", {"n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION, "rotary_dim": 6}),
+    "opt": ("OPT", {"ffn_dim": 80}),
+    "gpt_bigcode": ("GPTBigCode", {"n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION,
+                                   "num_key_value_heads": 1}),
+    # Under names that transformers does not have (renamed_models.py).
+    "internlm2": ("Llama", {"rope_parameters": PLAIN, "head_dim": 12}),
+    "exaone": ("Llama", {"rope_parameters": LLAMA3}),
+    "minicpm": ("Granite", {"rope_parameters": LONGROPE | {
+                                "original_max_position_embeddings": ORIGINAL_CONTEXT,
+                                "short_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.9], "long_factor": [1.0, 2.2, 3.9, 4.1, 5.0, 7.0],
+                            }, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 12**-0.5,
+                            "logits_scaling": 0.5, "tie_word_embeddings": True}),
 }
 # A new checkpoint comes to the end of this list, so that the seeds of all others stay: tests that need a guess to be right, or
 # experts to be shared, depend on their weights.
@@ -168,6 +189,7 @@ LATER = (
     "ernie4_5_moe", "helium", "gemma", "hunyuan_v1_dense", "hunyuan_v1_moe", "granitemoeshared", "granitemoehybrid", "dots1",
     "minimax_m2", "apertus", "stablelm", "stablelm-in-turn", "phi", "gpt_neox", "gpt2", "phimoe",
     "ministral", "cwm", "vaultgemma", "youtu",
+    "olmo", "flex_olmo", "solar_open", "exaone_moe", "gptj", "opt", "gpt_bigcode", "internlm2", "exaone", "minicpm",
 )
 SEEDS = {name: seed for seed, name in enumerate((*sorted(CHECKPOINTS.keys() - set(LATER)), *LATER))}
 # Fields that config.json of these families leaves to the class, and that the family declares.
@@ -179,7 +201,9 @@ LEFT_OUT = {
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
     "nemotron": ("hidden_act",), "apertus": ("hidden_act",), "phi": ("hidden_act",), "gpt_neox": ("hidden_act",),
     "gpt2": ("activation_function", "tie_word_embeddings"), "minicpm3": ("tie_word_embeddings",),
-    "exaone4": ("sliding_window_pattern",),
+    "exaone4": ("sliding_window_pattern",), "exaone_moe": ("sliding_window_pattern", "mlp_layer_types"),
+    "gptj": ("activation_function",), "opt": ("activation_function", "tie_word_embeddings"),
+    "gpt_bigcode": ("activation_function", "tie_word_embeddings", "num_key_value_heads"),
 }
 
 
@@ -189,7 +213,14 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
     if spelling == 4:
         config_file = path / "config.json"
         config_file.write_text(json.dumps(as_version_4(json.loads(config_file.read_text()))))
+    if name in RENAMED:
+        renamed(path, RENAMED[name])
     return path
+
+
+def declared(name: str) -> str:
+    """`architectures` of a checkpoint."""
+    return RENAMED[name].architecture if name in RENAMED else architecture(CHECKPOINTS[name][0])
 
 
 def architecture(kind: str) -> str:
@@ -202,6 +233,8 @@ def save_config(name: str, path: Path) -> Path:
     config = build_config(name)
     config.architectures = [architecture(CHECKPOINTS[name][0])]
     config.save_pretrained(path)
+    if name in RENAMED:
+        renamed_config(path, RENAMED[name])
     return path
 
 
@@ -240,7 +273,7 @@ def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
             noise(parameter, norm_mean, 0.3)
         elif name.endswith("bias"):
             noise(parameter, 0.0, 0.5)
-        elif any(each in name for each in ("embed_tokens", "embed_in", "wte", "wpe", "lm_head", "embed_out")):
+        elif any(each in name for each in ("embed_tokens", "embed_in", "embed_positions", "wte", "wpe", "lm_head", "embed_out")):
             noise(parameter, 0.0, 0.4)
         else:
             noise(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)

@@ -1,5 +1,5 @@
-"""GGUF files of families whose files differ from their checkpoints in more than names: written as the converter of llama.cpp writes
-them, and the same model as the checkpoint of transformers. Files that are close to a known family, and are not it, are refused."""
+"""GGUF files of families whose files differ from their checkpoints in more than names: written as llama.cpp's converter writes
+them, and the same model as the checkpoint of transformers. Files that are close to a family, and are not it, are refused."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ FILES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "mistral-small": ("mistral", {"sliding_window": None}, "mistral3", {}),
     "gptneox": ("gpt_neox", {}, "gptneox", {"use_parallel_residual": True}),
     "gptneox-in-turn": ("gpt_neox", {"use_parallel_residual": False}, "gptneox", {"use_parallel_residual": False}),
+    "olmo": ("olmo", {}, "olmo", {"attention.clamp_kqv": 1.5}),
+    "internlm2": ("internlm2", {}, "internlm2", {}),
+    "exaone": ("exaone", {"rope_parameters": PLAIN}, "exaone", {}),
+    "minicpm": ("minicpm", {"rope_parameters": PLAIN}, "minicpm", {
+        "embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 0.5,
+    }),
+    "minicpm-old": ("minicpm", {
+        "rope_parameters": PLAIN, "embedding_multiplier": 12.0, "residual_multiplier": 1.4 / 3**0.5, "logits_scaling": 48 / 256,
+    }, "minicpm", {}),
+    "starcoder": ("gpt_bigcode", {}, "starcoder", {}),
     "qwen3vl": ("qwen3", {}, "qwen3vl", {"rope.dimension_sections": [4, 2, 2, 0]}),
     "granitehybrid": ("granitemoehybrid", {}, "granitehybrid", {
         "embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 0.5, "expert_count": 0,
@@ -51,10 +61,31 @@ FILES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
+PERMUTED = ("granitehybrid", "olmo", "minicpm", "internlm2")
+
+
+def taken_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """InternLM 2: queries, keys and values of each KV head as three tensors, under the names of Llama."""
+    found = {}
+    names = {"tok_embeddings": "embed_tokens", "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm",
+             "ffn_norm": "post_attention_layernorm", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
+             "feed_forward.w2": "mlp.down_proj"}
+    for name, tensor in tensors.items():
+        if "attention.wqkv" in name:
+            heads = tensor.unflatten(0, (2, -1, 12))
+            for part, rows in {"q": heads[:, :-2], "k": heads[:, -2:-1], "v": heads[:, -1:]}.items():
+                found[name.replace("attention.wqkv", f"self_attn.{part}_proj")] = rows.flatten(0, 2).contiguous()
+            continue
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        found["lm_head.weight" if name == "output.weight" else name] = tensor
+    return found
+
+
 def as_files_have_it(directory: Path, architecture: str) -> None:
     """Changes to the tensors that the converter makes beside their names."""
     found = {}
-    for name, tensor in load_file(directory / WEIGHTS).items():
+    for name, tensor in taken_apart(load_file(directory / WEIGHTS)).items():
         if architecture == "gptneox":
             if "query_key_value" in name:        # all queries, then all keys, then all values
                 tensor = tensor.unflatten(0, (4, 3, -1)).transpose(0, 1).flatten(0, 2).contiguous()
@@ -62,7 +93,11 @@ def as_files_have_it(directory: Path, architecture: str) -> None:
             name = name.replace("gpt_neox.final_layer_norm", "model.norm").replace("embed_out", "lm_head")
             name = name.replace("attention.query_key_value", "self_attn.qkv_proj").replace("attention.dense", "self_attn.o_proj")
             name = name.replace("dense_h_to_4h", "up_proj").replace("dense_4h_to_h", "down_proj")
-        if architecture == "granitehybrid" and name.endswith(("q_proj.weight", "k_proj.weight")):
+        name = name.replace("transformer.h.", "model.layers.") if architecture == "exaone" else name
+        name = name.replace("attn.attention.out_proj", "self_attn.o_proj").replace("attn.attention", "self_attn")
+        name = name.replace("c_fc_0", "gate_proj").replace("c_fc_1", "up_proj")
+        name = name.replace("mlp.c_proj", "mlp.down_proj") if architecture == "exaone" else name
+        if architecture in PERMUTED and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = tensor.reshape(-1, 2, 6, 48).swapaxes(1, 2).reshape(tensor.shape)
         if "shared_mlp.input_linear" in name:
             gate, up = tensor.chunk(2)
