@@ -471,8 +471,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         **gguf_softcaps(fields, family, key),
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim if latent is None else latent.rope, max_position, windows, key),
-        # Those of models that also see images are in halves.
-        interleaved=family.gguf_permuted and fields.get(key("rope.dimension_sections")) is None,
+        interleaved=family.gguf_permuted and fields.get(key("rope.dimension_sections")) is None,     # with images: in halves
         experts=experts,
         packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),

@@ -54,8 +54,8 @@ FORMS = {
 def calls_rules(
     format: str, tools: Mapping[str, Mapping[str, Any]], several: bool, special: Callable[[str], int | None]
 ) -> str | None:
-    """Lark rules of `answer`: at least one call, or exactly one. `tools`: the closed schemas of arguments, by names; `special`: of a
-    mark that is a special token, which text cannot match, its id. None: a schema is beyond what elements can say."""
+    """Lark rules of `answer`: at least one call, or exactly one. `tools`: the closed schemas of arguments, by names; `special`:
+    of a mark that is a special token, which text cannot match, its id. None: a schema is beyond what elements can say."""
     form = FORMS.get(format)
     if form is None or not all(_can_be_elements(schema) for schema in tools.values()):
         return None
