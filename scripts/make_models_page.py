@@ -48,12 +48,15 @@ MODELS = {
     "minicpm3": "MiniCPM3", "apertus": "Apertus 8B, 70B",
     "stablelm": "StableLM 3B, StableLM 2 1.6B", "phi": "Phi-1, 1.5, 2",
     "phimoe": "Phi-3.5-MoE", "gpt_neox": "Pythia, GPT-NeoX-20B", "gpt2": "GPT-2",
+    "olmo": "OLMo 1B, 7B", "flex_olmo": "FlexOlmo", "solar_open": "Solar Open 100B", "exaone": "EXAONE 3, 3.5",
+    "exaone_moe": "K-EXAONE", "internlm2": "InternLM 2, 2.5", "minicpm": "MiniCPM 1, 2, 4", "gptj": "GPT-J 6B",
+    "opt": "OPT (not 350M)", "gpt_bigcode": "StarCoder, SantaCoder",
 }
 FLAGS = {
     "experts": "a mixture of experts", "latent": "latent attention", "sinks": "attention sinks",
     "qkv_bias": "biases on q, k and v", "late_qk_norm": "norms behind the rotation", "qk_norm": "RMS norm on q and k",
     "wide_qk_norm": "norms over all heads of q and of k", "parallel": "attention and MLP side by side",
-    "own_mlp_norm": "each behind its own norm", "learned_positions": "learned positions",
+    "own_mlp_norm": "each behind its own norm", "learned_positions": "learned positions", "clipped": "limits on q, k and v",
     "post_norms": "norms after attention and MLP",
     "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "multipliers": "multipliers",
     "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
@@ -104,7 +107,8 @@ def differences(family: Family) -> str:
     found = [words for name, words in FLAGS.items() if getattr(family, name)]
     if family.spelled.get("attn_logit_softcapping") == "":           # a field that means nothing here
         found[found.index(FLAGS["softcaps"])] = "capped logits, if the config asks for it"
-    found += ["layer norms"] * (family.norm != "rms") + ["no norms before attention and MLP"] * (not family.pre_norms)
+    found += ["layer norms" + " without weights" * (family.norm == "bare layer")] * (family.norm != "rms")
+    found += ["no norms before attention and MLP"] * (not family.pre_norms)
     found += ["an MLP without a gate"] * (not family.gated) + ["layers without a rope"] * (family.nope != "none")
     if family.window in WINDOWS:
         found.append(WINDOWS[family.window])
@@ -119,7 +123,8 @@ def page() -> str:
     rows = []
     for family in FAMILIES:
         architectures = ", ".join(f"`{name}`" for name in family.architectures)
-        gguf = f"`{family.gguf}`" if family.gguf else "as `llama`" if family.name == "mistral" else "–"
+        names = ", ".join(f"`{name}`" for name in (family.gguf, *family.gguf_also))
+        gguf = names if family.gguf else "as `llama`" if family.name == "mistral" else "–"
         rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
     kept = ", ".join(sorted(STORED_KINDS))

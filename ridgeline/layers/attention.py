@@ -41,6 +41,7 @@ class AttentionSpec:
     sinks: bool = False              # every head has a score without a value, beside those of the keys
     temperature: Tensor | None = None    # [positions]: multiplies the queries of each position
     late_norms: bool = False         # the norms of q and k come behind the rotation
+    clip: float | None = None        # limits q, k and v
 
 
 class Sinks(nn.Module):
@@ -119,7 +120,10 @@ class Attention(nn.Module):
         return (q.to(wide) * (self.q_norm.weight.to(wide) * self.k_norm.weight)).to(q.dtype)
 
     def _prepared(self, qkv: Tensor, batch: Batch) -> Tensor:
-        """What changes the projection before anything else reads it: norms over all heads, and the queries' temperature."""
+        """What changes the projection before anything else reads it: its limit, norms over all heads, and the queries'
+        temperature."""
+        if self.spec.clip is not None:
+            qkv = qkv.clamp(-self.spec.clip, self.spec.clip)
         qkv = self._wide_normed(qkv)
         if self.spec.temperature is not None:
             size = self.qkv.rows["q"].size

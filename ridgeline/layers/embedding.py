@@ -73,16 +73,18 @@ class VocabEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Adds the row of every token's position; whole on every rank."""
 
-    def __init__(self, positions: int, hidden_size: int, place: Placement) -> None:
+    def __init__(self, positions: int, first: int, hidden_size: int, place: Placement) -> None:
+        """`first`: the row of position 0."""
         super().__init__()
-        shape = (positions, hidden_size)
+        self.first = first
+        shape = (first + positions, hidden_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=place.dtype, device=place.device), requires_grad=False)
 
     def pieces(self) -> dict[str, Piece]:
         return {"weight:": Piece(tuple(self.weight.shape), (slice(None),), self.weight.data, (0.0, 0.02))}
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x + self.weight.index_select(0, positions)
+        return x + self.weight[self.first :].index_select(0, positions)
 
 
 class LMHead(Linear):

@@ -79,6 +79,18 @@ class LayerNorm(nn.Module):
         return self(stream), stream
 
 
+class BareLayerNorm(LayerNorm):
+    """Without weights of its own."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size, eps, 0.0, dtype, device, bias=False)
+        del self.weight
+        self.register_buffer("weight", torch.ones(size, dtype=dtype, device=device), persistent=False)
+
+    def pieces(self) -> dict[str, Piece]:
+        return {}
+
+
 class NoNorm(nn.Module):
     """Before a linear that reads the residual stream itself."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.errors import ModelError
+from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 # The largest that any field of this kind may be, far above every model: lists and tables of these lengths are made, and a
 # file that lies must not fill the memory.
@@ -27,6 +28,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
+    "relu": "relu",
     "relu2": "relu2",
     "xielu": "xielu",
 }
@@ -97,3 +99,15 @@ def read_activation(fields: Fields, gated: bool, usual: str, legacy: str = "") -
     if not isinstance(activation, str) or activation not in known:
         raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(known)}")
     return ACTIVATIONS[activation]
+
+
+def read_dtype(fields: Fields) -> str:
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise ModelError(f"{fields.where}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPE_BYTES)}")
+    return dtype
+
+
+def read_intermediate(fields: Fields, hidden_size: int) -> int:
+    usual = 4 * hidden_size if fields.spelled.get("intermediate_size") == "n_inner" else None    # GPT-2 need not say it
+    return fields.integer("intermediate_size", usual, maximum=MAX_INTERMEDIATE)

@@ -25,7 +25,7 @@ from ridgeline.layers.latent_layer import LatentAttention, LatentSizes
 from ridgeline.layers.linear import Linear, Placement, normed_rows
 from ridgeline.layers.mixture import Mixture, MixtureSpec
 from ridgeline.layers.mlp import GatedMLP, PlainMLP
-from ridgeline.layers.norm import BareNorm, LayerNorm, NoNorm, RMSNorm, Times
+from ridgeline.layers.norm import BareLayerNorm, BareNorm, LayerNorm, NoNorm, RMSNorm, Times
 from ridgeline.layers.rotation_table import rotation_table
 from ridgeline.models.latent_config import LATENT_EPS
 from ridgeline.models.model_config import ModelConfig, layer_groups
@@ -39,6 +39,8 @@ from ridgeline.quant.scheme import Scheme
 
 def make_norm(config: ModelConfig, size: int, place: Placement) -> RMSNorm | LayerNorm:
     """A norm of the residual stream."""
+    if config.norm == "bare layer":
+        return BareLayerNorm(size, config.rms_norm_eps, place.dtype, place.device)
     if config.norm == "rms":
         return RMSNorm(size, config.rms_norm_eps, config.norm_offset, place.dtype, place.device)
     return LayerNorm(
@@ -205,14 +207,15 @@ class Decoder(nn.Module):
             self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, config.embedding_scale, place)
         self.positions: PositionEmbedding | None = None
         if self.stage.first and config.learned_positions:
-            self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size, place)
+            self.positions = PositionEmbedding(
+                config.max_position_embeddings, config.first_position, config.hidden_size, place)
         groups = layer_groups(config)
         self.layers = Layers({
             number: (ParallelLayer if config.parallel else DecoderLayer)(config, number, AttentionSpec(
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, seen_by(config, number), groups[number],
                 rotations[config.ropes[number]], config.sinks, temperature if grows(config, number) else None,
-                config.late_qk_norm,
+                config.late_qk_norm, config.qkv_clip,
             ), place.inside(f"layers.{number}"))
             for number in self.numbers_here
         })

@@ -57,6 +57,9 @@ GGUF_NAMES = {
     "output": "head",
 }
 
+# llama.cpp calls the norm before the MLP by what it comes behind, in some families.
+GGUF_NORM_BEHIND = {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}
+
 # Rope frequencies come from the config.
 ROPE_TENSORS = (r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
 
@@ -65,7 +68,7 @@ TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 VISION_TENSORS = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",)
 
 # A layer behind the last one that predicts the token after next (MTP): a draft head, which is not used yet.
-NEXT_TOKEN_LAYER = r"model\.layers\.{num_layers}\..*"
+NEXT_TOKEN_LAYER = r"(model\.layers|blk)\.{num_layers}\..*"
 
 # Of the experts: `{}` a second time, for the expert's number.
 EXPERT_NAMES = {
@@ -130,7 +133,8 @@ class ExpertRule:
 class Family:
     name: str
     architectures: tuple[str, ...]   # `architectures` of config.json
-    gguf: str = ""                   # `general.architecture` of a GGUF file
+    gguf: str = ""                   # `general.architecture` of a GGUF file …
+    gguf_also: tuple[str, ...] = ()  # … and other names of the same: checkpoints that also see images have their own
 
     activation: str = "silu"         # of the gate, where the checkpoint does not say
     legacy_act: str = ""             # a `hidden_act` that stands in old files of this family, and means `activation`
@@ -139,7 +143,7 @@ class Family:
     qk_norm: bool = False            # an RMS norm on every head of q and k, before the rotation
     late_qk_norm: bool = False       # … behind it
     wide_qk_norm: bool = False       # … or one over all heads of q, and one over all of k
-    norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias"
+    norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias", "bare layer" (without weights)
     pre_norms: bool = True           # norms before attention and before the MLP
     post_norms: bool = False         # norms also after attention and after the MLP
     norm_offset: float = 0.0         # norms multiply by weight + offset
@@ -160,7 +164,9 @@ class Family:
     # Layers without a rope: "none", "listed" (no_rope_layers), "full" (those without a window), "hybrid" (the same, where the
     # config has a window at all), "all".
     nope: str = "none"
-    learned_positions: bool = False  # every position has an embedding, which is added to the token's
+    learned_positions: bool = False  # every position has an embedding, which is added to the token's …
+    first_position: int = 0          # … and the first of them is this row of the table
+    clipped: bool = False            # clip_qkv, where the config has one, limits q, k and v
     window: str = "none"             # which layers slide: "none", "all", "upper" (Qwen), "pattern" (Gemma); "chunks": see below
     full_every: int = 0              # with "pattern": every n-th layer sees everything, the last of n layers …
     full_first: bool = False         # … or the first

@@ -79,9 +79,11 @@ def gguf_latent(fields: Fields, interleaved: bool, key: Callable[[str], str]) ->
     """From a GGUF file's metadata. Newer files have the sizes of a head under names of their own, and those of the latent under
     the usual ones; older files have those of a head there."""
 
+    plain = fields.integer(key("embedding_length")) // fields.integer(key("attention.head_count"))
+
     def of_head(name: str) -> int:
         usual = key(f"attention.{name}_length")
-        return fields.integer(usual + "_mla" if fields.get(usual + "_mla") else usual, maximum=MAX_HEAD_DIM)
+        return fields.integer(usual + "_mla" if fields.get(usual + "_mla") else usual, plain, maximum=MAX_HEAD_DIM)
 
     rope, head = fields.integer(key("rope.dimension_count"), maximum=MAX_HEAD_DIM), of_head("key")
     if rope % 2 or rope >= head:

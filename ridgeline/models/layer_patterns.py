@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.errors import ModelError
-from ridgeline.models.config_fields import MAX_POSITIONS, Fields
+from ridgeline.models.config_fields import MAX_LAYERS, MAX_POSITIONS, Fields
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.rope import (
@@ -26,6 +26,7 @@ from ridgeline.models.rope import (
 LAYER_TYPES = ("full_attention", "sliding_attention")
 CHUNKED = "chunked_attention"
 YARN_SCORES = "rope.scaling.yarn_log_multiplier"
+PATTERN = "attention.sliding_window_pattern"             # of GGUF
 GGUF_LOCAL_THETA = 10_000.0          # Gemma-3's rope for layers with a window, where the file does not say
 
 
@@ -37,6 +38,13 @@ class Temperature:
     scale: float
     first: int
     turned: bool                     # those of layers with a rope, too
+
+
+def gguf_temperature(fields: Fields, family: Family, key: Callable[[str], str]) -> Temperature | None:
+    if family.temperature != "all" or not fields.get(key("attention.temperature_scale")):
+        return None
+    original = fields.number(key("rope.scaling.original_context_length"))
+    return Temperature(original, fields.number(key("attention.temperature_scale")), 0, True)
 
 
 def read_temperature(fields: Fields, family: Family) -> Temperature | None:
@@ -98,7 +106,7 @@ def _chunks(fields: Fields, family: Family, num_layers: int) -> tuple[int | None
         return (None,) * num_layers
     size = fields.integer("attention_chunk_size")
     types = _layer_types(fields, num_layers, ("full_attention", CHUNKED))
-    chunked = [kind == CHUNKED for kind in types] if types else _turned_layers(fields, family, (None,) * num_layers)
+    chunked = [kind == CHUNKED for kind in types] if types else _turned_layers(fields, family, (None,) * num_layers, True)
     return tuple(size if each else None for each in chunked)
 
 
@@ -160,7 +168,7 @@ def hf_ropes(
             words = f"yarn stretches the context to {stretched:g} tokens"
             raise ModelError(f"{fields.where}: {words}; at most {MAX_POSITIONS} are allowed")
         max_position = max(max_position, int(stretched))
-    turned = _turned_layers(fields, family, windows)
+    turned = _turned_layers(fields, family, windows, _has_window(fields))
     return tuple(
         (full if window is None else local) if turns else no_rope(dim) for window, turns in zip(windows, turned, strict=True)
     ), max_position
@@ -171,10 +179,10 @@ def _check_scale(rope: Rope, fields: Fields, family: Family) -> None:
         raise ModelError(f"{fields.where}: a rope with a scale of {rope.scale:g} is not supported for {family.name}")
 
 
-def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ...]) -> list[bool]:
-    """For each layer, whether it has a rope."""
+def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ...], has_window: bool) -> list[bool]:
+    """For each layer, whether it has a rope. `has_window`: the model has a window, be it that every layer is a full one."""
     if family.nope in ("full", "hybrid"):
-        everywhere = family.nope == "hybrid" and not _has_window(fields)
+        everywhere = family.nope == "hybrid" and not has_window
         return [window is not None or everywhere for window in windows]
     if family.nope in ("none", "all"):
         return [family.nope == "none"] * len(windows)
@@ -198,14 +206,29 @@ def _rotated_dim(fields: Fields, family: Family, parameters: Mapping[str, Any], 
     return dim
 
 
+def gguf_layers(fields: Fields, key: Callable[[str], str]) -> int:
+    """How many layers there are, without those that predict the token after next, which `block_count` counts too."""
+    count = fields.integer(key("block_count"), maximum=MAX_LAYERS)
+    drafts = fields.integer(key("nextn_predict_layers"), 0, minimum=0, maximum=count - 1)
+    heads = fields.get(key("attention.head_count_kv"))
+    if isinstance(heads, list) and 0 in heads:
+        raise ModelError(f"{fields.where}: layers without attention (a state-space hybrid) are not supported: "
+                         f"{key('attention.head_count_kv')} is 0 for {heads.count(0)} of {len(heads)}")
+    return count - drafts
+
+
 def gguf_windows(
     fields: Fields, family: Family, num_layers: int, key: Callable[[str], str]
 ) -> tuple[int | None, ...]:
     if family.window == "none" or not fields.get(key("attention.sliding_window")):
         return (None,) * num_layers
-    window = fields.integer(key("attention.sliding_window"))
+    window, listed = fields.integer(key("attention.sliding_window")), fields.get(key(PATTERN))
+    if isinstance(listed, list):                         # of each layer, whether it has the window
+        if len(listed) < num_layers or not all(each in (0, 1) for each in listed):
+            raise ModelError(f"{fields.where}: {key(PATTERN)} must list {num_layers} times true or false, got {listed!r}")
+        return tuple(window if slides else None for slides in listed[:num_layers])
     if family.window == "pattern":
-        return _pattern(family, window, family.full_every, num_layers)
+        return _pattern(family, window, fields.integer(key(PATTERN), family.full_every), num_layers)
     return (window,) * num_layers
 
 
@@ -221,16 +244,18 @@ def gguf_ropes(
     _check_scale(full, fields, family)
     local = full
     if family.local_rope:
-        local = Rope(fields.number(key("rope.freq_base_swa"), GGUF_LOCAL_THETA), dim)
-    turned = _turned_layers(fields, family, windows)     # files do not list them: those that are usual
+        usual = full.theta if family.spelled.get("rope_local_base_freq") == "rope_theta" else GGUF_LOCAL_THETA
+        local = Rope(fields.number(key("rope.freq_base_swa"), usual), dim)
+    # Files do not list them: those that are usual.
+    turned = _turned_layers(fields, family, windows, bool(fields.get(key("attention.sliding_window"))))
     return tuple(
         (full if window is None else local) if turns else no_rope(dim) for window, turns in zip(windows, turned, strict=True)
     )
 
 
-def gguf_score_scale(fields: Fields, key: Callable[[str], str]) -> float:
+def gguf_score_scale(fields: Fields, family: Family, key: Callable[[str], str]) -> float:
     """As yarn_score_scale: DeepSeek's files have a tenth of mscale_all_dim, and take mscale to be the same."""
-    if fields.get(key("rope.scaling.type")) != "yarn" or not fields.get(key(YARN_SCORES)):
+    if not family.latent or fields.get(key("rope.scaling.type")) != "yarn" or not fields.get(key(YARN_SCORES)):
         return 1.0
     return yarn_scale(fields.number(key("rope.scaling.factor")), 10 * fields.number(key(YARN_SCORES))) ** 2
 
@@ -250,7 +275,7 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
         slow = fields.number(key("rope.scaling.yarn_beta_slow"), 1.0)
         scale = fields.number(key("rope.scaling.attn_factor"), 1.0) * yarn_scale(factor, 1.0)
         if fields.get(key(YARN_SCORES)):
-            scale = 1.0              # the scores are scaled instead
+            scale = 1.0              # the scores are scaled instead, or mscale and mscale_all_dim are the same
         with numbers_of(fields.where):
             return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, fast, slow, truncate=True), scale)
     if kind not in ("none", "linear", "longrope"):

@@ -29,6 +29,8 @@ from ridgeline.models.config_fields import (
     MAX_VOCABULARY,
     Fields,
     read_activation,
+    read_dtype,
+    read_intermediate,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
@@ -38,15 +40,17 @@ from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
 from ridgeline.models.layer_patterns import (
     Temperature,
+    gguf_layers,
     gguf_ropes,
     gguf_score_scale,
+    gguf_temperature,
     gguf_windows,
     hf_ropes,
     hf_windows,
     read_temperature,
     windows_that_hide,
 )
-from ridgeline.models.multipliers import gguf_multipliers, gguf_softcaps, read_multipliers, read_softcaps
+from ridgeline.models.multipliers import gguf_epsilon, gguf_multipliers, gguf_softcaps, read_multipliers, read_softcaps
 from ridgeline.models.rope import Rope, yarn_score_scale
 from ridgeline.ops.kernel_table import H200, DeviceFacts
 from ridgeline.process.log import get_logger
@@ -57,6 +61,7 @@ logger = get_logger("models")
 
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
+CLAMP = "attention.clamp_kqv"                            # of q, k and v, in GGUF
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,9 @@ class ModelConfig:
     bare_qk_norm: bool = False       # norms without weights on q and k, in layers with a rope
     latent: Latent | None = None     # latent attention: one KV head, and `head_dim` is that of queries
     head_bias: bool = False
-    learned_positions: bool = False  # an embedding for every position
+    learned_positions: bool = False  # an embedding for every position …
+    first_position: int = 0          # … after this many rows that are not used
+    qkv_clip: float | None = None    # limits q, k and v
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -169,7 +176,7 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights and biases, the embedding counted once if the head shares it."""
-        each = self.hidden_size * (2 if self.norm == "layer+bias" else 1)
+        each = self.hidden_size * {"layer+bias": 2, "bare layer": 0}.get(self.norm, 1)
         norms = each * self.norms_per_layer + 2 * self.head_dim * self.qk_norm
         norms += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm + self.num_heads * self.sinks
         if self.latent is not None:
@@ -181,7 +188,8 @@ class ModelConfig:
         embedding = 0 if self.tied else self.vocab_size * self.hidden_size
         matrices = sum(count * outputs * inputs for count, outputs, inputs in self.matrices)
         beside += 2 * self.num_plain * (self.activation == "xielu")
-        embedding += self.vocab_size * self.head_bias + self.max_position_embeddings * self.hidden_size * self.learned_positions
+        embedding += self.vocab_size * self.head_bias
+        embedding += (self.max_position_embeddings + self.first_position) * self.hidden_size * self.learned_positions
         return matrices + embedding + self.num_layers * (norms + biases) + beside + each
 
     @property
@@ -312,14 +320,14 @@ def hf_model_config(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
         hidden_size=hidden_size,
-        intermediate_size=experts.dense_width if experts else _intermediate(fields, family, hidden_size),
+        intermediate_size=experts.dense_width if experts else read_intermediate(fields, hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_position,
         rms_norm_eps=fields.number("rms_norm_eps"),
-        dtype=_dtype(fields),
+        dtype=read_dtype(fields),
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
         activation=read_activation(fields, family.gated, family.activation, family.legacy_act),
@@ -352,6 +360,7 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
         "output_bias": fields.flag("attention_out_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
         "head_bias": fields.flag("lm_head_bias"),
+        "qkv_clip": fields.number("clip_qkv") if family.clipped and fields.get("clip_qkv") is not None else None,
         "parallel": family.parallel and fields.flag("use_parallel_residual", True),
         "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
         "bare_qk_norm": family.bare_qk_norm and fields.flag("use_qk_norm", True),
@@ -374,7 +383,7 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
     names = ("post_norms", "late_qk_norm", "wide_qk_norm", "norm", "pre_norms", "parallel", "own_mlp_norm", "gated",
-             "sinks", "learned_positions")
+             "sinks", "learned_positions", "first_position")
     return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
 
 
@@ -401,18 +410,6 @@ def _head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int, num
     return fields.integer(name, hidden_size // num_heads, maximum=MAX_HEAD_DIM)
 
 
-def _intermediate(fields: Fields, family: Family, hidden_size: int) -> int:
-    usual = 4 * hidden_size if family.learned_positions else None    # GPT-2 need not say it
-    return fields.integer("intermediate_size", usual, maximum=MAX_INTERMEDIATE)
-
-
-def _dtype(fields: Fields) -> str:
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
-        raise ModelError(f"{fields.where}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPE_BYTES)}")
-    return dtype
-
-
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
 
 
@@ -431,12 +428,12 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    family = gguf_family(architecture, gguf_score(fields, key), where)
+    family = gguf_family(architecture, gguf_score(fields, key), bool(fields.get(key("attention.sliding_window"))), where)
 
     def has(tensor: str) -> bool:
         return tensor in file.tensors
 
-    num_layers = fields.integer(key("block_count"), maximum=MAX_LAYERS)
+    num_layers = gguf_layers(fields, key)
     num_heads = fields.integer(key("attention.head_count"), maximum=MAX_HEADS)
     latent = gguf_latent(fields, family.interleaved, key) if family.latent else None
     num_kv_heads = 1 if latent is not None else fields.integer(key("attention.head_count_kv"), num_heads, maximum=MAX_HEADS)
@@ -459,7 +456,7 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_position,
-        rms_norm_eps=fields.number(key(f"attention.layer_norm_{'rms_' if family.norm == 'rms' else ''}epsilon")),
+        rms_norm_eps=gguf_epsilon(fields, family, key),
         dtype="bfloat16" if embedding.type == "BF16" else "float32" if embedding.type == "F32" else "float16",
         eos_token_ids=gguf_end_tokens(file.metadata, embedding.shape[0]),
         tied=not has("output.weight"),
@@ -467,13 +464,14 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         qkv_bias=has("blk.0.attn_q.bias") or has("blk.0.attn_qkv.bias"),
         output_bias=has("blk.0.attn_output.bias"),
         mlp_bias=has("blk.0.ffn_down.bias"),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm and has("blk.0.attn_q_norm.weight"),      # GLM-4.5 has them in some sizes
         norm_offset=0.0,              # the converter has added it to the weights
         head_bias=has("output.bias"),
+        qkv_clip=fields.number(key(CLAMP)) if family.clipped and fields.get(key(CLAMP)) else None,
         **gguf_softcaps(fields, family, key),
         windows=windows_that_hide(windows, max_position),
         ropes=gguf_ropes(file, fields, family, head_dim if latent is None else latent.rope, max_position, windows, key),
-        interleaved=family.gguf_permuted,
+        interleaved=family.gguf_permuted and fields.get(key("rope.dimension_sections")) is None,     # with images: in halves
         experts=experts,
         packed=packed_matrices(file, family),
         quantisation=gguf_quantisation(file),
@@ -489,8 +487,9 @@ def _gguf_scales(
 ) -> dict[str, Any]:
     times = gguf_multipliers(fields, family, key)
     by_hidden = family.query_pre_attn_scalar and (family.name, num_layers) in GGUF_QUERY_SCALE_BY_HIDDEN
-    scale = (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, key)
+    scale = (hidden_size / num_heads if by_hidden else head_dim) ** -0.5 * gguf_score_scale(fields, family, key)
     return {
         "embedding_scale": math.sqrt(hidden_size) if family.scale_embeddings else times.embedding,
         "attention_scale": times.attention or scale, "residual_scale": times.residual, "logit_scale": 1 / times.logits,
+        "temperature": gguf_temperature(fields, family, key),
     }

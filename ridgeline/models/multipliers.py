@@ -22,6 +22,14 @@ class Multipliers:
 def gguf_multipliers(fields: Fields, family: Family, key: Callable[[str], str]) -> Multipliers:
     if family.logit_scale:
         return Multipliers(logits=1 / fields.number(key("logit_scale")))
+    if family.depth_scale:                               # files of MiniCPM3, and old ones of MiniCPM, do not say them
+        usual = read_multipliers(Fields(fields.where, {
+            "num_hidden_layers": fields.get(key("block_count")), "hidden_size": fields.get(key("embedding_length")),
+        }, family.defaults), family)
+        return Multipliers(
+            fields.number(key("embedding_scale"), usual.embedding), fields.number(key("residual_scale"), usual.residual),
+            fields.number(key("logit_scale"), usual.logits),
+        )
     if not family.multipliers:
         return Multipliers()
     scale = fields.number(key("attention.scale")) if fields.get(key("attention.scale")) else None
@@ -42,6 +50,13 @@ def read_multipliers(fields: Fields, family: Family) -> Multipliers:
             fields.number("scale_emb"), fields.number("scale_depth") / depth, hidden / fields.integer("dim_model_base"),
         )
     return Multipliers()
+
+
+def gguf_epsilon(fields: Fields, family: Family, key: Callable[[str], str]) -> float:
+    """Of the norms. Some converters write it under the name of the other kind of norm."""
+    names = [key(f"attention.layer_norm_{kind}epsilon") for kind in ("rms_", "")]
+    usual, other = names if family.norm == "rms" else reversed(names)
+    return fields.number(usual, fields.get(other))
 
 
 CAPS = {"attention_softcap": "attn_logit_softcapping", "final_softcap": "final_logit_softcapping"}

@@ -8,6 +8,7 @@ So matching, sharding and dequantising see every checkpoint alike. Three rules:
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -92,11 +93,13 @@ class Reordered:
 
 _KEYS = re.compile(r"(blk\.\d+)\.attn_k_b\.weight")
 _ONE_ROW = re.compile(r"blk\.\d+\.ffn_gate_inp_shexp\.weight")
+_FLAT = re.compile(r"blk\.\d+\.exp_probs_b\.bias")
 
 
 class JoinedLatents:
     """A GGUF file's `attn_k_b` [heads, rank, nope] and `attn_v_b` [heads, value, rank] as `attn_kv_b` [heads · (nope + value),
-    rank], which older files store; and the gate of a shared expert, a vector there, as a matrix of one row."""
+    rank], which older files store; the gate of a shared expert, a vector there, as a matrix of one row; and the bias of a choice,
+    a matrix of one row in ERNIE's files, as a vector."""
 
     def __init__(self, source: RawSource) -> None:
         self.source = source
@@ -109,6 +112,8 @@ class JoinedLatents:
                 self._join(found[1], stored)
             elif _ONE_ROW.fullmatch(name) and len(stored.shape) == 1:
                 self.tensors[name] = replace(stored, shape=(1, *stored.shape))
+            elif _FLAT.fullmatch(name):
+                self.tensors[name] = replace(stored, shape=(math.prod(stored.shape),))
             elif name not in taken:
                 self.tensors[name] = stored
 

@@ -30,6 +30,8 @@ def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
 
 def plain_activation(x: Tensor, kind: str) -> Tensor:
     """The activation of an MLP without a gate: torch's own kernels, in place where they can be."""
+    if kind == "relu":
+        return F.relu(x)
     if kind == "relu2":
         return F.relu(x).square_()
     if kind == "gelu_tanh":

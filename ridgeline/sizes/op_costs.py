@@ -116,7 +116,7 @@ ROTARY_CASES = (
 # ── gated activation ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 # x/(1+exp(-x));  0.5·x·(1+tanh(c·(x+0.044715·x³)));  0.5·x·(1+erf(x/√2));  x·x;  (expm1(min(x, ε)) − x)·α + β·x, or α·x² + β·x
-ACTIVATION_FLOPS = {"silu": 4, "gelu_tanh": 9, "gelu": 5, "relu2": 2, "xielu": 6}
+ACTIVATION_FLOPS = {"silu": 4, "gelu_tanh": 9, "gelu": 5, "relu": 1, "relu2": 2, "xielu": 6}
 
 
 def gated_activation_cost(*, tokens: int, intermediate: int, kind: str, element_bytes: int) -> Cost:

@@ -33,6 +33,7 @@ from jinja2.utils import Namespace
 
 from ridgeline.errors import BadRequest, Overloaded, RequestError, TryAgain, Unsupported
 from ridgeline.process.framed_child import FramedChild, read_frame, write_frame
+from ridgeline.text.template_dialects import adapt_calls, parts_of, probe, shows_parts
 
 MAX_INPUT_BYTES = 32 << 20           # messages and tools, as JSON
 LONG_INPUT_BYTES = 128 << 10         # longer ones are rendered in a process of their own
@@ -63,6 +64,7 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self.templates = templates
         self.special_tokens = special_tokens
+        self._takes_parts: dict[str, bool] = {}          # by a template's source, found when a message has several parts
 
     def render(
         self,
@@ -82,11 +84,13 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             message = "continue_final_message needs add_generation_prompt=false: no new message begins"
             raise BadRequest(message, field="continue_final_message")
-        conversation = plain_messages(messages)
+        conversation, source = plain_messages(messages), self._source(bool(tools))
+        self._give_parts(source, messages, conversation, may_wait)
         if continue_final_message:
             # The space after the mark shows whether the template trims messages.
-            conversation[-1]["content"] += CONTINUE_MARK + " "
-        text = _render(self._source(bool(tools)), {
+            conversation[-1]["content"] = plain_messages(messages[-1:])[0]["content"] + CONTINUE_MARK + " "
+        adapt_calls(source, conversation)
+        text = _render(source, {
             "documents": None,
             **self.special_tokens,
             **variables,
@@ -95,6 +99,23 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }, may_wait)
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _give_parts(
+        self, source: str, messages: Sequence[Mapping[str, Any]], conversation: list[dict[str, Any]], may_wait: bool
+    ) -> None:
+        """Messages of several parts as the template wants them: it joins them in its own way, if it does."""
+        several = {place: parts for place, message in enumerate(messages) if (parts := parts_of(message))}
+        if not several:
+            return
+        if source not in self._takes_parts:
+            usual = {"documents": None, **self.special_tokens, "tools": None, "add_generation_prompt": True}
+            try:
+                self._takes_parts[source] = shows_parts(_render(source, {**usual, "messages": probe()}, may_wait))
+            except (BadRequest, Unsupported):            # it cannot do with parts
+                self._takes_parts[source] = False
+        if self._takes_parts[source]:
+            for place, parts in several.items():
+                conversation[place]["content"] = parts
 
     def _source(self, with_tools: bool) -> str:
         if with_tools and "tool_use" in self.templates:

@@ -202,7 +202,9 @@ def test_gguf_says_what_config_json_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3, phi3, "),
+    ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported (a state-space model, or a hybrid with one); "),
+    ({"general.architecture": "falcon-h1"}, "'falcon-h1' is not supported (a state-space model, or a hybrid with one); "),
+    ({"general.architecture": "nothing"}, "architecture 'nothing' is not supported; supported: llama, "),
     ({"llama.block_count": 0}, "llama.block_count must be an integer of at least 1, got 0"),
     ({"llama.attention.head_count": 5}, "llama.embedding_length 64 is not a multiple of 5 heads"),
     ({"llama.attention.head_count_kv": 3}, "4 attention heads cannot share 3 KV heads evenly"),

@@ -149,7 +149,7 @@ GGUF_NAMES = {
     "self_attn.key_layernorm": "attn_k_norm", "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
     "model.final_layernorm": "output_norm", "transformer.wte": "token_embd", "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
+    "attn.c_proj": "attn_output", "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
 }
 
 
@@ -179,13 +179,13 @@ def save_gguf(directory: Path, architecture: str, rope: dict[str, Any], tensors:
             _, _, layer, module = module.split(".", 3)
             layer = f"blk.{layer}."
         target = GGUF_NAMES[module]
-        if architecture in ("gemma2", "gemma3", "olmo2", "seed_oss") and module == "post_attention_layernorm":
+        if architecture in ("gemma2", "gemma3", "olmo2", "seed_oss", "exaone4") and module == "post_attention_layernorm":
             target = "post_attention_norm"
         if architecture in ("gemma", "gemma2", "gemma3", "nemotron") and "norm" in module and parameter == "weight":
             tensor = tensor + 1
         if architecture == "gpt2" and len(tensor.shape) == 2 and layer:
             tensor = tensor.T.contiguous()
-        if architecture in ("llama", "arcee", "granite", "smollm3") and target in ("attn_q", "attn_k"):
+        if architecture in ("llama", "arcee", "granite", "smollm3", "mistral3") and target in ("attn_q", "attn_k"):
             # Rows of one head: first half, second half -> pairs.
             tensor = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         stored[f"{layer}{target}.{parameter}"] = tensor.numpy()

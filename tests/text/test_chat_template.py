@@ -219,6 +219,37 @@ def test_helpers_of_the_dialect(oracle: transformers.PreTrainedTokenizerFast) ->
     assert rendered(source) == oracle.apply_chat_template(USER, chat_template=source, tokenize=False)
 
 
+# A template that takes parts, and one that knows calls by a content of null and joins their arguments as text.
+PARTS = """{% for message in messages %}<{{ message.role }}>{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"""
+NULL_CONTENT = """{% for message in messages %}{% if message['role'] == 'assistant' and message['content'] is none %}
+{%- for tool in message['tool_calls'] %}{{ '<call>' +
+   tool['function']['name'] + ' ' + tool['function']['arguments'] }}{% endfor %}
+{%- else %}{{ '<' + message['role'] + '>' + message['content'] }}{% endif %}{% endfor %}"""
+
+
+def test_parts_are_joined_as_the_template_joins_them(oracle: transformers.PreTrainedTokenizerFast) -> None:
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    several = [{"role": "system", "content": parts}, {"role": "user", "content": parts}, {"role": "user", "content": parts[:1]}]
+    plain = [{"role": "system", "content": "One.\nTwo."}, {"role": "user", "content": parts}, {"role": "user", "content": "One."}]
+    expected = oracle.apply_chat_template(plain, chat_template=PARTS, tokenize=False)
+    assert rendered(PARTS, several) == expected == "<system>One.\nTwo.<user>One.Two.<user>One."
+    for source in ("{{ messages[0].content + '!' }}", "{{ messages[0].content }}!", "{{ messages[0].content | tojson }}!"):
+        assert rendered(source, several[1:2]).strip('"!').replace("\\n", "\n") == "One.\nTwo."
+    assert rendered(PARTS, several[1:2], add_generation_prompt=False, continue_final_message=True) == "<user>One.\nTwo."
+
+
+def test_calls_reach_a_template_that_knows_them_by_a_content_of_null(oracle: transformers.PreTrainedTokenizerFast) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
+    called = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "21"}]
+    expected = oracle.apply_chat_template(called, chat_template=NULL_CONTENT, tokenize=False)
+    assert rendered(NULL_CONTENT, called) == expected and '<call>weather {"city": "Zürich"}<tool>21' in expected
+    without = [*called[:1], {**called[1], "content": ""}, *called[2:]]
+    assert rendered(NULL_CONTENT, without) == expected
+    said = [*called[:1], {**called[1], "content": "Hm."}]
+    assert rendered(NULL_CONTENT, said).endswith("<assistant>Hm.")
+
+
 # --- messages ---
 
 

@@ -90,23 +90,27 @@ GLM4_MOE_LITE = Family(
 MINICPM3 = Family(
     name="minicpm3",
     architectures=("MiniCPM3ForCausalLM",),
+    gguf="minicpm3",
     tied=True,
     depth_scale=True,
     latent=True,
     longrope=True,
     defaults={"rms_norm_eps": 1e-5, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
     names=LATENT_NAMES,
+    gguf_names=GGUF_LATENT_NAMES,
 )
 
 # DeepSeek-V3's attention with the MLP of Llama.
 YOUTU = Family(
     name="youtu",
     architectures=("YoutuForCausalLM",),
+    gguf="deepseek2",                # without experts
     tied=True,
     latent=True,
     interleaved=True,
     defaults={"rms_norm_eps": 1e-6},
     names=LATENT_NAMES,
+    gguf_names=GGUF_LATENT_NAMES,
 )
 
 DOTS1 = Family(

@@ -5,6 +5,7 @@ from ridgeline.models.family import (
     FUSED_EXPERTS,
     GGUF_EXPERT_NAMES,
     GGUF_NAMES,
+    GGUF_NORM_BEHIND,
     LLAMA_NAMES,
     ExpertRule,
     Family,
@@ -37,6 +38,5 @@ GPT_OSS = Family(
         FusedExperts(_EXPERTS + "down_proj_bias", r"\1.{}.down_proj.bias"),
         *FUSED_EXPERTS[1:],
     ),
-    # llama.cpp calls the norm before the MLP by what it comes behind.
-    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"},
+    gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES | GGUF_NORM_BEHIND,
 )

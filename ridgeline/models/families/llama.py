@@ -1,9 +1,10 @@
 """Llama 2 and 3, everything that is Llama by another name (SmolLM2, TinyLlama, Mistral as GGUF), and its near relatives: SmolLM3
-(layers without a rope), CWM (windows), Seed-OSS, Helium, Arcee and Apertus (no gate). The text decoder of Llama 4 (Scout,
-Maverick)."""
+(layers without a rope), CWM (windows), InternLM 2 (other names), MiniCPM (multipliers), Seed-OSS, Helium, Arcee and Apertus (no
+gate). The text decoder of Llama 4 (Scout, Maverick)."""
 
 from ridgeline.models.family import (
     GGUF_NAMES,
+    GGUF_NORM_BEHIND,
     LLAMA_NAMES,
     QK_NORM_NAMES,
     ROPE_TENSORS,
@@ -41,14 +42,48 @@ SMOLLM3 = Family(
     defaults={"rope_theta": 2_000_000.0},
 )
 
+INTERNLM2 = Family(
+    name="internlm2",
+    architectures=("InternLM2ForCausalLM",),
+    gguf="internlm2",
+    gguf_permuted=True,
+    spelled={"attention_bias": "bias", "attention_out_bias": "bias", "mlp_bias": ""},
+    defaults={"rope_theta": 10_000.0},
+    names={
+        "model.tok_embeddings": "embed",
+        "model.layers.{}.attention_norm": "layers.{}.attention_norm",
+        "model.layers.{}.attention.wqkv": "layers.{}.attention.qkv:q+k+v",
+        "model.layers.{}.attention.wo": "layers.{}.attention.output",
+        "model.layers.{}.ffn_norm": "layers.{}.mlp_norm",
+        "model.layers.{}.feed_forward.w1": "layers.{}.mlp.gate_up:gate",
+        "model.layers.{}.feed_forward.w3": "layers.{}.mlp.gate_up:up",
+        "model.layers.{}.feed_forward.w2": "layers.{}.mlp.down",
+        "model.norm": "norm",
+        "output": "head",
+    },
+    by_head=r"model\.layers\.\d+\.attention\.wqkv\.(weight|bias)",
+)
+
+# MiniCPM 1, 2 and 4, without the sparse attention of long contexts that MiniCPM 4 can have.
+MINICPM = Family(
+    name="minicpm",
+    architectures=("MiniCPMForCausalLM",),
+    gguf="minicpm",
+    gguf_permuted=True,
+    tied=True,
+    depth_scale=True,
+    longrope=True,
+    only={"sparse_config": None},
+    defaults={"rms_norm_eps": 1e-6, "scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+)
+
 SEED_OSS = Family(
     name="seed_oss",
     architectures=("SeedOssForCausalLM",),
     gguf="seed_oss",
     spelled={"attention_out_bias": "attention_out_bias"},
     defaults={"attention_bias": True, "attention_out_bias": False, "head_dim": 128},
-    # llama.cpp calls the norm before the MLP by what it comes behind.
-    gguf_names=GGUF_NAMES | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"},
+    gguf_names=GGUF_NAMES | GGUF_NORM_BEHIND,
 )
 
 HELIUM = Family(

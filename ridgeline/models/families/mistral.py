@@ -38,6 +38,8 @@ MINISTRAL = replace(MISTRAL, name="ministral", architectures=("MinistralForCausa
 MINISTRAL3 = Family(
     name="ministral3",
     architectures=("Ministral3ForCausalLM", WITH_VISION),
+    gguf="mistral3",
+    gguf_permuted=True,
     temperature="all",
     window="all",
     defaults={"head_dim": 128, "rope_theta": 1_000_000.0},

@@ -1,5 +1,5 @@
-"""OLMo-2 and OLMo-3: norms only behind attention and MLP, and norms over all heads of q and of k. OLMo-3 has windows. OLMoE:
-norms before them, and a mixture of experts."""
+"""OLMo: layer norms without weights, limits on q, k and v. OLMo-2 and OLMo-3: norms only behind attention and MLP, and norms over
+all heads of q and of k. OLMo-3 has windows. OLMoE: norms before them, and a mixture of experts. FlexOlmo: norms behind one."""
 
 from ridgeline.models.family import (
     EXPERT_NAMES,
@@ -16,6 +16,18 @@ BEHIND_NAMES = {name: target for name, target in LLAMA_NAMES.items() if "input_l
     "model.layers.{}.post_feedforward_layernorm": "layers.{}.post_mlp_norm",
 }
 
+OLMO = Family(
+    name="olmo",
+    architectures=("OlmoForCausalLM",),
+    gguf="olmo",
+    gguf_permuted=True,
+    norm="bare layer",
+    clipped=True,
+    spelled={"mlp_bias": ""},
+    defaults={"rms_norm_eps": 1e-5},
+    names={name: target for name, target in LLAMA_NAMES.items() if "norm" not in name},
+)
+
 OLMO2 = Family(
     name="olmo2",
     architectures=("Olmo2ForCausalLM",),
@@ -29,6 +41,7 @@ OLMO2 = Family(
 OLMO3 = Family(
     name="olmo3",
     architectures=("Olmo3ForCausalLM",),
+    gguf="olmo2",                    # with a window
     wide_qk_norm=True,
     pre_norms=False,
     post_norms=True,
@@ -49,4 +62,16 @@ OLMOE = Family(
     only={"clip_qkv": None},
     names=LLAMA_NAMES | QK_NORM_NAMES | EXPERT_NAMES,
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
+)
+
+FLEX_OLMO = Family(
+    name="flex_olmo",
+    architectures=("FlexOlmoForCausalLM",),
+    wide_qk_norm=True,
+    pre_norms=False,
+    post_norms=True,
+    experts=ExpertRule(),
+    spelled={"mlp_bias": ""},
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 500_000.0},
+    names=BEHIND_NAMES | QK_NORM_NAMES | EXPERT_NAMES,
 )

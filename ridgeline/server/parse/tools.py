@@ -1,8 +1,9 @@
 """Tools: a request's tools and tool_choice, the schema that enforces calls, and the parser for the answer.
 
 The chat template, or an option, decides the format in which a model writes its calls. If calls are required (`required`, or
-one function by name), the answer is constrained to a JSON schema made here instead. The parsers are in server/parse/tool_calls
-and server/parse/reasoning. Knows no prompts and no HTTP.
+one function by name), the answer is constrained: to a grammar of the model's own format where arguments are elements
+(formats/element_grammar), else to a JSON schema made here. The parsers are in server/parse/tool_calls and server/parse/reasoning.
+Knows no prompts and no HTTP.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, Structur
 from ridgeline.server.api.generation import structured_outputs
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
+from ridgeline.server.parse.formats.element_grammar import calls_rules
 from ridgeline.server.parse.formats.known_formats import (
     FREE,
     THOUGHTS,
@@ -251,6 +253,11 @@ def after_reasoning(
         schema = rewritten(json.loads(asked.json)) if isinstance(asked.json, str) else {"type": "object"}
         blanks = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": _BLANKS}
         answer = "%json " + json.dumps({**schema, "x-guidance": blanks})
+    return structured_outputs("response_format", grammar=_behind_reasoning(f"answer: {answer}", inside, thought, special))
+
+
+def _behind_reasoning(rules: str, inside: bool, thought: Thought, special: Sequence[int]) -> str:
+    """`rules`: of `answer`."""
     if len(special) == 2:
         begin = "" if inside else f"<[{special[0]}]> "
         reasoning, rule = f"({begin}text <[{special[1]}]>)", "text: /(.|\\n)*/"
@@ -258,8 +265,7 @@ def after_reasoning(
         begin = "" if inside else rf"[ \t\r\n]*{_escaped(thought.begin)}"
         reasoning, rule = "text", rf"text[lazy]: /{begin}(.|\n)*{_escaped(thought.end)}/"
     start = f"start: {reasoning}{'' if inside else '?'} BLANKS answer"
-    grammar = "\n".join(["%llguidance {}", start, rule, r"BLANKS: /[ \t\r\n]{0,8}/", f"answer: {answer}"])
-    return structured_outputs("response_format", grammar=grammar)
+    return "\n".join(["%llguidance {}", start, rule, r"BLANKS: /[ \t\r\n]{0,8}/", rules])
 
 
 def _escaped(mark: str) -> str:
@@ -282,6 +288,7 @@ class Reading:
     reasoning: str | None = None     # a name in THOUGHTS
     inside: bool = False             # the prompt has opened the reasoning
     short_ids: bool = False          # Mistral's templates accept only ids of nine characters
+    required: str = ""               # rules of required calls in the model's own format, which hold after the reasoning
 
     def parser(self) -> MessageParser | None:
         """For one answer; None if all of its text is content."""
@@ -310,10 +317,11 @@ class Reading:
         tail = tokenizer.decode(list(prompt[-TAIL_TOKENS:])).rstrip()
         self.inside = tail.endswith(thought.begin)
         asked = params.structured_outputs
-        if asked is not None and asked.kind in AFTER_REASONING and not tail.endswith(thought.end):
+        if asked is not None and (asked.kind in AFTER_REASONING or self.required) and not tail.endswith(thought.end):
             marks = [tokenizer.token_id(mark) for mark in (thought.begin, thought.end)]
             special = tuple(mark for mark in marks if mark in tokenizer.special_ids)
-            params.structured_outputs = after_reasoning(asked, self.inside, thought, special)
+            params.structured_outputs = after_reasoning(asked, self.inside, thought, special) if not self.required else (
+                structured_outputs("tools", grammar=_behind_reasoning(self.required, self.inside, thought, special)))
 
 
 def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokenizer: Tokenizer | None) -> Reading:
@@ -332,6 +340,8 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     if free:
         made.reasoning = reasoning_format(options.reasoning_parser, templates)
     made.format = _answer_format(use, asked, form)
+    if made.format in ("named", "required") and form is not None:
+        _require_in_own_format(made, use, form, params, tokenizer)
     made.schemas = _schemas(use, made.format)
     if made.format is None and form == "harmony" and asked is None:
         made.format = form                               # its channels separate reasoning from content, with and without tools
@@ -340,6 +350,20 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     elif made.format == "hermes" and any(tool["function"].get("strict") for tool in use.tools):
         params.structured_outputs = structured_outputs("tools", structural_tag=strict_calls(use.tools))
     return made
+
+
+def _require_in_own_format(made: Reading, use: ToolUse, form: str, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    """Models answer better in the form that they were trained on. Where their format cannot say the schemas, it stays JSON."""
+
+    def special(mark: str) -> int | None:
+        found = tokenizer.token_id(mark)
+        return found if found in tokenizer.special_ids else None
+
+    closed_schemas = {tool["function"]["name"]: parameters(tool) for tool in use.tools}
+    rules = calls_rules(form, closed_schemas, use.mode == "required" and use.parallel, special)
+    if rules is not None:
+        made.format, made.required = form, rules
+        params.structured_outputs = structured_outputs("tools", grammar=f"%llguidance {{}}\nstart: answer\n{rules}")
 
 
 def _schemas(use: ToolUse, form: str | None) -> dict[str, dict[str, Any]]:

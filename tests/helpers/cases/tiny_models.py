@@ -7,12 +7,14 @@ attention scores are large enough for caps, windows and rotations to matter.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ridgeline.distributed.comm import Communicator
@@ -161,6 +163,26 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "vaultgemma": ("VaultGemma", {"rope_parameters": PLAIN, "head_dim": 16, "query_pre_attn_scalar": 24,
                                   "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "youtu": ("Youtu", LATENT | {"rope_parameters": DEEPSEEK_YARN}),
+    "olmo": ("Olmo", {"rope_parameters": PLAIN, "clip_qkv": 1.5}),
+    "flex_olmo": ("FlexOlmo", {"rope_parameters": PLAIN, "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 20}),
+    "solar_open": ("SolarOpen", {"rope_parameters": PLAIN, "head_dim": 16, "attention_bias": True, "n_routed_experts": 8,
+                                 "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 20,
+                                 "n_shared_experts": 2, "routed_scaling_factor": 1.7}),
+    "exaone_moe": ("ExaoneMoe", {"rope_parameters": PLAIN, "sliding_window": WINDOW, "num_hidden_layers": 5, "num_experts": 8,
+                                 "num_experts_per_tok": 3, "moe_intermediate_size": 20, "num_shared_experts": 2, "n_group": 4,
+                                 "topk_group": 2, "routed_scaling_factor": 1.7}),
+    "gptj": ("GPTJ", {"n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION, "rotary_dim": 6}),
+    "opt": ("OPT", {"ffn_dim": 80}),
+    "gpt_bigcode": ("GPTBigCode", {"n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION,
+                                   "num_key_value_heads": 1}),
+    # Under names that transformers does not have (RENAMED).
+    "internlm2": ("Llama", {"rope_parameters": PLAIN, "head_dim": 12}),
+    "exaone": ("Llama", {"rope_parameters": LLAMA3}),
+    "minicpm": ("Granite", {"rope_parameters": LONGROPE | {
+                                "original_max_position_embeddings": ORIGINAL_CONTEXT,
+                                "short_factor": [1.0, 1.1, 1.3, 1.7, 2.2, 3.9], "long_factor": [1.0, 2.2, 3.9, 4.1, 5.0, 7.0],
+                            }, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 12**-0.5,
+                            "logits_scaling": 0.5, "tie_word_embeddings": True}),
 }
 # A new checkpoint comes to the end of this list, so that the seeds of all others stay: tests that need a guess to be right, or
 # experts to be shared, depend on their weights.
@@ -168,6 +190,7 @@ LATER = (
     "ernie4_5_moe", "helium", "gemma", "hunyuan_v1_dense", "hunyuan_v1_moe", "granitemoeshared", "granitemoehybrid", "dots1",
     "minimax_m2", "apertus", "stablelm", "stablelm-in-turn", "phi", "gpt_neox", "gpt2", "phimoe",
     "ministral", "cwm", "vaultgemma", "youtu",
+    "olmo", "flex_olmo", "solar_open", "exaone_moe", "gptj", "opt", "gpt_bigcode", "internlm2", "exaone", "minicpm",
 )
 SEEDS = {name: seed for seed, name in enumerate((*sorted(CHECKPOINTS.keys() - set(LATER)), *LATER))}
 # Fields that config.json of these families leaves to the class, and that the family declares.
@@ -179,8 +202,98 @@ LEFT_OUT = {
     "cohere": ("tie_word_embeddings",), "cohere2": ("tie_word_embeddings",), "starcoder2": ("tie_word_embeddings", "hidden_act"),
     "nemotron": ("hidden_act",), "apertus": ("hidden_act",), "phi": ("hidden_act",), "gpt_neox": ("hidden_act",),
     "gpt2": ("activation_function", "tie_word_embeddings"), "minicpm3": ("tie_word_embeddings",),
-    "exaone4": ("sliding_window_pattern",),
+    "exaone4": ("sliding_window_pattern",), "exaone_moe": ("sliding_window_pattern", "mlp_layer_types"),
+    "gptj": ("activation_function",), "opt": ("activation_function", "tie_word_embeddings"),
+    "gpt_bigcode": ("activation_function", "tie_word_embeddings", "num_key_value_heads"),
 }
+
+
+# ---- families that transformers does not have ------------------------------------------------------------------------
+#
+# Checkpoints of a class that computes the same, under the names of the family's own: the config.json and the tensors of a tiny
+# checkpoint that is saved already are changed, and the model that made it stays the oracle.
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Renamed:
+    architecture: str
+    config: Callable[[Config], Config]
+    tensors: Callable[[dict[str, Tensor], Config], dict[str, Tensor]]
+
+
+def renamed(path: Path, rule: Renamed) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    tensors = rule.tensors(load_file(path / "model.safetensors"), raw)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    renamed_config(path, rule)
+
+
+def renamed_config(path: Path, rule: Renamed) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    kind = rule.architecture.removesuffix("ForCausalLM").lower()
+    changed = rule.config(raw) | {"architectures": [rule.architecture], "model_type": kind}
+    (path / "config.json").write_text(json.dumps(changed))
+
+
+def _with_names(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    return found
+
+
+def _without(raw: Config, *names: str) -> Config:
+    return {name: value for name, value in raw.items() if name not in names}
+
+
+def _internlm2(tensors: dict[str, Tensor], raw: Config) -> dict[str, Tensor]:
+    """Of each KV head: its queries, its key, its value."""
+    dim, kv_heads = raw["head_dim"], raw["num_key_value_heads"]
+    found = dict(tensors)
+    for name in [name for name in tensors if ".q_proj." in name]:
+        q, k, v = (found.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv")
+        heads = [each.unflatten(0, (kv_heads, -1, dim)) for each in (q, k, v)]
+        found[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(heads, dim=1).flatten(0, 2)
+    return _with_names(found, {
+        "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2", "lm_head": "output",
+    })
+
+
+def _exaone(tensors: dict[str, Tensor], raw: Config) -> dict[str, Tensor]:
+    return _with_names(tensors, {
+        "model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
+        "self_attn.o_proj": "attn.attention.out_proj", "self_attn": "attn.attention", "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2", "mlp.gate_proj": "mlp.c_fc_0", "mlp.up_proj": "mlp.c_fc_1", "down_proj": "c_proj",
+    })
+
+
+def _exaone_config(raw: Config) -> Config:
+    more = {"num_layers": raw["num_hidden_layers"], "layer_norm_epsilon": raw["rms_norm_eps"], "activation_function": "silu"}
+    return _without(raw, "num_hidden_layers", "rms_norm_eps", "hidden_act") | more
+
+
+def _minicpm_config(raw: Config) -> Config:
+    """Granite's multipliers as depth and width say them."""
+    more = {"scale_emb": raw["embedding_multiplier"], "scale_depth": raw["residual_multiplier"] * raw["num_hidden_layers"] ** 0.5,
+            "dim_model_base": raw["hidden_size"] / raw["logits_scaling"]}
+    multipliers = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+    return _without(raw, *multipliers, "tie_word_embeddings") | more
+
+
+RENAMED = {
+    "internlm2": Renamed("InternLM2ForCausalLM", lambda raw: raw | {"bias": False}, _internlm2),
+    "exaone": Renamed("ExaoneForCausalLM", _exaone_config, _exaone),
+    "minicpm": Renamed("MiniCPMForCausalLM", _minicpm_config, lambda tensors, raw: tensors),
+}
+
+
+# ---- making and loading ----------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
@@ -189,7 +302,14 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
     if spelling == 4:
         config_file = path / "config.json"
         config_file.write_text(json.dumps(as_version_4(json.loads(config_file.read_text()))))
+    if name in RENAMED:
+        renamed(path, RENAMED[name])
     return path
+
+
+def declared(name: str) -> str:
+    """`architectures` of a checkpoint."""
+    return RENAMED[name].architecture if name in RENAMED else architecture(CHECKPOINTS[name][0])
 
 
 def architecture(kind: str) -> str:
@@ -202,6 +322,8 @@ def save_config(name: str, path: Path) -> Path:
     config = build_config(name)
     config.architectures = [architecture(CHECKPOINTS[name][0])]
     config.save_pretrained(path)
+    if name in RENAMED:
+        renamed_config(path, RENAMED[name])
     return path
 
 
@@ -240,7 +362,7 @@ def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
             noise(parameter, norm_mean, 0.3)
         elif name.endswith("bias"):
             noise(parameter, 0.0, 0.5)
-        elif any(each in name for each in ("embed_tokens", "embed_in", "wte", "wpe", "lm_head", "embed_out")):
+        elif any(each in name for each in ("embed_tokens", "embed_in", "embed_positions", "wte", "wpe", "lm_head", "embed_out")):
             noise(parameter, 0.0, 0.4)
         else:
             noise(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)

@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "deepseek_v2-lite": gguf.MODEL_ARCH.DEEPSEEK2, "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE, "hunyuan_v1_moe": gguf.MODEL_ARCH.HUNYUAN_MOE, "dots1": gguf.MODEL_ARCH.DOTS1,
     "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2, "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
 }
 # What GGUF has no field for: take what it implies.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -122,6 +123,14 @@ def write_family(writer: gguf.GGUFWriter, raw: dict[str, Any]) -> None:
         writer.add_expert_weights_scale(raw["routed_scaling_factor"])
         writer.add_expert_weights_norm(raw["norm_topk_prob"])
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    elif kind == "glm4_moe":
+        writer.add_leading_dense_block_count(raw["first_k_dense_replace"])
+        writer.add_expert_shared_count(raw["n_shared_experts"])
+        writer.add_expert_weights_scale(raw["routed_scaling_factor"])
+        writer.add_expert_weights_norm(raw["norm_topk_prob"])
+        writer.add_expert_group_count(raw["n_group"])
+        writer.add_expert_group_used_count(raw["topk_group"])
+        writer.add_rope_dimension_count(raw["head_dim"] // 2)
     elif kind == "minimax_m2":
         writer.add_rope_dimension_count(raw["head_dim"] // 2)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -173,7 +182,7 @@ def gguf_tensors(directory: Path, architecture: gguf.MODEL_ARCH, raw: dict[str, 
             dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
             tensor = tensor.reshape(-1, 2, dim // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         if name.endswith("e_score_correction_bias"):
-            stored[names.get_name(name.removesuffix("_bias")) + ".bias"] = tensor.flatten()
+            stored[names.get_name(name.removesuffix("_bias")) + ".bias"] = tensor        # ERNIE's is a matrix of one row
             continue
         if name.endswith(("input_linear.weight", "output_linear.weight")):       # Granite: [experts, gate and up, hidden]
             parts = dict(zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)) if "input" in name else {"down": tensor}

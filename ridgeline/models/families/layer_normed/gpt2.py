@@ -1,4 +1,7 @@
-"""GPT-2: learned positions, biases everywhere, an MLP without a gate. Its matrices are stored as [inputs, outputs]."""
+"""GPT-2: learned positions, biases everywhere, an MLP without a gate. Its matrices are stored as [inputs, outputs]. StarCoder
+(GPT-BigCode): the same with one head of keys and values, and matrices as elsewhere."""
+
+from dataclasses import replace
 
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.family import Family
@@ -37,4 +40,15 @@ GPT2 = Family(
     prefixes={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."},
     transposed=r"(transformer\.)?h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),    # masks
+)
+
+GPT_BIGCODE = replace(
+    GPT2,
+    name="gpt_bigcode",
+    architectures=("GPTBigCodeForCausalLM",),
+    gguf="starcoder",
+    only={**GPT2.only, "multi_query": True},
+    spelled={**GPT2.spelled, "num_key_value_heads": "num_key_value_heads"},
+    defaults={**GPT2.defaults, "num_key_value_heads": 1},
+    transposed="",
 )

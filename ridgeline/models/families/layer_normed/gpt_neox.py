@@ -1,11 +1,13 @@
 """GPT-NeoX (Pythia, and others that were made with it): attention and MLP side by side, each behind its own norm; heads are
 rotated in part. Checkpoints have q, k and v of each head together."""
 
+from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.family import ROPE_TENSORS, Family
 
 GPT_NEOX = Family(
     name="gpt_neox",
     architectures=("GPTNeoXForCausalLM",),
+    gguf="gptneox",
     activation="gelu",
     norm="layer+bias",
     parallel=True,
@@ -26,6 +28,7 @@ GPT_NEOX = Family(
         "gpt_neox.final_layer_norm": "norm",
         "embed_out": "head",
     },
+    gguf_names=GGUF_PLAIN_MLP_NAMES,
     by_head=r"gpt_neox\.layers\.\d+\.attention\.query_key_value\.(weight|bias)",
     # Masks that old versions of transformers saved.
     ignored=(*ROPE_TENSORS, r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"),

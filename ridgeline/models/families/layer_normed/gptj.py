@@ -1,0 +1,33 @@
+"""GPT-J: attention and MLP side by side behind one norm, heads rotated in part by neighbours, a head with a bias."""
+
+from ridgeline.models.family import ROPE_TENSORS, Family
+
+GPTJ = Family(
+    name="gptj",
+    architectures=("GPTJForCausalLM",),
+    activation="gelu_tanh",
+    norm="layer+bias",
+    parallel=True,
+    gated=False,
+    partial_rotary=True,
+    interleaved=True,
+    spelled={
+        "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function", "num_key_value_heads": "", "attention_bias": "", "attention_out_bias": "",
+    },
+    defaults={"layer_norm_epsilon": 1e-5, "rotary_dim": 64, "mlp_bias": True, "lm_head_bias": True},
+    names={
+        "transformer.wte": "embed",
+        "transformer.h.{}.ln_1": "layers.{}.attention_norm",
+        "transformer.h.{}.attn.q_proj": "layers.{}.attention.qkv:q",
+        "transformer.h.{}.attn.k_proj": "layers.{}.attention.qkv:k",
+        "transformer.h.{}.attn.v_proj": "layers.{}.attention.qkv:v",
+        "transformer.h.{}.attn.out_proj": "layers.{}.attention.output",
+        "transformer.h.{}.mlp.fc_in": "layers.{}.mlp.up",
+        "transformer.h.{}.mlp.fc_out": "layers.{}.mlp.down",
+        "transformer.ln_f": "norm",
+        "lm_head": "head",
+    },
+    ignored=(*ROPE_TENSORS, r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),       # masks
+)
