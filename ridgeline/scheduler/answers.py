@@ -116,11 +116,12 @@ class Answers:
         """Blocks that became full are offered to the prefix cache; those behind a window are freed."""
         table = self._running.rows
         full = result.lengths // self._manager.block_size
-        for place in ((full > table.committed[flight.rows]) & there).nonzero()[0].tolist():
+        places = ((full > table.committed[flight.rows]) & there).nonzero()[0]
+        for place, end in zip(places.tolist(), result.lengths[places].tolist(), strict=True):
             sequence = flight.sequences[place]
             if sequence.blocks is None or place in result.failed:
                 continue
-            tokens, end = sequence.tokens, int(result.lengths[place])
+            tokens = sequence.tokens
             missing = end - len(tokens)                          # accepted drafts that are not appended yet
             if missing > 0:
                 tokens.fromlist(result.tokens[place, :missing].tolist())
