@@ -29,7 +29,7 @@ from ridgeline.runner.proposers.draft_model import NoDraftModel, Spent
 from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, as_logprobs, logprobs_of, send_beside
-from ridgeline.runner.verify import Positions, verify
+from ridgeline.runner.verify import Positions, lay_out_guesses, verify
 from ridgeline.sizes.graph_shapes import Shape
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
@@ -189,8 +189,7 @@ class Runner:
         greedy = self._is_greedy(plan, rows)
         work = _Work(key, self.forward.shape(plan, greedy), places, rows, samples.astype(np.int32), of_prompts, greedy)
         if plan.width is not None:
-            work.guesses = Guesses.of(plan, self.rows.length[plan.rows])
-            work.positions = Positions.of(plan, places, work.guesses)
+            work.guesses, work.positions = lay_out_guesses(plan, places, self.rows.length[plan.rows])
         return work
 
     def said(self, rows: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:

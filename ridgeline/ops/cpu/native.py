@@ -52,6 +52,8 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "run_program": ([_POINTER, _INT], None),                             # recording.py
     "ngram_drafts": ([_POINTER] * 6 + [_INT] * 4, None),                 # scheduler/drafts/ngram_table.py
     "suffix_drafts": ([_POINTER] * 6 + [_INT] * 5, None),                # scheduler/drafts/suffix.py
+    "lay_out_guesses": ([_POINTER] * 6 + [_INT] * 6, _INT),              # runner/verify.py
+    "spread_rows": ([_POINTER] * 9 + [_INT] * 9, _INT),                  # runner/device_rows.py
 }
 SPLIT = 128                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c
