@@ -32,7 +32,7 @@ class RowTables:
         self.most_changes = 2 * num_groups * max_rows + max_blocks
         self._changed: list[np.ndarray] = []             # places in the flat tables that the device has not seen
         self._on_cpu = device.type == "cpu"
-        self._native = getattr(native.if_built(), "spread_rows", None)
+        self.native = native.if_built()                  # None: what it does is done in numpy
         self._addresses = [each.ctypes.data for each in (self.length, self.num_given, self.blocks)]
         on_device = torch.from_numpy(self.blocks)        # on the CPU both are one memory
         self.place_on_device(on_device if self._on_cpu else on_device.to(device))
@@ -78,7 +78,7 @@ class RowTables:
         self, rows: np.ndarray, counts: np.ndarray, num_decodes: int, num_tokens: int, guesses: Guesses | None
     ) -> Spread:
         """The integers of a batch of these rows, `counts` tokens of each; the first `num_decodes` go on from their newest one."""
-        if self._native is None:
+        if self.native is None:
             return spread_reference(self, rows, counts, num_decodes, num_tokens, guesses)
         (groups, table_rows, width), count, padding = self.blocks.shape, len(rows), len(self.given)
         guessed = () if guesses is None else (guesses.number, guesses.offset, guesses.tokens)
@@ -86,7 +86,7 @@ class RowTables:
         parts = [each.tobytes() for each in guessed] or [b""] * 3        # copied: an address takes longer to ask for
         ints = (4 + groups) * num_tokens + number + count
         out = np.empty(ints + count + 1, np.int64)       # the last: two int32 for each row
-        given = self._native(
+        given = self.native.spread_rows(
             rows.tobytes(), counts.tobytes(), *self._addresses, *parts, out.ctypes.data, count, num_decodes, num_tokens, number,
             padding, groups, table_rows, width, self.block_size,
         )
@@ -118,7 +118,7 @@ class RowTables:
         return staging.put(places), staging.put(self.blocks.ravel()[places])
 
     def write(self, places: Tensor, blocks: Tensor) -> None:
-        if len(places):
+        if places.shape[0]:                              # a tensor's len() takes ten times as long
             self._flat.index_copy_(0, places, blocks)
 
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.messages import StepPlan
-from ridgeline.ops.cpu import native
 from ridgeline.ops.sampling.noise import to_device
-from ridgeline.runner.row_tables import Guesses, too_early
+from ridgeline.runner.row_tables import Guesses, RowTables, too_early
 from ridgeline.runner.sampler import Sampler
 
 Broadcast = Callable[[Tensor], Tensor]
@@ -58,10 +57,10 @@ class Positions:
         return np.repeat(self.rows, own), np.arange(self.count) - np.repeat(self.first, own)
 
 
-def lay_out_guesses(plan: StepPlan, places: np.ndarray, lengths: np.ndarray) -> tuple[Guesses, Positions]:
-    """Guesses.of and Positions.of in one native call. `places`: rows of the plan that sample; `lengths` [R]: see Guesses.of."""
-    function = getattr(native.if_built(), "lay_out_guesses", None)
-    if function is None:
+def lay_out_guesses(plan: StepPlan, places: np.ndarray, tables: RowTables) -> tuple[Guesses, Positions]:
+    """Guesses.of and Positions.of in one native call. `places`: rows of the plan that sample."""
+    lengths = tables.length[plan.rows]
+    if tables.native is None:
         return _laid_out(plan, places, lengths)
     assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
     rows, reach = plan.drafts.shape
@@ -69,7 +68,7 @@ def lay_out_guesses(plan: StepPlan, places: np.ndarray, lengths: np.ndarray) -> 
     room, samples = rows * (reach + most + 1), np.zeros(rows, np.int8)
     samples[places] = 1
     out = np.empty(5 * total + count * (most + 3) + room, np.int64)
-    longest = function(
+    longest = tables.native.lay_out_guesses(
         plan.width.tobytes(), plan.drafts_from.tobytes(), plan.drafts.tobytes(), lengths.tobytes(), samples.tobytes(),
         out.ctypes.data, rows, reach, total, count, most, room,
     )

@@ -99,3 +99,41 @@ int64_t ridgeline_spread_rows(const int64_t *rows, const int64_t *counts, const 
     }
     return given;
 }
+
+/* What became of the drafts of a step: RowRecords.outcome (scheduler/drafts/acceptance.py). Row r has its record in slots[r], -1: none.
+   Of a record: by kind, drafts tried and accepted, and the step in which they were counted; and the drafts in flight, the oldest first,
+   `flights` of them at most: their source, half of which is the kind, how many were expected, and of how many steps. What was counted
+   fades with each step, and keeps `keeps` with each outcome. Written: the source of each row, -1: it had no drafts in flight; by source
+   and position, drafts tried and accepted; and to `sums` what was expected, and came of what was. */
+void ridgeline_draft_outcome(const int64_t *slots, const int64_t *width, const int64_t *accepted, double *tried, double *kept,
+                             int64_t *counted, int64_t *sources, double *expected, int64_t *waiting, const double *fades, int64_t *source,
+                             int64_t *tried_by, int64_t *accepted_by, double *sums, int64_t rows, int64_t kinds, int64_t flights,
+                             int64_t positions, int64_t step, int64_t num_fades, double keeps) {
+    sums[0] = sums[1] = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t slot = slots[r], own = width[r], right = accepted[r];
+        source[r] = -1;
+        if (slot < 0 || waiting[slot] <= 0)
+            continue;
+        int64_t *from = sources + slot * flights, number = from[0];
+        double *promised = expected + slot * flights, hoped = promised[0];
+        for (int64_t i = 0; i + 1 < flights; i++) {
+            from[i] = from[i + 1];
+            promised[i] = promised[i + 1];
+        }
+        waiting[slot]--;
+        source[r] = number;
+        int64_t looked = own < right + 1 ? own : right + 1;
+        for (int64_t i = 0; i < looked && i < positions; i++)
+            tried_by[number * positions + i]++;
+        for (int64_t i = 0; i < right && i < positions; i++)
+            accepted_by[number * positions + i]++;
+        int64_t cell = slot * kinds + number / 2, age = step - counted[cell];
+        double fade = fades[age < 0 ? 0 : age < num_fades ? age : num_fades - 1];
+        tried[cell] = tried[cell] * fade * keeps + (double)looked;
+        kept[cell] = kept[cell] * fade * keeps + (double)right;
+        counted[cell] = step;
+        sums[0] += hoped;
+        sums[1] += hoped > 0 ? (double)right : 0;
+    }
+}
