@@ -157,8 +157,7 @@ def drafted_steps(running: int, width: int, steps: int, device: str = "cpu") -> 
     core.recorder.took = executor.timed("record", core.recorder.took)                    # type: ignore[method-assign]
     graphs = GraphShapes(running, config.max_num_batched_tokens, MOST_VERIFIED)
     times = ShapeTimes(lambda tokens, keys: STEP_SECONDS, graphs)
-    outcome = getattr(native.if_built(), "draft_outcome", None)
-    core.scheduler.drafter = Controller([Dial()], times, width, native=outcome) if width else NoDrafter()
+    core.scheduler.drafter = Controller([Dial()], times, width, native=native.if_built()) if width else NoDrafter()
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     for number in range(running):                        # different lengths: block borders do not fall on the same step for all

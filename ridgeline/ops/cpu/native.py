@@ -54,7 +54,8 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "suffix_drafts": ([_POINTER] * 6 + [_INT] * 5, None),                # scheduler/drafts/suffix.py
     "lay_out_guesses": ([_POINTER] * 6 + [_INT] * 6, _INT),              # runner/verify.py
     "draft_outcome": ([_POINTER] * 14 + [_INT] * 6 + [_DOUBLE], None),   # scheduler/drafts/acceptance.py
-    "spread_rows": ([_POINTER] * 9 + [_INT] * 9, _INT),                  # runner/device_rows.py
+    "draft_chances": ([_POINTER] * 5 + [_INT] * 3 + [_DOUBLE] * 3, None),
+    "spread_rows": ([_POINTER] * 9 + [_INT] * 9, _INT),                  # runner/row_tables.py
 }
 SPLIT = 128                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c

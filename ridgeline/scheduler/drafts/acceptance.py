@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Native
+from ridgeline.scheduler.drafts.offer import EVIDENCE
 from ridgeline.scheduler.sequence import Sequence
 
 # What is believed before anything was counted, and how many counts that is worth.
@@ -99,9 +99,9 @@ class RowRecords:
     All of it is arrays, so that a step's rows are counted at once. A sequence has a slot in them until it is forgotten.
     """
 
-    def __init__(self, kinds: int, native: Native | None = None) -> None:
-        """`native`: the library's draft_outcome."""
-        self._kinds, self._native = kinds, native
+    def __init__(self, kinds: int, native: Any = None) -> None:
+        """`native`: the library (ops/cpu), which the engine hands over; None: all is done in numpy."""
+        self._kinds, self.native = kinds, native
         self._slots: dict[Sequence, int] = {}
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._last: tuple[list[Sequence], np.ndarray] | None = None  # whose slots were asked for last, and which they are
@@ -170,11 +170,11 @@ class RowRecords:
 
     def outcome(self, slots: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> Outcome:
         """The oldest drafts in flight of these rows have come back; slot -1: of none."""
-        if self._native is None:
+        if self.native is None:
             return self.outcome_reference(slots, width, accepted, step)
         source, sums = np.empty(len(slots), np.int64), np.empty(2)
         counts = np.zeros((2, 2 * self._kinds, MOST_DRAFTS), np.int64)
-        self._native(
+        self.native.draft_outcome(
             slots.tobytes(), width.astype(np.int64).tobytes(), accepted.astype(np.int64).tobytes(), *self._addresses,
             _FADES.ctypes.data, source.ctypes.data, counts.ctypes.data, counts[1].ctypes.data, sums.ctypes.data, len(slots),
             self._kinds, _IN_FLIGHT, MOST_DRAFTS, step, len(_FADES), _ROW_KEEPS,
@@ -273,19 +273,29 @@ class Acceptance:
 
     def _calculated(self, source: Source, counts: _Counts) -> np.ndarray:
         rate, weight = _PRIORS.get(source.name, _BY_EVIDENCE)[source.evidence], _PRIOR_WEIGHT
-        rates = []
-        for tried, accepted in zip(counts.tried.tolist(), counts.accepted.tolist(), strict=True):
+        rates, known = [], 1 + int(counts.tried.nonzero()[0].max(initial=0))
+        for tried, accepted in zip(counts.tried[:known].tolist(), counts.accepted[:known].tolist(), strict=True):
             rate = (accepted + weight * rate) / (tried + weight)
             weight = _POSITION_WEIGHT
             rates.append(rate)
-        return np.array(rates)
+        return np.array(rates + [rate] * (self._positions - known))      # where nothing was counted: as the one before
 
 
-def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def survival(
+    rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths: np.ndarray, native: Any = None
+) -> np.ndarray:
     """float [offers, positions]: the chance that each draft is accepted, 0 beyond an offer's length. A proposer's rates, each
     offer's in its row, or one row for all, are weighed against what the row's own drafts came to. Rows differ: some copy, others
     do not. So the proposer's rates count little where a row's first few drafts came to much less than they say."""
-    first, positions = rates[:, 0], rates.shape[1]
+    positions = rates.shape[1]
+    if native is not None:
+        chances = np.empty((len(tried), positions))
+        native.draft_chances(
+            rates.tobytes(), tried.tobytes(), accepted.tobytes(), lengths.tobytes(), chances.ctypes.data, *chances.shape,
+            len(rates), _ROW_WEIGHT, _BY_CHANCE, _LEAST_SPREAD,
+        )
+        return chances
+    first = rates[:, 0]
     variance = first * (1 - first)                       # of one draft
     missing, by_chance = first * tried - accepted, tried * variance
     surprise = np.maximum(missing, 0.0) ** 2 / np.maximum(by_chance, _LEAST_SPREAD)      # chance alone makes 1 of it, rarely 3

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources, beyond, survival
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Native, Paths, Proposer
+from ridgeline.scheduler.drafts.offer import EVIDENCE, Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.watch import Watch
@@ -81,7 +82,7 @@ class Controller:
     active = True
 
     def __init__(
-        self, proposers: Several[Proposer], times: ShapeTimes, most: int, adaptive: bool = True, native: Native | None = None,
+        self, proposers: Several[Proposer], times: ShapeTimes, most: int, adaptive: bool = True, native: Any = None
     ) -> None:
         self.counters = DraftCounters()
         self.times = times
@@ -195,7 +196,7 @@ class Controller:
         positions, found = int(offers.length.max()), sorted(set(offers.source.tolist()))
         rates = np.array([self.acceptance.rates(self._sources.listed[number])[:positions] for number in found])
         rates = rates[np.searchsorted(found, offers.source)] if len(found) > 1 else rates
-        return survival(rates, offers.tried, offers.accepted, offers.length)
+        return survival(rates, offers.tried, offers.accepted, offers.length, self._records.native)
 
     def _widths(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""

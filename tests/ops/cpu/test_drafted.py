@@ -17,7 +17,7 @@ from ridgeline.runner.row_tables import Guesses, RowTables, spread_reference
 from ridgeline.runner.verify import Positions, lay_out_guesses
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows
-from ridgeline.scheduler.drafts.acceptance import RowRecords
+from ridgeline.scheduler.drafts.acceptance import RowRecords, survival
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.sequence import Sequence, Turn
@@ -126,7 +126,7 @@ def sequences(count: int) -> list[Sequence]:
 @pytest.mark.parametrize("seed", range(20))
 def test_outcomes_are_counted_as_in_numpy(seed: int) -> None:
     rng, rows, kinds = np.random.default_rng(seed), sequences(100), 8        # more rows than there are slots at first
-    both = RowRecords(kinds, native.library().draft_outcome), RowRecords(kinds)
+    both = RowRecords(kinds, native.library()), RowRecords(kinds)
     slots, _ = (records.slots(rows) for records in both)
     for step in range(0, 12_000, 300 if seed % 2 else 1200):                 # up to steps after which all has faded
         sent = rng.permutation(slots)[:60]
@@ -144,11 +144,22 @@ def test_outcomes_are_counted_as_in_numpy(seed: int) -> None:
             np.testing.assert_array_equal(getattr(both[0], name), getattr(both[1], name))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_chances_are_those_of_numpy(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    offers, positions = int(rng.integers(1, 40)), int(rng.integers(1, 9))
+    rates = rng.random((1 if seed % 3 else offers, positions))
+    tried = rng.random(offers) * 20 * (rng.random(offers) < 0.7) * (seed != 4)           # also of rows of which nothing is known
+    accepted, lengths = tried * rng.random(offers), rng.integers(1, positions + 1, offers)
+    found = survival(rates, tried, accepted, lengths, native.library())
+    np.testing.assert_allclose(found, survival(rates, tried, accepted, lengths), rtol=1e-12)
+
+
 def test_the_controller_chooses_the_same_with_and_without_native_code() -> None:
     rows, rng = sequences(24), np.random.default_rng(0)
     times = [ShapeTimes(lambda tokens, keys: 3e-3 + 2e-8 * keys) for _ in range(2)]
-    both = [Controller([Dial()], each, MOST_DRAFTS, native=function) for each, function in
-            zip(times, (native.library().draft_outcome, None), strict=True)]
+    libraries = native.library(), None
+    both = [Controller([Dial()], each, MOST_DRAFTS, native=found) for each, found in zip(times, libraries, strict=True)]
     seen, chances = set(), rng.random(len(rows))
     for _ in range(400):
         asked = DecodingRows(rows, np.full(24, 8), np.zeros(24, np.int64), 200, 24, 24 * 640)

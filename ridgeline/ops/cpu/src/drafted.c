@@ -1,6 +1,7 @@
-/* What the host does for each row and each guess of a step with drafts, in one call for all rows: lays out guesses, and the numbers
-   of a batch. The definitions are in numpy (runner/verify.py, runner/device_rows.py), which take a dozen calls each. */
+/* What the host does for each row and each guess of a step with drafts, in one call for all rows. The definitions are in numpy, which
+   takes a dozen calls for each of these functions: runner/verify.py, runner/row_tables.py, scheduler/drafts/acceptance.py. */
 
+#include <math.h>
 #include <stdint.h>
 
 /* The guesses of a plan, row after row, and the positions that its rows sample at: Guesses.of and Positions.of. Row r has width[r]
@@ -52,7 +53,7 @@ int64_t ridgeline_lay_out_guesses(const int32_t *width, const int32_t *from, con
     return longest;
 }
 
-/* The numbers of a batch by token and by row: DeviceRows._numbers. Row r computes counts[r] tokens from position length[r] on. Tokens
+/* The integers of a batch by token and by row: RowTables.spread. Row r computes counts[r] tokens from position length[r] on. Tokens
    behind all rows are padding. `guesses`: of each its row and how many of the row's come before it, then its token; or null. Written to
    `out`: positions, rows, ids and newest of each token, slots in each group; where each guess is; ends and, as int32, borders and KV
    lengths of each row. Returns how many rows begin with tokens that the host knows; -1: a position is beyond the tables. */
@@ -135,5 +136,37 @@ void ridgeline_draft_outcome(const int64_t *slots, const int64_t *width, const i
         counted[cell] = step;
         sums[0] += hoped;
         sums[1] += hoped > 0 ? (double)right : 0;
+    }
+}
+
+/* The chance of each draft to survive: survival() (scheduler/drafts/acceptance.py). `rates`: one row for all offers, or one each. */
+void ridgeline_draft_chances(const double *rates, const double *tried, const double *accepted, const int64_t *lengths, double *chances,
+                             int64_t offers, int64_t positions, int64_t rate_rows, double row_weight, double by_chance,
+                             double least_spread) {
+    int64_t stride = rate_rows > 1 ? positions : 0;
+    double squares = 0, expected = 0, differ = 0, spread = 0;
+    for (int64_t r = 0; r < offers; r++) {
+        double first = rates[r * stride], variance = first * (1 - first), missing = first * tried[r] - accepted[r];
+        squares += tried[r] * tried[r];
+        expected += tried[r] * variance;
+        differ += missing * missing;
+        spread += variance;
+    }
+    differ = differ > expected ? differ - expected : 0;
+    double unsure = differ + expected * sqrt(2.0 / (double)offers), alike = row_weight;
+    if (squares > 0) {
+        double worth = spread / (double)offers * squares / (unsure > 1e-9 ? unsure : 1e-9);
+        alike = worth > row_weight ? worth : row_weight;
+    }
+    for (int64_t r = 0; r < offers; r++) {
+        const double *own = rates + r * stride;
+        double variance = own[0] * (1 - own[0]), missing = own[0] * tried[r] - accepted[r], chance = 1;
+        double by_luck = tried[r] * variance > least_spread ? tried[r] * variance : least_spread;
+        double surprise = missing > 0 ? missing * missing / by_luck / by_chance : 0;
+        double weight = surprise > 1 ? alike / surprise : alike;
+        for (int64_t i = 0; i < positions; i++) {
+            chance *= (accepted[r] + weight * own[i]) / (tried[r] + weight);
+            chances[r * positions + i] = i < lengths[r] ? chance : 0;
+        }
     }
 }
