@@ -191,8 +191,7 @@ class DeviceRows:
     ) -> tuple[Batch, int]:
         """Everything to the device, in one copy. A graph reads it at the places where the first step of its shape had it. Also:
         where what a graph reads ends."""
-        rows, spread, num_decodes = layout.rows, numbers.spread, layout.num_decodes
-        kv_len = spread.kv_len
+        rows, spread, kv_len, num_decodes = layout.rows, numbers.spread, numbers.spread.kv_len, layout.num_decodes
         on_cpu, tables, schedule, staging = self.device.type == "cpu", self.tables, self.schedule, self._staging
         goes_on = self._goes_on(plan, layout, numbers)
         staging.begin()

@@ -68,9 +68,9 @@ def lay_out_guesses(plan: StepPlan, places: np.ndarray, tables: RowTables) -> tu
     room, samples = rows * (reach + most + 1), np.zeros(rows, np.int8)
     samples[places] = 1
     out = np.empty(5 * total + count * (most + 3) + room, np.int64)
+    said = [each.astype(np.int32, copy=False).tobytes() for each in (plan.width, plan.drafts_from, plan.drafts)]
     longest = tables.native.lay_out_guesses(
-        plan.width.tobytes(), plan.drafts_from.tobytes(), plan.drafts.tobytes(), lengths.tobytes(), samples.tobytes(),
-        out.ctypes.data, rows, reach, total, count, most, room,
+        *said, lengths.tobytes(), samples.tobytes(), out.ctypes.data, rows, reach, total, count, most, room
     )
     if longest < 0:
         raise too_early(plan, -1 - longest)

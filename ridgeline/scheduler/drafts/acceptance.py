@@ -180,7 +180,7 @@ class RowRecords:
             self._kinds, _IN_FLIGHT, MOST_DRAFTS, step, len(_FADES), _ROW_KEEPS,
         )
         promised, kept = sums.tolist()
-        return Outcome(source, *counts, promised, int(kept))
+        return Outcome(source, counts[0], counts[1], promised, int(kept))
 
     def outcome_reference(self, slots: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> Outcome:
         """The same in numpy, where there is no native library."""
@@ -188,7 +188,7 @@ class RowRecords:
         slots, width, accepted = slots[there], width[there], accepted[there]
         source, counts = np.full(len(there), -1, np.int64), np.zeros((2, 2 * self._kinds, MOST_DRAFTS), np.int64)
         if not len(slots):
-            return Outcome(source, *counts, 0.0, 0)
+            return Outcome(source, counts[0], counts[1], 0.0, 0)
         own, expected = self.arrive(slots)
         source[there] = own
         for number in set(own.tolist()):
@@ -196,7 +196,8 @@ class RowRecords:
             counts[0, number] = beyond(np.minimum(width[mine], accepted[mine] + 1), MOST_DRAFTS)
             counts[1, number] = beyond(accepted[mine], MOST_DRAFTS)
         self.count(slots, own >> 1, width, accepted, step)
-        return Outcome(source, *counts, float(expected.cumsum()[-1]), int(accepted[expected > 0].sum()))
+        kept = int(accepted[expected > 0].sum())
+        return Outcome(source, counts[0], counts[1], float(expected.cumsum()[-1]), kept)
 
     def _found_at(self) -> list[int]:
         tables = (self.tried, self.accepted, self._step, self._source, self._expected, self.waiting)
