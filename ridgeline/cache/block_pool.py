@@ -65,9 +65,12 @@ class BlockPool:
         """`count` blocks with one reference each, or None when there are not that many."""
         if count > self.num_allocatable:
             return None
-        if count == 1 and self._free:                    # of a row that decodes
-            self._references[block := self._free.pop()] = 1
-            return [block]
+        if count <= len(self._free):
+            blocks = self._free[: -count - 1 : -1]
+            del self._free[len(self._free) - count :]
+            for block in blocks:
+                self._references[block] = 1
+            return blocks
         blocks = []
         for _ in range(count):
             if self._free:

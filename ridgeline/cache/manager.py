@@ -222,10 +222,6 @@ class KVManager:
             if allocated is None:
                 return None
             taken = allocated
-        if missing == 1:                                         # nearly always: a decode has filled its last block
-            for table, block in zip(blocks.tables, taken, strict=True):
-                table.append(block)
-            return [(group, first, block) for group, block in enumerate(taken)]
         entries = []
         for group, table in enumerate(blocks.tables):
             for offset in range(missing):
@@ -233,6 +229,17 @@ class KVManager:
                 table.append(block)
                 entries.append((group, first + offset, block))
         return entries
+
+    def grow_each(self, sequences: Sequence[SequenceBlocks]) -> list[int] | None:
+        """One block more for each of them, in every group: as grow() one after the other. The blocks, sequence by sequence; None:
+        the pool has too few, or sequences do not grow."""
+        groups = len(self.groups)
+        taken = None if self._slab else self.pool.allocate(len(sequences) * groups)
+        if taken is not None:
+            for group in range(groups):
+                for blocks, block in zip(sequences, taken[group::groups], strict=True):
+                    blocks.tables[group].append(block)
+        return taken
 
     def commit(self, blocks: SequenceBlocks, tokens: array[int], num_computed: int) -> None:
         """The first `num_computed` tokens are known and computed: make full blocks findable, free behind windows."""

@@ -79,19 +79,17 @@ class PrefixCache:
         key = self._hash(parent.key, tokens)
         node = self._nodes.get(key)
         if node is None:
-            node = Node(key, parent, tokens, (0,) * self._num_groups)
-            self._nodes[key] = node
+            node = self._nodes[key] = Node(key, parent, tokens, (0,) * self._num_groups)
             parent.users += 1
         elif node.tokens != tokens or not self._same(node.parent, parent):
             return None, []
-        kept: list[int] = list(node.blocks)
-        taken: list[int] = []
+        kept, taken, owner = [*node.blocks], [], self._owner
         for group, block in enumerate(blocks):
-            if block and not kept[group] and block not in self._owner:
+            if block and not kept[group] and block not in owner:
                 kept[group] = block
-                self._owner[block] = node
+                owner[block] = node
                 taken.append(block)
-        node.blocks = tuple(kept)
+        node.blocks = (*kept,)
         return node, taken
 
     def stand_on(self, node: Node, instead_of: Node) -> None:

@@ -10,6 +10,7 @@ row_tables.py, how attention is divided in attention_schedule.py.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from ridgeline.ops.attention.attention_arguments import OwnKernel
 from ridgeline.ops.attention.split_kv import DeviceShares
 from ridgeline.ops.sampling.noise import to_device
 from ridgeline.runner.attention_schedule import AttentionSchedule
-from ridgeline.runner.row_tables import Guesses, LateLengths, RowTables
+from ridgeline.runner.row_tables import Guesses, LateLengths, RowTables, Spread
 from ridgeline.runner.shared_prefix import SharedPrefixes
 from ridgeline.runner.staging import Staging
 from ridgeline.sizes.graph_shapes import Shape, decode_sizes, most_queries
@@ -50,20 +51,12 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Numbers:
-    """A layout's integers, by token and by row."""
+    """A layout's integers."""
 
-    tokens: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray                # [groups, T]
-    query_start: np.ndarray
-    ends: np.ndarray                 # tokens in the cache after the step, padding included …
-    kv_len: np.ndarray               # … and 0 for padding
+    spread: Spread
     logits: np.ndarray               # tokens that have logits
     sampled: np.ndarray              # and their rows
     alone: np.ndarray                # places of single tokens from the host, which are the newest of their rows
-    token_rows: np.ndarray           # by token, padding included
-    newest: np.ndarray | None = None # with drafts: by token, the row whose newest token it is …
-    where: np.ndarray | None = None  # … and the tokens that are guesses
     own_kernel: tuple[OwnKernel, ...] = ()
 
 
@@ -160,7 +153,7 @@ class DeviceRows:
         layout = self._layout(plan, shape)
         if plan.width is not None and guesses is None:
             guesses = Guesses.of(plan, self.length[plan.rows])
-        numbers = self._numbers(plan, layout, guesses)
+        numbers = self._numbers(layout, guesses)
         batch, last_end = self._put(plan, layout, numbers, shape, guesses)
         on_cpu = self.device.type == "cpu"
         self._steady = None
@@ -172,74 +165,45 @@ class DeviceRows:
             self._prompts[shape] = batch
         return batch
 
-    def _numbers(self, plan: StepPlan, layout: _Layout, guesses: Guesses | None) -> _Numbers:
+    def _numbers(self, layout: _Layout, guesses: Guesses | None) -> _Numbers:
         tables, rows, counts = self.tables, layout.rows, layout.counts
-        starts = tables.length[rows]
-        ends = starts + counts
-        query_start = np.zeros(len(rows) + 1, np.int32)
-        query_start[1:] = counts.cumsum()
-        total = int(query_start[-1])
-        # Padding tokens are at the end, in block 0.
-        tokens, positions = np.zeros((2, layout.num_tokens), np.int64)
-        slots = np.zeros((tables.num_groups, layout.num_tokens), np.int64)
-        if layout.width is None and layout.num_decodes == len(rows) == total:    # one token each: nothing to repeat
-            positions[:], token_rows = starts, rows
-        else:
-            positions[:total] = (starts - query_start[:-1]).repeat(counts) + self._arange[:total]
-            token_rows = np.full(layout.num_tokens, self.max_rows)
-            token_rows[:total] = rows.repeat(counts)
-        slots[:, :total] = tables.slots(token_rows[:total], positions[:total])
-        given = (starts < tables.num_given[rows]).nonzero()[0]
+        spread = tables.spread(rows, counts, layout.num_decodes, layout.num_tokens, guesses)
+        given = (tables.length[rows] < tables.num_given[rows]).nonzero()[0] if spread.given else self._arange[:0]
         for place in given.tolist():                     # the others go on with what they sampled: see Batch.last_rows
-            tokens[query_start[place] : query_start[place + 1]] = tables.given[rows[place]][starts[place] : ends[place]]
+            end = int(spread.ends[place])
+            known = tables.given[rows[place]][end - int(counts[place]) : end]
+            first = int(spread.query_start[place])
+            spread.tokens[first : first + len(known)] = known
         alone = given[given < layout.num_decodes]        # single tokens from the host are the newest of their rows
         if len(given) - len(alone) < np.count_nonzero(counts[layout.num_decodes :]):
             raise AssertionError("a row that goes on from what it sampled comes before all that compute several tokens")
-        kv_len = np.zeros(len(rows), np.int32)
-        kv_len[layout.live] = ends[layout.live]
-        last = np.maximum(query_start[1:].astype(np.int64) - 1, 0)[layout.sampled]
-        found = _Numbers(tokens, positions, slots, query_start, ends, kv_len, last, rows[layout.sampled], alone, token_rows)
-        found.own_kernel = self._own_kernel(layout, found)
-        if layout.width is not None:
-            assert guesses is not None
-            self._add_drafts(layout, found, layout.width, guesses)
-        return found
-
-    def _add_drafts(self, layout: _Layout, numbers: _Numbers, width: np.ndarray, guesses: Guesses) -> None:
-        """Guesses become tokens, and every position of a row with drafts gets logits."""
-        borders = numbers.query_start.astype(np.int64)
-        numbers.newest = np.full(layout.num_tokens, -1, np.int64)
-        decodes = layout.counts[: layout.num_decodes].nonzero()[0]
-        numbers.newest[borders[decodes]] = layout.rows[decodes]
-        places = layout.live if isinstance(layout.live, np.ndarray) else self._arange[layout.live]
-        numbers.where = borders[places[guesses.number]] + 1 + guesses.offset
-        numbers.tokens[numbers.where] = np.maximum(guesses.tokens, 0)        # a token that no guess is for is any one
-        if isinstance(layout.sampled, slice):            # a graph's: all tokens have logits
-            numbers.logits = self._arange[: layout.num_tokens]
-            numbers.sampled = numbers.token_rows
-        else:
-            own = 1 + width[layout.sampled]
-            numbers.logits = np.repeat(numbers.logits + 1 - np.cumsum(own), own) + self._arange[: int(own.sum())]
-            numbers.sampled = np.repeat(numbers.sampled, own)
+        if layout.width is not None and isinstance(layout.sampled, slice):       # a graph's: all tokens have logits
+            return _Numbers(spread, self._arange[: layout.num_tokens], spread.token_rows, alone)
+        last, sampled = np.maximum(spread.query_start[1:].astype(np.int64) - 1, 0)[layout.sampled], rows[layout.sampled]
+        if layout.width is None:
+            return _Numbers(spread, last, sampled, alone, self._own_kernel(layout, spread))
+        own = 1 + layout.width[layout.sampled]           # every position of a row with drafts gets logits
+        last = np.repeat(last + 1 - np.cumsum(own), own) + self._arange[: int(own.sum())]
+        return _Numbers(spread, last, np.repeat(sampled, own), alone)
 
     def _put(
         self, plan: StepPlan, layout: _Layout, numbers: _Numbers, shape: Shape | None, guesses: Guesses | None
     ) -> tuple[Batch, int]:
         """Everything to the device, in one copy. A graph reads it at the places where the first step of its shape had it. Also:
         where what a graph reads ends."""
-        rows, kv_len, num_decodes = layout.rows, numbers.kv_len, layout.num_decodes
+        rows, spread, kv_len, num_decodes = layout.rows, numbers.spread, numbers.spread.kv_len, layout.num_decodes
         on_cpu, tables, schedule, staging = self.device.type == "cpu", self.tables, self.schedule, self._staging
         goes_on = self._goes_on(plan, layout, numbers)
         staging.begin()
         changes = tables.changes(staging)
-        places, lengths, slots = self._put_moving(numbers.positions, kv_len, numbers.slots)
+        places, lengths, slots = self._put_moving(spread.positions, kv_len, spread.slots)
         decoding = schedule.put_decodes(staging, tables, rows, kv_len, num_decodes, layout.queries)
-        tokens, borders, logits = staging.put(numbers.tokens), staging.put(numbers.query_start), staging.put(numbers.logits)
+        tokens, borders, logits = staging.put(spread.tokens), staging.put(spread.query_start), staging.put(numbers.logits)
         sample_rows, table_rows = staging.put(numbers.sampled), staging.put(rows.astype(np.int32))
-        newest = None if numbers.newest is None else staging.put(numbers.newest)
+        newest = None if layout.width is None else staging.put(spread.newest)
         runs = None if newest is None else self._runs(layout, borders, table_rows)
         last_rows = staging.put(rows[:num_decodes]) if num_decodes and newest is None else None
-        query_tiles = schedule.put_tiles(staging, rows, numbers.query_start, kv_len, num_decodes, shape)
+        query_tiles = schedule.put_tiles(staging, rows, spread.query_start, kv_len, num_decodes, shape)
         own = [(lengths, table_rows)]
         if goes_on is not None:
             last_kv_len, last_table_rows = staging.put(kv_len[goes_on]), staging.put(rows[goes_on].astype(np.int32))
@@ -247,25 +211,25 @@ class DeviceRows:
             last_shares = schedule.put_shares(staging, kv_len[goes_on])
         picks = staging.put(layout.picks)                # from here on sizes vary: nothing a graph reads
         alone = numbers.alone
-        single = staging.put(rows[alone]), staging.put(numbers.tokens[numbers.query_start[alone]])
-        end, late = staging.used, self.late.put(staging, numbers.token_rows, numbers.where, guesses)
+        single = staging.put(rows[alone]), staging.put(spread.tokens[spread.query_start[alone]])
+        end, late = staging.used, self.late.put(staging, spread, guesses)
         written = tables.put_changes(staging, changes)
         staging.send()
 
         tables.write(*written)
         if len(alone):
             self.last_token.index_copy_(0, *single)
-        tables.length[rows[layout.live]] = numbers.ends[layout.live]
+        tables.length[rows[layout.live]] = spread.ends[layout.live]
         self.late.correct(late, places, slots, tokens, own)
-        older = shape is not None or bool((numbers.ends - layout.counts)[num_decodes:].any())
+        older = shape is not None or bool((spread.ends - layout.counts)[num_decodes:].any())
         batch = Batch(
             tokens=tokens,
             positions=places,
             query_start=borders,
             kv_len=lengths,
             # Not of decodes alone: their batch may be used again, when lengths are others (`advance`).
-            query_start_host=numbers.query_start.tolist() if on_cpu and goes_on is not None else None,
-            kv_len_host=(lengths if late else numbers.ends).tolist() if on_cpu and goes_on is not None else None,
+            query_start_host=spread.query_start.tolist() if on_cpu and goes_on is not None else None,
+            kv_len_host=(lengths if late else spread.ends).tolist() if on_cpu and goes_on is not None else None,
             groups=[GroupBatch(each, table, *how) for each, table, how in zip(slots, tables.groups, decoding, strict=True)],
             logits_index=logits,
             sample_rows=sample_rows,
@@ -283,16 +247,16 @@ class DeviceRows:
             batch.sampled = self._last_tokens(batch, goes_on, last_kv_len, last_table_rows, last_shares)
         return batch, end
 
-    def _own_kernel(self, layout: _Layout, numbers: _Numbers) -> tuple[OwnKernel, ...]:
-        if self.device.type != "cpu" or layout.width is not None:
+    def _own_kernel(self, layout: _Layout, spread: Spread) -> tuple[OwnKernel, ...]:
+        if self.device.type != "cpu":
             return ()
-        prompt, ends = self.tables.num_prompt[layout.rows], numbers.ends
+        prompt, ends = self.tables.num_prompt[layout.rows], spread.ends
         starts, decodes = ends - layout.counts, self._arange[: len(ends)] < layout.num_decodes
         found, real = [], layout.rows < self.max_rows    # the others are padding
         for place in np.flatnonzero(np.where(decodes, starts < prompt, ends > prompt) & real).tolist():
             of_prompt, start = bool(decodes[place]), int(starts[place])
             position = start if of_prompt else max(start, int(prompt[place]))
-            first = int(numbers.query_start[place]) + position - start
+            first = int(spread.query_start[place]) + position - start
             found.append(OwnKernel(first, int(ends[place]) - position, int(layout.rows[place]), position, of_prompt))
         return tuple(found)
 
@@ -367,7 +331,9 @@ class DeviceRows:
         """KV positions that this (the newest) step reads once for several rows, in each layer without a window."""
         return self.schedule.shared(batch)
 
-    def _put_moving(self, positions: np.ndarray, kv_len: np.ndarray, slots: np.ndarray) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _put_moving(
+        self, positions: np.ndarray, kv_len: np.ndarray, slots: Iterable[np.ndarray]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """What no step has in common with the one before it. First of all, so that it can be sent alone."""
         put = self._staging.put
         return put(positions), put(kv_len), [put(each) for each in slots]

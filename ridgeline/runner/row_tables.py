@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ridgeline.messages import StepPlan
 from ridgeline.ops.attention.late_positions import late_positions
+from ridgeline.ops.cpu import native
 from ridgeline.runner.staging import Staging
 
 
@@ -31,6 +32,8 @@ class RowTables:
         self.most_changes = 2 * num_groups * max_rows + max_blocks
         self._changed: list[np.ndarray] = []             # places in the flat tables that the device has not seen
         self._on_cpu = device.type == "cpu"
+        self.native = native.if_built()                  # None: what it does is done in numpy
+        self._addresses = [each.ctypes.data for each in (self.length, self.num_given, self.blocks)]
         on_device = torch.from_numpy(self.blocks)        # on the CPU both are one memory
         self.place_on_device(on_device if self._on_cpu else on_device.to(device))
 
@@ -71,6 +74,31 @@ class RowTables:
         index, offsets = np.divmod(positions, self.block_size)
         return self.blocks[:, rows, index] * np.int64(self.block_size) + offsets
 
+    def spread(
+        self, rows: np.ndarray, counts: np.ndarray, num_decodes: int, num_tokens: int, guesses: Guesses | None
+    ) -> Spread:
+        """The integers of a batch of these rows, `counts` tokens of each; the first `num_decodes` go on from their newest one."""
+        if self.native is None:
+            return spread_reference(self, rows, counts, num_decodes, num_tokens, guesses)
+        (groups, table_rows, width), count, padding = self.blocks.shape, len(rows), len(self.given)
+        guessed = () if guesses is None else (guesses.number, guesses.offset, guesses.tokens)
+        number = 0 if guesses is None else len(guesses.number)
+        parts = [each.tobytes() for each in guessed] or [b""] * 3        # copied: an address takes longer to ask for
+        ints = (4 + groups) * num_tokens + number + count
+        out = np.empty(ints + count + 1, np.int64)       # the last: two int32 for each row
+        given = self.native.spread_rows(
+            rows.tobytes(), counts.tobytes(), *self._addresses, *parts, out.ctypes.data, count, num_decodes, num_tokens, number,
+            padding, groups, table_rows, width, self.block_size,
+        )
+        if given < 0:
+            raise AssertionError("a row has more tokens than its table has room for")
+        where, by_row = (4 + groups) * num_tokens, out[ints:].view(np.int32)
+        positions, token_rows, tokens, newest, *slots = out[:where].reshape(-1, num_tokens)
+        return Spread(
+            tokens, positions, slots, token_rows, newest, out[where : where + number], out[ints - count : ints],
+            by_row[: count + 1], by_row[count + 1 : 2 * count + 1], given > 0,
+        )
+
     def changes(self, staging: Staging) -> np.ndarray | None:
         """The changes of the tables for the next copy; what does not fit is sent ahead of it. None: there are none."""
         if not self._changed:
@@ -90,18 +118,61 @@ class RowTables:
         return staging.put(places), staging.put(self.blocks.ravel()[places])
 
     def write(self, places: Tensor, blocks: Tensor) -> None:
-        if len(places):
+        if places.shape[0]:                              # a tensor's len() takes ten times as long
             self._flat.index_copy_(0, places, blocks)
 
 
 @dataclass(slots=True)
+class Spread:
+    """The integers of a batch, by token (padding at the end, in block 0), by guess and by row."""
+
+    tokens: np.ndarray               # [T]; 0 where the device knows it, or the host has to look
+    positions: np.ndarray
+    slots: list[np.ndarray]          # [T] of each group
+    token_rows: np.ndarray
+    newest: np.ndarray               # [T]: the row whose newest token it is; -1: none's
+    where: np.ndarray                # [G]: the tokens that are guesses
+    ends: np.ndarray                 # [R]: tokens in the cache after the step, padding included …
+    query_start: np.ndarray          # int32 [R + 1]
+    kv_len: np.ndarray               # int32 [R]: … and 0 for padding
+    given: bool                      # do rows begin with tokens that the host knows?
+
+
+def spread_reference(
+    tables: RowTables, rows: np.ndarray, counts: np.ndarray, num_decodes: int, num_tokens: int, guesses: Guesses | None
+) -> Spread:
+    """RowTables.spread in numpy, where there is no native library."""
+    padding, starts = len(tables.given), tables.length[rows]
+    ends = starts + counts
+    query_start = np.zeros(len(rows) + 1, np.int32)
+    query_start[1:] = counts.cumsum()
+    total = int(query_start[-1])
+    tokens, positions = np.zeros((2, num_tokens), np.int64)
+    positions[:total] = (starts - query_start[:-1]).repeat(counts) + np.arange(total)
+    token_rows, newest = np.full(num_tokens, padding), np.full(num_tokens, -1, np.int64)
+    token_rows[:total] = rows.repeat(counts)
+    decodes = counts[:num_decodes].nonzero()[0]
+    newest[query_start[decodes]] = rows[decodes]
+    slots = np.zeros((tables.num_groups, num_tokens), np.int64)
+    slots[:, :total] = tables.slots(token_rows[:total], positions[:total])
+    where = np.zeros(0, np.int64)
+    if guesses is not None:
+        where = query_start[guesses.number] + 1 + guesses.offset
+        tokens[where] = np.maximum(guesses.tokens, 0)    # a token that no guess is for is any one
+    kv_len = np.where(rows == padding, 0, ends).astype(np.int32)
+    given = bool((starts < tables.num_given[rows]).any())
+    return Spread(tokens, positions, list(slots), token_rows, newest, where, ends, query_start, kv_len, given)
+
+
+@dataclass(slots=True)
 class Guesses:
-    """The drafts of a plan, row after row."""
+    """The drafts of a plan, row after row. All rows with drafts decode."""
 
     number: np.ndarray               # [G]: which of the plan's rows has it …
     offset: np.ndarray               # … and how many of the row's drafts come before it
     path: np.ndarray                 # int64: what the plan says of each row, behind each other; -1: nothing
     at: np.ndarray                   # [G]: its place there; n places before, if the row is n tokens shorter than was said
+    tokens: np.ndarray               # [G]: if rows are as long as was said; -1: none
 
     @classmethod
     def of(cls, plan: StepPlan, lengths: np.ndarray) -> Guesses:
@@ -111,8 +182,7 @@ class Guesses:
         width = plan.width[drafted].astype(np.int64)
         first = lengths[drafted] + 1 - plan.drafts_from[drafted]
         if int(first.min()) < 0:
-            row = int(plan.rows[drafted[np.argmin(first)]])
-            raise AssertionError(f"row {row}: its drafts are for a position that it has not reached")
+            raise too_early(plan, int(drafted[np.argmin(first)]))
         ends = width.cumsum()
         count = int(ends[-1])
         offset = np.arange(count) - (ends - width).repeat(width)
@@ -120,12 +190,11 @@ class Guesses:
         known = min(path.shape[1], plan.drafts.shape[1])
         path[:, :known], path[:, known:] = plan.drafts[drafted, :known], -1
         at = (np.arange(len(drafted)) * path.shape[1] + first).repeat(width) + offset
-        return cls(drafted.repeat(width), offset, path.ravel(), at)
+        return cls(drafted.repeat(width), offset, path.ravel(), at, path.ravel()[at])
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """[G]: if rows are as long as was said; -1: none."""
-        return self.path[self.at]
+
+def too_early(plan: StepPlan, place: int) -> AssertionError:
+    return AssertionError(f"row {plan.rows[place]}: its drafts are for a position that it has not reached")
 
 
 class LateLengths:
@@ -149,13 +218,13 @@ class LateLengths:
         """These rows have other sequences than in the step in flight."""
         self.surplus.index_copy_(0, rows, self._zero.expand(len(rows)))
 
-    def put(self, staging: Staging, token_rows: np.ndarray, where: np.ndarray | None, guesses: Guesses | None) -> list[Tensor]:
-        """`token_rows` [T]: of each token; `where` [G]: the tokens that are guesses. Nothing, if the host knows all lengths."""
+    def put(self, staging: Staging, spread: Spread, guesses: Guesses | None) -> list[Tensor]:
+        """Nothing, if the host knows all lengths."""
         if not self.behind:
             return []
-        arrays = [token_rows]
-        if where is not None and guesses is not None:
-            arrays += [where, guesses.path, guesses.at]
+        arrays = [spread.token_rows]
+        if guesses is not None:
+            arrays += [spread.where, guesses.path, guesses.at]
         return [staging.put(each) for each in arrays]
 
     def correct(

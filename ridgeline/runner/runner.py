@@ -29,7 +29,7 @@ from ridgeline.runner.proposers.draft_model import NoDraftModel, Spent
 from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, as_logprobs, logprobs_of, send_beside
-from ridgeline.runner.verify import Positions, verify
+from ridgeline.runner.verify import Positions, lay_out_guesses, verify
 from ridgeline.sizes.graph_shapes import Shape
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
@@ -189,8 +189,7 @@ class Runner:
         greedy = self._is_greedy(plan, rows)
         work = _Work(key, self.forward.shape(plan, greedy), places, rows, samples.astype(np.int32), of_prompts, greedy)
         if plan.width is not None:
-            work.guesses = Guesses.of(plan, self.rows.length[plan.rows])
-            work.positions = Positions.of(plan, places, work.guesses)
+            work.guesses, work.positions = lay_out_guesses(plan, places, self.rows.tables)
         return work
 
     def said(self, rows: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> None:
@@ -343,11 +342,12 @@ class Runner:
         if self.knows_at_once:
             self._settle(step, positions)
 
-    def _settle(self, step: _Step, positions: Positions) -> np.ndarray:
-        """Rows are as long as was accepted. Returns the accepted drafts, by row that sampled."""
+    def _settle(self, step: _Step, positions: Positions) -> list[np.ndarray]:
+        """Rows are as long as was accepted. Returns what was found."""
         assert step.at_once is not None
-        accepted = self._found(step)[3]
+        found = self._found(step)
         if not step.settled:
+            accepted = found[3]
             step.settled = True
             rejected = positions.width - accepted
             step.lengths[step.work.places] -= rejected.astype(np.int32)
@@ -361,7 +361,7 @@ class Runner:
             for later in self._steps:                    # planned for rows of the largest length
                 if later.plan.step > step.plan.step:
                     later.lengths -= too_many[later.plan.rows]
-        return accepted
+        return found
 
     def _found(self, step: _Step) -> list[np.ndarray]:
         """Of a step with drafts: tokens, failures and reasons by position, and accepted drafts by row that sampled."""
@@ -463,8 +463,7 @@ class Runner:
 
     def _verified(self, step: _Step, positions: Positions) -> _New:
         """The accepted drafts of each row, and the token after them."""
-        accepted = self._settle(step, positions)
-        tokens, broken, none_left, _ = self._found(step)
+        tokens, broken, none_left, accepted = self._settle(step, positions)
         width = int(positions.width.max())
         new = _New(np.full((len(step.plan.rows), 1 + width), -1, np.int32), step.work.num_new.copy())
         new.rejected = int((positions.width - accepted).sum())

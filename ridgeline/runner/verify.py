@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ridgeline.messages import StepPlan
 from ridgeline.ops.sampling.noise import to_device
-from ridgeline.runner.row_tables import Guesses
+from ridgeline.runner.row_tables import Guesses, RowTables, too_early
 from ridgeline.runner.sampler import Sampler
 
 Broadcast = Callable[[Tensor], Tensor]
@@ -55,6 +55,39 @@ class Positions:
         """The row of each position, and how many of that row come before it."""
         own = 1 + self.width
         return np.repeat(self.rows, own), np.arange(self.count) - np.repeat(self.first, own)
+
+
+def lay_out_guesses(plan: StepPlan, places: np.ndarray, tables: RowTables) -> tuple[Guesses, Positions]:
+    """Guesses.of and Positions.of in one native call. `places`: rows of the plan that sample."""
+    lengths = tables.length[plan.rows]
+    if tables.native is None:
+        return _laid_out(plan, places, lengths)
+    assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
+    rows, reach = plan.drafts.shape
+    total, most, count = int(plan.width.sum()), int(plan.width.max()), len(places)
+    room, samples = rows * (reach + most + 1), np.zeros(rows, np.int8)
+    samples[places] = 1
+    out = np.empty(5 * total + count * (most + 3) + room, np.int64)
+    said = [each.astype(np.int32, copy=False).tobytes() for each in (plan.width, plan.drafts_from, plan.drafts)]
+    longest = tables.native.lay_out_guesses(
+        *said, lengths.tobytes(), samples.tobytes(), out.ctypes.data, rows, reach, total, count, most, room
+    )
+    if longest < 0:
+        raise too_early(plan, -1 - longest)
+    if not longest:                                      # rows are far ahead of what their paths say
+        return _laid_out(plan, places, lengths)
+    number, offset, at, tokens, entries = out[: 5 * total].reshape(5, total)
+    own, first = out[5 * total : 5 * total + 2 * count].reshape(2, count)
+    begin = 5 * total + 2 * count
+    end = begin + count * (most + 1)
+    table, path = out[begin:end].reshape(count, most + 1), out[end : end + longest * np.count_nonzero(plan.width)]
+    positions = Positions(plan.rows[places].astype(np.int64), own, table, first, total + count, entries)
+    return Guesses(number, offset, path, at, tokens), positions
+
+
+def _laid_out(plan: StepPlan, places: np.ndarray, lengths: np.ndarray) -> tuple[Guesses, Positions]:
+    guesses = Guesses.of(plan, lengths)
+    return guesses, Positions.of(plan, places, guesses)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -156,6 +157,14 @@ class Steady:
     most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet …
     with_grammar: list[int] = field(default_factory=list)                # … and then the places of rows with a grammar
     _answers: list[tuple[str, int, int]] | None = None
+    _texts: list[array[int]] | None = None
+
+    @property
+    def texts(self) -> list[array[int]]:
+        """Of each row, the tokens of its sequence."""
+        if self._texts is None:
+            self._texts = [sequence.tokens for sequence in self.sequences]
+        return self._texts
 
     @property
     def answers(self) -> list[tuple[str, int, int]]:
@@ -163,7 +172,6 @@ class Steady:
         if self._answers is None:
             self._answers = [(each.request.request_id, each.index, each.prefill.num_cached) for each in self.sequences]
         return self._answers
-
 
     def in_order(self, order: np.ndarray) -> Steady:
         """The same rows, where those with drafts are put behind the others."""

@@ -82,9 +82,10 @@ def _check(found: Drafts, asked: DecodingRows) -> None:
 def _with_blocks(running: Running, manager: KVManager, rows: np.ndarray, width: np.ndarray) -> np.ndarray:
     """Widths for which the rows have blocks now."""
     table, size = running.rows, manager.block_size
-    width = width.copy()
     ends = table.computed[rows] + 1 + width
-    short = ((ends > table.num_blocks[rows] * size) & (width > 0)).nonzero()[0]
+    short = running.grow(rows, ends)
+    if len(short):
+        width = width.copy()
     for place, row, end in zip(short.tolist(), rows[short].tolist(), ends[short].tolist(), strict=True):
         sequence = table.sequences[row]
         assert sequence is not None and sequence.blocks is not None

@@ -57,6 +57,27 @@ class Running:
         self.delta.appended += [(group, row, index, block) for group, index, block in entries]
         self.rows.hold(row, blocks.num_blocks)
 
+    def grow(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Blocks for these rows, up to this number of tokens, for all at once; for none, if the pool has too few or a row lacks
+        several. Returns the places of rows that still lack blocks."""
+        table, manager = self.rows, self._manager
+        held = table.num_blocks[rows]
+        missing = ends - held * manager.block_size               # tokens
+        short = (missing > 0).nonzero()[0]
+        if not len(short) or int(missing.max()) > manager.block_size:
+            return short
+        chosen, first = rows[short], held[short].tolist()
+        listed = chosen.tolist()
+        sequences = [sequence for row in listed if (sequence := table.sequences[row]) is not None]
+        if (taken := manager.grow_each([sequence.blocks for sequence in sequences if sequence.blocks is not None])) is None:
+            return short
+        groups = len(manager.groups)
+        for group in range(groups):
+            self.delta.appended += zip([group] * len(listed), listed, first, taken[group::groups], strict=True)
+        table.num_blocks[chosen] += 1
+        table.num_held += len(listed)
+        return short[:0]
+
     def take_delta(self) -> Delta:
         delta, self.delta = self.delta, Delta()
         return delta

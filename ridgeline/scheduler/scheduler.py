@@ -300,7 +300,7 @@ class Scheduler:
         """Blocks for these tokens; rows that must wait get none. True: blocks ran short, or sequences were preempted for them."""
         table, preemptions, short = self._running.rows, self.counters.preemptions, False
         ends = table.computed[rows] + tokens
-        full = (ends > table.num_blocks[rows] * self.manager.block_size).nonzero()[0]
+        full = self._running.grow(rows, ends)
         for place, row, end in zip(full.tolist(), rows[full].tolist(), ends[full].tolist(), strict=True):
             sequence = table.sequences[row]
             if sequence is None:                                 # preempted a moment ago, for a row before it

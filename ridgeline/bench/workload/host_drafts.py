@@ -29,6 +29,7 @@ from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.ipc import FROM_ENGINE, Deltas
 from ridgeline.layers.batch import Batch
 from ridgeline.messages import Request, StepPlan, StepResult
+from ridgeline.ops.cpu import native
 from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
 from ridgeline.runner.device_rows import DeviceRows, leading_decodes
 from ridgeline.runner.forward import Computed, best_tokens
@@ -156,7 +157,7 @@ def drafted_steps(running: int, width: int, steps: int, device: str = "cpu") -> 
     core.recorder.took = executor.timed("record", core.recorder.took)                    # type: ignore[method-assign]
     graphs = GraphShapes(running, config.max_num_batched_tokens, MOST_VERIFIED)
     times = ShapeTimes(lambda tokens, keys: STEP_SECONDS, graphs)
-    core.scheduler.drafter = Controller([Dial()], times, width) if width else NoDrafter()
+    core.scheduler.drafter = Controller([Dial()], times, width, native=native.if_built()) if width else NoDrafter()
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     for number in range(running):                        # different lengths: block borders do not fall on the same step for all

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ridgeline.draft_options import DRAFT_MODEL
+from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
 from ridgeline.scheduler.drafts.offer import EVIDENCE
 from ridgeline.scheduler.sequence import Sequence
 
@@ -28,6 +28,7 @@ _BY_CHANCE = 3.0                     # … unless they surprise: by more than th
 _LEAST_SPREAD = 0.1                  # … which is at least this
 _ROW_KEEPS = 0.95                    # of a row's counts with each drafted step …
 _ROW_FADES = 0.997                   # … and with each step without drafts: a row that was given up is tried again
+_FADES = _ROW_FADES ** np.arange(8192)                   # after so many steps; the last is as good as nothing
 _HONESTY_KEEPS = 0.97                # of the counts of a promise with each step …
 _HONESTY_WEIGHT = 4.0                # … and what the belief in the chances is worth, in tokens
 _IN_FLIGHT = 2                       # steps whose drafts of a row may be in flight at once
@@ -73,6 +74,17 @@ class Honesty:
 
 
 @dataclass(slots=True)
+class Outcome:
+    """What became of a step's drafts."""
+
+    source: np.ndarray               # int64 [rows]: where they are from; -1: the row has ended, or was preempted
+    tried: np.ndarray                # int64 [sources, positions]: drafts whose predecessors were all accepted …
+    accepted: np.ndarray             # … and those that were accepted, too
+    promised: float                  # drafts that were expected to survive …
+    kept: int                        # … and how many of these rows' did
+
+
+@dataclass(slots=True)
 class _Counts:
     tried: np.ndarray                # by position
     accepted: np.ndarray
@@ -87,8 +99,9 @@ class RowRecords:
     All of it is arrays, so that a step's rows are counted at once. A sequence has a slot in them until it is forgotten.
     """
 
-    def __init__(self, kinds: int) -> None:
-        self._kinds = kinds
+    def __init__(self, kinds: int, native: Any = None) -> None:
+        """`native`: the library (ops/cpu), which the engine hands over; None: all is done in numpy."""
+        self._kinds, self.native = kinds, native
         self._slots: dict[Sequence, int] = {}
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._last: tuple[list[Sequence], np.ndarray] | None = None  # whose slots were asked for last, and which they are
@@ -97,6 +110,7 @@ class RowRecords:
         self._source = np.zeros((_FIRST_SLOTS, _IN_FLIGHT), np.int64)    # in flight, the oldest first …
         self._expected = np.zeros((_FIRST_SLOTS, _IN_FLIGHT))
         self.waiting = np.zeros(_FIRST_SLOTS, np.int64)              # … and of how many steps
+        self._addresses = self._found_at()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -129,7 +143,7 @@ class RowRecords:
     def fade(self, slots: np.ndarray, kind: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Tried and accepted drafts, as they count in this step."""
         cells = slots * self._kinds + kind
-        kept = _ROW_FADES ** (step - self._step.take(cells))
+        kept = _FADES.take(step - self._step.take(cells), mode="clip")
         return self.tried.take(cells) * kept, self.accepted.take(cells) * kept
 
     def count(self, slots: np.ndarray, kind: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> None:
@@ -154,6 +168,41 @@ class RowRecords:
         self._drop_oldest(slots)
         return source, expected
 
+    def outcome(self, slots: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> Outcome:
+        """The oldest drafts in flight of these rows have come back; slot -1: of none."""
+        if self.native is None:
+            return self.outcome_reference(slots, width, accepted, step)
+        source, sums = np.empty(len(slots), np.int64), np.empty(2)
+        counts = np.zeros((2, 2 * self._kinds, MOST_DRAFTS), np.int64)
+        self.native.draft_outcome(
+            slots.tobytes(), width.astype(np.int64).tobytes(), accepted.astype(np.int64).tobytes(), *self._addresses,
+            _FADES.ctypes.data, source.ctypes.data, counts.ctypes.data, counts[1].ctypes.data, sums.ctypes.data, len(slots),
+            self._kinds, _IN_FLIGHT, MOST_DRAFTS, step, len(_FADES), _ROW_KEEPS,
+        )
+        promised, kept = sums.tolist()
+        return Outcome(source, counts[0], counts[1], promised, int(kept))
+
+    def outcome_reference(self, slots: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> Outcome:
+        """The same in numpy, where there is no native library."""
+        there = (slots >= 0) & (self.waiting[slots] > 0)
+        slots, width, accepted = slots[there], width[there], accepted[there]
+        source, counts = np.full(len(there), -1, np.int64), np.zeros((2, 2 * self._kinds, MOST_DRAFTS), np.int64)
+        if not len(slots):
+            return Outcome(source, counts[0], counts[1], 0.0, 0)
+        own, expected = self.arrive(slots)
+        source[there] = own
+        for number in set(own.tolist()):
+            mine = own == number
+            counts[0, number] = beyond(np.minimum(width[mine], accepted[mine] + 1), MOST_DRAFTS)
+            counts[1, number] = beyond(accepted[mine], MOST_DRAFTS)
+        self.count(slots, own >> 1, width, accepted, step)
+        kept = int(accepted[expected > 0].sum())
+        return Outcome(source, counts[0], counts[1], float(expected.cumsum()[-1]), kept)
+
+    def _found_at(self) -> list[int]:
+        tables = (self.tried, self.accepted, self._step, self._source, self._expected, self.waiting)
+        return [each.ctypes.data for each in tables]
+
     def _drop_oldest(self, slots: np.ndarray) -> None:
         for table in (self._source, self._expected):
             for place in range(_IN_FLIGHT - 1):
@@ -177,6 +226,7 @@ class RowRecords:
             np.concatenate([each, np.zeros_like(each)])
             for each in (self.tried, self.accepted, self._step, self._source, self._expected, self.waiting)
         )
+        self._addresses = self._found_at()
 
 
 class Acceptance:
@@ -184,11 +234,11 @@ class Acceptance:
         self._positions = positions
         self._counts: dict[Source, _Counts] = {}
 
-    def count(self, source: Source, width: np.ndarray, accepted: np.ndarray) -> None:
-        """Drafts of some rows have come back: how many each had, and how many of them were accepted."""
+    def count(self, source: Source, tried: np.ndarray, accepted: np.ndarray) -> None:
+        """Drafts have come back: by position, those whose predecessors were all accepted, and those that were accepted, too."""
         counts = self._of(source)
-        counts.tried += beyond(np.minimum(width, accepted + 1), self._positions)
-        counts.accepted += beyond(accepted, self._positions)
+        counts.tried += tried
+        counts.accepted += accepted
         counts.rates = None
 
     def renew(self, source: Source, tried: float, accepted: float) -> None:
@@ -224,19 +274,29 @@ class Acceptance:
 
     def _calculated(self, source: Source, counts: _Counts) -> np.ndarray:
         rate, weight = _PRIORS.get(source.name, _BY_EVIDENCE)[source.evidence], _PRIOR_WEIGHT
-        rates = []
-        for tried, accepted in zip(counts.tried.tolist(), counts.accepted.tolist(), strict=True):
+        rates, known = [], 1 + int(counts.tried.nonzero()[0].max(initial=0))
+        for tried, accepted in zip(counts.tried[:known].tolist(), counts.accepted[:known].tolist(), strict=True):
             rate = (accepted + weight * rate) / (tried + weight)
             weight = _POSITION_WEIGHT
             rates.append(rate)
-        return np.array(rates)
+        return np.array(rates + [rate] * (self._positions - known))      # where nothing was counted: as the one before
 
 
-def survival(rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def survival(
+    rates: np.ndarray, tried: np.ndarray, accepted: np.ndarray, lengths: np.ndarray, native: Any = None
+) -> np.ndarray:
     """float [offers, positions]: the chance that each draft is accepted, 0 beyond an offer's length. A proposer's rates, each
     offer's in its row, or one row for all, are weighed against what the row's own drafts came to. Rows differ: some copy, others
     do not. So the proposer's rates count little where a row's first few drafts came to much less than they say."""
-    first, positions = rates[:, 0], rates.shape[1]
+    positions = rates.shape[1]
+    if native is not None:
+        chances = np.empty((len(tried), positions))
+        native.draft_chances(
+            rates.tobytes(), tried.tobytes(), accepted.tobytes(), lengths.tobytes(), chances.ctypes.data, *chances.shape,
+            len(rates), _ROW_WEIGHT, _BY_CHANCE, _LEAST_SPREAD,
+        )
+        return chances
+    first = rates[:, 0]
     variance = first * (1 - first)                       # of one draft
     missing, by_chance = first * tried - accepted, tried * variance
     surprise = np.maximum(missing, 0.0) ** 2 / np.maximum(by_chance, _LEAST_SPREAD)      # chance alone makes 1 of it, rarely 3

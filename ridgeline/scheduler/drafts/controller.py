@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -75,11 +76,14 @@ class _Search:
 
 
 class Controller:
-    """A Drafter. `most` drafts of a row at most; `adaptive` False: each row verifies all it is offered (to measure with)."""
+    """A Drafter. `most` drafts of a row at most; `adaptive` False: each row verifies all it is offered (to measure with);
+    `native`: see RowRecords."""
 
     active = True
 
-    def __init__(self, proposers: Several[Proposer], times: ShapeTimes, most: int, adaptive: bool = True) -> None:
+    def __init__(
+        self, proposers: Several[Proposer], times: ShapeTimes, most: int, adaptive: bool = True, native: Any = None
+    ) -> None:
         self.counters = DraftCounters()
         self.times = times
         self.acceptance = Acceptance(MOST_DRAFTS)
@@ -87,7 +91,7 @@ class Controller:
         self._most = min(most, MOST_DRAFTS)
         self._adaptive = adaptive
         self._sources = Sources(each.name for each in self.proposers)
-        self._records = RowRecords(self._sources.kinds)
+        self._records = RowRecords(self._sources.kinds, native)
         self._honesty = Honesty()
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
@@ -192,7 +196,7 @@ class Controller:
         positions, found = int(offers.length.max()), sorted(set(offers.source.tolist()))
         rates = np.array([self.acceptance.rates(self._sources.listed[number])[:positions] for number in found])
         rates = rates[np.searchsorted(found, offers.source)] if len(found) > 1 else rates
-        return survival(rates, offers.tried, offers.accepted, offers.length)
+        return survival(rates, offers.tried, offers.accepted, offers.length, self._records.native)
 
     def _widths(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""
@@ -378,22 +382,17 @@ class Controller:
     # -- results -------------------------------------------------------------------------------------------------------
 
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
-        self._count(width, accepted)
-        records, slots = self._records, self._records.known(sequences)
-        there = (slots >= 0) & (records.waiting[slots] > 0)      # others have ended, or were preempted
-        if np.count_nonzero(there) < len(there):
-            slots, width, accepted = slots[there], width[there], accepted[there]
-            sequences = [each for each, has in zip(sequences, there.tolist(), strict=True) if has]
-        source, expected = records.arrive(slots)
-        numbers = set(source.tolist())
-        for number in numbers:
-            mine, known = source == number, self._sources.listed[number]
-            self.acceptance.count(known, *((width, accepted) if len(numbers) == 1 else (width[mine], accepted[mine])))
+        counters, came = self.counters, self._records.outcome(self._records.known(sequences), width, accepted, self._step)
+        counters.drafts += len(width)
+        counters.draft_tokens += int(width.sum())
+        counters.accepted_tokens += int(accepted.sum())
+        counters.accepted_per_position += beyond(accepted, MOST_DRAFTS)
+        for number in came.tried[:, 0].nonzero()[0].tolist():
+            known = self._sources.listed[number]
+            self.acceptance.count(known, came.tried[number], came.accepted[number])
             if known.name == "prediction":
-                self._count_predicted(sequences, mine, accepted, width - accepted)
-        if len(slots):
-            records.count(slots, source >> 1, width, accepted, self._step)
-        self._honesty.count(float(expected.sum()), int(accepted[expected > 0].sum()))
+                self._count_predicted(sequences, came.source == number, accepted, width - accepted)
+        self._honesty.count(came.promised, came.kept)
         if self._search.probing and len(width) and not np.count_nonzero(accepted != width):
             self._search.last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
@@ -403,13 +402,6 @@ class Controller:
         for place in np.flatnonzero(mine).tolist():
             before = self._predicted.get(sequences[place], (0, 0))
             self._predicted[sequences[place]] = before[0] + int(accepted[place]), before[1] + int(rejected[place])
-
-    def _count(self, width: np.ndarray, accepted: np.ndarray) -> None:
-        counters = self.counters
-        counters.drafts += len(width)
-        counters.draft_tokens += int(width.sum())
-        counters.accepted_tokens += int(accepted.sum())
-        counters.accepted_per_position += beyond(accepted, MOST_DRAFTS)
 
     def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
         self.times.observe(rows, tokens, queries, keys, seconds)

@@ -329,7 +329,7 @@ def test_a_sequence_that_ended_is_forgotten() -> None:
 def test_rates_are_conditional_and_positions_learn_from_those_before() -> None:
     acceptance, source = Acceptance(4), Source("ngram", 1, False)
     for _ in range(200):
-        acceptance.count(source, np.array([2, 2]), np.array([2, 0]))
+        acceptance.count(source, np.array([2, 1, 0, 0]), np.array([1, 1, 0, 0]))     # two drafts each: all accepted, and none
     rates = acceptance.rates(source)
     assert rates[0] == pytest.approx(0.5, abs=0.02) and rates[1] == pytest.approx(1.0, abs=0.05)
     assert rates[2] == rates[3] == pytest.approx(rates[1])

@@ -1,0 +1,176 @@
+"""What native code does for all rows of a step with drafts equals its definition in numpy."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ridgeline.bench.workload.host_drafts import Dial
+from ridgeline.draft_options import MOST_DRAFTS
+from ridgeline.messages import Request, StepPlan
+from ridgeline.ops.cpu import native
+from ridgeline.runner.row_tables import Guesses, RowTables, spread_reference
+from ridgeline.runner.verify import Positions, lay_out_guesses
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.scheduler.drafting import DecodingRows
+from ridgeline.scheduler.drafts.acceptance import RowRecords, survival
+from ridgeline.scheduler.drafts.controller import Controller
+from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.sequence import Sequence, Turn
+
+MAX_ROWS = 12
+pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+
+
+def equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    for field in fields(one):
+        mine, theirs = getattr(one, field.name), getattr(other, field.name)
+        np.testing.assert_array_equal(mine, theirs, err_msg=field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == theirs.dtype, field.name
+
+
+def drafted_plan(rng: np.random.Generator, lengths: np.ndarray) -> tuple[StepPlan, np.ndarray]:
+    """Decodes without drafts, then with drafts, then prompts, of which not all sample; the places of rows that do."""
+    count = int(rng.integers(1, MAX_ROWS))
+    rows = rng.permutation(MAX_ROWS)[:count].astype(np.int32)
+    kind = np.sort(rng.integers(0, 3, count))
+    kind[-1] = max(kind[-1], 1)
+    kind[0] = min(kind[0], 1)                            # one row with drafts at least
+    width = np.where(kind == 1, rng.integers(1, 5, count), 0).astype(np.int32)
+    if not width.any():
+        width[0] = 2
+        kind[0] = 1
+    own = np.where(kind == 2, rng.integers(2, 9, count), 1)
+    samples = (kind < 2) | (rng.random(count) < 0.5)
+    reach = int(width.max()) + int(rng.integers(0, 4))
+    drafts = rng.integers(-1, 99, (count, reach)).astype(np.int32)
+    start = (lengths[rows] + 1 - rng.integers(0, 5, count)).astype(np.int32)
+    nothing = np.zeros(0, np.int32)
+    plan = StepPlan(
+        1, nothing, [], nothing.reshape(0, 4), rows, (own + width).astype(np.int32), samples.astype(np.int8),
+        width=width, drafts=drafts, drafts_from=start,
+    )
+    return plan, np.flatnonzero(samples)
+
+
+def row_tables(rng: np.random.Generator, groups: int = 1, block_size: int = 16) -> RowTables:
+    tables = RowTables(groups, block_size, MAX_ROWS, 128, torch.device("cpu"))
+    assert tables.native is not None
+    tables.length[:MAX_ROWS] = rng.integers(5, 60, MAX_ROWS)
+    tables.num_given[:MAX_ROWS] = tables.length[:MAX_ROWS] + rng.integers(-2, 2, MAX_ROWS)
+    tables.blocks[:, :MAX_ROWS] = rng.integers(1, 999, tables.blocks[:, :MAX_ROWS].shape)
+    return tables
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_guesses_are_laid_out_as_in_numpy(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tables = row_tables(rng)
+    plan, places = drafted_plan(rng, tables.length)
+    guesses, positions = lay_out_guesses(plan, places, tables)
+    expected = Guesses.of(plan, tables.length[plan.rows])
+    equal(guesses, expected)
+    equal(positions, Positions.of(plan, places, expected))
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_drafts_of_a_position_that_a_row_has_not_reached_are_refused(is_native: bool) -> None:
+    rng = np.random.default_rng(0)
+    tables = row_tables(rng)
+    plan, places = drafted_plan(rng, tables.length)
+    assert plan.drafts_from is not None and plan.width is not None
+    place = int(np.flatnonzero(plan.width)[0])
+    plan.drafts_from[place] += 9
+    tables.native = tables.native if is_native else None
+    with pytest.raises(AssertionError, match=f"row {plan.rows[place]}: "):
+        lay_out_guesses(plan, places, tables)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_integers_of_a_batch_are_those_of_numpy(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tables = row_tables(rng, int(rng.integers(1, 4)), int(rng.choice([4, 16])))
+    plan, _ = drafted_plan(rng, tables.length)
+    assert plan.width is not None
+    rows, counts = plan.rows.astype(np.int64), plan.num_tokens.astype(np.int64)
+    decodes, guesses = int((counts - plan.width == 1).sum()), Guesses.of(plan, tables.length[rows])
+    if seed % 3 == 0:                                    # no drafts
+        counts, guesses = counts - plan.width, None
+    if seed % 2:                                         # padding behind the decodes: rows with a token, or without
+        rows, counts = rows[:decodes], counts[:decodes]
+        rows, counts = np.append(rows, [MAX_ROWS] * 3), np.append(counts, [seed % 3 == 0] * 3)
+        decodes += 3
+    total = int(counts.sum()) + seed % 5
+    native_found = tables.spread(rows, counts, decodes, total, guesses)
+    equal(native_found, spread_reference(tables, rows, counts, decodes, total, guesses))
+
+
+def test_a_position_beyond_the_tables_is_refused() -> None:
+    tables = RowTables(1, 16, MAX_ROWS, 32, torch.device("cpu"))
+    tables.length[0] = 31
+    with pytest.raises(AssertionError, match="more tokens than its table"):
+        tables.spread(np.array([0]), np.array([2]), 1, 2, None)
+
+
+def sequences(count: int) -> list[Sequence]:
+    made = [Request(f"r{number}", [1, 2, 3], SamplingParams()) for number in range(count)]
+    return [Sequence(request, 0, Turn(0, number, 0), 10**9, 0, frozenset()) for number, request in enumerate(made)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_outcomes_are_counted_as_in_numpy(seed: int) -> None:
+    rng, rows, kinds = np.random.default_rng(seed), sequences(100), 8        # more rows than there are slots at first
+    both = RowRecords(kinds, native.library()), RowRecords(kinds)
+    slots, _ = (records.slots(rows) for records in both)
+    for step in range(0, 12_000, 300 if seed % 2 else 1200):                 # up to steps after which all has faded
+        sent = rng.permutation(slots)[:60]
+        source, expected = rng.integers(0, 2 * kinds, len(sent)), rng.random(len(sent)) * (rng.random(len(sent)) < 0.8)
+        told = np.append(rng.permutation(slots)[:50], -1)                    # some have none in flight; one has ended
+        width = rng.integers(1, MOST_DRAFTS + 1, len(told)).astype(np.int32)
+        accepted = rng.integers(0, width + 1)
+        for records in both:
+            records.send(sent, source, expected)
+        one, other = (records.outcome(told, width, accepted, step) for records in both)
+        equal(one, other)
+        for name in ("tried", "accepted"):
+            np.testing.assert_allclose(getattr(both[0], name), getattr(both[1], name), rtol=1e-12)
+        for name in ("waiting", "_source", "_expected", "_step"):
+            np.testing.assert_array_equal(getattr(both[0], name), getattr(both[1], name))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_chances_are_those_of_numpy(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    offers, positions = int(rng.integers(1, 40)), int(rng.integers(1, 9))
+    rates = rng.random((1 if seed % 3 else offers, positions))
+    tried = rng.random(offers) * 20 * (rng.random(offers) < 0.7) * (seed != 4)           # also of rows of which nothing is known
+    accepted, lengths = tried * rng.random(offers), rng.integers(1, positions + 1, offers)
+    found = survival(rates, tried, accepted, lengths, native.library())
+    np.testing.assert_allclose(found, survival(rates, tried, accepted, lengths), rtol=1e-12)
+
+
+def test_the_controller_chooses_the_same_with_and_without_native_code() -> None:
+    rows, rng = sequences(24), np.random.default_rng(0)
+    times = [ShapeTimes(lambda tokens, keys: 3e-3 + 2e-8 * keys) for _ in range(2)]
+    libraries = native.library(), None
+    both = [Controller([Dial()], each, MOST_DRAFTS, native=found) for each, found in zip(times, libraries, strict=True)]
+    seen, chances = set(), rng.random(len(rows))
+    for _ in range(400):
+        asked = DecodingRows(rows, np.full(24, 8), np.zeros(24, np.int64), 200, 24, 24 * 640)
+        widths = [np.zeros(24, np.int64) if (found := each.plan(asked)) is None else found.width for each in both]
+        assert widths[0].tolist() == widths[1].tolist()
+        drafted = np.flatnonzero(widths[0])
+        accepted = np.minimum(rng.geometric(1 - chances[drafted] + 1e-9) - 1, widths[0][drafted])
+        total = 24 + int(widths[0].sum())
+        for each in both:
+            each.timed(24, total, 1 + int(widths[0].max()), 24 * 640, 3e-3 + 3e-5 * total)
+            if len(drafted):
+                each.observe([rows[place] for place in drafted.tolist()], widths[0][drafted], accepted, 0.0)
+        seen.add(tuple(widths[0].tolist()))
+    assert len(seen) > 20
