@@ -26,10 +26,11 @@ from ridgeline.sizes.hardware import DEVICES, Device
 # The first is the coarsest; the linears keep the model's dtype after the last. Where two have the same bytes, the better one is
 # taken for each linear: so the method is a choice, too.
 OPTIONS = (
-    "int4-rtn", "int4-awq", "int4-rtn-asym", "int4-awq-asym", "nvfp4", "int4-rtn-asym/32", "int4-awq-asym/32", "fp8",
+    "int4-rtn", "int4-awq", "mxfp4", "int4-rtn-asym", "int4-awq-asym", "nvfp4", "int4-rtn-asym/32", "int4-awq-asym/32", "fp8",
+    "w8a16",
 )
 # GPTQ fits codes to its text, at the cost of other kinds of text. So it is tried with text of the user's own.
-WITH_TEXT = ("int4-gptq", "int4-gptq-asym/32")
+WITH_TEXT = ("int4-gptq", "int4-gptq-asym", "int4-gptq-asym/32")
 TRIES = 4
 BETWEEN = (1 / 2, 3 / 4, 1 / 4, 7 / 8, 5 / 8, 3 / 8, 1 / 8)          # of two known budgets, to find formats that were not tried
 FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text
