@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.quantize.allocation import STEPS, allocate
+from ridgeline.quantize.allocation import allocate, steps_of
 from ridgeline.quantize.card import LIMITS
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
@@ -115,10 +115,10 @@ def trusted(units: list[Unit], trust: float) -> list[Unit]:
 
 def refined(
     costs: Costs, space: Space, pick: Callable[[list[Unit]], list[int] | None],
-    measure: Callable[[list[QuantizeRecipe]], list[float]], say: Callable[[str], None],
+    measure: Callable[[list[QuantizeRecipe]], list[float]], say: Callable[[str], None], room: float = 0.0,
 ) -> tuple[list[Unit], list[int] | None]:
     """The costs to go on with, and their choice: the one of least measured KL. Where a uniform recipe of no more bytes is better
-    than all of them, that is the choice. `pick`: options by costs."""
+    than all of them, that is the choice. `pick`: options by costs. `room`: bytes that a choice may take; 0: as few as it can."""
     ways = [added_up(trusted(costs.units, trust), costs.uniform) for trust in TRUSTS]
     picked: list[tuple[list[Unit], list[int]]] = []
     for units in ways:
@@ -129,7 +129,7 @@ def refined(
         return ways[0], None
     kls = measure([space.of(units, found) for units, found in picked])
     least, (units, choice) = min(zip(kls, picked, strict=True), key=lambda each: each[0])
-    size = sum(unit.sizes[option] for unit, option in zip(units, choice, strict=True))
+    size = room or sum(unit.sizes[option] for unit, option in zip(units, choice, strict=True))
     same = costs.best_uniform(size) if space.fastest is None else None   # fewer bytes are not always faster
     rival = "none" if same is None else f"{space.options[same]} with {costs.uniform[same]:.3f}"
     say(f"KL on the search's text: {least:.3f}; the best uniform recipe of no more bytes: {rival}")
@@ -203,7 +203,7 @@ def _next(
 
 def _most(units: list[Unit]) -> float:
     """Any formats fit this budget: costs are rounded up."""
-    return sum(max(unit.costs) for unit in units) * (1 + len(units) / STEPS)
+    return sum(max(unit.costs) for unit in units) * (1 + len(units) / steps_of(len(units)))
 
 
 def first_budget(units: list[Unit], limits: dict[str, float]) -> float:

@@ -179,6 +179,20 @@ def test_a_uniform_recipe_that_is_better_is_taken() -> None:
     assert found == pick(units) and units == added_up(trusted(UNITS, auto_search.TRUSTS[0]), costs.uniform)
 
 
+def test_a_uniform_recipe_that_fills_the_room_is_a_rival() -> None:
+    """Also where the choice has left some of the bytes that it may take."""
+    costs = Costs(UNITS, [0.9, 0.5, 0.49, 0.45, 0.4, 0.3, 0.25, 0.2, 0.1, 0.008])
+    room, small = sum(unit.sizes[9] for unit in UNITS), [8] * len(UNITS)
+    for given, expected in ((room, [9] * len(UNITS)), (0.0, small)):
+        assert refined(costs, SPACE, lambda units: small, lambda recipes: [0.05], lambda line: None, given)[1] == expected
+
+
+def test_many_linears_lose_little_of_the_room() -> None:
+    """The better option fits for all of them, with 4 in a thousand left."""
+    units = [Unit((f"model.layers.{number}.mlp.down_proj",), (500_000, 1_000_003), (1.0, 0.01)) for number in range(120)]
+    assert within_bytes(units, 120 * 1_000_003 * 1.004) == [1] * len(units)
+
+
 def test_the_least_cost_in_some_bytes() -> None:
     for most in (8e6, 9e6, 12e6, 32e6):
         found = within_bytes(UNITS, most)
