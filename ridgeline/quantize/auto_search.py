@@ -36,6 +36,7 @@ BETWEEN = (1 / 2, 3 / 4, 1 / 4, 7 / 8, 5 / 8, 3 / 8, 1 / 8)          # of two kn
 FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
 MARGIN = 0.93                        # of the limit that the next try aims at
+CLEAR = 0.95                         # of a uniform recipe's KL, that a mixture must reach: a smaller gain may be noise
 TRUSTS = (1.0, 0.7, 0.4)             # powers of what a linear costs alone, beside the mean of its kind: little text makes noise
 
 
@@ -118,7 +119,8 @@ def refined(
     measure: Callable[[list[QuantizeRecipe]], list[float]], say: Callable[[str], None], room: float = 0.0,
 ) -> tuple[list[Unit], list[int] | None]:
     """The costs to go on with, and their choice: the one of least measured KL. Where a uniform recipe of no more bytes is better
-    than all of them, that is the choice. `pick`: options by costs. `room`: bytes that a choice may take; 0: as few as it can."""
+    than all of them, or as good, that is the choice. `pick`: options by costs. `room`: bytes that a choice may take; 0: as few
+    as it can."""
     ways = [added_up(trusted(costs.units, trust), costs.uniform) for trust in TRUSTS]
     picked: list[tuple[list[Unit], list[int]]] = []
     for units in ways:
@@ -133,7 +135,7 @@ def refined(
     same = costs.best_uniform(size) if space.fastest is None else None   # fewer bytes are not always faster
     rival = "none" if same is None else f"{space.options[same]} with {costs.uniform[same]:.3f}"
     say(f"KL on the search's text: {least:.3f}; the best uniform recipe of no more bytes: {rival}")
-    if same is not None and costs.uniform[same] < least:
+    if same is not None and costs.uniform[same] * CLEAR < least:
         return units, [same] * len(units)
     return units, choice
 

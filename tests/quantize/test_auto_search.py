@@ -179,6 +179,13 @@ def test_a_uniform_recipe_that_is_better_is_taken() -> None:
     assert found == pick(units) and units == added_up(trusted(UNITS, auto_search.TRUSTS[0]), costs.uniform)
 
 
+def test_a_gain_that_may_be_noise_is_no_reason_to_mix() -> None:
+    costs = Costs(UNITS, [0.9, 0.5, 0.49, 0.45, 0.4, 0.3, 0.25, 0.2, 0.1, 0.008])
+    mixed = [number % 2 for number in range(len(UNITS))]
+    assert refined(costs, SPACE, lambda units: mixed, lambda recipes: [0.489], lambda line: None)[1] == [1] * len(UNITS)
+    assert refined(costs, SPACE, lambda units: mixed, lambda recipes: [0.45], lambda line: None)[1] == mixed
+
+
 def test_a_uniform_recipe_that_fills_the_room_is_a_rival() -> None:
     """Also where the choice has left some of the bytes that it may take."""
     costs = Costs(UNITS, [0.9, 0.5, 0.49, 0.45, 0.4, 0.3, 0.25, 0.2, 0.1, 0.008])
