@@ -15,7 +15,6 @@ from make_quantize_tables import ALIKE, CARDS, HEADERS, ROOT, STUDIES, same_size
 PAIRS = same_size("smollm2-135m")
 RIGHT = 0.25
 NEAR = {"rtn": 0.01, "awq": 0.03, "gptq": 0.03}         # how much more perplexity than llm-compressor's
-MISSED = {("smollm2-135m-mxfp4", "card")}                # CPU seconds: 107 predicted, 147 spent
 
 
 def test_some_card_of_auto_has_a_rival() -> None:
@@ -41,11 +40,10 @@ def test_times_were_predicted() -> None:
     """Of cards that were made since they say their limits; predictions of cards were worse before. CPU seconds: the machine was
     shared. And of GPTQ on a GPU, by the clock."""
     found = [card for card in map(read, sorted(CARDS.glob("*.json"))) if "limits" in card and card["time"]["device"] == "cpu"]
-    assert len(found) >= 2
+    assert len(found) >= 6
     for card in found:
         for part, predicted in card["time"]["predicted"].items():
-            right = predicted["cpu_s"] == pytest.approx(card["time"][part]["cpu_s"], rel=RIGHT)
-            assert right == ((card["model"], part) not in MISSED), (card["model"], part)
+            assert predicted["cpu_s"] == pytest.approx(card["time"][part]["cpu_s"], rel=RIGHT), (card["model"], part)
     on_gpu = read(STUDIES / "quantize_speed" / "on_a_gpu.json")
     shapes = on_gpu["shapes"]["recipes"]["int4-gptq"]
     assert abs(shapes["error"]) <= RIGHT and shapes["whole_s"] <= 6 * 60
