@@ -22,13 +22,14 @@ STUDIES = ROOT / "benchmarks" / "studies"
 AUTO = "auto"
 MODELS = {"smollm2-135m": "embedded model", "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B"}      # prefix of cards -> in words
 NEEDS = {
-    "the least error; other engines with int8 kernels": "w8a8-smooth",
+    "the least error": "w8a16",
+    "other engines with int8 kernels; text like yours to calibrate with": "w8a8-smooth",
     "a GPU with fp8 units, many requests at once, no text to calibrate with": "fp8",
     "the least memory, or the fastest answer to one request; text like yours to calibrate with": "int4-gptq",
     "the same, but you serve many languages or kinds of text": "int4-awq",
     "4 bits without any text": "nvfp4",
     "to see in a minute what 4 bits do": "int4-rtn",
-    "a limit of error, and the fewest bytes that meet it": AUTO,
+    "a limit of error or of bytes, and the best that meets it": AUTO,
 }
 ALIKE = 0.05                         # how much smaller than auto's a rival's output may be
 HEADERS = 0.002                      # how much larger: names of tensors and the like
@@ -80,8 +81,12 @@ def _link(path: Path, card: dict[str, Any]) -> str:
 
 
 def needs() -> str:
-    """Which recipe for which need: size and error of the cards of both models; of those that read other tokens, none."""
-    found = {prefix: {card["recipe"]["name"]: card for _, card in _same_tokens(prefix)[0]} for prefix in MODELS}
+    """Which recipe for which need: size and error of the cards of both models; of those that read other tokens, none. Of several
+    cards of a recipe, the smallest output's."""
+    found: dict[str, dict[str, Any]] = {}
+    for prefix in MODELS:
+        largest_first = sorted((card for _, card in _same_tokens(prefix)[0]), key=lambda card: -card["size"]["output_bytes"])
+        found[prefix] = {card["recipe"]["name"]: card for card in largest_first}
     lines = ["| need | recipe | " + " | ".join(f"{words}: size, KL, flips" for words in MODELS.values()) + " |",
              "|---|---|" + "---|" * len(MODELS)]
     for need, recipe in NEEDS.items():
@@ -145,7 +150,7 @@ def compressor() -> str:
         for method, row in study["methods"].items():
             codes, layers = row["equal"]["weight_packed"], row.get("layers", study["layers"])
             here, there = (row.get(f"{maker}_cpu_s", row.get(f"{maker}_s")) for maker in ("ours", "theirs"))
-            part = "" if layers == "all" else f", {layers} layers"
+            part = ("" if layers == "all" else f", {layers} layers") + (" †" if "theirs_commit" in row else "")
             lines.append(
                 f"| | {method}{part} | {row['ours_ppl']:.3f} | {row['theirs_ppl']:.3f} | {row['ratio']:.4f} | "
                 f"{codes['equal'] / max(codes['of'], 1):.1%} | {here:.0f} | {there:.0f} |"

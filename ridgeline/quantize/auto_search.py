@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.quantize.allocation import STEPS, allocate
+from ridgeline.quantize.allocation import allocate, steps_of
 from ridgeline.quantize.card import LIMITS
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
@@ -26,15 +26,17 @@ from ridgeline.sizes.hardware import DEVICES, Device
 # The first is the coarsest; the linears keep the model's dtype after the last. Where two have the same bytes, the better one is
 # taken for each linear: so the method is a choice, too.
 OPTIONS = (
-    "int4-rtn", "int4-awq", "int4-rtn-asym", "int4-awq-asym", "nvfp4", "int4-rtn-asym/32", "int4-awq-asym/32", "fp8",
+    "int4-rtn", "int4-awq", "mxfp4", "int4-rtn-asym", "int4-awq-asym", "nvfp4", "int4-rtn-asym/32", "int4-awq-asym/32", "fp8",
+    "w8a16",
 )
 # GPTQ fits codes to its text, at the cost of other kinds of text. So it is tried with text of the user's own.
-WITH_TEXT = ("int4-gptq", "int4-gptq-asym/32")
+WITH_TEXT = ("int4-gptq", "int4-gptq-asym", "int4-gptq-asym/32")
 TRIES = 4
 BETWEEN = (1 / 2, 3 / 4, 1 / 4, 7 / 8, 5 / 8, 3 / 8, 1 / 8)          # of two known budgets, to find formats that were not tried
 FIRST = 0.5                          # of a limit of KL, that the first try may cost: the worst slice costs more than the text
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
 MARGIN = 0.93                        # of the limit that the next try aims at
+CLEAR = 0.95                         # of a uniform recipe's KL, that a mixture must reach: a smaller gain may be noise
 TRUSTS = (1.0, 0.7, 0.4)             # powers of what a linear costs alone, beside the mean of its kind: little text makes noise
 
 
@@ -114,10 +116,11 @@ def trusted(units: list[Unit], trust: float) -> list[Unit]:
 
 def refined(
     costs: Costs, space: Space, pick: Callable[[list[Unit]], list[int] | None],
-    measure: Callable[[list[QuantizeRecipe]], list[float]], say: Callable[[str], None],
+    measure: Callable[[list[QuantizeRecipe]], list[float]], say: Callable[[str], None], room: float = 0.0,
 ) -> tuple[list[Unit], list[int] | None]:
     """The costs to go on with, and their choice: the one of least measured KL. Where a uniform recipe of no more bytes is better
-    than all of them, that is the choice. `pick`: options by costs."""
+    than all of them, or as good, that is the choice. `pick`: options by costs. `room`: bytes that a choice may take; 0: as few
+    as it can."""
     ways = [added_up(trusted(costs.units, trust), costs.uniform) for trust in TRUSTS]
     picked: list[tuple[list[Unit], list[int]]] = []
     for units in ways:
@@ -128,11 +131,11 @@ def refined(
         return ways[0], None
     kls = measure([space.of(units, found) for units, found in picked])
     least, (units, choice) = min(zip(kls, picked, strict=True), key=lambda each: each[0])
-    size = sum(unit.sizes[option] for unit, option in zip(units, choice, strict=True))
+    size = room or sum(unit.sizes[option] for unit, option in zip(units, choice, strict=True))
     same = costs.best_uniform(size) if space.fastest is None else None   # fewer bytes are not always faster
     rival = "none" if same is None else f"{space.options[same]} with {costs.uniform[same]:.3f}"
     say(f"KL on the search's text: {least:.3f}; the best uniform recipe of no more bytes: {rival}")
-    if same is not None and costs.uniform[same] < least:
+    if same is not None and costs.uniform[same] * CLEAR < least:
         return units, [same] * len(units)
     return units, choice
 
@@ -202,7 +205,7 @@ def _next(
 
 def _most(units: list[Unit]) -> float:
     """Any formats fit this budget: costs are rounded up."""
-    return sum(max(unit.costs) for unit in units) * (1 + len(units) / STEPS)
+    return sum(max(unit.costs) for unit in units) * (1 + len(units) / steps_of(len(units)))
 
 
 def first_budget(units: list[Unit], limits: dict[str, float]) -> float:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ConfigError
+from ridgeline.evaluate import rounded_inputs
 from ridgeline.evaluate.texts import default_text, passages, read_text
 from ridgeline.layers.batch import Batch, GroupBatch
 from ridgeline.layers.kv import LayerKV
@@ -29,6 +30,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Renamer, model_pieces
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.registry import set_kernels
+from ridgeline.quant.format import Activation
 from ridgeline.quant.scheme import Unquantised
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.text.tokenizer import Tokenizer
@@ -86,15 +88,19 @@ class Inputs:
 
 
 class Tapped(Unquantised):
-    """Plain products that note their inputs, while `noted` is a dictionary."""
+    """Plain products that note their inputs, while `noted` is a dictionary, and round those of the linears in `rounds`."""
 
     noted: dict[nn.Module | str, Noted] | None = None
     moments = True
     most_rows = SAMPLE               # of each call, that join the sample
 
+    def __init__(self) -> None:
+        self.rounds: dict[nn.Module, Activation] = {}
+
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor:
         self.note(linear, x)
-        return super().apply(linear, x, batch)
+        activation = self.rounds.get(linear)
+        return super().apply(linear, x if activation is None else rounded_inputs.rounded(x, activation), batch)
 
     def note(self, linear: nn.Module | str, x: Tensor) -> None:
         """`linear`: of an expert, its path."""
@@ -213,12 +219,18 @@ class Calibration:
         self._fill(self._decoder(self.layer), weights)
 
     @torch.inference_mode()
-    def through(self, streams: list[Tensor], weights: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-        """Other hidden states through the current layer; `weights`: other ones than the last that were used."""
+    def through(
+        self, streams: list[Tensor], weights: Mapping[str, Tensor] | None = None, rounds: Mapping[str, Activation] | None = None
+    ) -> list[Tensor]:
+        """Other hidden states through the current layer; `weights`: other ones than the last that were used. `rounds`: how
+        linears round what they read, by the names of their weights."""
         decoder = self._decoder(self.layer)
         if weights is not None:
             self._fill(decoder, weights)
-        return [self._forward(decoder, group, stream.clone()) for group, stream in zip(self.groups, streams, strict=True)]
+        self._scheme.rounds = {decoder.get_submodule(self.linear_of(name)): each for name, each in (rounds or {}).items()}
+        found = [self._forward(decoder, group, stream.clone()) for group, stream in zip(self.groups, streams, strict=True)]
+        self._scheme.rounds = {}
+        return found
 
     def rows(self, names: Iterable[str]) -> dict[str, Rows]:
         """Where the current layer's tensors hold each piece of a decoder of one layer."""

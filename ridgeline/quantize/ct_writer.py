@@ -16,7 +16,7 @@ from torch import Tensor
 from ridgeline.errors import ConfigError
 from ridgeline.ops.quantised.codes import packed_bits
 from ridgeline.quant.format import BYTES, OUTER, SCALE, WEIGHT, ZERO, Activation, WeightFormat
-from ridgeline.quantize.recipes import HEAD, keeps_outliers, per_tensor
+from ridgeline.quantize.recipes import HEAD, keeps_outliers, packs_bytes, per_tensor
 
 STORAGE = {"e4m3": "float-quantized", "int8": "int-quantized", "uint4": "pack-quantized"}
 INPUT_SCALE = "input_scale"          # beside a format's tensors: one number for all activations
@@ -52,7 +52,7 @@ def storage(format: WeightFormat) -> str:
     assert format.scales is not None
     if format.grid == "e2m1":
         return "mxfp4-pack-quantized" if format.scales.outer is None else "nvfp4-pack-quantized"
-    return STORAGE[format.grid]
+    return STORAGE["uint4" if packs_bytes(format) else format.grid]
 
 
 def stored_tensors(linear: Linear, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,7 +70,9 @@ def stored_tensors(linear: Linear, tensors: Mapping[str, Tensor]) -> dict[str, T
     if per_tensor(linear.format):
         return {f"{name}.weight": weight, f"{name}.weight_scale": scale[:1], f"{name}.input_scale": tensors[INPUT_SCALE]}
     scale = scale[:, None] if scale.dim() == 1 else scale
-    if linear.format.grid != "uint4":
+    if packs_bytes(linear.format):                       # from 0, which is the least
+        weight = weight.view(torch.uint8) ^ 128
+    elif linear.format.grid != "uint4":
         return {f"{name}.weight": weight, f"{name}.weight_scale": scale}
     found = {
         f"{name}.weight_packed": weight.contiguous().view(torch.int32), f"{name}.weight_scale": scale,
@@ -104,7 +106,7 @@ def stored_bytes(linear: Linear) -> int:
     found = sum(spec.nbytes(*shape) for spec in linear.format.tensors() if spec.name not in (ZERO, OUTER))
     found += keeps_outliers(linear.format)               # weight_format
     found += 4 * (linear.format.scales.outer is not None)
-    if linear.format.grid == "uint4":
+    if linear.format.grid == "uint4" or packs_bytes(linear.format):
         found += 2 * 8                                   # weight_shape
         for spec in linear.format.tensors():
             if spec.name == ZERO:

@@ -214,7 +214,8 @@ def _chosen(job: Job, kept: Path, make: Callable[[QuantizeRecipe], dict[str, Any
             return auto_search.within_budget(units, auto_search.first_budget(units, job.limits), space)
 
         units, picked = auto_search.refined(
-            costs, space, pick, lambda recipes: measure.recipes([model.linears(recipe) for recipe in recipes]), words)
+            costs, space, pick, lambda recipes: measure.recipes([model.linears(recipe) for recipe in recipes]), words,
+            max(job.most_bytes - rest, 0.0))
     finally:
         model.close()
     first = None if picked is None else space.of(units, picked)

@@ -50,6 +50,7 @@ NVFP4 = WeightFormat("e2m1", Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0
 # One scale for a whole matrix, and one for its inputs, from calibration text.
 FP8_STATIC = replace(FP8_ROW, activation=Activation("fp8", "tensor", static=True))
 INT8_STATIC = replace(INT8_ROW, activation=Activation("int8", "tensor", static=True))
+INT8_WEIGHTS = replace(INT8_ROW, activation=None)
 LLM_INT8 = replace(INT8_ROW, activation=Activation("int8", "token", outliers=6.0))
 DENSE_24 = WeightFormat("bf16", sparse="2:4")
 RECIPES: dict[str, tuple[WeightFormat, str, str]] = {
@@ -58,6 +59,7 @@ RECIPES: dict[str, tuple[WeightFormat, str, str]] = {
     "fp8-block": (FP8_BLOCK, "rtn", "8-bit floats, a scale for each block of 128 x 128; activations in groups of 128"),
     "w8a8": (INT8_ROW, "rtn", "8-bit integers, a scale for each output; activations in int8 for each token"),
     "w8a8-static": (INT8_STATIC, "static", "8-bit integers, one scale for a matrix and one for its activations, by text"),
+    "w8a16": (INT8_WEIGHTS, "rtn", "8-bit integers, a scale for each output; activations as they are"),
     "llm-int8": (LLM_INT8, "rtn", "LLM.int8(): 8-bit integers; columns of activations above 6 in 16 bits; for bitsandbytes"),
     "int4-rtn": (INT4, "rtn", "4-bit integers in groups, symmetric, rounded to nearest"),
     "int4-rtn-asym": (INT4_ASYMMETRIC, "rtn", "4-bit integers in groups with zero points, rounded to nearest"),
@@ -116,7 +118,7 @@ class QuantizeRecipe:
 def _fitted(rule: Rule, inputs: int) -> Choice:
     format = rule.format
     assert format is not None
-    fixed = 4 if format.scales is None else format.scales.block[1] if format.grid == "e2m1" else 1
+    fixed = 4 if format.scales is None or packs_bytes(format) else format.scales.block[1] if format.grid == "e2m1" else 1
     if inputs % fixed:
         return Choice(None, reason=f"{inputs} inputs do not divide into {fixed}s")
     if format.scales is None:
@@ -253,6 +255,11 @@ def stored_scales(format: WeightFormat, dtype: str) -> WeightFormat:
 def per_tensor(format: WeightFormat) -> bool:
     """A matrix has one scale, and so have its inputs."""
     return format.activation is not None and format.activation.per == "tensor"
+
+
+def packs_bytes(format: WeightFormat) -> bool:
+    """8-bit integers of weights alone: stored four to a word, which is where other engines look for them."""
+    return format.grid == "int8" and format.activation is None
 
 
 def keeps_outliers(format: WeightFormat) -> bool:

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ModelError
+from ridgeline.evaluate import rounded_inputs
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Renamer, model_pieces
 from ridgeline.process.progress import progress_bar
-from ridgeline.quant.format import WeightFormat
+from ridgeline.quant.format import Activation, WeightFormat
 from ridgeline.quant.scheme import Unquantised
 from ridgeline.quantize.blocks import QKV
 from ridgeline.quantize.calibration import CONTEXT, Calibration, Inputs, exact_kernels
@@ -74,6 +75,7 @@ class Measure:
         """`options`: for every format the model's linears; the first is the coarsest, whose KL is measured for each linear
         alone; the last leaves them as they are. Also returns the KL of the whole model in each of the others."""
         groups = [_by_fused(linears) for linears in options]
+        formats = groups[:-1]
         alone = Calibration(self._model, self._texts.alone, self._device)
         alone.begin()
         judged = Calibration(self._model, self._texts.judged, self._device)
@@ -85,14 +87,15 @@ class Measure:
             streams = {fused: alone.through(group) for fused, group in streams.items()}
             changed = [dict(values) for _ in options[:-1]]
             for fused in (name for name, group in groups[0].items() if group[0].layer == layer):
-                each = [numbers(of[fused]) for of in groups[:-1]]
-                moments = seen[judged.linear_of(groups[0][fused][0].weight)].moments
-                assert moments is not None
-                errors[fused] = [*(_error(of, values, moments) for of in each), 0.0]
+                each = [numbers(of[fused]) for of in formats]
+                x = seen[judged.linear_of(groups[0][fused][0].weight)].sample
+                wrong = [_error(new, values, x, of[fused][0].format) for new, of in zip(each, formats, strict=True)]
+                errors[fused] = [*wrong, 0.0]
                 streams[fused] = alone.through(alone.streams, values | each[0])
                 changed = [old | new for old, new in zip(changed, each, strict=True)]
             whole = whole or [judged.streams] * len(changed)
-            whole = [judged.through(stream, new) for stream, new in zip(whole, changed, strict=True)]
+            whole = [judged.through(stream, new, _rounds(of, layer)) for stream, new, of in
+                     zip(whole, changed, formats, strict=True)]
             alone.move_on(values)
         head = _head(self._model, self._device)
         costs = divergences(head, alone.streams, list(streams.values()), self._show, self._device)
@@ -117,7 +120,7 @@ class Measure:
                         if key not in known:
                             known[key] = numbers(group)
                         changed |= known[key]
-                whole[place] = judged.through(whole[place], changed)
+                whole[place] = judged.through(whole[place], changed, _rounds(of, layer))
         return divergences(_head(self._model, self._device), judged.streams, whole, self._show, self._device)
 
     def _layers(self, judged: Calibration, words: str) -> Iterator[tuple[int, dict[str, Tensor], dict[str, Inputs], _Numbers]]:
@@ -130,7 +133,7 @@ class Measure:
             for layer in range(count):
                 tick(layer, count)
                 values = {name: self._model.read(name).to(self._device) for name in self._model.names(layer)}
-                yield layer, values, judged.observe(values), _Numbers(read, values, self._scales)
+                yield layer, values, judged.observe(values, moments=False), _Numbers(read, values, self._scales)
                 judged.move_on(values)
                 read.move_on(values)
             tick(count, count)
@@ -220,13 +223,16 @@ def _by_fused(linears: Sequence[Linear]) -> dict[str, Group]:
     return found
 
 
-def _error(numbers: Mapping[str, Tensor], values: Mapping[str, Tensor], moments: Tensor) -> float:
-    """The squared error of the products with what was observed."""
-    total = 0.0
-    for name, new in numbers.items():
-        error = new.float() - values[name].float()
-        total += float(((error @ moments) * error).sum())
-    return total
+def _rounds(groups: Mapping[str, Group], layer: int) -> dict[str, Activation]:
+    """How linears of a layer round what they read, by the names of their weights."""
+    return {linear.weight: linear.format.activation for group in groups.values() for linear in group
+            if linear.layer == layer and linear.format is not None and linear.format.activation is not None}
+
+
+def _error(numbers: Mapping[str, Tensor], values: Mapping[str, Tensor], x: Tensor, format: WeightFormat | None) -> float:
+    """The squared error of the products with what was observed; a format may round that, too."""
+    read = x if format is None or format.activation is None else rounded_inputs.rounded(x, format.activation)
+    return sum(float((read @ new.float().t() - x @ values[name].float().t()).square().sum()) for name, new in numbers.items())
 
 
 def _unit(options: list[Group], errors: list[float], cost: float) -> Unit:

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from safetensors.torch import load_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ConfigError
+from ridgeline.evaluate.rounded_inputs import round_inputs
 from ridgeline.evaluate.task import Task
+from ridgeline.quant.format import Activation
 from ridgeline.quant.quality_card import CARD, hashes, output_files
 from ridgeline.quantize import auto_search, quantize_model
 from ridgeline.quantize.allocation import allocate
@@ -82,8 +85,9 @@ def test_budgets_of_nothing_and_of_plenty() -> None:
     assert allocate([[1.0, 1.0, 4.0]] * 3, [[0.5, 0.2, 0.0]] * 3, 100.0) == [1, 1, 1]        # the same size for less
 
 
-def kl_of(plain: Path, out: Path) -> float:
+def kl_of(plain: Path, out: Path, activations: Mapping[str, Activation] | None = None) -> float:
     before, after, kls = load(plain), load(out), []
+    assert round_inputs(after, activations or {}) == len(activations or {})
     for tokens in SEQUENCES:
         old, new = (teacher_forced_logits(each, tokens, len(tokens)).log_softmax(-1) for each in (before, after))
         kls.append((old.exp() * (old - new)).sum(-1))
@@ -113,6 +117,28 @@ def test_what_a_linear_costs_is_its_kl_alone(tmp_path: Path) -> None:
     assert together[0] == pytest.approx(found.uniform[0], rel=1e-5) and together[1] != pytest.approx(together[0], rel=1e-3)
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "w8a8"])
+def test_what_a_format_rounds_of_activations_counts(recipe: str, tmp_path: Path) -> None:
+    """As on the card: the output, with inputs of its linears rounded as the file asks for."""
+    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES)
+    model = PlainModel(plain)
+    linears = model.linears(read_recipe(recipe))
+    quantize(Job(model=plain, recipe=read_recipe(recipe), out=tmp_path / "out", show=False))
+    only_weights, activations = kl_of(plain, tmp_path / "out"), {
+        linear.fused.removesuffix(".weight"): linear.format.activation for linear in linears
+        if linear.format is not None and linear.format.activation is not None}
+    whole = kl_of(plain, tmp_path / "out", activations)
+    assert Measure(model, TEXTS, False).recipes([linears])[0] == pytest.approx(whole, rel=0.01)
+    assert whole > 1.2 * only_weights
+
+
+def test_a_linear_costs_more_where_its_inputs_are_rounded(tmp_path: Path) -> None:
+    """w8a8 and w8a16 have the same codes."""
+    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES)
+    found, _, _ = costs_of(plain, tmp_path / "costs.json", Space(AUTO, ("int4-rtn", "w8a8", "w8a16")))
+    assert all(unit.costs[1] > 1.1 * unit.costs[2] > 0 for unit in found.units) and found.uniform[1] > found.uniform[2]
+
+
 def test_awq_as_numbers_is_what_is_written(tmp_path: Path) -> None:
     """Scales are moved back: the same answers as the output, up to the rounding of what scales moved into."""
     plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES | {"num_hidden_layers": 1})
@@ -129,7 +155,7 @@ def test_awq_as_numbers_is_what_is_written(tmp_path: Path) -> None:
 
 
 def test_costs_add_up_to_what_uniform_recipes_cost() -> None:
-    uniform = [0.9, 0.5, 0.45, 0.4, 0.35, 0.3, 0.2, 0.01]
+    uniform = [0.9, 0.5, 0.49, 0.45, 0.4, 0.35, 0.3, 0.2, 0.01, 0.008]
     scaled = added_up(UNITS, uniform)
     assert [sum(unit.costs[option] for unit in scaled) for option in range(LAST)] == pytest.approx(uniform)
     assert all(unit.costs[LAST] == 0 for unit in scaled)
@@ -140,17 +166,38 @@ def test_costs_add_up_to_what_uniform_recipes_cost() -> None:
 
 def test_a_uniform_recipe_that_is_better_is_taken() -> None:
     """Of those that are no larger: what was added up is not believed against what was measured."""
-    costs = Costs(UNITS, [0.9, 0.5, 0.1, 0.4, 0.3, 0.25, 0.2, 0.01])
-    most = sum(unit.sizes[4] for unit in UNITS)
+    costs = Costs(UNITS, [0.9, 0.5, 0.49, 0.1, 0.4, 0.3, 0.25, 0.2, 0.01, 0.008])
+    most = sum(unit.sizes[5] for unit in UNITS)
 
     def pick(units: list[Unit]) -> list[int] | None:
         return within_bytes(units, most)
 
     units, found = refined(costs, SPACE, pick, lambda recipes: [0.15] * len(recipes), lambda line: None)
-    assert found == [2] * len(UNITS)
+    assert found == [3] * len(UNITS)
     units, found = refined(costs, SPACE, pick, lambda recipes: [0.09 + 0.01 * number for number in range(len(recipes))],
                            lambda line: None)
     assert found == pick(units) and units == added_up(trusted(UNITS, auto_search.TRUSTS[0]), costs.uniform)
+
+
+def test_a_gain_that_may_be_noise_is_no_reason_to_mix() -> None:
+    costs = Costs(UNITS, [0.9, 0.5, 0.49, 0.45, 0.4, 0.3, 0.25, 0.2, 0.1, 0.008])
+    mixed = [number % 2 for number in range(len(UNITS))]
+    assert refined(costs, SPACE, lambda units: mixed, lambda recipes: [0.489], lambda line: None)[1] == [1] * len(UNITS)
+    assert refined(costs, SPACE, lambda units: mixed, lambda recipes: [0.45], lambda line: None)[1] == mixed
+
+
+def test_a_uniform_recipe_that_fills_the_room_is_a_rival() -> None:
+    """Also where the choice has left some of the bytes that it may take."""
+    costs = Costs(UNITS, [0.9, 0.5, 0.49, 0.45, 0.4, 0.3, 0.25, 0.2, 0.1, 0.008])
+    room, small = sum(unit.sizes[9] for unit in UNITS), [8] * len(UNITS)
+    for given, expected in ((room, [9] * len(UNITS)), (0.0, small)):
+        assert refined(costs, SPACE, lambda units: small, lambda recipes: [0.05], lambda line: None, given)[1] == expected
+
+
+def test_many_linears_lose_little_of_the_room() -> None:
+    """The better option fits for all of them, with 4 in a thousand left."""
+    units = [Unit((f"model.layers.{number}.mlp.down_proj",), (500_000, 1_000_003), (1.0, 0.01)) for number in range(120)]
+    assert within_bytes(units, 120 * 1_000_003 * 1.004) == [1] * len(units)
 
 
 def test_the_least_cost_in_some_bytes() -> None:
@@ -165,14 +212,14 @@ def test_the_least_cost_in_some_bytes() -> None:
 
 def test_which_options_are_tried() -> None:
     assert tried_options(False, True) == auto_search.OPTIONS
-    assert {"int4-gptq", "int4-awq"} <= set(tried_options(True, True))
+    assert {"int4-gptq", "int4-gptq-asym", "int4-awq"} <= set(tried_options(True, True))
     assert not any("awq" in option for option in tried_options(True, False))
     assert len(tried_options(False, False)) == len(set(tried_options(False, False)))
 
 
-SIZES_OF_OPTIONS = (1e6, 1e6, 1.05e6, 1.05e6, 1.1e6, 1.2e6, 1.2e6, 2e6, 4e6)
+SIZES_OF_OPTIONS = (1e6, 1e6, 1.01e6, 1.05e6, 1.05e6, 1.1e6, 1.2e6, 1.2e6, 2e6, 2.001e6, 4e6)
 UNITS = [Unit((f"model.layers.{number}.mlp.down_proj",), SIZES_OF_OPTIONS,
-              (*(each * number for each in (0.012, 0.01, 0.0095, 0.009, 0.008, 0.0065, 0.006)), 0.001, 0.0))
+              (*(each * number for each in (0.012, 0.01, 0.0099, 0.0095, 0.009, 0.008, 0.0065, 0.006)), 0.001, 0.0009, 0.0))
          for number in range(1, 9)]
 
 
@@ -277,7 +324,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_least_time_is_not_the_fewest_bytes() -> None:
     """With many rows products limit, and only fp8 makes them faster; with one row bytes do."""
-    costs = (0.012, 0.01, 0.0095, 0.009, 0.008, 0.0065, 0.006, 0.002, 0.0)
+    costs = (0.012, 0.01, 0.0099, 0.0095, 0.009, 0.008, 0.0065, 0.006, 0.002, 0.001, 0.0)
     units = [Unit((f"model.layers.{number}.mlp.down_proj",), SIZES_OF_OPTIONS, costs) for number in range(4)]
 
     def formats(rows: int | None) -> set[str]:

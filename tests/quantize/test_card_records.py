@@ -14,8 +14,7 @@ from make_quantize_tables import ALIKE, CARDS, HEADERS, ROOT, STUDIES, same_size
 
 PAIRS = same_size("smollm2-135m")
 RIGHT = 0.25
-# CPU seconds: 3.5 predicted and 4.8 spent, 107 and 147.
-MISSED = {("smollm2-135m-fp8", "quantise"), ("smollm2-135m-mxfp4", "card")}
+NEAR = {"rtn": 0.01, "awq": 0.03, "gptq": 0.03}         # how much more perplexity than llm-compressor's
 
 
 def test_some_card_of_auto_has_a_rival() -> None:
@@ -41,11 +40,10 @@ def test_times_were_predicted() -> None:
     """Of cards that were made since they say their limits; predictions of cards were worse before. CPU seconds: the machine was
     shared. And of GPTQ on a GPU, by the clock."""
     found = [card for card in map(read, sorted(CARDS.glob("*.json"))) if "limits" in card and card["time"]["device"] == "cpu"]
-    assert len(found) >= 2
+    assert len(found) >= 6
     for card in found:
         for part, predicted in card["time"]["predicted"].items():
-            right = predicted["cpu_s"] == pytest.approx(card["time"][part]["cpu_s"], rel=RIGHT)
-            assert right == ((card["model"], part) not in MISSED), (card["model"], part)
+            assert predicted["cpu_s"] == pytest.approx(card["time"][part]["cpu_s"], rel=RIGHT), (card["model"], part)
     on_gpu = read(STUDIES / "quantize_speed" / "on_a_gpu.json")
     shapes = on_gpu["shapes"]["recipes"]["int4-gptq"]
     assert abs(shapes["error"]) <= RIGHT and shapes["whole_s"] <= 6 * 60
@@ -53,14 +51,39 @@ def test_times_were_predicted() -> None:
         assert abs(recipe["time"]["quantise"]["error"]) <= RIGHT
 
 
+def test_perplexities_are_those_of_llm_compressor() -> None:
+    """The same weights, tokens and settings: equal codes rounded to nearest, and little difference by search."""
+    study = read(STUDIES / "llm_compressor" / "smollm2-135m.json")
+    assert study["layers"] == "all" and set(study["methods"]) == set(NEAR)
+    for method, row in study["methods"].items():
+        assert row["ratio"] == pytest.approx(row["ours_ppl"] / row["theirs_ppl"]) and row["ratio"] <= 1 + NEAR[method]
+    codes = study["methods"]["rtn"]["equal"]
+    assert study["methods"]["rtn"]["ratio"] == 1 and all(codes[name]["equal"] == codes[name]["of"] for name in
+                                                         ("weight_packed", "weight_scale"))
+    alone = read(STUDIES / "llm_compressor" / "equal-codes-smollm2-135m.json")
+    assert alone["linears"] == 210 and alone["equal_codes"] == alone["codes"] and alone["equal_scales"] == alone["scales"]
+    ppl = {method: row["ours_ppl"] for method, row in study["methods"].items()}
+    assert ppl["gptq"] < ppl["awq"] < ppl["rtn"]
+
+
+@pytest.mark.parametrize("name", [
+    "auto_methods/result", "llm_compressor/smollm2-135m", "llm_compressor/equal-codes-smollm2-135m",
+])
+def test_a_study_names_a_commit_of_the_history(name: str) -> None:
+    require_commit(read(STUDIES / f"{name}.json")["commit"])
+
+
 @pytest.mark.parametrize("file", sorted(CARDS.glob("*.json")), ids=lambda file: file.stem)
 def test_a_card_names_a_commit_that_exists_or_says_that_it_does_not(file: Path) -> None:
     machine = read(file)["machine"]
-    if not machine.get("in_history", True):
-        return
+    if machine.get("in_history", True):
+        require_commit(machine["commit"])
+
+
+def require_commit(commit: str) -> None:
     if not has_history(ROOT):
         pytest.skip("the history is not here")
-    asked = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", machine["commit"], "HEAD"]
+    asked = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", commit, "HEAD"]
     assert subprocess.run(asked, capture_output=True).returncode == 0
 
 

@@ -67,7 +67,7 @@ def test_transformers_and_compressed_tensors_expand_the_same_weights(recipe: str
         assert torch.equal(ours.layers[number].attention.qkv.weight.to(fused.dtype), fused)
 
 
-@pytest.mark.parametrize("recipe", ["int4-rtn", "w8a8-static", "fp8"])
+@pytest.mark.parametrize("recipe", ["int4-rtn", "w8a16", "w8a8-static", "fp8"])
 def test_a_tied_model_means_the_same_in_transformers(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it loads by default: it must not look for codes of the head, which has no tensor. Logits are compared where
     transformers does not round activations; the weights' numbers, as it computes with them, in every case."""
@@ -90,7 +90,7 @@ def test_a_tied_model_means_the_same_in_transformers(recipe: str, tmp_path: Path
         ):
             assert torch.equal(weight, torch.cat([part.weight for part in parts]))
     assert all(name not in dict(theirs.named_parameters()) for name in ("lm_head.weight_scale", "lm_head.weight_packed"))
-    if recipe == "int4-rtn":
+    if recipe in ("int4-rtn", "w8a16"):
         assert torch.allclose(teacher_forced_logits(ours, tokens, len(tokens)), logits, atol=1e-4)
 
 
@@ -111,7 +111,7 @@ def test_the_embedded_model_from_end_to_end(tmp_path: Path) -> None:
     assert json.loads((out / "quality.json").read_text()) == made
 
 
-@pytest.mark.parametrize("recipe", ["int4-rtn", "int4-rtn-asym", "w8a8", "fp8"])
+@pytest.mark.parametrize("recipe", ["int4-rtn", "int4-rtn-asym", "w8a8", "w8a16", "fp8"])
 def test_codes_and_scales_are_those_of_compressed_tensors(recipe: str) -> None:
     """What llm-compressor's round to nearest gives."""
     pytest.importorskip("compressed_tensors")

@@ -57,7 +57,7 @@ def main() -> None:
         counts["equal_scales"] += int((mine[SCALE] == scale).sum())
     counts |= {"cpu_s": round(time.process_time() - begun, 1)}
     print(json.dumps(counts))
-    found = {"model": Path(args.model).name or "embedded", "group": GROUP} | counts | facts()
+    found = {"model": Path(args.model).name or "embedded", "group": GROUP} | counts | facts(args.site)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -59,15 +60,16 @@ def main() -> None:
         result["methods"][method] = row
         print(json.dumps({method: row}), flush=True)
         if args.out is not None:
-            args.out.write_text(json.dumps(result | facts(), indent=1) + "\n")
+            args.out.write_text(json.dumps(result | facts(args.site), indent=1) + "\n")
 
 
-def facts() -> dict[str, Any]:
+def facts(site: str) -> dict[str, Any]:
     import platform
 
     from ridgeline.bench.lab.record import commit
 
-    versions = ("llmcompressor 0.14.0.1", "compressed-tensors 0.19.0", "transformers 5.17.0")
+    installed = {each.name: each.version for each in importlib.metadata.distributions(path=[site])}
+    versions = [f"{name} {installed[name]}" for name in ("llmcompressor", "compressed-tensors", "transformers")]
     return {"commit": commit(), "system": platform.machine(), "versions": versions, "python": platform.python_version()}
 
 
