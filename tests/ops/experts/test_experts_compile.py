@@ -293,7 +293,8 @@ def packed_compiled(pairs: int, folder: str) -> None:
     registry.HAS_TRITON, registry.gluon, registry.triton, registry.tl = True, gluon, triton, triton.language
     for name in (
         "hopper", "linear.gemv", "experts.expert_gate", "experts.expert_tiles", "experts.few_tokens", "packed.packed_asm",
-        "packed.block_asm", "packed.block_operand", "packed.packed_gemv", "packed.packed_gemm", "experts.packed_products", "experts.packed_few",
+        "packed.block_asm", "packed.block_operand", "packed.packed_gemv", "packed.packed_gemm",
+        "experts.packed_products", "experts.packed_few",
     ):
         importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
     types = dict.fromkeys(("code_ptr", "scale_ptr", "zero_ptr", "order_ptr", "tiles_ptr", "reads_ptr"), "*i32")
