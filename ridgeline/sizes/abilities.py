@@ -62,7 +62,10 @@ def packed_width(bits: float) -> str:
     return "int4" if bits < 6.5 else "int8" if bits < 12 else ""
 
 
+# By --quantization, where products of layers have another dtype than the engine: as measurements name it.
+_MATRIX_DTYPES = {"fp8": "float8_e4m3fn", "fp8-block": "float8_e4m3fn", "int8": "int8"}
+
+
 def matrix_dtype(quantization: str, kind: str, dtype: str) -> str:
     """What the matrix products of layers are computed in."""
-    found = next((each for each in WEIGHT_FORMATS if each.name == quantization and kind in each.kinds), None)
-    return found.matrix_dtype or dtype if found is not None else dtype
+    return _MATRIX_DTYPES.get(quantization, dtype) if kind == "cuda" else dtype

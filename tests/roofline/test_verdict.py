@@ -14,6 +14,7 @@ from verdict_cases import CASES, H200, LLAMA_8B, Planted, decode
 from ridgeline.roofline.remedies import key_of
 from ridgeline.roofline.step_cost import step_cost
 from ridgeline.roofline.verdict import COMPUTE, KV, OVERHEADS, REMEDIES, TERMS, WEIGHTS, Setting, Verdict, Window, judge
+from ridgeline.sizes.abilities import matrix_dtype
 
 STEPS = 100
 
@@ -114,6 +115,13 @@ def test_only_formats_of_this_engine_on_this_device_are_recommended(setting: Set
     assert {what.split(":")[0] for what in said if what.startswith("--")} == expected
     for word in ("4-bit", "speculative", "fuse", "overlap collectives"):
         assert not any(word in what for what in said), word
+
+
+def test_products_of_8_bit_weights_are_measured_against_their_own_rate() -> None:
+    """Against that of 16 bits they would reach more than all of it."""
+    found = [matrix_dtype(name, "cuda", "bfloat16") for name in ("none", "fp8", "fp8-block", "int8", "int4")]
+    assert found == ["bfloat16", "float8_e4m3fn", "float8_e4m3fn", "int8", "bfloat16"]
+    assert matrix_dtype("int8", "cpu", "float32") == "float32"
 
 
 def test_drafts_are_recommended_where_reading_the_weights_binds() -> None:
