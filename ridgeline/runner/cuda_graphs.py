@@ -113,21 +113,21 @@ class GraphForward:
                     self._shape = self._drafted(decodes, plan.total_tokens, 1 + int(plan.width.max()), greedy)
                 return self._shape
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
-            shape = self._shape
-            if shape is not None and not shape.prompts and self._stand_ins and self._uses and not self._is_captured(shape):
-                self._shape = self._stand_in(shape)
+            shape, may_stand_in = self._shape, self._stand_ins and self._uses
+            if shape is not None and not shape.prompts and may_stand_in and not self._is_captured(shape, greedy):
+                self._shape = self._stand_in(shape, greedy)
         return self._shape
 
-    def _is_captured(self, shape: Shape) -> bool:
-        """For greedy rows and for others: which they are is not known yet."""
-        return bool(self._forms[shape, True] and self._forms[shape, False])
+    def _is_captured(self, shape: Shape, greedy: bool) -> bool:
+        """For rows that are all greedy. Others may still turn out to be, with the rows that this step adds: for both."""
+        return bool(self._forms[shape, True] and (greedy or self._forms[shape, False]))
 
-    def _stand_in(self, shape: Shape) -> Shape:
+    def _stand_in(self, shape: Shape, greedy: bool) -> Shape:
         """For the first uses of decodes that are not captured, a larger shape that is: padding costs less than launches."""
         if self._stood_in[shape] >= MIXED_USES:
             return shape
         for size in self._shapes.decodes:
-            if shape.decodes < size <= MOST_PADDING * shape.decodes and self._is_captured(larger := Shape(size)):
+            if shape.decodes < size <= MOST_PADDING * shape.decodes and self._is_captured(larger := Shape(size), greedy):
                 self._stood_in[shape] += 1
                 self.stood_in = True
                 return larger

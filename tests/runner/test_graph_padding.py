@@ -61,6 +61,12 @@ def test_not_one_that_is_much_larger_nor_half_captured(forward: GraphForward) ->
     assert forward.shape(plan(*[1] * 37), False) == Shape(40)
 
 
+def test_the_greedy_half_is_enough_for_greedy_rows(forward: GraphForward) -> None:
+    """Requests that end one after the other at temperature 0: the other half may never be captured."""
+    captured(forward, 48, forms=(True,))
+    assert forward.shape(plan(*[1] * 37), True) == Shape(48) and forward.stood_in
+
+
 def test_not_while_graphs_are_captured_ahead_nor_for_prompts(forward: GraphForward) -> None:
     captured(forward, 48)
     with forward.at_first_use():
