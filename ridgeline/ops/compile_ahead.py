@@ -37,7 +37,8 @@ from ridgeline.process.log import get_logger
 
 logger = get_logger("ops")
 
-MOST_THREADS = 16                    # and processes, with 0.4 GB each
+MOST_THREADS = 16                    # of a rank, and processes
+CHILD_BYTES = 500e6                  # that a process may take; half of the memory that is free is for them
 # Threads that generate code hold the GIL for tens of milliseconds, and the collecting thread needs it thousands of times: with
 # sixteen compiling it took 10.5 s, and 2.1 s when nothing has to be compiled. So few threads compile during collection, and the
 # switch interval is shorter than Python's 5 ms.
@@ -113,13 +114,16 @@ def _stop_at_a_miss() -> None:
 class _Builders(Executor):
     """A pool whose threads get a kernel compiled, make its launcher, and load it onto the device."""
 
-    def __init__(self, threads: int, device: torch.device) -> None:
+    def __init__(self, threads: int, device: torch.device, ranks: int) -> None:
         _stop_at_a_miss()
         self._pool = ThreadPoolExecutor(threads, "compile", registry.compile_ahead_here)
         self._turns = threading.Semaphore(WHILE_COLLECTING)
         self._threads = threads
         self._device = device
+        self._room = int(platform.available_memory() / 2 / ranks / CHILD_BYTES)         # processes that may still be started
         self._children: list[CompileChild] = []
+        self._lock = threading.Lock()                    # of the three around it
+        self._closed = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return self._pool.submit(self._build, fn)
@@ -155,6 +159,8 @@ class _Builders(Executor):
                     self._turns.release()
         if child is not None:
             wrong = child.compile(*missing.job, registry.triton.runtime.cache.triton_key())
+            if self._closed:
+                raise RuntimeError("the start was broken off")
             if wrong:
                 logger.debug("%s was not compiled in a process of its own: %s", missing, wrong)
             else:
@@ -163,14 +169,17 @@ class _Builders(Executor):
             return self._loaded(compile_kernel)
 
     def _own_child(self) -> CompileChild | None:
-        """This thread's process; started when the thread first misses a kernel."""
+        """This thread's process; started when the thread first misses a kernel, while there is room."""
         if not hasattr(_thread, "child"):
-            try:
-                _thread.child = CompileChild()
-                self._children.append(_thread.child)
-            except OSError as error:                     # no room for another process
-                logger.debug("kernels are compiled in threads: %s", error)
-                _thread.child = None
+            _thread.child = None
+            with self._lock:
+                if self._closed or len(self._children) >= self._room:
+                    return None
+                try:
+                    _thread.child = CompileChild()
+                    self._children.append(_thread.child)
+                except OSError as error:                 # no more processes, or files
+                    logger.debug("kernels are compiled in threads: %s", error)
         child: CompileChild | None = _thread.child
         return child
 
@@ -179,6 +188,8 @@ class _Builders(Executor):
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
         for child in self._children:
             child.stop()
         for child in self._children:                     # all are ending: one after the other took half a second
@@ -186,14 +197,15 @@ class _Builders(Executor):
 
 
 class CompileAhead:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        """`ranks`: how many compile on this machine at once."""
         possible = registry.HAS_TRITON and not registry.TRITON_INTERPRETED and device.type == "cuda"
         self.active = possible and triton_compiles_ahead()
         self._waiting: list[tuple[dict[str, Any], str, Any]] = []    # variants of a kernel, key of one, its future
         self._began = time.perf_counter()
         self._compiled = len(registry.COMPILED_AHEAD)
-        self._threads = min(platform.cpu_count(), MOST_THREADS)
-        self._builders = _Builders(self._threads, device) if self.active else None
+        self._threads = min(platform.rank_cores(ranks), MOST_THREADS)
+        self._builders = _Builders(self._threads, device, ranks) if self.active else None
 
     def __enter__(self) -> CompileAhead:
         return self

@@ -15,11 +15,9 @@ import struct
 import subprocess
 from typing import Any
 
-import torch
-
 from ridgeline.process.children import child_environment, start_child
 
-_READY = b"r"
+_READY = b"\0ready to compile\n"      # no text that a library prints while it is imported
 
 
 class CompileChild:
@@ -35,7 +33,9 @@ class CompileChild:
     def ready(self) -> bool:
         if not self._is_ready:
             said = self._answers()
-            self._is_ready = bool(select.select([said], [], [], 0)[0]) and said.read(1) == _READY
+            look = select.poll()                         # files may have larger numbers than `select` knows
+            look.register(said, select.POLLIN)
+            self._is_ready = bool(look.poll(0)) and _exactly(said, len(_READY)) == _READY
         return self._is_ready
 
     def ended(self) -> bool:
@@ -106,6 +106,7 @@ def _compiled(job: bytes) -> str:
 def main() -> None:
     wanted, answers = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)                                        # what a library prints must not be read as an answer
+    torch = importlib.import_module("torch")
     importlib.import_module("triton.experimental.gluon")
     # Kernels are defined where torch sees a GPU. This process has none, and needs none.
     torch.cuda.is_available = lambda: True

@@ -59,7 +59,7 @@ def wait_for_triton_key() -> None:
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-COMPILED_AHEAD: list[str] = []       # kernels that threads of ops/compile_ahead.py have compiled
+COMPILED_AHEAD: list[str] = []       # kernels compiled before their first launch (ops/compile_ahead.py)
 _thread = threading.local()
 
 

@@ -110,7 +110,7 @@ def make_runner(
             config.max_num_seqs, model_config.vocab_size, set(model_config.eos_token_ids), device, dtype, verified
         )
         reserve_masks(max(config.max_num_seqs, verified), model_config.vocab_size, device)
-    with CompileAhead(device) as ahead:
+    with CompileAhead(device, comm.size) as ahead:
         with meter.part(ledger.WEIGHTS):
             _kernels_and_weights(ahead, config, model, rows, sampler, comm, progress)
         with phase("KV cache"), meter.part(ledger.KV):

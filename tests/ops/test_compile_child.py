@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from folders import import_path
+
+from ridgeline.ops.compile_child import CompileChild
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -74,8 +77,36 @@ compile_ahead.CompileChild = refused
 assert ahead_of(512) == [] and len(generated) == 2, "no process at all: the thread compiles"
 assert ahead_of(64) == [] and len(generated) == 2 and len(answers) == 3, "what is in the cache starts no process"
 assert len(registry.COMPILED_AHEAD) == 4
+
+compile_ahead.CompileChild = CompileChild
+late = compile_ahead._Builders(1, torch.device("cuda", 0), 1)
+late.close()
+assert late._own_child() is None and late._children == [], "a thread that finds a miss after the end starts no process"
+del compile_ahead._thread.child
+compile_ahead.platform.available_memory = lambda: int(0.9e9)
+small = compile_ahead._Builders(1, torch.device("cuda", 0), 1)
+assert small._own_child() is None, "no memory for a process: the thread compiles"
+small.close()
 print("ok")
 """
+
+
+def test_files_with_large_numbers_can_be_looked_at() -> None:
+    """A server with many connections has more than the 1,024 that `select` knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1030)]
+    child = CompileChild()
+    try:
+        assert not child.ready()                         # it has torch to import
+    finally:
+        child.close()
+        for each in opened:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert child.ended()
 
 
 def test_a_process_compiles_for_a_thread_and_the_thread_where_it_cannot(tmp_path: Path, run_script: Any) -> None:
