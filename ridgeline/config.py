@@ -135,8 +135,8 @@ class ExecutionOptions:
 class ParallelOptions:
     tensor_parallel_size: int = option(1, "number of ranks (processes) that share every layer", low=1)
     data_parallel_size: int = option(
-        1, "engines behind one front end, each with a whole copy of the model; at most 8 for each group of GPUs, on a CPU 8 or the "
-        "number of cores, whichever is larger; `ridgeline serve` only", low=1
+        1, "engines behind one front end, each with a whole copy of the model; at most 8 for each group of GPUs, on a CPU 8 or "
+        "the number of cores, whichever is larger; `ridgeline serve` only", low=1
     )
     pipeline_parallel_size: int = option(
         1, "number of stages, each with some of the layers, one after the other; ranks in all: times tensor_parallel_size", low=1

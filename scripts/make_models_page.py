@@ -21,8 +21,8 @@ HEAD = """\
 <!-- Written by scripts/make_models_page.py from ridgeline/models; `make docs` writes it again. -->
 
 There is one decoder (`ridgeline/models/decoder.py`). A family is a declaration of how it differs from Llama. Each is
-compared with transformers on small random checkpoints (`tests/models/test_families.py`). GGUF files are, too, as llama.cpp's converter
-would write them; † the names and fields of these files were compared with the converter by hand, and no test has one.
+compared with transformers on small random checkpoints (`tests/models/test_families.py`). GGUF files are, too, as llama.cpp's
+converter would write them; † the names and fields of these files were compared with the converter by hand, and no test has one.
 
 | family | models | `architectures` in config.json | GGUF | differs from Llama by |
 |---|---|---|---|---|
