@@ -41,7 +41,7 @@ class ModelOptions:
     )
     grammars_at_start: bool = option(
         True, "a server prepares the vocabulary for grammars while it starts; else the first grammar does, and running requests "
-        "get no token meanwhile (up to a second)"
+        "get no token meanwhile (for seconds with a large vocabulary)"
     )
     generation_config: str = option(
         "auto", "sampling defaults for requests that set none; auto: the model's own (a GGUF file without any gets llama.cpp's); "
@@ -135,7 +135,8 @@ class ExecutionOptions:
 class ParallelOptions:
     tensor_parallel_size: int = option(1, "number of ranks (processes) that share every layer", low=1)
     data_parallel_size: int = option(
-        1, "engines behind one front end, each with a whole copy of the model; `ridgeline serve` only", low=1
+        1, "engines behind one front end, each with a whole copy of the model; at most 8 for each group of GPUs, on a CPU 8 or "
+        "the number of cores, whichever is larger; `ridgeline serve` only", low=1
     )
     pipeline_parallel_size: int = option(
         1, "number of stages, each with some of the layers, one after the other; ranks in all: times tensor_parallel_size", low=1

@@ -21,7 +21,8 @@ HEAD = """\
 <!-- Written by scripts/make_models_page.py from ridgeline/models; `make docs` writes it again. -->
 
 There is one decoder (`ridgeline/models/decoder.py`). A family is a declaration of how it differs from Llama. Each is
-compared with transformers on small random checkpoints (`tests/models/test_families.py`).
+compared with transformers on small random checkpoints (`tests/models/test_families.py`). GGUF files are, too, as llama.cpp's
+converter would write them; † the names and fields of these files were compared with the converter by hand, and no test has one.
 
 | family | models | `architectures` in config.json | GGUF | differs from Llama by |
 |---|---|---|---|---|
@@ -69,6 +70,8 @@ WINDOWS = {"all": "a sliding window on all layers or on listed ones",
            "upper": "a sliding window on upper layers, if the config asks for it",
            "pattern": "sliding windows on most layers", "chunks": "layers with a rope attend in chunks"}
 TEMPERATURES = {"nope": "queries without a rope grow with their position", "all": "queries grow with their position"}
+FILED_AS = {"mistral": "as `llama`", "glm4_moe_lite": "as `deepseek2` †"}        # the files of another family
+BY_HAND = {"qwen2vl", "qwen3vlmoe", "exaone-moe", "minicpm3"}                      # GGUF files that no test has
 FORMATS = """\
 
 ## Files
@@ -119,12 +122,16 @@ def differences(family: Family) -> str:
     return "; ".join(found) or "–"
 
 
+def gguf_names(family: Family) -> str:
+    marks = {name: " †" * (name in BY_HAND or family.name == "youtu") for name in (family.gguf, *family.gguf_also)}
+    return ", ".join(f"`{name}`{mark}" for name, mark in marks.items())
+
+
 def page() -> str:
     rows = []
     for family in FAMILIES:
         architectures = ", ".join(f"`{name}`" for name in family.architectures)
-        names = ", ".join(f"`{name}`" for name in (family.gguf, *family.gguf_also))
-        gguf = names if family.gguf else "as `llama`" if family.name == "mistral" else "–"
+        gguf = gguf_names(family) if family.gguf else FILED_AS.get(family.name, "–")
         rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
     kept = ", ".join(sorted(STORED_KINDS))
