@@ -47,6 +47,13 @@ def test_a_workspace_holds_the_partial_results_of_drafts() -> None:
     assert plain < drafts < 8 * plain and [most_queries(rows) for rows in (1, 32, 33, 64, 65, 1024)] == [16, 16, 8, 8, 4, 4]
 
 
+def test_one_row_and_four_rows_are_fused() -> None:
+    """Two and three are faster in two kernels. A single row of a deterministic engine must sum as it does beside a prompt."""
+    assert [rows for rows in range(7) if fused_decode.joined(AttentionWork(rows, 0), rows, None)] == [1, 4, 5, 6]
+    assert not fused_decode.joined(AttentionWork(1, 0, deterministic=True), 1, None)
+    assert not fused_decode.joined(AttentionWork(0, 1), 1, None)
+
+
 def test_new_tokens_of_drafts_are_not_fused() -> None:
     """As many rows as tokens may be padding beside rows with several."""
     assert fused_decode.joined(AttentionWork(4, 0), 4, None)

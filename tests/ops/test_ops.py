@@ -341,7 +341,7 @@ def test_decode_attention_definition(case: Case) -> None:
 
 
 @runs_triton
-@pytest.mark.parametrize("name", ["first-of-a-block", "odd-norm", "padded", "strided"])
+@pytest.mark.parametrize("name", ["one-sinks", "first-of-a-block", "odd-norm", "padded", "strided"])
 def test_what_decode_attention_writes_on_triton_is_the_float64_definition(name: str) -> None:
     op = fused_decode.decode_attention
     case = next(case for case in op.cases if case.name == ("odd-norm" if name == "strided" else name))
@@ -358,14 +358,17 @@ FLOATS = torch.float16 if TRITON_INTERPRETED else torch.float8_e4m3fn           
 
 
 @runs_triton
-@pytest.mark.parametrize(("window", "stored", "calibrated"), [
-    (None, FLOATS, False), (5, FLOATS, False), (None, torch.int8, False), (None, FLOATS, True), (None, torch.int8, True),
+@pytest.mark.parametrize(("name", "window", "stored", "calibrated"), [
+    ("first-of-a-block", None, FLOATS, False), ("first-of-a-block", 5, FLOATS, False), ("one", None, torch.int8, False),
+    ("first-of-a-block", None, torch.int8, False), ("first-of-a-block", None, FLOATS, True),
+    ("first-of-a-block", None, torch.int8, True),
 ])
 def test_decode_attention_with_scales_is_the_two_ops_on_triton_and_the_float64_definition(
-    window: int | None, stored: torch.dtype, calibrated: bool
+    name: str, window: int | None, stored: torch.dtype, calibrated: bool
 ) -> None:
-    """What is written is quantised before it is read, as if another kernel had written it. Calibrated scales stay as they are."""
-    sizes = next(case.sizes for case in fused_decode.decode_attention.cases if case.name == "first-of-a-block")
+    """What is written is quantised before it is read, as if another kernel had written it. Calibrated scales stay as they are.
+    The kernel of one row knows no scales: one row is the two ops themselves."""
+    sizes = next(case.sizes for case in fused_decode.decode_attention.cases if case.name == name)
     args, options = fused_decode.decode_attention.inputs(
         torch.Generator().manual_seed(5), torch.float32, TRITON_DEVICE, **sizes | {"window": window}
     )

@@ -173,6 +173,7 @@ def test_every_kernel_of_ours_belongs_to_a_part() -> None:
 def test_kernels_are_known_by_their_names() -> None:
     assert part_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL") == "communication"
     assert part_of("nvjet_tst_128x256_gemm") == "linears and head" and part_of("decode_kernel") == "attention"
+    assert part_of("one_row_kernel") == "attention" and part_of("_one_row_gemm_kernel") == "linears and head"
 
 
 def test_a_step_that_launched_nothing_has_no_number() -> None:

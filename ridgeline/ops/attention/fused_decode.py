@@ -1,8 +1,8 @@
 """Fused decode attention after the QKV projection: norm of q and k, rotation, KV write and attention in one kernel.
 
 The definition is the two ops it replaces (qkv_write.py, paged_attention.py), in their order, for any batch. The decode kernel
-(kernel_decode.py) does all of it if every row has one query, and that of kernel_one_row.py if there is one row. Otherwise the two
-ops run.
+(kernel_decode.py) does all of it if every row has one query, and that of kernel_one_row.py if there is one row. Otherwise, and
+for one row over 8-bit pages, the two ops run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def decode_attention_reference(
 # ── Triton ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WIDEST_HEAD = 256                    # of the attention kernels
-FEWEST_ROWS = 4                      # fewest rows that are faster fused, measured between the linears of a layer
+FEWEST_ROWS = 4                      # of several, fewest that are faster fused, measured between the linears of a layer
 
 
 def decode_attention_triton(
@@ -92,9 +92,8 @@ def decode_attention_triton(
     tokens, rows = qkv.shape[0], kv_len.shape[0]
     if work is None and tokens == rows:
         work = AttentionWork(rows, 0)                    # callers give `work` for steps with longer rows
-    single = tokens == 1 and suits_one_row(k_cache, v_cache, qkv.dtype)
-    apart = tokens == 1 < FEWEST_ROWS and not single
-    if work is None or apart or not _one_query_each(work, tokens, prefix) or k_cache.shape[-1] > WIDEST_HEAD:
+    possible = work is not None and _one_query_each(work, tokens, prefix) and k_cache.shape[-1] <= WIDEST_HEAD
+    if not possible or (tokens == 1 and not suits_one_row(k_cache, v_cache, qkv.dtype)):
         return decode_attention_reference(
             qkv, positions, slots, cos_sin, k_cache, v_cache, block_table, query_start, kv_len, heads=heads,
             kv_heads=kv_heads, q_norm=q_norm, k_norm=k_norm, eps=eps, norm_offset=norm_offset, work=work, prefix=prefix,
@@ -102,7 +101,7 @@ def decode_attention_triton(
         )
     fresh = FreshTokens(positions, slots, cos_sin, q_norm, k_norm, eps, norm_offset)
     heads_of = qkv.view(tokens, heads + 2 * kv_heads, -1)
-    if single:
+    if tokens == 1:
         return _one_row(heads_of, k_cache, v_cache, block_table, kv_len, fresh, **attention)
     return paged_attention_triton(
         heads_of, k_cache, v_cache, block_table, query_start, kv_len, work=work, fresh=fresh, **attention,
@@ -128,12 +127,12 @@ def _one_row(
 def joined(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> bool:
     """Whether one fused kernel is possible, and pays: every row has one query.
 
-    Not for fewer than FEWEST_ROWS: launched while the projection still runs, their few CTAs would crowd on the SMs that are free
-    first. Not with a shared prefix: each CTA of its kernel would have to rotate the queries again. Not in deterministic mode: a
-    result may not depend on the rest of the batch, and with a prompt in the step the two ops run, whose norm sums in
-    another order.
+    One row has a kernel of its own. Not for two or three rows: launched while the projection still runs, the few CTAs of the
+    kernel for any number of rows would crowd on the SMs that are free first. Not with a shared prefix: each CTA of its kernel
+    would have to rotate the queries again. Not in deterministic mode: a result may not depend on the rest of the batch, and with
+    a prompt in the step the two ops run, whose norm sums in another order.
     """
-    return tokens >= FEWEST_ROWS and _one_query_each(work, tokens, prefix)
+    return (tokens == 1 or tokens >= FEWEST_ROWS) and _one_query_each(work, tokens, prefix)
 
 
 def _one_query_each(work: AttentionWork, tokens: int, prefix: SharedPrefix | None) -> bool:

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ridgeline.ops.experts.expert_gate import gated_sums
 from ridgeline.ops.experts.matrices import Codes
-from ridgeline.ops.experts.staged_down import Staged, staged_down
-from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.launch import cdiv, dependent_launch, power_of_two
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.registry import tl, triton_kernel
@@ -248,22 +246,8 @@ def few_up(width: int, hidden: int) -> Few:
     return Few(2, _step(hidden), 2) if hidden <= 2048 else Few(4, _step(hidden), 4)
 
 
-def few_down(width: int, hidden: int) -> Few | Staged:
-    """A Staged plan counts only where `_stageable` allows it."""
-    return _plain_down(width)
-
-
-def _plain_down(width: int) -> Few:
+def few_down(width: int, hidden: int) -> Few:
     return Few(8, _step(width), 8) if width <= 2048 else Few(4, _step(width), 4)
-
-
-def _stageable(plan: Few | Staged, down: Codes, used: int, bias: Tensor | None) -> bool:
-    """Numbers of 16 bits without biases, whose rows begin at multiples of 16 bytes and whose blocks fit into shared memory."""
-    if not isinstance(plan, Staged) or down.grid or bias is not None or down.weight.element_size() != 2:
-        return False
-    hidden, width = down.weight.shape[1:]
-    facts = device_facts(down.weight.device, down.weight.data_ptr() % 16 == 0)
-    return facts.gluon and width % 8 == 0 and hidden % plan.outputs == 0 and plan.shared_bytes(used, width) <= facts.shared
 
 
 def _step(inputs: int) -> int:
@@ -302,11 +286,6 @@ def experts_few(
         OUTPUTS=width, GATE=GATES[kind], BIAS=biases[0] is not None, CLAMPED=limit is not None, READS=reads is not None,
         PAIRS=power_of_two(MOST_TOKENS * used), BLOCK=up.outputs, STEP=up.inputs, num_warps=up.warps, **given,
     )
-    if isinstance(back, Staged):
-        if _stageable(back, down, used + parts, biases[1]):
-            staged_down(inner, down.weight, None if shared is None else back_wide, chosen, weights, out, back, parts)
-            return out
-        back = _plain_down(width)
     _experts_few_down_kernel[tokens * cdiv(hidden, back.outputs),](
         inner, *down.tensors(chosen)[:2], back_wide, x if biases[1] is None else biases[1], weights, out, chosen, INPUTS=width,
         OUTPUTS=hidden, BIAS=biases[1] is not None, BLOCK=back.outputs, STEP=back.inputs, num_warps=back.warps, **given,

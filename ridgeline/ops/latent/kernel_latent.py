@@ -75,23 +75,6 @@ def attend_latents(  # type: ignore[no-untyped-def]
 
 
 @triton_kernel()
-def fold_keys_first(  # type: ignore[no-untyped-def]
-    latent, rotated, heads, turned_heads, maximum, total, accumulated, key, end, score_scale, UPCAST: tl.constexpr
-):
-    """A tile of entries into the state of the heads; those from `end` on are hidden."""
-    latent = in_compute_type(latent, heads.dtype, False, UPCAST)
-    scores = tl.dot(latent, heads, input_precision="ieee")
-    scores = tl.dot(in_compute_type(rotated, heads.dtype, False, UPCAST), turned_heads, scores, input_precision="ieee")
-    scores = tl.where((key < end)[:, None], scores, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, axis=0) * score_scale)
-    weights = tl.exp2(scores * score_scale - new_maximum[None, :])
-    decay = tl.exp2(maximum - new_maximum)
-    total = total * decay + tl.sum(weights, axis=0)
-    accumulated = tl.dot(tl.trans(latent), weights.to(latent.dtype), accumulated * decay[None, :], input_precision="ieee")
-    return new_maximum, total, accumulated
-
-
-@triton_kernel()
 def attend_keys_first(  # type: ignore[no-untyped-def]
     q, turned, maximum, total, accumulated, cache_ptr, table_ptr, block, begin, end, score_scale, block_stride, slot_stride,
     RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr, TILE_RANK: tl.constexpr,
@@ -107,10 +90,19 @@ def attend_keys_first(  # type: ignore[no-untyped-def]
         slot = slot_of(tl.minimum(key, end - 1), BLOCK_SIZE)
         latent = load_tile(cache_ptr, block, slot, block_stride, slot_stride, RANK, TILE_RANK)
         rotated = load_tile(cache_ptr + RANK, block, slot, block_stride, slot_stride, ROPE, TILE_ROPE)
+        latent = in_compute_type(latent, q.dtype, False, UPCAST)
+        scores = tl.dot(latent, heads, input_precision="ieee")
+        scores = tl.dot(in_compute_type(rotated, q.dtype, False, UPCAST), turned_heads, scores, input_precision="ieee")
         block = tl.load(table_ptr + block_of(tl.minimum(key + TILE_KEYS, end - 1), BLOCK_SIZE))
-        maximum, total, accumulated = fold_keys_first(
-            latent, rotated, heads, turned_heads, maximum, total, accumulated, key, end, score_scale, UPCAST
+        scores = tl.where((key < end)[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=0) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_maximum[None, :])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=0)
+        accumulated = tl.dot(
+            tl.trans(latent), weights.to(latent.dtype), accumulated * decay[None, :], input_precision="ieee"
         )
+        maximum = new_maximum
     return maximum, total, accumulated
 
 
@@ -127,11 +119,10 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     SCALED: tl.constexpr, NARROW: tl.constexpr, HAS_TABLE_ROWS: tl.constexpr, TILE_HEADS: tl.constexpr,
     TILE_KEYS: tl.constexpr, TILE_RANK: tl.constexpr, TILE_ROPE: tl.constexpr, TILE_SLOTS: tl.constexpr,
-    KEYS_FIRST: tl.constexpr, PRELOADED: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
+    KEYS_FIRST: tl.constexpr, APART: tl.constexpr, DEPENDENT: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """One CTA: one item of the list (split_kv.py), for one tile of heads of one of the row's QUERIES queries: a column.
 
-    PRELOADED, of rows with one query: the first tile of entries is in registers before the wait.
     APART: all shares leave partial results, and latent_merge_kernel merges them: more CTAs than the one that arrives last.
 
     The result has padded heads: those beyond HEADS mean nothing. Columns are the fastest grid index: they read the same entries
@@ -184,22 +175,9 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum(begin + size, kv_len)
     table_ptr += table_row.to(tl.int64) * table_stride
     block = first_blocks(table_ptr, begin, end, BLOCK_SIZE, TILE_KEYS)
-    if PRELOADED:
-        older = tl.minimum(end, kv_len - 1)              # without the newest entry, which the kernel before this one writes
-        key = begin + tl.arange(0, TILE_KEYS)
-        entry = block.to(tl.int64) * block_stride + slot_of(key, BLOCK_SIZE) * slot_stride
-        latent = tl.load(
-            cache_ptr + entry[:, None] + dim[None, :], mask=(key < older)[:, None] & (dim < RANK)[None, :], other=0.0
-        )
-        rotated = tl.load(
-            cache_ptr + RANK + entry[:, None] + turn[None, :], mask=(key < older)[:, None] & (turn < ROPE)[None, :], other=0.0
-        )
-        newest = cache_ptr + tl.load(table_ptr + block_of(kv_len - 1, BLOCK_SIZE)).to(tl.int64) * block_stride
-        newest += slot_of(kv_len - 1, BLOCK_SIZE) * slot_stride
     if DEPENDENT:
-        if not PRELOADED:
-            slot = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1) % BLOCK_SIZE
-            fetch_tile(cache_ptr, block, slot, block_stride, slot_stride, RANK)
+        slot = tl.minimum(begin + tl.arange(0, TILE_KEYS), end - 1) % BLOCK_SIZE
+        fetch_tile(cache_ptr, block, slot, block_stride, slot_stride, RANK)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     there = (head < HEADS)[:, None]
@@ -214,26 +192,7 @@ def latent_decode_kernel(  # type: ignore[no-untyped-def]
     q, turned, score_scale = absorbed_query(q, turned, score_scale, NARROW, UPCAST)
     maximum = tl.full([TILE_HEADS], -1e30, tl.float32)
     total = tl.zeros([TILE_HEADS], tl.float32)
-    if PRELOADED:
-        # The newest entry comes first, in the last share alone; in the others it is zeros that weigh nothing.
-        mine = end == kv_len
-        new_latent = tl.load(newest + dim, mask=(dim < RANK) & mine, other=0.0).to(tl.float32)
-        new_rotated = tl.load(newest + RANK + turn, mask=(turn < ROPE) & mine, other=0.0).to(tl.float32)
-        score = tl.sum(q.to(tl.float32) * new_latent[None, :], axis=1)
-        score += tl.sum(turned.to(tl.float32) * new_rotated[None, :], axis=1)
-        maximum, total = tl.where(mine, score * score_scale, maximum), tl.where(mine, 1.0, total)
-        accumulated = tl.zeros([TILE_RANK, TILE_HEADS], tl.float32) + new_latent[:, None]
-        maximum, total, accumulated = fold_keys_first(
-            latent, rotated, tl.trans(q), tl.trans(turned), maximum, total, accumulated, key, older, score_scale, UPCAST
-        )
-        if older > begin + TILE_KEYS:
-            block = first_blocks(table_ptr, begin + TILE_KEYS, older, BLOCK_SIZE, TILE_KEYS)
-            maximum, total, accumulated = attend_keys_first(
-                q, turned, maximum, total, accumulated, cache_ptr, table_ptr, block, begin + TILE_KEYS, older, score_scale,
-                block_stride, slot_stride, RANK, ROPE, BLOCK_SIZE, TILE_KEYS, TILE_RANK, TILE_ROPE, UPCAST,
-            )
-        accumulated = tl.trans(accumulated)
-    elif KEYS_FIRST:
+    if KEYS_FIRST:
         accumulated = tl.zeros([TILE_RANK, TILE_HEADS], tl.float32)
         maximum, total, accumulated = attend_keys_first(
             q, turned, maximum, total, accumulated, cache_ptr, table_ptr, block, begin, end, score_scale, block_stride,

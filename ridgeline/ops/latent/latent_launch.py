@@ -32,7 +32,6 @@ from ridgeline.ops.launch import dependent_launch
 from ridgeline.ops.registry import TRITON_INTERPRETED
 
 Launch = dict[str, int]
-PRELOADED_ROWS = 0                   # most rows of that kind: compiled and checked, not timed on a GPU yet
 FEW_MERGED = 8                       # queries of decodes whose shares are merged where their sums are widened
 
 
@@ -47,11 +46,6 @@ def decode_tiles(dtype: torch.dtype, heads: int, scaled: bool, few: bool) -> tup
     if few and not scaled:
         return 64, True, {"num_warps": 4 if heads == 16 else 8, "num_stages": 2}
     return 32, False, {"num_warps": 4 if heads == 16 and not scaled else 8, "num_stages": 3}
-
-
-def preloads(work: AttentionWork) -> bool:
-    """Whether a CTA holds its first tile of entries before the queries are there: of few rows, with one query each."""
-    return work.queries == 1 and work.num_decodes <= PRELOADED_ROWS
 
 
 def older_tiles(dtype: torch.dtype) -> tuple[int, Launch]:
@@ -173,8 +167,7 @@ def attend_decodes(
         shares.first_item, shares.size, scale_argument(call.cache_scale, q)[0], workspace.partials, statistics, workspace.arrived,
         call.scale * LOG2E, call.table.stride(0), *absorbed.stride()[:2], *turned.stride()[:2], *sums.stride()[:2],
         *call.strides, **call.constants, COLUMNS=columns, QUERIES=work.queries, TILE_HEADS=tile_heads, TILE_KEYS=tile_keys,
-        TILE_SLOTS=1, KEYS_FIRST=keys_first, PRELOADED=keys_first and preloads(work), APART=apart, **launch,
-        **dependent_launch(q.device),
+        TILE_SLOTS=1, KEYS_FIRST=keys_first, APART=apart, **launch, **dependent_launch(q.device),
     )
     if apart:
         latent_products.merge(

@@ -27,7 +27,6 @@ from ridgeline.ops.experts import (
     packed_products,
     route,
     router,
-    staged_down,
 )
 from ridgeline.ops.experts.expert_products import Tile, tile_for
 from ridgeline.ops.linear import gemv
@@ -202,59 +201,6 @@ def test_products_with_four_bit_codes_and_zeros_compile(up: bool, tmp_path: Path
     assert stack_bytes(found.asm["cubin"], tmp_path) == 0
 
 
-STAGED = {                           # by experts of a token that are 1 wide, and the shared one's width in them: plan, inputs
-    (8, 0): (staged_down.Staged(4, 256), 768), (6, 2): (staged_down.Staged(2, 512), 1408),
-}
-
-
-def staged_compiled(folder: str) -> None:
-    """In a process of its own, where the op files believe in a GPU."""
-    import triton
-    import triton.language
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental import gluon
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    registry.HAS_TRITON, registry.gluon, registry.triton, registry.tl = True, gluon, triton, triton.language
-    importlib.reload(importlib.import_module("ridgeline.ops.hopper"))
-    kernel = importlib.reload(staged_down)._staged_down_kernel
-    for (used, shared), (plan, width) in STAGED.items():
-        constants = {
-            "INPUTS": width, "OUTPUTS": HIDDEN, "USED": used, "SHARED": shared, "BLOCK": plan.outputs, "STEP": plan.inputs,
-            "DEPENDENT": True,
-        }
-        types = {name: "constexpr" if name.isupper() else "*bf16" for name in kernel.arg_names}
-        types |= {"chosen_ptr": "*i64", "share_ptr": "*fp32"}
-        pointers = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
-        source = GluonASTSource(
-            kernel, types, {(kernel.arg_names.index(name),): value for name, value in constants.items()}, pointers
-        )
-        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True, "num_warps": plan.warps})
-        before, after = found.asm["ptx"].split("griddepcontrol.wait")
-        copies = (used + shared) * -(-width // plan.inputs)
-        assert before.count("cp.async.cg.shared.global") == copies       # all of them, 16 bytes each
-        assert "cp.async.cg" not in after and "cp.async.ca" not in found.asm["ptx"]
-        assert stack_bytes(found.asm["cubin"], Path(folder)) == 0
-        assert plan.shared_bytes(used + shared, width) <= found.metadata.shared
-        assert 4 * (found.metadata.shared + 1024) <= 227 * 1024         # CTAs of an SM; the driver takes 1024 of each
-
-
-def test_staged_down_requests_all_weights_before_it_waits(tmp_path: Path) -> None:
-    run_apart(f"staged_compiled({str(tmp_path)!r})", tmp_path)
-
-
-def run_apart(call: str, folder: Path) -> str:
-    here = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-c", f"import test_experts_compile; test_experts_compile.{call}"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parents[2]), str(here), str(here.parent))),
-             "TRITON_CACHE_DIR": str(folder)},
-        capture_output=True, text=True, timeout=600,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout
-
-
 FORMS = {
     "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
     "zeros": {"KIND": "uint4", "GROUP": 128, "ZEROS": True, "DTYPE": "bf16", "SCALE_DTYPE": "f16"},
@@ -316,4 +262,12 @@ def packed_compiled(pairs: int, folder: str) -> None:
 @slow
 @pytest.mark.parametrize(("pairs", "kernels"), [(0, 4), (512, 1), (10**5, 1)])
 def test_products_of_packed_experts_compile(pairs: int, kernels: int, tmp_path: Path) -> None:
-    assert run_apart(f"packed_compiled({pairs}, {str(tmp_path)!r})", tmp_path).split() == ["0"] * kernels
+    here = Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, "-c", f"import test_experts_compile; test_experts_compile.packed_compiled({pairs}, {str(tmp_path)!r})"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parents[2]), str(here), str(here.parent))),
+             "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.split() == ["0"] * kernels

@@ -42,7 +42,7 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(tmp_path: Path) -> None:
     assert found["ready"]["ahead"] > 40 and found["ready"]["late"] == 0
     assert {name: late for name, late in found["late"].items() if late} == {}
     sampling = {"_best_kernel", "_select_kernel", "_race_kernel", "_finish_kernel", "_mask_kernel", "_logprobs_kernel"}
-    assert set(found["kernels"]) >= {"prefix_kernel", "prompt_kernel", "decode_kernel", *sampling}
+    assert set(found["kernels"]) >= {"prefix_kernel", "prompt_kernel", "decode_kernel", "one_row_kernel", *sampling}
     assert set(found["launched"]) == set(found["kernels"])
 
 
