@@ -36,7 +36,7 @@ def test_everybody_decodes_in_every_step_of_a_run(tmp_path: Path) -> None:
     assert timed.steps == 7 and len(gaps["during"]) == 3 * timed.steps                   # 61 tokens of the prompt a step
 
 
-@pytest.mark.slow
+@pytest.mark.slow                     # on every commit the two above: a run's steps and phases, and what is made of its times
 def test_the_study_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step time that leaves room for the least only: more steps, each shorter."""
     model, out = write_model(tmp_path / "tiny"), tmp_path / "long-prompt.json"

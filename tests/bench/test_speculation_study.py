@@ -94,8 +94,11 @@ def test_it_ends_in_time_goes_on_and_refuses_other_records(
         run("--cells", "2:1", "--output", "9")
 
 
-@pytest.mark.slow
-def test_every_request_of_a_case_is_another_one(real_text: ModuleType) -> None:
+@pytest.mark.parametrize("part", ["ops", pytest.param("", marks=pytest.mark.slow)], ids=["of one folder", "of the package"])
+def test_every_request_of_a_case_is_another_one(part: str, real_text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_text, "PACKAGE", real_text.PACKAGE / part)
+    found = real_text.pieces()
+    monkeypatch.setattr(real_text, "pieces", lambda: found)                  # parsed once
     for case in real_text.cases(160, True):
         asks = [case.ask(number) for number in range(72)]
         assert len({ask.content for ask in asks}) == len(asks), case.name

@@ -320,6 +320,7 @@ def test_the_gate_looks_at_the_worst_slice() -> None:
 TASK = Task(slices=("prose", "extraction"), context=48, tokens=90)
 
 
+# On every commit the next test finds the same figures twice, and passages and slices follow the seed (above).
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures(model: Path) -> None:
     runs = [

@@ -157,7 +157,8 @@ PROMISES = {
     "keeps its KV cache and context where they fit; a kill for memory is named; an orphan ends",
     "R-13": "a template renderer or grammar compiler that stops or dies: 503 with `Retry-After` by its deadline, never the "
     "client's mistake, and the next request is served; a reader of long bodies that was stopped is replaced, and its body read",
-    "R-14": "a start without standard streams, with few files or little memory, on a full disk: one line and code 2, or it works",
+    "R-14": "a start without standard streams, with few files or little memory, on a full disk: one line and code 2, or it "
+    "works; an access log on a full disk says so once",
     "R-20": "text and tool calls are parsed in linear time",
     "R-20b": "prompts, stop strings, biases, tools, messages: twice the size, at most 2.3 × the CPU time",
     "R-20c": "text that a grammar fixes (const, choice, enum, literal, pattern): twice the length, at most 2.3 × the CPU "

@@ -152,8 +152,8 @@ def compiled(outputs: int, inputs: int, gate: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("outputs", "inputs", "gate"),
     [
-        # On every commit test_fp8_compile.py compiles this kernel.
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4096, 14336, 0), (14336, 4096, 1), (128256, 4096, 0))),
+        (4096, 14336, 0),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((14336, 4096, 1), (128256, 4096, 0))),
     ],
 )
 def test_the_kernel_compiles(tmp_path: Path, run_script: Any, outputs: int, inputs: int, gate: int) -> None:

@@ -617,7 +617,7 @@ def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
 
 
 @pytest.mark.reliability("B-12", "R-05")
-@pytest.mark.parametrize("drain", [pytest.param(0, marks=pytest.mark.slow), 200], ids=["at once", "drain"])
+@pytest.mark.parametrize("drain", [0, 200], ids=["at once", "drain"])
 def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -> None:
     server = ServerProcess(str(model), *OPTIONS, "--drain-timeout", str(drain))
     url = server.wait_ready()
