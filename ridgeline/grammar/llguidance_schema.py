@@ -36,7 +36,7 @@ PATTERNS = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+\-]?([0-9]+\.?[0-9]*|\.[0-9]+)$",
 }
 _TYPES = {str: "string", int: "integer", bool: "boolean"}
-_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
+NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
@@ -73,7 +73,7 @@ class _Rewriter:
     def of(self, schema: Any) -> Any:
         if not isinstance(schema, dict):
             return schema
-        if schema.get("not") in ({}, True) and not schema.keys() - {"not"} - _NOTES:
+        if schema.get("not") in ({}, True) and not schema.keys() - {"not"} - NOTES:
             return False
         made = dict(schema)
         for name in _MAPS:
@@ -96,7 +96,7 @@ class _Rewriter:
         if made["uniqueItems"] is False or most in (0, 1):
             return rest
         values = _listed(_resolved(made.get("items"), self._root))
-        if values is None or made.get("type") != "array" or rest.keys() - {"type", "items", "minItems", "maxItems"} - _NOTES:
+        if values is None or made.get("type") != "array" or rest.keys() - {"type", "items", "minItems", "maxItems"} - NOTES:
             return made
         if made["uniqueItems"] is not True or not (isinstance(fewest, int) and isinstance(most, (int, float))):
             return made
@@ -108,14 +108,14 @@ class _Rewriter:
         if copied > self._left:
             return made
         self._left -= copied
-        return {name: value for name, value in rest.items() if name in _NOTES} | {"anyOf": lists}
+        return {name: value for name, value in rest.items() if name in NOTES} | {"anyOf": lists}
 
     def _rewrite_names(self, made: dict[str, Any]) -> None:
         """Names may be any, listed, or match a pattern; what else `propertyNames` may say stays as it is."""
         names = _resolved(made.get("propertyNames"), self._root)
         if not isinstance(names, dict):
             return
-        said = names.keys() - _NOTES - {"type"}
+        said = names.keys() - NOTES - {"type"}
         if names.get("type", "string") != "string" or said - {"enum", "pattern"} or len(said) > 1:
             return
         if said and {"properties", "patternProperties"} & made.keys():
@@ -143,7 +143,7 @@ class _Rewriter:
 
 def _listed(items: Any) -> list[Any] | None:
     """The values that the items of an array may have, if these are listed. Not with 1.0 among them, which is 1."""
-    if not isinstance(items, dict) or items.keys() - _NOTES - {"type", "enum", "const"}:
+    if not isinstance(items, dict) or items.keys() - NOTES - {"type", "enum", "const"}:
         return None
     kind = items.get("type")
     values = items.get("enum", [items["const"]] if "const" in items else [False, True] if kind == "boolean" else None)

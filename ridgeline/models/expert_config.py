@@ -103,7 +103,8 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
 
 # By GGUF's number; the third is the softmax of the chosen ones alone, which is what normalised weights are.
 GGUF_SCORES = {1: "softmax", 2: "sigmoid", 3: "softmax"}
-# (groups, best groups) of DeepSeek-V2 and of V3 by their experts: files of before 2025-07 do not say them.
+# (groups, best groups) of DeepSeek-V2 and of V3 by their experts: files of before 2025-07 do not say them. Files of other
+# architectures that do not say them have none: GLM-4.5 has 160 experts too.
 GGUF_GROUPS = {160: (8, 3), 256: (8, 4)}
 
 
@@ -138,7 +139,8 @@ def gguf_experts(fields: Fields, rule: ExpertRule, layers: int, key: Callable[[s
 
 
 def _gguf_routing(fields: Fields, rule: ExpertRule, count: int, key: Callable[[str], str]) -> Routing:
-    groups, top = GGUF_GROUPS.get(count, (1, 1)) if rule.groups else (1, 1)
+    unsaid = GGUF_GROUPS if rule.groups and fields.get("general.architecture") == "deepseek2" else {}
+    groups, top = unsaid.get(count, (1, 1))
     if rule.groups and fields.get(key("expert_group_count")):
         groups, top = fields.integer(key("expert_group_count")), fields.integer(key("expert_group_used_count"), 1)
     if count % groups or top > groups:

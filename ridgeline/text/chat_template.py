@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -33,7 +33,7 @@ from jinja2.utils import Namespace
 
 from ridgeline.errors import BadRequest, Overloaded, RequestError, TryAgain, Unsupported
 from ridgeline.process.framed_child import FramedChild, read_frame, write_frame
-from ridgeline.text.template_dialects import adapt_calls, parts_of, probe, shows_parts
+from ridgeline.text.template_dialects import adapt_calls, parts_of, probes, shows_parts, with_parts
 
 MAX_INPUT_BYTES = 32 << 20           # messages and tools, as JSON
 LONG_INPUT_BYTES = 128 << 10         # longer ones are rendered in a process of their own
@@ -64,7 +64,7 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self.templates = templates
         self.special_tokens = special_tokens
-        self._takes_parts: dict[str, bool] = {}          # by a template's source, found when a message has several parts
+        self._takes_parts: dict[str, bool] = {}          # by a template's source, of a conversation of one message
 
     def render(
         self,
@@ -85,37 +85,40 @@ class ChatTemplate:
             message = "continue_final_message needs add_generation_prompt=false: no new message begins"
             raise BadRequest(message, field="continue_final_message")
         conversation, source = plain_messages(messages), self._source(bool(tools))
-        self._give_parts(source, messages, conversation, may_wait)
+        several = {place: parts for place, message in enumerate(messages) if (parts := parts_of(message))}
         if continue_final_message:
             # The space after the mark shows whether the template trims messages.
-            conversation[-1]["content"] = plain_messages(messages[-1:])[0]["content"] + CONTINUE_MARK + " "
+            conversation[-1]["content"] += CONTINUE_MARK + " "
+            several.pop(len(conversation) - 1, None)
         adapt_calls(source, conversation)
-        text = _render(source, {
+        given = {
             "documents": None,
             **self.special_tokens,
             **variables,
             "messages": conversation,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
-        }, may_wait)
+        }
+        if several and self._shows_parts(source, given, several, may_wait):
+            given["messages"] = with_parts(conversation, several)      # the template joins them in its own way
+        text = _render(source, given, may_wait)
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _give_parts(
-        self, source: str, messages: Sequence[Mapping[str, Any]], conversation: list[dict[str, Any]], may_wait: bool
-    ) -> None:
-        """Messages of several parts as the template wants them: it joins them in its own way, if it does."""
-        several = {place: parts for place, message in enumerate(messages) if (parts := parts_of(message))}
-        if not several:
-            return
-        if source not in self._takes_parts:
-            usual = {"documents": None, **self.special_tokens, "tools": None, "add_generation_prompt": True}
+    def _shows_parts(self, source: str, given: Mapping[str, Any], places: Collection[int], may_wait: bool) -> bool:
+        """Whether the template takes parts in the messages at these places. Some take them in most messages, and print those of
+        another as objects (the first one, if there are tools) or fail: what one conversation shows says nothing of others."""
+
+        def shown(variables: Mapping[str, Any], where: Collection[int]) -> bool:
+            asked = {**variables, "messages": with_parts(variables["messages"], probes(where))}
             try:
-                self._takes_parts[source] = shows_parts(_render(source, {**usual, "messages": probe()}, may_wait))
+                return shows_parts(_render(source, asked, may_wait), where)
             except (BadRequest, Unsupported):            # it cannot do with parts
-                self._takes_parts[source] = False
-        if self._takes_parts[source]:
-            for place, parts in several.items():
-                conversation[place]["content"] = parts
+                return False
+
+        if source not in self._takes_parts:              # most templates take none at all, which one render shows for good
+            one = {"documents": None, **self.special_tokens, "messages": [{"role": "user", "content": ""}], "tools": None}
+            self._takes_parts[source] = shown({**one, "add_generation_prompt": True}, (0,))
+        return self._takes_parts[source] and shown(given, places)
 
     def _source(self, with_tools: bool) -> str:
         if with_tools and "tool_use" in self.templates:

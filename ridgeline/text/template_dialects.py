@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _NULL_CONTENT = re.compile(r"""['"]assistant['"]\s+and\s+message(\[['"]content['"]\]|\.content)\s+is\s+none""")
 _JOINED_ARGUMENTS = re.compile(r"""\+\s*\w+(\[['"]function['"]\]|\.function)(\[['"]arguments['"]\]|\.arguments)(?!\s*\|)""")
-
-PROBES = ("first-part-of-two", "last-part-of-two")
 
 
 def adapt_calls(source: str, conversation: Sequence[dict[str, Any]]) -> None:
@@ -39,12 +37,24 @@ def parts_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
     return [{"type": "text", "text": part if isinstance(part, str) else part["text"]} for part in content]
 
 
-def probe() -> list[dict[str, Any]]:
-    """A conversation whose rendered text shows whether a template takes parts."""
-    return [{"role": "user", "content": [{"type": "text", "text": text} for text in PROBES]}]
+def with_parts(conversation: Sequence[Mapping[str, Any]], parts: Mapping[int, Any]) -> list[dict[str, Any]]:
+    """The conversation with these contents, by the places of messages."""
+    return [{**message, "content": parts.get(place, message["content"])} for place, message in enumerate(conversation)]
 
 
-def shows_parts(rendered: str) -> bool:
-    """Whether a template has taken the parts of `probe` as texts, and did not print them as objects."""
-    first, last = (rendered.find(text) for text in PROBES)
-    return 0 <= first < last and "type" not in rendered[first:last]
+def probes(places: Iterable[int]) -> dict[int, list[dict[str, str]]]:
+    """Parts whose rendered text shows whether a template takes parts in the messages at these places."""
+    return {place: [{"type": "text", "text": text} for text in _probe_texts(place)] for place in places}
+
+
+def shows_parts(rendered: str, places: Iterable[int]) -> bool:
+    """Whether a template has taken all parts of `probes` as texts, and did not print them as objects."""
+    for place in places:
+        first, last = (rendered.find(text) for text in _probe_texts(place))
+        if not 0 <= first < last or "type" in rendered[first:last]:
+            return False
+    return True
+
+
+def _probe_texts(place: int) -> tuple[str, str]:
+    return f"first-of-message-{place}-parts", f"last-of-message-{place}-parts"

@@ -204,6 +204,8 @@ def test_gguf_says_what_config_json_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported (a state-space model, or a hybrid with one); "),
     ({"general.architecture": "falcon-h1"}, "'falcon-h1' is not supported (a state-space model, or a hybrid with one); "),
+    ({"general.architecture": "jais"}, "'jais' is not supported (positions as biases of the scores (ALiBi)); "),
+    ({"general.architecture": "jais2"}, "architecture 'jais2' is not supported; supported: "),
     ({"general.architecture": "nothing"}, "architecture 'nothing' is not supported; supported: llama, "),
     ({"llama.block_count": 0}, "llama.block_count must be an integer of at least 1, got 0"),
     ({"llama.attention.head_count": 5}, "llama.embedding_length 64 is not a multiple of 5 heads"),

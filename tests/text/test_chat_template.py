@@ -239,6 +239,38 @@ def test_parts_are_joined_as_the_template_joins_them(oracle: transformers.PreTra
     assert rendered(PARTS, several[1:2], add_generation_prompt=False, continue_final_message=True) == "<user>One.\nTwo."
 
 
+# Takes parts, but joins the first message as a text where the tools come before it, as Llama's templates for images do.
+TOOLS_FIRST = """{% if tools and tools_in_user_message | default(true) %}
+{%- set first, messages = messages[0].content | trim, messages[1:] %}<tools>{{ first }}{% endif %}""" + PARTS
+ONLY_LAST = """{% for message in messages %}<{{ message.role }}>{% if loop.last and message.content is not string %}
+{%- for part in message.content %}{{ part.text }}{% endfor %}{% else %}{{ "" + message.content }}{% endif %}{% endfor %}"""
+
+
+def test_parts_are_given_only_where_this_conversation_shows_them() -> None:
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    several, plain = {"role": "user", "content": parts}, {"role": "user", "content": "Hi."}
+    template = ChatTemplate({"default": TOOLS_FIRST}, SPECIAL_TOKENS)
+    for _ in range(2):               # what one conversation shows is not taken for another
+        assert template.render([several, plain]) == "<user>One.Two.<user>Hi."
+        assert template.render([plain, several], tools=TOOLS) == "<tools>Hi.<user>One.Two."
+        assert template.render([several, plain], tools=TOOLS) == "<tools>One.\nTwo.<user>Hi."
+        assert template.render([several, several], tools=TOOLS) == "<tools>One.\nTwo.<user>One.\nTwo."
+        free = {"tools_in_user_message": False}
+        assert template.render([several, plain], tools=TOOLS, variables=free) == "<user>One.Two.<user>Hi."
+    template = ChatTemplate({"default": ONLY_LAST}, SPECIAL_TOKENS)
+    for _ in range(2):
+        assert template.render([plain, several]) == "<user>Hi.<user>One.Two."
+        assert template.render([several, plain]) == "<user>One.\nTwo.<user>Hi."
+
+
+def test_many_messages_of_several_parts_are_told_apart() -> None:
+    messages = [{"role": "user", "content": [f"{place}.", "x."]} for place in range(12)]
+    assert rendered(PARTS, messages) == "".join(f"<user>{place}.x." for place in range(12))
+    no_second = PARTS.replace("part in message.content", "part in message.content[: 1 if loop.index0 == 1 else 2]")
+    joined = "".join(f"<user>{place}.\nx." for place in range(12))
+    assert rendered(no_second, messages) == joined
+
+
 def test_calls_reach_a_template_that_knows_them_by_a_content_of_null(oracle: transformers.PreTrainedTokenizerFast) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
     called = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "21"}]

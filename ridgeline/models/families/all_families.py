@@ -65,7 +65,7 @@ REFUSED = {
         "Bart", "BigBirdPegasus", "Blenderbot", "MBart", "MT5", "Marian", "Mvp", "PLBart", "Pegasus", "ProphetNet", "T5", "TrOCR",
         "UMT5", "Whisper",
     ),
-    "positions as biases of the scores (ALiBi)": ("Bloom", "Mpt", "Refact", "JAISLMHead"),
+    "positions as biases of the scores (ALiBi)": ("Bloom", "Mpt", "Refact", "JAISLMHead", "jais"),
     "attention as the difference of two softmaxes": ("DiffLlama",),
     "bytes in patches in the place of tokens": ("Blt",),
     "answers that are made by diffusion, not from left to right": ("Dream", "LLaDA", "RND1"),
@@ -76,12 +76,16 @@ REFUSED = {
         "Roberta", "XLMRoberta", "Xmod",
     ),
 }
+WHOLE = frozenset({"jais"})          # names that are no beginnings: Jais-2 is another model
 
 
 def _reason(architecture: object) -> str:
     """By names of config.json and of GGUF files, which have their own capitals and hyphens."""
+    if not isinstance(architecture, str):
+        return ""
+    given = _letters(architecture)
     for reason, names in REFUSED.items():
-        if isinstance(architecture, str) and _letters(architecture).startswith(tuple(map(_letters, names))):
+        if any(given == name if name in WHOLE else given.startswith(_letters(name)) for name in names):
             return f" ({reason})"
     return ""
 

@@ -261,16 +261,21 @@ def test_experts_stay_packed_where_their_kernels_take_the_codes(
         assert torch.equal(value, plain.numbers()[name]), name
 
 
-def test_older_files_of_deepseek_v3_do_not_say_its_groups() -> None:
-    raw = {"expert_count": 256, "expert_used_count": 8, "feed_forward_length": 18432, "expert_feed_forward_length": 2048,
-           "leading_dense_block_count": 3, "expert_weights_scale": 2.5, "expert_weights_norm": True, "expert_gating_func": 2}
+def test_older_files_of_deepseek_do_not_say_its_groups() -> None:
+    raw = {"general.architecture": "deepseek2", "expert_count": 256, "expert_used_count": 8, "feed_forward_length": 18432,
+           "expert_feed_forward_length": 2048, "leading_dense_block_count": 3, "expert_weights_scale": 2.5,
+           "expert_weights_norm": True, "expert_gating_func": 2}
 
     def routing(**changes: Any) -> Any:
         return gguf_experts(Fields("m.gguf", raw | changes, {}), DEEPSEEK_V3_EXPERTS, 61, str).routing
 
     assert (routing().groups, routing().top_groups, routing().scale, routing().normalise) == (8, 4, 2.5, True)
     assert routing(expert_group_count=4, expert_group_used_count=2).groups == 4
+    assert (routing(expert_count=160).groups, routing(expert_count=160).top_groups) == (8, 3)
     assert routing(expert_count=384).groups == 1
+    for count in (160, 256):         # GLM-4.5 has 160 experts and the same rule, and no groups
+        other = routing(**{"general.architecture": "glm4moe", "expert_count": count})
+        assert (other.groups, other.top_groups) == (1, 1)
     with pytest.raises(ModelError, match="3 of 2 groups"):
         routing(expert_group_count=2, expert_group_used_count=3)
     with pytest.raises(ModelError, match="expert_gating_func 4 is not supported"):

@@ -136,12 +136,53 @@ def test_required_calls_come_after_the_reasoning(special: tuple[str, ...]) -> No
     assert not fits(params, vocabulary, "<think>So.</think>Hello")
 
 
+KIND = {"type": "string", "enum": ["a", "b"]}
+DEFINED = {"Kind": KIND, "Loop": {"$ref": "#/$defs/Loop"}}
+# Texts that are not free, which no literals are.
+LIMITED: list[Any] = [
+    {"type": "string", "pattern": "^a+$"}, {"type": "string", "format": "date"}, {"type": "string", "maxLength": 3},
+    {"type": "string", "enum": ["a", ""]}, {"type": "string", "const": ""}, {"enum": ["a", 1]}, {"enum": 5},
+    {"enum": ["a", "b"], "const": "a"},
+    {"type": ["string", "null"], "enum": ["a", None]}, {"type": ["string", "null"], "maxLength": 3},
+    {"anyOf": [{"$ref": "#/$defs/Kind"}, {"type": "null"}], "default": None}, {"anyOf": [KIND, {"type": "null"}]},
+    {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, {"anyOf": [{"type": "string"}], "maxLength": 3},
+    {"allOf": [{"$ref": "#/$defs/Kind"}]}, {"$ref": "#/$defs/Kind", "maxLength": 3}, {"not": {"const": "a"}},
+    {"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/None"}, {"$ref": 5}, False,
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("schema", [
+    {"$ref": "#/$defs/Kind"}, {"$ref": "#/$defs/Kind", "default": "a"}, {"$ref": "#/$defs/Same"}, {"enum": ["a", "b"]},
+])
+def test_a_choice_of_texts_is_a_choice_behind_a_reference_too(schema: dict[str, Any], form: str) -> None:
+    pytest.importorskip("llguidance")
+    whole = {"type": "object", "properties": {"a": schema}, "$defs": {"Kind": KIND, "Same": {"$ref": "#/$defs/Kind"}}}
+    made, params, vocabulary = asked_for(form, tools=[tool("f", parameters=whole)])
+    assert made.format == form
+    assert fits(params, vocabulary, written(form, ("f", {"a": "b"})))
+    assert not fits(params, vocabulary, written(form, ("f", {"a": "c"})))
+
+
+@pytest.mark.parametrize("schema", [
+    {}, True, {"type": "string", "title": "A", "description": "Any.", "default": "x", "examples": ["y"]},
+    {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, {"$ref": "#/$defs/Text"},
+])
+def test_a_free_text_is_an_element(schema: Any) -> None:
+    pytest.importorskip("llguidance")
+    whole = {"type": "object", "properties": {"a": schema}, "$defs": {"Text": {"type": "string"}}}
+    made, params, vocabulary = asked_for("qwen3_coder", tools=[tool("f", parameters=whole)])
+    assert made.format == "qwen3_coder"
+    assert fits(params, vocabulary, written("qwen3_coder", ("f", {"a": 'so "it" is'})))
+
+
 @pytest.mark.parametrize("schema", [
     {"type": "object"},                                                                  # any arguments
     {"anyOf": [{"type": "object", "properties": {"a": {"type": "string"}}}]},
     {"type": "object", "properties": {"a b": {"type": "string"}}},                       # no name of an element
     {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "integer"}}},
     {"type": "object", "properties": {"a": {"type": "string"}}, "minProperties": 1},
+    *({"type": "object", "properties": {"a": each}, "$defs": DEFINED} for each in LIMITED),
     {"type": "object", "properties": {f"p{place}": {"type": "integer", "enum": list(range(90))} for place in range(190)}},
 ])
 def test_schemas_that_elements_cannot_say_stay_json(schema: dict[str, Any]) -> None:

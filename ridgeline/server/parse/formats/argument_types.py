@@ -84,12 +84,12 @@ class ArgumentTypes:
         """Further schemas for the same value, and whether all of them hold or one of them."""
         path = schema.get("$ref")
         if isinstance(path, str) and path.startswith("#"):
-            yield [self._target(path)], True
+            yield [self.target(path)], True
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(branches := schema.get(key), list) and branches:
                 yield branches, key == "allOf"
 
-    def _target(self, path: str) -> Any:
+    def target(self, path: str) -> Any:
         """What a reference leads to; None where that is no schema."""
         schema: Any = self._root
         for part in path[1:].split("/")[1:]:

@@ -1,7 +1,8 @@
 """Grammars of required calls in a model's own format, for formats whose arguments are elements (element_calls.py).
 
 Rules in Lark as llguidance takes it: names of functions and arguments are those of the tools, in the order of the schema. A text
-is free up to the mark behind it; what cannot be a text is JSON of its own schema. The rule `answer` stands for all calls.
+is free up to the mark behind it, or one of a few; what cannot be a text is JSON of its own schema. A text that is limited in
+another way would not be enforced: its tools are required as JSON. The rule `answer` stands for all calls.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.grammar.llguidance_schema import rewritten
+from ridgeline.grammar.llguidance_schema import NOTES, rewritten
 from ridgeline.server.parse.formats.argument_types import TEXT, ArgumentTypes
 
 MOST_BYTES = 48 * 1024               # of the rules; longer ones are required as JSON
 _MARK = re.compile(r"</?[a-z_:]+>")
+_MOST_REFERENCES = 8                 # in a chain
 _PLAIN_NAME = re.compile(r"[^<>\"'&\s]+")
 # What a schema of arguments may have beside its properties; another keyword would not be enforced here.
 _KNOWN = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "title",
@@ -76,7 +78,11 @@ def _can_be_elements(schema: Mapping[str, Any]) -> bool:
     if not all(_PLAIN_NAME.fullmatch(name) for name in properties):
         return False
     references = re.findall(r'"\$ref": "([^"]*)"', json.dumps(properties))
-    return all(each.startswith(("#/$defs/", "#/definitions/")) for each in references)
+    if not all(each.startswith(("#/$defs/", "#/definitions/")) for each in references):
+        return False
+    types = ArgumentTypes(schema)
+    return all("string" not in types.of(name) or _is_free(given, types) or (types.of(name) == TEXT and _choices(given, types))
+               for name, given in properties.items())
 
 
 class _Writer:
@@ -106,29 +112,50 @@ class _Writer:
         parts = [self.text(self.form.call.format(name))]
         for number, (key, given) in enumerate(schema["properties"].items()):
             rule = f"argument{place}_{number}"
-            self.rules.append(f'{rule}: {self.text(self.form.key.format(key))} {self._value(given, types.of(key), schema)} "\\n"')
+            self.rules.append(f'{rule}: {self.text(self.form.key.format(key))} {self._value(key, given, types, schema)} "\\n"')
             parts.append(rule if key in required else rule + "?")
         if self.form.close_call:
             parts.append(self.text(self.form.close_call))
         self.rules.append(f"call{place}: {' '.join(parts)}")
         return f"call{place}"
 
-    def _value(self, given: Any, types: frozenset[str], root: Mapping[str, Any]) -> str:
+    def _value(self, key: str, given: Any, types: ArgumentTypes, root: Mapping[str, Any]) -> str:
         """A value and the mark behind it."""
-        end, choices = self.text(self.form.end), _choices(given)
-        if types == TEXT and choices:
-            return f"({' | '.join(json.dumps(each) for each in choices)}) {end}"
-        if "string" in types:                            # quotes would be part of it
-            return "bare"
+        end = self.text(self.form.end)
+        if "string" in types.of(key):                    # quotes would be part of it
+            choices = _choices(given, types)
+            return f"({' | '.join(json.dumps(each) for each in choices)}) {end}" if choices else "bare"
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         schema = rewritten({**given, **shared} if isinstance(given, Mapping) else {})
         return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})} {end}"
 
 
-def _choices(given: Any) -> Sequence[str]:
-    """Of a text that is one of a few; empty: it is any, or one of them is empty, which no literal can be."""
+def _resolved(given: Any, types: ArgumentTypes) -> Any:
+    """What a schema refers to; None where that is no schema. One that says more beside its reference stays as it is."""
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(given, Mapping) or given.keys() - NOTES != {"$ref"}:
+            return given
+        given = types.target(given["$ref"]) if isinstance(given["$ref"], str) else None
+    return None
+
+
+def _is_free(given: Any, types: ArgumentTypes) -> bool:
+    """Whether a schema limits nothing but the type, so that any text is valid where one is."""
+    given = _resolved(given, types)
     if not isinstance(given, Mapping):
+        return given is True
+    branches = given.get("anyOf")
+    if isinstance(branches, list) and given.keys() - NOTES == {"anyOf"}:         # as pydantic writes a text or none
+        resolved = [_resolved(each, types) for each in branches]
+        return all(isinstance(each, Mapping) and not each.keys() - NOTES - {"type"} for each in resolved)
+    return not given.keys() - NOTES - {"type"}
+
+
+def _choices(given: Any, types: ArgumentTypes) -> Sequence[str]:
+    """Of a text that is one of a few; empty: it is any, or one of them is empty, which no literal can be."""
+    given = _resolved(given, types)
+    said = given.keys() - NOTES - {"type"} if isinstance(given, Mapping) else ()
+    if said not in ({"enum"}, {"const"}):
         return ()
-    listed = given.get("enum", [given["const"]] if "const" in given else [])
-    texts = [each for each in listed if isinstance(each, str) and each] if isinstance(listed, list) else []
-    return texts if len(texts) == len(listed) else ()
+    listed = given["enum"] if said == {"enum"} else [given["const"]]
+    return listed if isinstance(listed, list) and all(isinstance(each, str) and each for each in listed) else ()
