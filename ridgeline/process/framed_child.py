@@ -15,13 +15,18 @@ import subprocess
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+from ridgeline.errors import TryAgain
 from ridgeline.process.children import start_child
+from ridgeline.process.log import get_logger
+
+logger = get_logger("process")
+T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 20
@@ -54,7 +59,8 @@ def _read(stream: IO[bytes], size: int) -> bytes | None:
 
 
 class Stopped(TimeoutError):
-    """The child was stopped by a signal. What it was asked is not the cause, so another child can be asked the same."""
+    """The child was stopped by a signal. What it was asked is not the cause, so another child can be asked the same: see
+    ask_another_if_stopped."""
 
 
 class FramedChild:
@@ -164,6 +170,19 @@ class FramedChild:
         except OSError:                                  # the child is gone; what it has answered can still be read
             self._unwritten.clear()
         return bool(self._unwritten)
+
+
+def ask_another_if_stopped(ask: Callable[[], T], purpose: str) -> T:
+    """What `ask` returns; it starts a child if none is alive. It is called again, once, if the child was stopped by a signal, and
+    TryAgain says so if the next one was stopped, too. `purpose`: what the process does, as in "renders chat templates"."""
+    try:
+        return ask()
+    except Stopped:
+        logger.warning("the process that %s was stopped by a signal; another one is asked", purpose)
+    try:
+        return ask()
+    except Stopped:
+        raise TryAgain(f"the process that {purpose} was stopped by a signal; try again later", 1.0) from None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -93,7 +93,7 @@ class RowTables:
         if given < 0:
             raise AssertionError("a row has more tokens than its table has room for")
         where, by_row = (4 + groups) * num_tokens, out[ints:].view(np.int32)
-        positions, token_rows, tokens, newest, *slots = out[:where].reshape(-1, num_tokens)
+        positions, token_rows, tokens, newest, *slots = out[:where].reshape(4 + groups, num_tokens)
         return Spread(
             tokens, positions, slots, token_rows, newest, out[where : where + number], out[ints - count : ints],
             by_row[: count + 1], by_row[count + 1 : 2 * count + 1], given > 0,

@@ -25,7 +25,7 @@ from ridgeline.engine.client.long_work import HUGE_WORK, LONG_BYTES, away_if_lon
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import RidgelineError, TryAgain
 from ridgeline.metrics import SPENT
-from ridgeline.process.framed_child import FramedChild, Stopped
+from ridgeline.process.framed_child import FramedChild, ask_another_if_stopped
 from ridgeline.process.log import get_logger
 from ridgeline.server import server_errors
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore, Stored
@@ -208,7 +208,7 @@ class LongBodies(BodyReader):
         """In a thread: it waits in system calls, which do not hold Python's lock."""
         with self._in_use:
             try:
-                reply = self._reply_of_child(parts)
+                reply: Reply = TO_REPLY.decode(ask_another_if_stopped(lambda: self._ask_child(parts), "reads long requests"))
             except TimeoutError:
                 raise TryAgain(f"the request was not read within {ANSWER_SECONDS:g} s; try again later", 1.0) from None
             except EOFError:
@@ -218,17 +218,10 @@ class LongBodies(BodyReader):
             raise RuntimeError(f"in the process that reads long requests: {reply.traceback}")
         return reply
 
-    def _reply_of_child(self, parts: list[bytes]) -> Reply:
+    def _ask_child(self, parts: list[bytes]) -> bytes:
         if self._child is None or not self._child.alive:
             self._child = self._started()
-        try:
-            answer = self._child.ask(parts, ANSWER_SECONDS)
-        except Stopped:
-            logger.warning("the process that reads long requests was stopped by a signal; another one reads the request")
-            self._child = self._started()
-            answer = self._child.ask(parts, ANSWER_SECONDS)
-        reply: Reply = TO_REPLY.decode(answer)
-        return reply
+        return self._child.ask(parts, ANSWER_SECONDS)
 
     def _started(self) -> FramedChild:
         if self._child is not None:

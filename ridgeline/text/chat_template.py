@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ridgeline.errors import BadRequest, Overloaded, RequestError, TryAgain, Unsupported
-from ridgeline.process.framed_child import FramedChild, read_frame, write_frame
+from ridgeline.process.framed_child import FramedChild, Stopped, ask_another_if_stopped, read_frame, write_frame
 from ridgeline.text.template_dialects import adapt_calls, parts_of, probes, shows_parts, with_parts
 
 MAX_INPUT_BYTES = 32 << 20           # messages and tools, as JSON
@@ -233,7 +233,7 @@ class TemplateProcess:
                 raise Overloaded("too many chats are waiting for their template; try again later", 1.0)
             raise RendererBusy
         try:
-            answer = _from_bytes(self._exchange(request, may_wait))
+            answer = _from_bytes(ask_another_if_stopped(lambda: self._exchange(request, may_wait), "renders chat templates"))
         finally:
             self._lock.release()
         if "error" in answer:
@@ -263,6 +263,8 @@ class TemplateProcess:
             answer = child.ask(request, seconds if may_wait else _MOMENT, patient=may_wait)
             self._has_answered = True
             return answer
+        except Stopped:
+            raise
         except TimeoutError:
             if not may_wait:
                 raise RendererBusy from None

@@ -1195,6 +1195,39 @@ def test_a_compiler_that_does_not_answer_is_ended(tokenizer: Tokenizer, monkeypa
     checker.close()
 
 
+@pytest.mark.reliability("R-13")
+def test_another_compiler_answers_for_one_that_was_stopped(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tokenizer, seconds=60.0)
+    checker.check(StructuredOutputs(regex="a"))
+    old = checker._compiler
+    assert old is not None
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.01)
+    old.process.send_signal(signal.SIGSTOP)
+    checker.check(StructuredOutputs(regex="b"))
+    assert checker._compiler is not old and old.process.poll() == -signal.SIGKILL
+    checker.close()
+
+
+@pytest.mark.reliability("R-13")
+def test_compilers_that_are_all_stopped_are_not_taken_for_a_busy_machine(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker = GrammarChecker(tokenizer, seconds=60.0)
+    start = grammar_check._Compiler.__init__
+
+    def stopped(self: grammar_check._Compiler, *given: Any) -> None:
+        start(self, *given)
+        self.process.send_signal(signal.SIGSTOP)
+
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_check._Compiler, "__init__", stopped)
+        with pytest.raises(TryAgain, match="was stopped by a signal; try again later"):
+            checker.check(StructuredOutputs(regex="b"))
+    checker.check(StructuredOutputs(regex="b"))
+    checker.close()
+
+
 def test_a_compiler_that_dies_costs_one_try(tokenizer: Tokenizer) -> None:
     checker = GrammarChecker(tokenizer)
     checker.check(StructuredOutputs(regex="a"))

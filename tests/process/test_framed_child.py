@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from ridgeline.errors import TryAgain
 from ridgeline.process import framed_child
-from ridgeline.process.framed_child import FramedChild, Stopped
+from ridgeline.process.framed_child import FramedChild, Stopped, ask_another_if_stopped
 
 
 @pytest.fixture
@@ -53,6 +54,26 @@ def test_a_child_that_was_stopped_is_ended_long_before_its_deadline(
     with pytest.raises(Stopped):
         child.ask(question("a" * size), 60)
     assert child.process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.reliability("R-13")
+@pytest.mark.parametrize("num_stopped", [0, 1, 2])
+def test_another_child_is_asked_once_if_one_was_stopped(num_stopped: int) -> None:
+    asked: list[str] = []
+
+    def ask() -> bytes:
+        asked.append("once")
+        if len(asked) <= num_stopped:
+            raise Stopped
+        return b"answer"
+
+    if num_stopped == 2:
+        with pytest.raises(TryAgain, match=r"^the process that does this was stopped by a signal; try again later$") as caught:
+            ask_another_if_stopped(ask, "does this")
+        assert caught.value.retry_after
+    else:
+        assert ask_another_if_stopped(ask, "does this") == b"answer"
+    assert len(asked) == min(num_stopped + 1, 2)
 
 
 def test_a_busy_child_is_not_taken_for_a_stopped_one(child: FramedChild, monkeypatch: pytest.MonkeyPatch) -> None:

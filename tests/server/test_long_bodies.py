@@ -22,6 +22,7 @@ from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.client.request_context import LOCAL
 from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, TryAgain
 from ridgeline.process import framed_child
+from ridgeline.process.framed_child import FramedChild
 from ridgeline.server import long_bodies
 from ridgeline.server.api import prepare
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore
@@ -183,6 +184,28 @@ def test_another_process_reads_the_body_of_one_that_was_stopped(
     os.kill(old.process.pid, signal.SIGSTOP)
     assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
     assert child_of(server) is not old and old.process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.reliability("R-13")
+def test_processes_that_are_all_stopped_are_the_servers_failure(
+    server: ScriptedServer, all_long: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.01)
+    start, ask = LongBodies._started, {"messages": TURN}
+
+    def stopped(self: LongBodies) -> FramedChild:
+        child = start(self)
+        child.process.send_signal(signal.SIGSTOP)
+        return child
+
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
+    child_of(server).process.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(LongBodies, "_started", stopped)
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120)
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+    assert "was stopped by a signal; try again later" in answer.json()["error"]["message"]
+    assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
 
 
 def test_a_killed_process_is_the_servers_failure_and_is_replaced(

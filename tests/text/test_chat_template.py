@@ -22,6 +22,7 @@ from served_model import wait_until
 
 from ridgeline.errors import BadRequest, Overloaded, TryAgain, Unsupported
 from ridgeline.process import framed_child
+from ridgeline.process.framed_child import FramedChild
 from ridgeline.text import chat_template
 from ridgeline.text.chat_template import (
     LONG_INPUT_BYTES,
@@ -693,6 +694,38 @@ def test_a_renderer_that_stands_still_is_replaced(
         renderer.render("{{ x }}", {"x": "a" * size})
     monkeypatch.undo()
     assert renderer.render("{{ x }}", {"x": "a" * size}) == "a" * size
+
+
+@pytest.mark.reliability("R-13")
+@pytest.mark.parametrize("size", [1, 300_000])
+def test_another_renderer_answers_for_one_that_was_stopped(
+    renderer: TemplateProcess, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(chat_template, "_WAIT_SECONDS", 60.0)
+    old = pid_of(renderer)
+    os.kill(old, signal.SIGSTOP)
+    assert renderer.render("{{ x }}", {"x": "a" * size}) == "a" * size
+    assert pid_of(renderer) != old
+
+
+@pytest.mark.reliability("R-13")
+def test_renderers_that_are_all_stopped_are_not_the_clients_fault(
+    renderer: TemplateProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(chat_template, "_WAIT_SECONDS", 60.0)
+    ask = FramedChild.ask
+
+    def stopped(child: FramedChild, *given: Any, **options: Any) -> bytes:
+        child.process.send_signal(signal.SIGSTOP)
+        return ask(child, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FramedChild, "ask", stopped)
+        with pytest.raises(TryAgain, match="was stopped by a signal; try again later"):
+            renderer.render("x", {})
+    assert renderer.render("x", {}) == "x"
 
 
 @pytest.mark.reliability("R-13")

@@ -28,7 +28,7 @@ from ridgeline.errors import BadRequest, Overloaded, RequestError, TryAgain, one
 from ridgeline.grammar.frames import Answer, Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
-from ridgeline.process.framed_child import FramedChild
+from ridgeline.process.framed_child import FramedChild, Stopped, ask_another_if_stopped
 from ridgeline.process.log import get_logger
 from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.text.tokenizer import Tokenizer
@@ -177,20 +177,9 @@ class GrammarChecker:
 
     def _compile(self, asked: StructuredOutputs, seconds: float, try_seconds: float = 0.0) -> _Verdict | None:
         """None: it was only tried, and that was not enough."""
-        if self._compiler is None or not self._compiler.alive:
-            tokenizer = self._tokenizer
-            vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
-            self._compiler = _Compiler(self._backend, vocabulary)
-        compiler = self._compiler
         cpu_seconds = try_seconds or _CPU_PART * self._seconds
         question = msgspec.msgpack.encode(Question(asked, seconds, cpu_seconds))
-        try:
-            answer = msgspec.msgpack.decode(compiler.ask(question, seconds + _LATE_SECONDS), type=Answer)
-        except (TimeoutError, EOFError) as gone:
-            if self._compiler is not compiler:
-                raise RequestError("the front end is closing") from None
-            self._compiler = None
-            answer = Answer("busy" if isinstance(gone, TimeoutError) else "killed")
+        answer = ask_another_if_stopped(lambda: self._answer(question, seconds + _LATE_SECONDS), "compiles grammars")
         (self._try_allowance if try_seconds else self._allowance).spend(answer.spent)
         if try_seconds and answer.verdict in ("late", "busy"):
             return None
@@ -207,6 +196,23 @@ class GrammarChecker:
         # A machine's speed varies: after a while it is worth another try.
         refusal = f"structured_outputs.{asked.kind} {reason}; use a simpler grammar"
         return _Verdict(refusal, time.monotonic() + _RETRY_SECONDS)
+
+    def _answer(self, question: bytes, seconds: float) -> Answer:
+        """Of the process, which is started if there is none."""
+        if self._compiler is None or not self._compiler.alive:
+            tokenizer = self._tokenizer
+            vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+            self._compiler = _Compiler(self._backend, vocabulary)
+        compiler = self._compiler
+        try:
+            return msgspec.msgpack.decode(compiler.ask(question, seconds), type=Answer)
+        except (TimeoutError, EOFError) as gone:
+            if self._compiler is not compiler:
+                raise RequestError("the front end is closing") from None
+            self._compiler = None
+            if isinstance(gone, Stopped):
+                raise
+            return Answer("busy" if isinstance(gone, TimeoutError) else "killed")
 
     def close(self) -> None:
         """End the process; the next check starts it again."""

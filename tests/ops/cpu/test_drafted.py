@@ -111,6 +111,13 @@ def test_the_integers_of_a_batch_are_those_of_numpy(seed: int) -> None:
     equal(native_found, spread_reference(tables, rows, counts, decodes, total, guesses))
 
 
+@pytest.mark.parametrize("rows", [[], [MAX_ROWS], [0, 1]])
+def test_a_batch_without_tokens_is_that_of_numpy(rows: list[int]) -> None:
+    tables = row_tables(np.random.default_rng(0), 2)
+    given = np.array(rows, np.int64), np.zeros(len(rows), np.int64), len(rows), 0, None
+    equal(tables.spread(*given), spread_reference(tables, *given))
+
+
 def test_a_position_beyond_the_tables_is_refused() -> None:
     tables = RowTables(1, 16, MAX_ROWS, 32, torch.device("cpu"))
     tables.length[0] = 31
