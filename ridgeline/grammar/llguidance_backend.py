@@ -38,7 +38,7 @@ class LLGuidance:
     """Compiles for one vocabulary."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        self.tokenizer = _make_tokenizer(vocabulary)     # keeps Python's lock for up to a second and a half
+        self.tokenizer = _make_tokenizer(vocabulary)     # keeps Python's lock, for seconds with a large vocabulary
 
     def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
         """The first mask is computed here too: it can be the most expensive by far, and copies share what it has learnt."""

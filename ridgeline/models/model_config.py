@@ -95,7 +95,7 @@ class ModelConfig:
     ropes: tuple[Rope, ...]          # per layer
     late_qk_norm: bool = False       # norms of q and k behind the rotation
     wide_qk_norm: bool = False       # norms of q and of k over all heads together
-    norm: str = "rms"                # "rms", "layer", "layer+bias"
+    norm: str = "rms"                # "rms", "layer", "layer+bias", "bare layer" (without weights)
     pre_norms: bool = True
     parallel: bool = False           # attention and MLP read the same rows …
     own_mlp_norm: bool = False       # … normed by each on its own

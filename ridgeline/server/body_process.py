@@ -60,8 +60,6 @@ class NoEngine(AsyncLLM):
 
     def read_as(self, settings: Settings) -> None:
         self._processor = Processor.load(self.config.model, model_path(self.config))
-        if self._processor.tokenizer is not None:
-            self._longest_piece = max(map(len, self._processor.tokenizer.token_pieces()), default=0)
         self.ready, self.hidden_size = settings.ready, settings.hidden_size
 
     async def start(self, on_loading: Any = None) -> None:

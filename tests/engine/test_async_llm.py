@@ -533,6 +533,19 @@ def test_the_tokenizer_is_loaded_once_and_without_an_engine(model: Path) -> None
     asyncio.run(scene())
 
 
+def test_callers_that_load_the_tokenizer_together_load_it_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is sent one vocabulary."""
+    greeted: list[bytes] = []
+    monkeypatch.setattr(Supervisor, "greet", lambda self, frame: greeted.append(frame))
+
+    async def scene() -> None:
+        llm = AsyncLLM(model, grammars_at_start=True, **OPTIONS)
+        await asyncio.gather(*(llm.load_tokenizer() for _ in range(3)))
+
+    asyncio.run(scene())
+    assert len(greeted) == 1
+
+
 @pytest.mark.reliability("B-18")
 def test_the_engine_dies_and_every_request_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -503,7 +503,7 @@ class HandingLink:
 def test_an_engine_that_is_ready_has_prepared_the_vocabulary(
     model: Path, at_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library keeps Python's lock for up to seconds: running requests would get no token while the first grammar waits."""
+    """The library keeps Python's lock for seconds: running requests would get no token while the first grammar waits."""
     made = made_backends(monkeypatch)
     tokenizer = Tokenizer.load(model)
     link = HandingLink([Vocabulary(tokenizer.token_pieces(), sorted(tokenizer.special_ids))])
@@ -539,6 +539,44 @@ def test_an_engine_that_cannot_load_waits_for_no_vocabulary(model: Path, monkeyp
     with pytest.raises(ConfigError, match="no memory"):
         load({"model": str(model), **OPTIONS}, HandingLink([]))              # type: ignore[arg-type]
     assert ended.wait(60)
+
+
+def test_a_vocabulary_that_comes_twice_is_taken_once(model: Path) -> None:
+    tokenizer = Tokenizer.load(model)
+    vocabulary = Vocabulary(tokenizer.token_pieces(), sorted(tokenizer.special_ids))
+    link = HandingLink([vocabulary, vocabulary])
+    core = load({"model": str(model), **OPTIONS}, link)                      # type: ignore[arg-type]
+    assert [type(message) for message in link.told if not isinstance(message, Loading)] == [Ready]
+    core.close()
+
+
+def test_an_engine_that_starts_with_other_sizes_prepares_the_vocabulary_once(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, ended = made_backends(monkeypatch), threading.Semaphore(0)
+    of_process, make_executor = grammars.Grammars._load, core_module.make_executor
+    tries: list[str] = []
+
+    def watched(self: grammars.Grammars) -> Any:
+        try:
+            return of_process(self)
+        finally:
+            ended.release()
+
+    def fail_at_first(*given: Any) -> Any:
+        tries.append("once")
+        if len(tries) == 1:
+            raise ConfigError("no memory")
+        return make_executor(*given)
+
+    monkeypatch.setattr(grammars.Grammars, "_load", watched)
+    monkeypatch.setattr(core_module, "make_executor", fail_at_first)
+    tokenizer = Tokenizer.load(model)
+    link = HandingLink([Vocabulary(tokenizer.token_pieces(), sorted(tokenizer.special_ids))])
+    core = load({"model": str(model), **OPTIONS}, link, {"num_gpu_blocks_override": 1600})       # type: ignore[arg-type]
+    assert ended.acquire(timeout=60) and ended.acquire(timeout=60)           # the thread of the first try, too
+    assert len(tries) == 2 and made == ["once"]
+    core.close()
 
 
 @pytest.mark.parametrize("at_start", [True, False])

@@ -82,8 +82,8 @@ class AsyncLLM:
         self._open = OpenRequests(self.load, self.metrics, self._engine.send)
         self._commands = EngineCommands(self._engine)
         self._processor: Processor | None = None           # None: not loaded yet
-        self._longest_piece = 0                          # bytes of the vocabulary's longest token
         self._starting = asyncio.Lock()
+        self._loading_tokenizer = asyncio.Lock()         # another lock: start() holds its own while the tokenizer is loaded
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -111,20 +111,20 @@ class AsyncLLM:
     async def load_tokenizer(self) -> None:
         """Load the tokenizer and chat template; start() does it too, while the engine loads weights. Called before start(), a
         mistake in them is found before an engine is started."""
-        if self._processor is not None:
-            return
-        processor = await asyncio.to_thread(
-            Processor.load, self.config.model, model_path(self.config), self.config.execution.speculative_config
-        )
-        if processor.tokenizer is not None:
-            if self.config.model.prepares_grammars:
-                frame = await asyncio.to_thread(_vocabulary_frame, processor.tokenizer)
-                for engine in self.engines:
-                    engine._engine.greet(frame)
-            self._longest_piece = max(map(len, processor.tokenizer.token_pieces()), default=0)
-            if processor.tokenizer.chat_template is not None:
-                await asyncio.to_thread(start_renderer)
-        self._processor = processor
+        async with self._loading_tokenizer:
+            if self._processor is not None:
+                return
+            processor = await asyncio.to_thread(
+                Processor.load, self.config.model, model_path(self.config), self.config.execution.speculative_config
+            )
+            if processor.tokenizer is not None:
+                if self.config.model.prepares_grammars:
+                    frame = await asyncio.to_thread(_vocabulary_frame, processor.tokenizer)
+                    for engine in self.engines:
+                        engine._engine.greet(frame)
+                if processor.tokenizer.chat_template is not None:
+                    await asyncio.to_thread(start_renderer)
+            self._processor = processor
 
     @property
     def engines(self) -> Sequence[AsyncLLM]:
@@ -348,7 +348,7 @@ class AsyncLLM:
     @property
     def _limits(self) -> PromptLimits:
         assert self.ready is not None
-        return PromptLimits(self.ready.max_model_len, self._longest_piece)
+        return PromptLimits(self.ready.max_model_len, self._processor.longest_piece if self._processor is not None else 0)
 
     def _require_room(self, tokens: int, caller: Caller) -> None:
         """Overloaded if the queue has no room for `tokens` more, or the first token would come after the caller's deadline."""

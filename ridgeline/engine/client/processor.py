@@ -65,6 +65,8 @@ class Processor:
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.grammars = GrammarChecker(tokenizer, backend) if tokenizer is not None else None
+        pieces = tokenizer.token_pieces() if tokenizer is not None else []
+        self.longest_piece = max(map(len, pieces), default=0)            # bytes of the vocabulary's longest token
         self.predicts = False                            # does the engine use predictions? Else they are not tokenised
         self._numbers = itertools.count()
 

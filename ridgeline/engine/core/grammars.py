@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from ridgeline.errors import RidgelineError, one_line
+from ridgeline.errors import EngineDead, RidgelineError, one_line
 from ridgeline.grammar.background import thread_steps_back
 from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_backend
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
@@ -95,6 +95,7 @@ class Grammars:
         self._lock = threading.Lock()                    # on _waiting
         self._arrived: list[Request] = []                # those of them that have not been submitted to the thread
         self._masks: Masks | None = None
+        self._is_closed = False
 
     @property
     def num_pending(self) -> int:
@@ -123,8 +124,8 @@ class Grammars:
         self._arrived.clear()
 
     def load_early(self) -> None:
-        """Begin to prepare the vocabulary before the first request. The libraries keep Python's lock meanwhile, up to seconds for
-        a large one, and no running request would get a token in that time. An error is left to the request that needs a
+        """Begin to prepare the vocabulary before the first request. The libraries keep Python's lock meanwhile, seconds with
+        a large vocabulary, and no running request would get a token in that time. An error is left to the request that needs a
         grammar."""
         self._started_thread().submit(self._load)
 
@@ -141,6 +142,8 @@ class Grammars:
         """In the thread."""
         if self._vocabulary is None or self._backend is None:
             self._vocabulary = self._load_vocabulary()
+            if self._is_closed:                          # it may have waited; an engine that starts again has other grammars
+                raise EngineDead("the engine that wanted grammars was closed")
             self._backend = make_backend(self._name, self._vocabulary)
             thread_steps_back()                          # not before: on a busy machine loading would take ten times as long
         return self._backend
@@ -200,6 +203,7 @@ class Grammars:
         return self._masks
 
     def close(self) -> None:
+        self._is_closed = True
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         if self._masks is not None:

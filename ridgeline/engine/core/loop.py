@@ -206,7 +206,7 @@ class _Handed:
         """Whether it has come."""
         if not self._vocabulary.done():
             for message in self._link.receive(wait):     # nothing else comes before Ready is sent
-                if isinstance(message, Vocabulary):
+                if isinstance(message, Vocabulary) and not self._vocabulary.done():      # the first counts
                     self._vocabulary.set_result(message)
         return self._vocabulary.done()
 
