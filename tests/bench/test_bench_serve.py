@@ -385,9 +385,8 @@ def test_a_sweep_a_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixtur
         dollars = 3.6 / 3600 * found["duration_s"]["median"] / 48 * 1e6
         assert found["cost"]["usd_per_m_output_tokens"]["median"] == pytest.approx(dollars)
         assert len(point["detailed"]["sent_s"]) == 12 and len(point["detailed"]["itls_ms"][0]) == 3
-    # Which rate that is, depends on what else the machine does.
-    goodput = {point["setting"]["request_rate"]: point["figures"]["request_goodput"]["median"] for point in points}
-    assert goodput[made["figures"]["best_goodput"]["setting"]["request_rate"]] == max(goodput.values())
+    best = max(points, key=lambda point: point["figures"]["request_goodput"]["median"])     # which one is the machine's affair
+    assert made["figures"]["best_goodput"]["setting"] == best["setting"]
     assert made["quality"].startswith("unknown") and made["peak_memory"]["client"]["process_bytes"] > 0
     assert made["peak_memory"]["server_bytes"] > 0                      # this process: the server is a thread of it
     text = page.read_text()
