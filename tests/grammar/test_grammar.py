@@ -638,28 +638,6 @@ def test_forced_text_is_spelled_as_the_usual_tokenizers_do(cut: str, tmp_path: P
         assert [*spell(text)] == tokenizer.encode(text, False), text
 
 
-@pytest.mark.parametrize("pieces", [[bytes([byte]) for byte in range(256)], [b"ab", b"c"]], ids=["BPE", "no BPE"])
-def test_a_vocabulary_is_read_in_two_calls(pieces: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library keeps Python's lock during each: one call for both parts would stop all streams for twice as long."""
-    calls: list[tuple[str, int]] = []
-
-    class Recorded:
-        def __init__(self, *_: Any, slices: list[str], **__: Any) -> None:
-            calls.append(("read", len(slices)))
-
-        @classmethod
-        def from_tiktoken(cls, slices: list[str], **_: Any) -> Recorded:
-            return cls(slices=slices)
-
-        def with_slices(self, slices: list[str]) -> Recorded:
-            calls.append(("slices", len(slices)))
-            return self
-
-    monkeypatch.setattr(llguidance, "LLTokenizer", Recorded)
-    LLGuidance(GrammarVocabulary([*pieces, b"</s>"], [len(pieces)], [len(pieces)]))
-    assert calls == [("read", 0), ("slices", len(llguidance_backend._SLICES))]
-
-
 @pytest.mark.real_model
 def test_forced_text_is_spelled_as_the_embedded_model_does(embedded_model: Path) -> None:
     """But for blanks before a digit: it cuts between all digits before anything else."""
