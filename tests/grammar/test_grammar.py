@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import llguidance
 import msgspec
 import numpy as np
 import psutil
@@ -34,7 +33,7 @@ from ridgeline.engine.client import grammar_check
 from ridgeline.engine.client.grammar_check import GrammarChecker, vocabulary_of
 from ridgeline.engine.ipc import TO_ENGINE, Add
 from ridgeline.errors import BadRequest, Overloaded, TryAgain
-from ridgeline.grammar import background, compile_worker, llguidance_backend
+from ridgeline.grammar import background, compile_worker
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
