@@ -7,9 +7,9 @@ pipe or dies.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
-import pickle
 import select
 import struct
 import subprocess
@@ -44,9 +44,10 @@ class CompileChild:
     def compile(self, source: Any, target: Any, options: Any, key: str) -> str:
         """What Triton's `compile` gets, and the key of its library. Empty when the kernel is in the cache; otherwise why not."""
         try:
-            job = pickle.dumps((
+            job = _spelled((
                 source.fn.__module__, source.fn.__name__, type(source).__module__, type(source).__name__, dict(source.signature),
-                dict(source.constants), dict(source.attrs), target, dict(options.__dict__), key,
+                dict(source.constants), dict(source.attrs), (target.backend, target.arch, target.warp_size),
+                dict(options.__dict__), key,
             ))
             wanted = self._process.stdin
             assert wanted is not None
@@ -93,13 +94,22 @@ def _exactly(pipe: Any, count: int) -> bytes | None:
     return found
 
 
+def _spelled(job: tuple[Any, ...]) -> bytes:
+    """As Python's literals. ValueError: something of it is none."""
+    text = repr(job)
+    if ast.literal_eval(text) != job:
+        raise ValueError("a variant of a kernel has a constant that is no literal")
+    return text.encode()
+
+
 def _compiled(job: bytes) -> str:
-    module, name, source_module, source_name, signature, constants, attributes, target, options, key = pickle.loads(job)
+    found = ast.literal_eval(job.decode())
+    module, name, source_module, source_name, signature, constants, attributes, target, options, key = found
     triton = importlib.import_module("triton")
     triton.runtime.cache.triton_key = lambda: key        # hashing Triton's library takes a second
     kernel = getattr(importlib.import_module(module), name)
     source = getattr(importlib.import_module(source_module), source_name)(kernel, signature, constants, attributes)
-    triton.compile(source, target=target, options=options)
+    triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
     return ""
 
 

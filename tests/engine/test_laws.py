@@ -376,7 +376,7 @@ def test_reference_kernels(models: dict[str, Path], reference: dict[str, Any]) -
 def test_steps_of_decodes_alone_take_one_op(
     name: str, models: dict[str, Path], reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the projection on; steps of few rows, steps with prompts, and deterministic ones take two."""
+    """From the projection on; steps of two or three rows, steps with prompts, and deterministic ones take two."""
     pack, attend, calls = DeviceRows.pack, attention.decode_attention, 0
 
     def packed(self: DeviceRows, *args: Any) -> Any:
@@ -389,7 +389,7 @@ def test_steps_of_decodes_alone_take_one_op(
     def counted(qkv: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        assert len(qkv) in (4, 6)
+        assert len(qkv) in (1, 4, 6)
         return attend(qkv, *args, **options)
 
     monkeypatch.setattr(DeviceRows, "pack", packed)

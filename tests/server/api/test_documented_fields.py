@@ -102,7 +102,8 @@ def test_every_path_is_documented() -> None:
 def test_every_option_of_the_server_that_the_page_names_exists() -> None:
     named = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)", PAGE)}
     known = {each.name for each, _, _ in (*declared_options(ServerOptions), *declared_options())}
-    assert named <= known, named - known
+    unknown = {name for name in named if name not in known and name.removeprefix("no_") not in known}
+    assert not unknown, unknown
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, anthropic.MessagesRequest, responses_answer.ResponsesRequest])
