@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 # Names of matrix rates in measurements, where data sheets have others.
 SHEET_NAMES = {"float8_e4m3fn": "fp8"}
+# By --quantization, where products of layers have another dtype than the engine: as measurements name it.
+_MATRIX_DTYPES = {"fp8": "float8_e4m3fn", "fp8-block": "float8_e4m3fn", "int8": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,6 @@ class NarrowFormat:
     option: str
     element_bytes: float             # scales included
     native: str                      # rate that the device must have; empty: any device of these kinds
-    matrix_dtype: str = ""           # that matrix products are computed in, as measurements name it; empty: as without it
     kinds: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")    # of the engine, beside which it works
 
@@ -26,9 +27,14 @@ class NarrowFormat:
     def flag(self) -> str:
         return f"--{self.option.replace('_', '-')} {self.name}"
 
+    @property
+    def matrix_dtype(self) -> str:
+        """That matrix products are computed in; empty: as without it."""
+        return _MATRIX_DTYPES.get(self.name, "") if self.option == "quantization" else ""
+
 
 WEIGHT_FORMATS = (
-    NarrowFormat("fp8", "quantization", 1.0, "fp8", "float8_e4m3fn", dtypes=("bfloat16",)),
+    NarrowFormat("fp8", "quantization", 1.0, "fp8", dtypes=("bfloat16",)),
 )
 # Devices that one engine divides a model among, by kind: 8 GPUs of a machine, on 8 machines. Their tokens are those of one device
 # (tests/models/test_mesh.py, tests/runner/test_gpu_ranks.py); their speed is not measured, and `plan` says so.
@@ -60,10 +66,6 @@ def distinct(formats: Iterable[NarrowFormat]) -> list[NarrowFormat]:
 def packed_width(bits: float) -> str:
     """The width that a CPU's products with packed weights are measured at, by the bits of a weight; empty: they are numbers."""
     return "int4" if bits < 6.5 else "int8" if bits < 12 else ""
-
-
-# By --quantization, where products of layers have another dtype than the engine: as measurements name it.
-_MATRIX_DTYPES = {"fp8": "float8_e4m3fn", "fp8-block": "float8_e4m3fn", "int8": "int8"}
 
 
 def matrix_dtype(quantization: str, kind: str, dtype: str) -> str:
