@@ -11,11 +11,11 @@ import ast
 import importlib
 import os
 import select
-import struct
 import subprocess
 from typing import Any
 
 from ridgeline.process.children import child_environment, start_child
+from ridgeline.process.framed_child import read_frame, write_frame
 
 _READY = b"\0ready to compile\n"      # no text that a library prints while it is imported
 
@@ -35,7 +35,7 @@ class CompileChild:
             said = self._answers()
             look = select.poll()                         # files may have larger numbers than `select` knows
             look.register(said, select.POLLIN)
-            self._is_ready = bool(look.poll(0)) and _exactly(said, len(_READY)) == _READY
+            self._is_ready = bool(look.poll(0)) and said.read(len(_READY)) == _READY         # a pipe keeps such a write whole
         return self._is_ready
 
     def ended(self) -> bool:
@@ -51,8 +51,8 @@ class CompileChild:
             ))
             wanted = self._process.stdin
             assert wanted is not None
-            _write(wanted, job)
-            answer = _read(self._answers())
+            write_frame(wanted, job)
+            answer = read_frame(self._answers())
         except Exception as error:                       # a constant that cannot be sent, a process that died
             return f"{type(error).__name__}: {error}"
         return "the process has ended" if answer is None else answer.decode()
@@ -70,28 +70,6 @@ class CompileChild:
     def _answers(self) -> Any:
         assert self._process.stdout is not None
         return self._process.stdout
-
-
-def _write(pipe: Any, message: bytes) -> None:
-    left = memoryview(struct.pack("<Q", len(message)) + message)
-    while left:
-        left = left[pipe.write(left):]
-
-
-def _read(pipe: Any) -> bytes | None:
-    """None: the other side has closed the pipe."""
-    head = _exactly(pipe, 8)
-    return None if head is None else _exactly(pipe, struct.unpack("<Q", head)[0])
-
-
-def _exactly(pipe: Any, count: int) -> bytes | None:
-    found = b""
-    while len(found) < count:
-        more = pipe.read(count - len(found))
-        if not more:
-            return None
-        found += more
-    return found
 
 
 def _spelled(job: tuple[Any, ...]) -> bytes:
@@ -121,12 +99,12 @@ def main() -> None:
     # Kernels are defined where torch sees a GPU. This process has none, and needs none.
     torch.cuda.is_available = lambda: True
     answers.write(_READY)
-    while (job := _read(wanted)) is not None:
+    while (job := read_frame(wanted)) is not None:
         try:
             answer = _compiled(job)
         except BaseException as error:
             answer = f"{type(error).__name__}: {error}"
-        _write(answers, answer.encode())
+        write_frame(answers, answer.encode())
 
 
 if __name__ == "__main__":
