@@ -23,7 +23,8 @@ from typing import Any
 
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.record import add_output, finish, percentiles, record
-from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
+from ridgeline.bench.lab.sweep import parse_options
+from ridgeline.bench.workload.bench_engine import Engine, quality_of
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.engine.core.core import EngineCore, grammar_vocabulary, make_grammars
 from ridgeline.engine.core.grammars import COPIES_PER_THREAD, Compiled

@@ -30,7 +30,8 @@ import torch
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.device_peaks import device_kind, machine_peaks
 from ridgeline.bench.lab.record import add_output, finish, percentiles, record
-from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
+from ridgeline.bench.lab.sweep import parse_options
+from ridgeline.bench.workload.bench_engine import Engine, quality_of
 from ridgeline.bench.workload.floors import step_floor
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.errors import ConfigError

@@ -23,12 +23,12 @@ from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.lab.device_peaks import machine_peaks, read_bandwidth
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import record, write
-from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
+from ridgeline.bench.lab.sweep import check_runs, cross, figure, parse_options, settings
 from ridgeline.bench.peers import first_tokens
 from ridgeline.bench.peers.peer_llama_cpp import LlamaCppPeer
 from ridgeline.bench.peers.peer_transformers import TransformersPeer
 from ridgeline.bench.workload import presets
-from ridgeline.bench.workload.bench_engine import Engine, parse_options, quality_of
+from ridgeline.bench.workload.bench_engine import Engine, quality_of
 from ridgeline.bench.workload.workloads import BESIDE_LLAMA_CPP, PRESETS, Workload
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig

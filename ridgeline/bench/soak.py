@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.lab.record import add_output, finish, record
+from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.bench.load.leaks import FAIL, Quiet, Slope, judge, quantile, slope
 from ridgeline.bench.load.target import UNKNOWN_QUALITY, quality_of_techniques
 from ridgeline.bench.load.traffic import Timed, Traffic
-from ridgeline.bench.workload.bench_engine import parse_options
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import start_child
 

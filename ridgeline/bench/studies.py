@@ -19,7 +19,7 @@ import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.record import add_output, finish, percentiles, record
-from ridgeline.bench.workload.bench_engine import parse_options
+from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.bench.workload.cascade import cascade
 from ridgeline.bench.workload.long_prompt import SIZES, Sizes, long_prompt
 from ridgeline.bench.workload.shapes import SHAPES, write_shape

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.lab.record import record, write
+from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.cli.config_options import add_engine_options, add_model, engine_config
 from ridgeline.cli.terminal import require_model
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.eval_report import table
 from ridgeline.evaluate.quality_gate import GATES, judge, parse_gate, require_gate
 from ridgeline.evaluate.slices import SLICES
-from ridgeline.evaluate.task import Task, check_save_path
+from ridgeline.evaluate.task import Task, check_inputs, check_save_path
 from ridgeline.evaluate.texts import DEFAULT_TEXT
 from ridgeline.process import embedded
 from ridgeline.report.columns import fitted
@@ -65,13 +66,15 @@ def run(args: argparse.Namespace) -> int:
     if args.reference_set and not args.reference:
         raise ConfigError("--reference-set belongs to a --reference")
     require_model(config)
+    own = parse_options(args.reference_set)
+    check_inputs(config.flat(), task, args.reference, own)
     # These import torch: errors in the command line are reported before.
     evaluation, engine, device_log = (
         importlib.import_module(f"ridgeline.{name}")
         for name in ("evaluate.evaluation", "bench.workload.bench_engine", "bench.lab.device_log")
     )
     result: dict[str, Any] = evaluation.evaluate(
-        config.flat(), task, args.reference, engine.parse_options(args.reference_set), args.save_reference, show=not args.json
+        config.flat(), task, args.reference, own, args.save_reference, show=not args.json
     )
     if limits:
         result["gate"] = judge(result, limits)

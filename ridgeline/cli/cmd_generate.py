@@ -8,26 +8,29 @@ in OUTPUT is not asked again.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from ridgeline.cli.config_options import add_engine_options, engine_config
 from ridgeline.cli.sampling_options import add_sampling_options, sampling_given
 from ridgeline.cli.terminal import require_model
+from ridgeline.early_check import checked_model
 from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
 from ridgeline.engine.client.processor import Processor, Prompt, RequestState
-from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.messages import TokenDelta
-from ridgeline.models.model_config import load_model_config
 from ridgeline.process.progress import Tick, progress_bar
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ridgeline.engine.core.core import EngineCore
 
 DEFAULTS = {"max_tokens": 256}
 RECORD_START = b'{"id":'             # of every line this command writes
@@ -55,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     given = sampling_given(args)
     SamplingParams(**given)                              # a wrong value fails before anything is loaded
     require_model(config)
+    checked_model(config)
     try:
         total = count_lines(args.input)
         done = finished_ids(args.output)
@@ -62,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None
     with source, target:
-        path = model_path(config)
-        load_model_config(path)                          # a wrong model fails with its own error, not the tokenizer's
         # A wrong tokenizer or template fails before the weights load.
-        processor = Processor.load(config.model, path, config.execution.speculative_config)
+        processor = Processor.load(config.model, model_path(config), config.execution.speculative_config)
+        # This imports torch: what can be wrong with the command line or its files has been told before.
+        engine: type[EngineCore] = importlib.import_module("ridgeline.engine.core.core").EngineCore
         with progress_bar("loading", in_bytes=True) as tick:
-            core = EngineCore.start(config, tick)
+            core = engine.start(config, tick)
         defaults = {**DEFAULTS, **processor.sampling_defaults, **given}
         batch = Batch(core, processor, defaults, target, done)
         try:

@@ -15,13 +15,11 @@ from typing import Any
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate import choices, divergence, needle, perplexity
-from ridgeline.evaluate.reference import ReferenceFile, file_bytes, is_reference_file, write_reference
+from ridgeline.evaluate.reference import ReferenceFile, file_bytes, write_reference
 from ridgeline.evaluate.scoring import Scorer, Scores
-from ridgeline.evaluate.slices import SLICES
 from ridgeline.evaluate.speed import ANSWER, measure_speed
-from ridgeline.evaluate.task import Task
-from ridgeline.evaluate.texts import DEFAULT_TEXT, Passage, default_text, fingerprint, passages, read_text
-from ridgeline.process import embedded
+from ridgeline.evaluate.task import Task, is_reference_file, reference_options, slice_texts
+from ridgeline.evaluate.texts import DEFAULT_TEXT, Passage, fingerprint, passages, read_questions
 from ridgeline.process.progress import progress_bar
 from ridgeline.quant.format import Activation
 from ridgeline.resolve import model_path
@@ -40,7 +38,7 @@ def evaluate(
     texts = slice_texts(task)
     asked = _passages(texts, tokenizer, task)
     hidden = needle.trials(tokenizer, texts[DEFAULT_TEXT], task.needle, task.seed) if task.needle else []
-    questions = choices.read_questions(task.choices) if task.choices else []
+    questions = read_questions(task.choices) if task.choices else []
     longest = max(len(passage.tokens) for passage in asked) + ANSWER * task.speed
     most = max(
         longest, needle.longest(hidden, tokenizer) if hidden else 0,
@@ -97,16 +95,6 @@ def _passages(texts: dict[str, str], tokenizer: Tokenizer, task: Task) -> list[P
     ]
 
 
-def slice_texts(task: Task) -> dict[str, str]:
-    """By slice; the default text, or the user's, is the first."""
-    unknown = [name for name in task.slices if name not in SLICES]
-    if unknown:
-        raise ConfigError(f"there is no slice {unknown[0]!r}; there are {', '.join(SLICES)}")
-    texts = {DEFAULT_TEXT: read_text(task.text) if task.text else default_text()}
-    texts |= {name: SLICES[name](task.seed) for name in task.slices}
-    return texts | {name: read_text(path) for name, path in task.slice_files.items()}
-
-
 def _of_slice(asked: Sequence[Passage], values: Sequence[Any], name: str) -> tuple[list[Passage], list[Any]]:
     chosen = [place for place, passage in enumerate(asked) if passage.slice == name]
     return [asked[place] for place in chosen], [values[place] for place in chosen]
@@ -139,10 +127,6 @@ def _scorer(options: dict[str, Any], longest: int, show: bool) -> Iterator[Score
         scorer.close()
 
 
-# Options that the reference takes over from the model under test: none that may change its answers.
-_SHARED = ("device", "tokenizer", "seed", "load_format")
-
-
 @contextmanager
 def _reference(
     given: str, own: dict[str, Any], options: dict[str, Any], longest: int, show: bool
@@ -153,8 +137,7 @@ def _reference(
         file = ReferenceFile(given)
         yield file, file.name
         return
-    taken = {name: options[name] for name in _SHARED if name in options}
-    with _scorer(taken | own | {"model": "" if given == embedded.SHORT_NAME else given}, longest, show) as scorer:
+    with _scorer(reference_options(given, own, options), longest, show) as scorer:
         yield scorer, scorer.path.name if not own else f"{scorer.path.name} ({_as_words(own)})"
 
 

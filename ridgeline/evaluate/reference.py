@@ -20,17 +20,9 @@ from torch import Tensor
 
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.scoring import LOGITS_ROWS, Scores, Take, Tick
+from ridgeline.evaluate.task import REFERENCE_MAGIC
 
-_MAGIC = b"RIDGELINE-LOGITS 1\n"
 _ALIGNMENT = 4096
-
-
-def is_reference_file(path: str | Path) -> bool:
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
 
 
 def file_bytes(sequences: Sequence[Sequence[int]], vocab_size: int) -> int:
@@ -42,7 +34,7 @@ def write_reference(
     path: str | Path, scores: Scores, sequences: Sequence[Sequence[int]], name: str, tick: Tick | None = None
 ) -> None:
     header = {"model": name, "vocab_size": scores.vocab_size, "sequences": [list(each) for each in sequences]}
-    head = _MAGIC + json.dumps(header).encode() + b"\n"
+    head = REFERENCE_MAGIC + json.dumps(header).encode() + b"\n"
     head += b"\0" * (-len(head) % _ALIGNMENT)
     begins = np.cumsum([0, *(len(each) - 1 for each in sequences)])
     partial = Path(f"{path}.partial")                    # renamed when complete: a file of the final name is never partial
@@ -72,7 +64,7 @@ class ReferenceFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         with self.path.open("rb") as file:
-            if file.readline() != _MAGIC:
+            if file.readline() != REFERENCE_MAGIC:
                 raise ConfigError(f"{path} is not a reference that `ridgeline eval --save-reference` wrote")
             header: dict[str, Any] = json.loads(file.readline())
             offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT

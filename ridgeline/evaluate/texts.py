@@ -7,6 +7,7 @@ programming language, on every machine. It differs a little between versions of 
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,43 @@ def read_text(path: str | Path) -> str:
     if not text.strip():
         raise ConfigError(f"{path} holds no text")
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    text: str
+    choices: tuple[str, ...]
+    answer: int                      # index of the right one
+
+
+def read_questions(path: str | Path) -> list[Question]:
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    questions = [_question(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise ConfigError(f"{path} holds no questions")
+    return questions
+
+
+def _question(where: str, line: str) -> Question:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"{where} is not JSON") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where} is not a JSON object")
+    text, choices, answer = (record.get(name) for name in ("question", "choices", "answer"))
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"{where}: question must be a text")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(each, str) and each for each in choices):
+        raise ConfigError(f"{where}: choices must be a list of two texts or more")
+    if isinstance(answer, str) and choices.count(answer) == 1:
+        answer = choices.index(answer)
+    if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
+        raise ConfigError(f"{where}: answer must be one of the choices, or an index from 0 to {len(choices) - 1}")
+    return Question(text, tuple(choices), answer)
 
 
 def fingerprint(text: str) -> str:

@@ -23,8 +23,8 @@ import torch
 from ridgeline.bench.lab.record import commit
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate import needle
-from ridgeline.evaluate.evaluation import evaluate, slice_texts
-from ridgeline.evaluate.task import Task
+from ridgeline.evaluate.evaluation import evaluate
+from ridgeline.evaluate.task import Task, slice_texts
 from ridgeline.evaluate.texts import DEFAULT_TEXT, fingerprint
 from ridgeline.process import embedded, platform
 from ridgeline.quant import quality_card

@@ -13,7 +13,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.draft_checkpoint import DraftCheckpoint
 from ridgeline.draft_options import draft_options
-from ridgeline.errors import ConfigError
+from ridgeline.early_check import cpu_facts, no_gpu
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.weights import Progress, load_weights
@@ -61,10 +61,9 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
-        unusable = platform.cpu_unusable_dtypes()
-        return DeviceFacts("cpu", platform.available_memory(), platform.cpu_fast_dtypes(), unusable=unusable)
+        return cpu_facts()
     if not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no GPU here; use device=cpu")
+        raise no_gpu()
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
     far = config.parallel.distributed_executor_backend == "ray"                  # which gives every rank a GPU of its own

@@ -31,7 +31,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ridgeline.errors import BadRequest, Overloaded, RequestError, TryAgain, Unsupported
+from ridgeline.errors import BadRequest, ConfigError, Overloaded, RequestError, TryAgain, Unsupported
 from ridgeline.process.framed_child import FramedChild, Stopped, ask_another_if_stopped, read_frame, write_frame
 from ridgeline.text.template_dialects import adapt_calls, parts_of, probes, shows_parts, with_parts
 
@@ -406,6 +406,16 @@ def template_environment() -> ImmutableSandboxedEnvironment:
         raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_PlainNamespace, dict=_PlainDict()
     )
     return environment
+
+
+def check_template(source: str) -> None:
+    """ConfigError for a text that is no template. What it does with messages is known when it has some."""
+    try:
+        template_environment().parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template is not valid (line {error.lineno}): {error}") from None
+    except RecursionError:
+        raise ConfigError("chat_template is nested too deeply") from None
 
 
 @lru_cache(maxsize=8)

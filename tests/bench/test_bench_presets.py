@@ -20,8 +20,9 @@ from ridgeline.__main__ import main
 from ridgeline.bench import idle, offline, ops, startup, studies
 from ridgeline.bench.gguf_shapes import ALIGNMENT, MIXES, TYPES
 from ridgeline.bench.lab import device_log, nvidia_smi
+from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.bench.workload import floors, presets, quality, shapes, workloads
-from ridgeline.bench.workload.bench_engine import Engine, parse_options
+from ridgeline.bench.workload.bench_engine import Engine
 from ridgeline.bench.workload.floors import preset_floor, step_floor, workload_floor
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.bench.workload.workloads import GPU_PRESETS, Lengths, Preset

@@ -19,14 +19,14 @@ from ridgeline.bench.workload.bench_engine import quality_of
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.errors import ConfigError
-from ridgeline.evaluate import choices, divergence, needle, perplexity, rounded_inputs
+from ridgeline.evaluate import choices, divergence, needle, perplexity, rounded_inputs, texts
 from ridgeline.evaluate.eval_report import _slices
-from ridgeline.evaluate.evaluation import evaluate, slice_texts
+from ridgeline.evaluate.evaluation import evaluate
 from ridgeline.evaluate.quality_gate import judge, parse_gate
 from ridgeline.evaluate.reference import ReferenceFile, write_reference
 from ridgeline.evaluate.scoring import Scorer, Take, Tick
 from ridgeline.evaluate.slices import SLICES
-from ridgeline.evaluate.task import Task
+from ridgeline.evaluate.task import Task, slice_texts
 from ridgeline.evaluate.texts import Passage, default_text, passages
 from ridgeline.ops import registry
 from ridgeline.quant.format import Activation
@@ -280,7 +280,7 @@ def test_a_needle_lies_where_it_should(tokenizer: Tokenizer) -> None:
 
 def test_choices_by_hand(tokenizer: Tokenizer) -> None:
     """The endings are " b" and " cccc": the sum prefers the short one, per byte the long one is likelier."""
-    question = choices.Question("a", ("b", "cccc"), 1)
+    question = texts.Question("a", ("b", "cccc"), 1)
     tokens = {ending: tuple(tokenizer.encode("a" + ending)) for ending in (" b", " cccc")}
 
     def rows(sequence: tuple[int, ...], chance: float) -> list[list[float]]:
@@ -301,7 +301,7 @@ def test_bad_questions_are_named_by_line(tmp_path: Path, line: str, words: str) 
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "a", "choices": ["b", "c"], "answer": "c"}\n\n' + line)
     with pytest.raises(ConfigError, match=f"line 3.*{words}"):
-        choices.read_questions(path)
+        texts.read_questions(path)
 
 
 # ── the whole, and the gate ──────────────────────────────────────────────────────────────────────────────────────────

@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="run one preset in this process")
     args = parser.parse_args()
     if args.alone:
-        from ridgeline.bench.workload.bench_engine import parse_options
+        from ridgeline.bench.lab.sweep import parse_options
 
         found = passes(args.shape, args.preset[0], args.captures, args.passes, parse_options(args.set))
         with open(args.out, "w") as out:

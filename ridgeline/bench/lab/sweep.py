@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ridgeline.bench.lab.record import percentiles
+from ridgeline.config import declared_options
 from ridgeline.errors import ConfigError
 
 LEAST_RUNS = 2                       # one run has no spread
@@ -27,6 +28,27 @@ def settings(words: Sequence[str]) -> list[list[str]]:
     for word in words:
         by_name.setdefault(word.partition("=")[0].replace("-", "_"), []).append(word)
     return [list(chosen.values()) for chosen in cross(by_name)]
+
+
+def parse_options(words: list[str]) -> dict[str, Any]:
+    """Engine options from words like max_num_seqs=64, each in its declared type."""
+    kinds = {declared.name: kind for declared, kind, _ in declared_options()}
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.replace("-", "_")
+        if not equals or name not in kinds:
+            raise ConfigError(f"{word!r} is not an engine option of the form name=value")
+        options[name] = _value(name, text, kinds[name])
+    return options
+
+
+def _value(name: str, text: str, kind: type) -> Any:
+    switches = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+    try:
+        return switches[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {text!r}") from None
 
 
 def varied(lists: Mapping[str, Sequence[Any]]) -> list[str]:

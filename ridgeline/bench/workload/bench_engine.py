@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from ridgeline.bench.workload.workloads import Asked
-from ridgeline.config import EngineConfig, declared_options
+from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.engine.core.gc_policy import look_at_the_old, spare_the_old
-from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
 from ridgeline.metrics import HAPPENED
 from ridgeline.models.decoder import Decoder
@@ -149,24 +148,3 @@ def quality_of(config: ResolvedConfig | EngineConfig) -> str:
 def _kv_quality(options: dict[str, Any]) -> str:
     skipped = options["kv_cache_dtype_skip_layers"].replace(" ", "")
     return f"{options['kv_cache_dtype']} KV" + (f" (not layers {skipped})" if skipped else "")
-
-
-def parse_options(words: list[str]) -> dict[str, Any]:
-    """Engine options from words like max_num_seqs=64, each in its declared type."""
-    kinds = {declared.name: kind for declared, kind, _ in declared_options()}
-    options: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        name = name.replace("-", "_")
-        if not equals or name not in kinds:
-            raise ConfigError(f"{word!r} is not an engine option of the form name=value")
-        options[name] = _value(name, text, kinds[name])
-    return options
-
-
-def _value(name: str, text: str, kind: type) -> Any:
-    switches = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
-    try:
-        return switches[text.lower()] if kind is bool else kind(text)
-    except (KeyError, ValueError):
-        raise ConfigError(f"{name} must be of type {kind.__name__}, got {text!r}") from None

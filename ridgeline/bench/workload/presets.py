@@ -27,9 +27,9 @@ from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.lab.device_peaks import MachinePeaks, device_kind, machine_peaks
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import percentiles, record, write
-from ridgeline.bench.lab.sweep import cross, figure, settings
+from ridgeline.bench.lab.sweep import cross, figure, parse_options, settings
 from ridgeline.bench.workload import workloads
-from ridgeline.bench.workload.bench_engine import EXACT, Engine, Run, parse_options, quality_of
+from ridgeline.bench.workload.bench_engine import EXACT, Engine, Run, quality_of
 from ridgeline.bench.workload.floors import H200_FLOORS, H200_FLOORS_FOR, preset_floor, shares
 from ridgeline.bench.workload.quality import check_apart, check_quality
 from ridgeline.bench.workload.shapes import SHAPES, write_shape

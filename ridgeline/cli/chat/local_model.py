@@ -10,8 +10,8 @@ from typing import Any
 
 from ridgeline.cli.chat.talk import Message, Reply
 from ridgeline.config import EngineConfig
+from ridgeline.early_check import checked_model
 from ridgeline.engine.client.async_llm import AsyncLLM
-from ridgeline.models.model_config import load_model_config
 from ridgeline.process import embedded
 from ridgeline.process.progress import progress_bar
 from ridgeline.resolve import model_path
@@ -36,7 +36,7 @@ class LocalModel:
 
     def load(self, beginning: list[Message]) -> None:
         """Fails before the weights load if the model, its tokenizer or its chat template cannot be used."""
-        load_model_config(model_path(self._config))      # a wrong model fails with its own error, not the tokenizer's
+        checked_model(self._config)
         self._runner.run(self._llm.load_tokenizer())
         first = [*beginning, {"role": "user", "content": "Hello"}]
         self._llm.get_tokenizer().apply_chat_template(first, tokenize=False, add_generation_prompt=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.config import EngineConfig
+from ridgeline.early_check import checked_model
 from ridgeline.engine.client.answer_stream import AnswerStream, only_new, so_far
 from ridgeline.engine.client.engine_commands import EngineCommands
 from ridgeline.engine.client.long_work import LONG_BYTES, away
@@ -47,7 +48,6 @@ from ridgeline.engine.ipc import (
 from ridgeline.errors import BadRequest, Overloaded, RidgelineError
 from ridgeline.messages import Request
 from ridgeline.metrics import ServingMetrics
-from ridgeline.models.model_config import load_model_config
 from ridgeline.resolve import model_path
 from ridgeline.roofline.live import LiveView
 from ridgeline.sampling_params import RequestOutputKind, SamplingParams
@@ -95,8 +95,7 @@ class AsyncLLM:
                     self.config.for_one_engine()
                 if on_loading is not None:
                     self._engine.on_loading = on_loading
-                # A wrong model fails at once, with its own error.
-                self.hidden_size = (await asyncio.to_thread(load_model_config, model_path(self.config))).hidden_size
+                self.hidden_size = (await asyncio.to_thread(checked_model, self.config)).hidden_size
                 try:
                     await self._engine.start(meanwhile=self.load_tokenizer)
                 except BaseException:

@@ -30,6 +30,7 @@ from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError, Unsu
 from ridgeline.messages import Logprobs, Request, TokenDelta
 from ridgeline.process.hub_cache import locate
 from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
+from ridgeline.text.chat_template import check_template
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -73,15 +74,17 @@ class Processor:
     @classmethod
     def load(cls, options: ModelOptions, model: Path, speculative_config: str = "") -> Processor:
         """With the tokenizer and the chat template that the options ask for; by default the model's own."""
+        drafts = draft_options(speculative_config)
         defaults = load_sampling_defaults(options, model)
+        template = _template(options.chat_template) if options.chat_template else ""
         if options.skip_tokenizer_init:
             made = cls(None, defaults)
         else:
             tokenizer = Tokenizer.load(locate(options.tokenizer) if options.tokenizer else model)
             if options.chat_template:
-                tokenizer.chat_template = _template(options.chat_template)
+                tokenizer.chat_template = template
             made = cls(tokenizer, defaults, options.structured_outputs_backend)
-        made.predicts = "prediction" in draft_options(speculative_config).methods
+        made.predicts = "prediction" in drafts.methods
         return made
 
     def default_params(self) -> SamplingParams:
@@ -187,8 +190,12 @@ def second_begins(first: Sequence[int], both: Sequence[int]) -> int:
 
 def _template(given: str) -> str:
     """A chat template: the text itself, as vLLM takes it, or the file with it."""
-    if "{%" in given or "{{" in given or "\n" in given:
-        return given
+    text = given if "{%" in given or "{{" in given or "\n" in given else _read(given)
+    check_template(text)
+    return text
+
+
+def _read(given: str) -> str:
     try:
         with Path(given).open(encoding="utf-8") as file:
             text = file.read(MAX_TEMPLATE + 1)           # a device has no end

@@ -1,0 +1,80 @@
+"""A mistake on the command line is told before torch is imported, an engine started or a weight read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from served_model import write_model
+
+from ridgeline.config import EngineConfig
+from ridgeline.early_check import checked_model
+from ridgeline.engine.client.processor import Processor
+from ridgeline.errors import ConfigError
+
+# Runs commands in one fresh interpreter in which no child process can be started.
+COMMANDS = """
+import io, json, subprocess, sys
+from contextlib import redirect_stderr
+
+def no_child(*args, **kwargs):
+    raise AssertionError("a child process was started")
+
+subprocess.Popen.__init__ = no_child
+from ridgeline.__main__ import main
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with redirect_stderr(said):
+        code = main(words)
+    print(json.dumps([code, said.getvalue(), "torch" in sys.modules]))
+"""
+
+
+def test_mistakes_are_told_without_torch_and_without_an_engine(tmp_path: Path) -> None:
+    model = str(write_model(tmp_path / "model"))
+    asked = tmp_path / "in.jsonl"
+    asked.write_text('{"prompt": "a"}\n')
+    out, missing = str(tmp_path / "out.jsonl"), str(tmp_path / "missing")
+    cases = [
+        (["serve", model, "--port", "0", "--device", "cpu", "--max-model-len", "100000"], "the largest is"),
+        (["serve", model, "--port", "0", "--device", "cpu", "--quantization", "int3"], "'int3' is not known"),
+        (["serve", model, "--port", "0", "--speculative-config", "foo"], "unknown method 'foo'"),
+        (["generate", missing, out, "--model", model], "No such file"),
+        (["generate", str(asked), out, "--model", model, "--device", "cpu", "--quantization", "int3"], "'int3' is not known"),
+        (["eval", model, "--reference", missing], "does not exist"),
+        (["eval", model, "--reference", model, "--reference-set", "dtype=half-a-byte"], "must be one of"),
+        (["eval", model, "--choices", missing], "cannot be read"),
+        (["eval", model, "--slices", "poems"], "no slice 'poems'"),
+        (["bench", "soak", model, "--set", "foo=1"], "not an engine option"),
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps([words for words, _ in cases])], capture_output=True, text=True, check=False
+    )
+    told = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(told) == len(cases), ran.stderr
+    for (words, reason), (code, said, with_torch) in zip(cases, told, strict=True):
+        assert code == 2 and reason in said and said.count("\n") == 1 and not with_torch, (words, code, said, with_torch)
+    assert not Path(out).exists()
+
+
+def test_a_chat_template_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = write_model(tmp_path)
+    with pytest.raises(ConfigError, match=r"chat_template is not valid \(line 1\)"):
+        Processor.load(EngineConfig.of(model=str(path), chat_template="{{ messages[0]").model, path)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        Processor.load(EngineConfig.of(model=str(path), chat_template="{{" + "(" * 5000 + "1" + ")" * 5000 + "}}").model, path)
+
+
+def test_what_only_a_gpu_knows_is_left_to_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(write_model(tmp_path))
+    impossible = EngineConfig.of(model=path, kv_cache_memory_bytes=1, device="cuda")
+    monkeypatch.setattr("ridgeline.early_check.has_driver", lambda: True)
+    assert checked_model(impossible).num_layers == 2
+    monkeypatch.setattr("ridgeline.early_check.has_driver", lambda: False)
+    with pytest.raises(ConfigError, match="sees no GPU"):
+        checked_model(impossible)
+    with pytest.raises(ConfigError, match="KV"):
+        checked_model(EngineConfig.of(model=path, kv_cache_memory_bytes=1))
