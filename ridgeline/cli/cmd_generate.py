@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     given = sampling_given(args)
     SamplingParams(**given)                              # a wrong value fails before anything is loaded
     require_model(config)
-    checked_model(config)
     try:
         total = count_lines(args.input)
         done = finished_ids(args.output)
+        checked_model(config)                            # before OUTPUT is made
         source, target = args.input.open("rb"), args.output.open("ab")
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from None

@@ -13,10 +13,12 @@ from ridgeline.cli.terminal import require_model
 from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.slices import SLICES
-from ridgeline.evaluate.task import Task
+from ridgeline.evaluate.task import Task, slice_texts
+from ridgeline.evaluate.texts import read_text
+from ridgeline.models.model_config import load_model_config
 from ridgeline.quant.quality_card import summary_line
 from ridgeline.quantize.card import PAGE, PLOTS, parse_limits
-from ridgeline.quantize.recipes import AUTO, KV_FORMATS, RECIPES, read_recipe
+from ridgeline.quantize.recipes import AUTO, KV_FORMATS, OWN_TEXT, RECIPES, read_recipe, require_new
 from ridgeline.report.columns import fitted
 from ridgeline.resolve import model_path
 
@@ -104,6 +106,12 @@ def run(args: argparse.Namespace) -> int:
         text=args.card_text, slices=tuple(SLICES), context=CARD_CONTEXT, tokens=args.card_tokens, seed=args.seed,
         needle=tuple(filter(None, args.card_needle or [CARD_NEEDLE])), speed=True,
     )
+    require_new(out)
+    load_model_config(path)
+    if task is not None:
+        slice_texts(task)
+    if args.calibration and args.calibration != OWN_TEXT:
+        read_text(args.calibration)
     # This imports torch: errors in the command line are reported before.
     maker = importlib.import_module("ridgeline.quantize.quantize_model")
     made = maker.quantize(maker.Job(

@@ -45,7 +45,7 @@ from ridgeline.quantize.duration import Forecast, Spent, Watch, forecast
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.own_text import SEARCH_OPENINGS, own_passages
 from ridgeline.quantize.plain_model import PlainModel
-from ridgeline.quantize.recipes import AUTO, OWN_TEXT, READ_TEXT, QuantizeRecipe
+from ridgeline.quantize.recipes import AUTO, OWN_TEXT, READ_TEXT, QuantizeRecipe, require_new
 from ridgeline.quantize.sensitivity import Measure, Texts, Unit
 from ridgeline.quantize.workspace import Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -164,8 +164,7 @@ def _search(job: Job) -> dict[str, Any]:
     if job.card is None or not (job.limits or job.most_bytes):
         raise ConfigError("the recipe auto needs a limit that the card can check: --max-kl, --max-flips or --max-ppl-increase; "
                           "or --max-gb")
-    if job.out.exists():
-        raise ConfigError(f"{job.out} exists already: choose another --out, or delete it")
+    require_new(job.out)
     tries: list[tuple[Path, dict[str, Any]]] = []
 
     def make(recipe: QuantizeRecipe) -> dict[str, Any]:

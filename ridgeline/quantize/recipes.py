@@ -265,3 +265,9 @@ def packs_bytes(format: WeightFormat) -> bool:
 def keeps_outliers(format: WeightFormat) -> bool:
     """LLM.int8()"""
     return format.activation is not None and format.activation.outliers is not None
+
+
+def require_new(out: Path) -> None:
+    """The directory that is to be written must not be there."""
+    if out.exists():
+        raise ConfigError(f"{out} exists already: choose another --out, or delete it")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ridgeline.errors import ConfigError
 from ridgeline.models.weights import INDEX
+from ridgeline.quantize.recipes import require_new
 
 RUN, ERRORS = "run.json", "errors.json.writing"
 SPARE = 64 << 20                     # bytes that stay free on the disk
@@ -29,8 +30,7 @@ class Workspace:
         """`run`: everything that decides the result."""
         self.out, self.blocks = out, blocks
         self.folder = out.with_name(f"{out.name}.part")
-        if out.exists():
-            raise ConfigError(f"{out} exists already: choose another --out, or delete it")
+        require_new(out)
         if self.folder.exists():
             self._check_same(run)
         else:
