@@ -99,8 +99,10 @@ def _task(args: argparse.Namespace, seed: int) -> Task:
     for name in ("context", "tokens"):
         if getattr(args, name) < 2:
             raise ConfigError(f"--{name} must be at least 2, got {getattr(args, name)}")
-    if args.overlap < 0:
-        raise ConfigError(f"--overlap must be at least 0, got {args.overlap}")
+    if not 0 <= args.overlap < args.context - 1:
+        raise ConfigError(f"--overlap must be from 0 to --context - 2, {args.context - 2}; got {args.overlap}")
+    if min(args.needle, default=1) < 1:
+        raise ConfigError(f"--needle must be above 0, got {min(args.needle)}")
     return replace(
         Task(), text=args.text, slices=() if args.slices == ["none"] else tuple(dict.fromkeys(args.slices)),
         slice_files=files, context=args.context, overlap=args.overlap, tokens=args.tokens,

@@ -36,6 +36,8 @@ class Task:
 def check_save_path(path: str) -> None:
     if path and not Path(path).resolve().parent.is_dir():
         raise ConfigError(f"{path} cannot be written: its directory does not exist")
+    if path and Path(path).is_dir():
+        raise ConfigError(f"{path} cannot be written: it is a directory")
 
 
 def slice_texts(task: Task) -> dict[str, str]:
@@ -64,7 +66,11 @@ def reference_options(given: str, own: Mapping[str, Any], options: Mapping[str, 
 
 def check_inputs(options: Mapping[str, Any], task: Task, reference: str, own: Mapping[str, Any]) -> None:
     """Read everything that is small: a file or a model that is not there is told before torch is imported."""
-    checked_model(EngineConfig.of(**options))
+    model = checked_model(EngineConfig.of(**options))
+    longest = options.get("max_model_len") or model.max_position_embeddings
+    for length in task.needle:
+        if length > longest:
+            raise ConfigError(f"--needle {length} is more than this model's context of {longest} tokens")
     slice_texts(task)
     if task.choices:
         read_questions(task.choices)

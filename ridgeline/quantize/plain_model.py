@@ -19,6 +19,7 @@ from ridgeline.models.checkpoints.linear_formats import HEAD
 from ridgeline.models.model_config import load_model_config
 from ridgeline.models.weights import GGUFSource, Renamer, SafetensorsSource, deinterleaved, open_checkpoint
 from ridgeline.quantize.ct_writer import Linear
+from ridgeline.quantize.recipes import HEAD as LM_HEAD
 from ridgeline.quantize.recipes import MOVES_SCALES, Choice, QuantizeRecipe, stored_scales
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -121,6 +122,9 @@ class PlainModel:
     def linears(self, recipe: QuantizeRecipe) -> list[Linear]:
         """All linears of the decoder with what the recipe makes of them, in order."""
         found = list(self._linears(recipe))
+        for pattern in recipe.keep:                      # a head that is tied to the embedding has no linear to keep
+            if not any(re.search(pattern, name) for name in (*(linear.module for linear in found), LM_HEAD)):
+                raise ConfigError(f"--keep {pattern!r} matches none of the {len(found)} linears, such as {found[0].module}")
         _check_alike(found)
         return found
 

@@ -48,6 +48,11 @@ def test_mistakes_are_told_without_torch_and_without_an_engine(tmp_path: Path) -
         (["eval", model, "--reference", model, "--reference-set", "dtype=half-a-byte"], "must be one of"),
         (["eval", model, "--choices", missing], "cannot be read"),
         (["eval", model, "--slices", "poems"], "no slice 'poems'"),
+        (["eval", model, "--save-reference", str(tmp_path)], "it is a directory"),
+        (["eval", model, "--needle", "100000"], "this model's context"),
+        (["eval", model, "--overlap", "512"], "must be from 0"),
+        (["quantize", model, "--recipe", "fp8", "--out", str(tmp_path)], "exists already"),
+        (["quantize", model, "--recipe", "int4-gptq", "--out", missing, "--calibration", missing], "cannot be read"),
         (["bench", "soak", model, "--set", "foo=1"], "not an engine option"),
     ]
     ran = subprocess.run(

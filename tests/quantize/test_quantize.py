@@ -262,6 +262,8 @@ def test_the_predicted_bytes_are_the_bytes(plain: Path, tmp_path: Path) -> None:
 def test_a_recipe_that_fits_no_linear_says_why(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quantises none of the 15 linears: .*kept as asked"):
         quantize(job(plain, tmp_path / "out", keep=["proj"]))
+    with pytest.raises(ConfigError, match=r"--keep 'atention' matches none of the 15 linears"):
+        quantize(job(plain, tmp_path / "out", keep=["lm_head", "atention"]))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "gpt_neox", "gpt2"])
