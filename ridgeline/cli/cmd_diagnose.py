@@ -19,12 +19,15 @@ from rich.console import Console
 
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.load.latency import Slo, parse_slo
+from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.cli.cmd_admin import profile
 from ridgeline.cli.config_options import add_engine_options, engine_config
 from ridgeline.cli.terminal import require_model
+from ridgeline.config import EngineConfig
 from ridgeline.diagnose.as_page import diagnosis_page
 from ridgeline.diagnose.as_text import text
 from ridgeline.diagnose.attach import Attached, attach
+from ridgeline.early_check import checked_model
 from ridgeline.errors import ConfigError
 from ridgeline.report.columns import fitted
 from ridgeline.roofline import drill
@@ -96,26 +99,15 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
         raise ConfigError("--shortest-output must be at most --output-len, and --max-concurrency at least 0")
     if args.shape and args.model:
         raise ConfigError("--shape names a model: leave MODEL out")
+    options = _workload_options(args)
     # These import torch, which watching a server does not need.
-    shapes, engines, peaks, watched, diagnosis, device_log = (
+    engines, peaks, watched, diagnosis, device_log = (
         importlib.import_module(f"ridgeline.{name}")
         for name in (
-            "bench.workload.shapes", "bench.workload.bench_engine", "bench.lab.device_peaks", "diagnose.driven_run",
-            "diagnose.diagnosis", "bench.lab.device_log",
+            "bench.workload.bench_engine", "bench.lab.device_peaks", "diagnose.driven_run", "diagnose.diagnosis",
+            "bench.lab.device_log",
         )
     )
-    options = engine_config(args).flat()
-    if max(options.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")) > 1:
-        raise ConfigError("a workload is diagnosed in one process: leave parallel sizes out, or diagnose a server's URL")
-    if args.shape:
-        if args.shape not in shapes.SHAPES:
-            raise ConfigError(f"unknown shape {args.shape!r}; the shapes are {', '.join(sorted(shapes.SHAPES))}")
-        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
-        options["model"] = str(shapes.write_shape(args.shape, args.layers))
-    else:
-        require_model(engine_config(args))
-    longest = args.input_len + args.output_len
-    options.setdefault("max_model_len", max(64, longest + 1))
     model = options.pop("model", "")
     load = watched.Load(
         args.num_prompts, args.input_len, args.output_len, args.shared_prefix, args.shortest_output, args.max_concurrency
@@ -132,6 +124,23 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
         Path(args.trace).write_text(json.dumps(found.trace))
     gpu = device_log.gpu_facts() if workload["device"] == "cuda" else None
     _show(args, found.tree, workload, quality, page=(workload["model"], found.outcomes, found.points), gpu=gpu)
+
+
+def _workload_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's options, checked as far as that is possible without torch."""
+    options = engine_config(args).flat()
+    if max(options.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")) > 1:
+        raise ConfigError("a workload is diagnosed in one process: leave parallel sizes out, or diagnose a server's URL")
+    if args.shape:
+        if args.shape not in SHAPES:
+            raise ConfigError(f"unknown shape {args.shape!r}; the shapes are {', '.join(sorted(SHAPES))}")
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        options["model"] = str(write_shape(args.shape, args.layers))
+    else:
+        require_model(engine_config(args))
+    options.setdefault("max_model_len", max(64, args.input_len + args.output_len + 1))
+    checked_model(EngineConfig.of(**options))
+    return options
 
 
 def _watch(args: argparse.Namespace, slo: Slo | None) -> None:

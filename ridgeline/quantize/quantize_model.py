@@ -165,6 +165,8 @@ def _search(job: Job) -> dict[str, Any]:
         raise ConfigError("the recipe auto needs a limit that the card can check: --max-kl, --max-flips or --max-ppl-increase; "
                           "or --max-gb")
     require_new(job.out)
+    if job.fastest:
+        auto_search.parse_fastest(job.fastest)           # a wrong name, before minutes of work
     tries: list[tuple[Path, dict[str, Any]]] = []
 
     def make(recipe: QuantizeRecipe) -> dict[str, Any]:

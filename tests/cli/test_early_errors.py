@@ -53,6 +53,9 @@ def test_mistakes_are_told_without_torch_and_without_an_engine(tmp_path: Path) -
         (["eval", model, "--overlap", "512"], "must be from 0"),
         (["quantize", model, "--recipe", "fp8", "--out", str(tmp_path)], "exists already"),
         (["quantize", model, "--recipe", "int4-gptq", "--out", missing, "--calibration", missing], "cannot be read"),
+        (["diagnose", missing], "does not exist"),
+        (["diagnose", model, "--device", "cpu", "--input-len", "100000"], "the largest is"),
+        (["diagnose", "--shape", "foo"], "unknown shape 'foo'"),
         (["bench", "soak", model, "--set", "foo=1"], "not an engine option"),
     ]
     ran = subprocess.run(

@@ -322,7 +322,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert smaller is not None and smaller["size"]["output_bytes"] <= most
 
 
-def test_the_least_time_is_not_the_fewest_bytes() -> None:
+def test_the_least_time_is_not_the_fewest_bytes(tmp_path: Path) -> None:
     """With many rows products limit, and only fp8 makes them faster; with one row bytes do."""
     costs = (0.012, 0.01, 0.0099, 0.0095, 0.009, 0.008, 0.0065, 0.006, 0.002, 0.001, 0.0)
     units = [Unit((f"model.layers.{number}.mlp.down_proj",), SIZES_OF_OPTIONS, costs) for number in range(4)]
@@ -336,6 +336,9 @@ def test_the_least_time_is_not_the_fewest_bytes() -> None:
     for words in ("H200:0", "H200:x", "toaster"):
         with pytest.raises(ConfigError, match="--fastest"):
             parse_fastest(words)
+    job = Job(model=tmp_path / "none", recipe=AUTO, out=tmp_path / "out", card=Task(), limits={"kl": 1.0}, fastest="H2000")
+    with pytest.raises(ConfigError, match="--fastest H2000"):      # before the model is opened
+        quantize(job)
 
 
 @pytest.mark.slow
