@@ -98,7 +98,8 @@ class DirectWrites:
 
     def write(self, body: bytes) -> None:
         cycle = self._cycle()
-        if cycle is not None and not cycle.disconnected:             # else the endpoint will be cancelled
+        # Else the endpoint will be cancelled. A write to a transport that is closing would be a line in the log, by asyncio.
+        if cycle is not None and not cycle.disconnected and not cycle.transport.is_closing():
             self.bytes_out += len(body)
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
 
