@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from folders import FAKES, import_path
 
+from ridgeline.ops.experts.expert_products import code_tile_for, tile_for
+from ridgeline.ops.experts.expert_tiles import MOST_PAIRS
+from ridgeline.ops.experts.packed_products import packed_tile_for
 from ridgeline.ops.kernel_table import GATED_ROWS
+from ridgeline.runner.row_tables import RowTables
 from ridgeline.runner.shared_prefix import FEWEST_ROWS
 from ridgeline.runner.start.kernel_steps import KernelStep, kernel_steps
 
@@ -205,6 +210,31 @@ def test_steps_of_every_kind_are_among_them() -> None:
     some("log-probabilities of a prompt", lambda step: step.params.prompt_logprobs is not None)
     some("a penalty", lambda step: step.params.repetition_penalty != 1 and step.params.temperature > 0)
     some("a filter", lambda step: step.params.top_k and len(step.counts) == 1)
+
+
+@pytest.mark.parametrize(("experts", "used"), [(8, 2), (16, 1), (32, 4), (64, 6), (128, 8), (256, 8), (512, 10)])
+def test_experts_are_compiled_for_every_number_of_tokens(experts: int, used: int) -> None:
+    """Whatever a step's tokens decide of the kernels of a mixture is decided so in one of these steps."""
+
+    def chosen(tokens: int) -> set[Any]:
+        pairs = tokens * used
+        plain = [tile_for(pairs, experts, gated, 2, 232_448) for gated in (True, False)]
+        coded = [code_tile_for(pairs, experts, gated) for gated in (True, False)]
+        of_each = {"plain": plain, "coded": coded, "packed": [packed_tile_for(pairs, experts)]}
+        rows = {"plain": plain[0].rows, "coded": coded[0].rows, "packed": of_each["packed"][0].block_rows}
+        kernels = {(kind, which, tile) for kind, tiles in of_each.items() for which, tile in enumerate(tiles)}
+        return kernels | {(kind, "sort", rows[kind]) for kind in rows if pairs <= MOST_PAIRS}
+
+    compiled = set[Any]()
+    for step in kernel_steps(256, 8192, 32768, experts_used=used):
+        compiled |= chosen(sum(step.counts))
+    assert set[Any]().union(*map(chosen, (*range(1, 257), *range(272, 8193, 16)))) == compiled
+
+
+def test_tables_of_all_groups_are_aligned() -> None:
+    """Or a kernel would have a second variant for those that are not."""
+    tables = RowTables(num_groups=3, block_size=16, max_rows=2, max_model_len=100, device=torch.device("cpu"))
+    assert [group.data_ptr() % 16 for group in tables.groups] == [0, 0, 0] and tables.blocks.shape[2] >= 7
 
 
 def test_a_step_is_greedy_unless_it_says_otherwise() -> None:
