@@ -28,7 +28,7 @@ from ridgeline.runner.start.kernel_steps import KernelStep, kernel_steps
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def child(tmp_path: Path, *words: str, timeout: int = 250) -> str:
+def child(tmp_path: Path, *words: str, timeout: int = 800) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=environment)
