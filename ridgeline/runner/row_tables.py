@@ -18,7 +18,6 @@ from ridgeline.ops.attention.late_positions import late_positions
 from ridgeline.ops.cpu import native
 from ridgeline.runner.staging import Staging
 
-
 # Block ids in 16 bytes. Kernels have other variants for pointers that are not aligned to those, and none is launched directly.
 _WHOLE = 4
 
