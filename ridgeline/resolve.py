@@ -278,7 +278,7 @@ class Memory:
         if device.free:                                  # others may be on the GPU; what we have taken already is ours
             room = min(room, device.free + device.runtime)
         size = DTYPE_BYTES[dtype]
-        tables = len(groups) * -(-longest // config.cache.block_size) * 4
+        tables = len(groups) * -(-longest // (4 * config.cache.block_size)) * 16         # whole 16 bytes (row_tables.py)
         logits = model.vocab_size * size
         if model.final_softcap is not None:
             logits = model.vocab_size * max(4, size)     # capped in float32

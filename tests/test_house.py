@@ -23,6 +23,7 @@ LIMITS = {"file lines": 500, "function lines": 60, "kernel lines": 150, "branche
 WORDS = re.compile(r"\b(whoever|nobody|somebody|so many|such a one)\b", re.IGNORECASE)
 MOST_WORDS = 25
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.BoolOp, ast.comprehension, ast.match_case, ast.Assert)
+LEAVES = (ast.Name, ast.Constant, ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
 CLOCKS = {                          # functions that read one: nothing that may be early or late belongs in `make test`
     "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time",
     "thread_time_ns", "time", "time_ns", "clock_gettime", "getrusage", "cpu_times", "timeit",
@@ -93,12 +94,28 @@ def contents(tree: ast.Module) -> tuple[dict[ast.AST, int], dict[ast.AST, set[st
             for each in around:
                 if each in attributes:
                     attributes[each].add(node.attr)  # type: ignore[attr-defined]
-        left.extend((child, around) for child in ast.iter_child_nodes(node))
+        left += [(child, around) for child in inside(node)]
     return branches, attributes
 
 
-def sizes() -> Iterator[tuple[str, str, int]]:
+def inside(node: ast.AST) -> list[ast.AST]:
+    """As ast.iter_child_nodes, without names, constants and signs: they hold no nodes, and two of three nodes are such."""
+    found: list[ast.AST] = []
+    for field in node._fields:
+        value = getattr(node, field)
+        for each in value if value.__class__ is list else (value,):
+            if isinstance(each, ast.AST) and not isinstance(each, LEAVES):
+                found.append(each)
+    return found
+
+
+@cache
+def sizes() -> list[tuple[str, str, int]]:
     """(limit, place, size) of everything that has one."""
+    return list(_sizes())
+
+
+def _sizes() -> Iterator[tuple[str, str, int]]:
     for name, tree in trees().items():
         found = functions(tree)
         branches, attributes = contents(tree)

@@ -220,15 +220,16 @@ class Decoder(nn.Module):
             for number in self.numbers_here
         })
         self.norm = make_norm(config, config.hidden_size, place)
-        # How many experts each layer has read in the newest step; None: the model is no mixture.
+        # How many experts each layer has read in the newest step, in the first of four numbers: kernels have other variants for
+        # pointers that are not aligned to 16 bytes. None: the model is no mixture.
         self.expert_reads: Tensor | None = None
         self.experts_here: Shard | None = None
         mixtures = [layer.mlp for layer in self.layers if isinstance(layer.mlp, Mixture)]
         if mixtures:
             self.experts_here = mixtures[0].experts.here
-            self.expert_reads = torch.zeros(len(mixtures), dtype=torch.int32, device=device)
-            for mixture, place_of in zip(mixtures, self.expert_reads.split(1), strict=True):
-                mixture.reads = place_of
+            self.expert_reads = torch.zeros((len(mixtures), 4), dtype=torch.int32, device=device)
+            for mixture, counter in zip(mixtures, self.expert_reads, strict=True):
+                mixture.reads = counter[:1]
         self.head: LMHead | None = None                  # on the last stage
         if self.stage.last:
             tied = self.embed if config.tied else None

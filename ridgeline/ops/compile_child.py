@@ -10,14 +10,14 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-import select
 import subprocess
 from typing import Any
 
-from ridgeline.process.children import child_environment, start_child
-from ridgeline.process.framed_child import read_frame, write_frame
+from ridgeline.process.children import child_environment
+from ridgeline.process.framed_child import FramedChild, read_frame, write_frame
 
-_READY = b"\0ready to compile\n"      # no text that a library prints while it is imported
+_READY = b"ready to compile"
+MOST_SECONDS = 600.0                 # for one kernel, which takes seconds; a start must not wait for a process that hangs
 
 
 class CompileChild:
@@ -25,21 +25,15 @@ class CompileChild:
 
     def __init__(self) -> None:
         environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._process = start_child(
-            __name__, environment=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
-        )
+        self._child = FramedChild(__name__, environment=environment, stderr=subprocess.DEVNULL)
         self._is_ready = False
 
     def ready(self) -> bool:
-        if not self._is_ready:
-            said = self._answers()
-            look = select.poll()                         # files may have larger numbers than `select` knows
-            look.register(said, select.POLLIN)
-            self._is_ready = bool(look.poll(0)) and said.read(len(_READY)) == _READY         # a pipe keeps such a write whole
+        self._is_ready = self._is_ready or self._child.unasked() == _READY
         return self._is_ready
 
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return not self._child.alive
 
     def compile(self, source: Any, target: Any, options: Any, key: str) -> str:
         """What Triton's `compile` gets, and the key of its library. Empty when the kernel is in the cache; otherwise why not."""
@@ -49,27 +43,17 @@ class CompileChild:
                 dict(source.constants), dict(source.attrs), (target.backend, target.arch, target.warp_size),
                 dict(options.__dict__), key,
             ))
-            wanted = self._process.stdin
-            assert wanted is not None
-            write_frame(wanted, job)
-            answer = read_frame(self._answers())
-        except Exception as error:                       # a constant that cannot be sent, a process that died
+            return self._child.ask(job, MOST_SECONDS).decode()
+        except Exception as error:                       # a constant that cannot be sent, a process that died, was stopped, hangs
             return f"{type(error).__name__}: {error}"
-        return "the process has ended" if answer is None else answer.decode()
 
     def stop(self) -> None:
-        self._process.kill()                             # what it has not finished is in no cache
+        self._child.process.kill()                       # what it has not finished is in no cache
 
     def close(self) -> None:
+        """Its pipes go with this object: the thread that uses them may be about to, and their numbers would be another file's."""
         self.stop()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _answers(self) -> Any:
-        assert self._process.stdout is not None
-        return self._process.stdout
+        self._child.process.wait()
 
 
 def _spelled(job: tuple[Any, ...]) -> bytes:
@@ -98,7 +82,7 @@ def main() -> None:
     importlib.import_module("triton.experimental.gluon")
     # Kernels are defined where torch sees a GPU. This process has none, and needs none.
     torch.cuda.is_available = lambda: True
-    answers.write(_READY)
+    write_frame(answers, _READY)
     while (job := read_frame(wanted)) is not None:
         try:
             answer = _compiled(job)

@@ -110,6 +110,12 @@ class FramedChild:
             self.end()
             raise
 
+    def unasked(self) -> bytes | None:
+        """A frame that the child sends of itself, as when it is ready; None: not yet, or it is gone. Does not wait."""
+        with suppress(EOFError):
+            self._receive()
+        return self._complete()
+
     def _next_answer(self, deadline: float, patient: bool) -> bytes:
         poller = select.poll()                           # select() knows only the first 1,024 descriptors
         poller.register(self._source, select.POLLIN)

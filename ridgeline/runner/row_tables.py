@@ -18,6 +18,9 @@ from ridgeline.ops.attention.late_positions import late_positions
 from ridgeline.ops.cpu import native
 from ridgeline.runner.staging import Staging
 
+# Block ids in 16 bytes. Kernels have other variants for pointers that are not aligned to those, and none is launched directly.
+_WHOLE = 4
+
 
 class RowTables:
     def __init__(self, num_groups: int, block_size: int, max_rows: int, max_model_len: int, device: torch.device) -> None:
@@ -28,6 +31,7 @@ class RowTables:
         self.num_prompt = np.zeros(max_rows + 1, np.int64)
         self.stay = np.zeros(max_rows, np.int64)             # grows with each sequence that gets the row
         max_blocks = -(-max_model_len // block_size)
+        max_blocks += -max_blocks % _WHOLE               # every group's tables begin at a multiple of 16 bytes
         self.blocks = np.zeros((num_groups, max_rows + 1, max_blocks), np.int32)
         self.most_changes = 2 * num_groups * max_rows + max_blocks
         self._changed: list[np.ndarray] = []             # places in the flat tables that the device has not seen

@@ -5,6 +5,7 @@ Kernels have variants, and a few numbers of a step decide which one it launches.
     linears, norms               by tokens: sizes of captured decodes, prompts, the largest steps
     decode attention             by rows: decodes alone, beside a prompt, after a shared prefix
     drafts                       by the most queries of a row; a step behind others whose result is not known
+    experts                      by pairs of a token and an expert: tiles, and who sorts the pairs
     prefill attention            by the tokens of the longest prompt, where no one kernel serves all; with and without older keys
     greedy tokens                with every step
     sampling                     sampled, filtered, or greedy; one row or many; of the model's logits or of edited ones
@@ -31,6 +32,7 @@ from ridgeline.layers.linear import Linear
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.models.decoder import Decoder
 from ridgeline.ops.compile_ahead import CompileAhead
+from ridgeline.ops.experts.expert_tiles import MOST_PAIRS
 from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.runner.device_rows import DeviceRows
@@ -70,11 +72,13 @@ class KernelStep:
     again: bool = False              # with drafts: the same step follows before its result is known
 
 
-def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int, drafts: bool = False) -> Iterator[KernelStep]:
-    """The ones that take longest to compile first. `drafts`: rows may have some."""
+def kernel_steps(
+    max_rows: int, max_step_tokens: int, max_model_len: int, drafts: bool = False, experts_used: int = 0
+) -> Iterator[KernelStep]:
+    """The ones that take longest to compile first. `drafts`: rows may have some. `experts_used`: by a token, of a mixture."""
     num_rows, longest = min(max_rows, max_step_tokens), max_model_len - 1
     most = min(max_step_tokens, num_rows * longest)
-    for tokens in dict.fromkeys([most, min(most, GATED_ROWS - 1)]):
+    for tokens in dict.fromkeys([most, min(most, GATED_ROWS - 1), *_expert_sizes(most, experts_used)]):
         whole, rest = divmod(tokens, longest)
         yield KernelStep([rest] * (rest == 1) + [longest] * whole + [rest] * (rest > 1))
     shapes = GraphShapes(max_rows, max_step_tokens)
@@ -95,6 +99,15 @@ def kernel_steps(max_rows: int, max_step_tokens: int, max_model_len: int, drafts
     for rows in (15, *beyond):                           # rows of logits that the head computes
         if rows < longest_chunk:
             yield KernelStep([rows + 1], params=scored, want=Want.TOKEN | Want.PROMPT_LOGPROBS)
+
+
+def _expert_sizes(most: int, used: int) -> list[int]:
+    """Tokens beyond FINE_SIZES. From one size of tiles to the next are more than twice as many pairs; a kernel of ours sorts
+    up to MOST_PAIRS of them."""
+    if not used:
+        return []
+    powers = (2**power for power in range(FINE_SIZES.bit_length(), most.bit_length()))
+    return [tokens for tokens in (*powers, MOST_PAIRS // used) if FINE_SIZES < tokens < most]
 
 
 def _decodes(shapes: GraphShapes, num_rows: int, max_step_tokens: int, longest: int) -> Iterator[KernelStep]:
@@ -135,8 +148,9 @@ def collect_kernels(
     forward = EagerForward(few, [pages[number] for number in chosen], rows.last_token, rows.late.surplus)
     runner = Runner(few, forward, rows, sampler, buffers, comm)
     drafts = draft_options(config.options.execution.speculative_config).on
+    used = 0 if model.config.experts is None else model.config.experts.used
     with ahead.collecting():
-        for step in kernel_steps(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, drafts):
+        for step in kernel_steps(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, drafts, used):
             run_step(runner, len(config.groups), step)
     runner.remove(np.arange(config.max_num_seqs))
     rows.last_token.zero_()

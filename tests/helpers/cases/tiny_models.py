@@ -6,7 +6,10 @@ attention scores are large enough for caps, windows and rotations to matter.
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,8 +300,21 @@ RENAMED = {
 
 
 def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
-    """Write checkpoint `name` into the directory `path`, with config.json as transformers 4 or 5 spells it."""
-    build_model(name, dtype, **overrides).save_pretrained(path)
+    """Write checkpoint `name` into the directory `path`, with config.json as transformers 4 or 5 spells it. Made once by a
+    process, and copied for each test, which may change its files."""
+    key = repr((name, spelling, dtype, sorted(overrides.items())))
+    if key not in _saved:
+        made = Path(_folder().name, str(len(_saved)))
+        _saved[key] = write_checkpoint(build_model(name, dtype, **overrides), name, made, spelling)
+    return Path(shutil.copytree(_saved[key], path, dirs_exist_ok=True))
+
+
+_saved: dict[str, Path] = {}         # by what was asked for
+_folder = functools.cache(functools.partial(tempfile.TemporaryDirectory, prefix="ridgeline-tiny-"))      # ends with the process
+
+
+def write_checkpoint(model: Any, name: str, path: Path, spelling: int) -> Path:
+    model.save_pretrained(path)
     if spelling == 4:
         config_file = path / "config.json"
         config_file.write_text(json.dumps(as_version_4(json.loads(config_file.read_text()))))

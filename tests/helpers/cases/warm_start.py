@@ -13,8 +13,10 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -45,8 +47,8 @@ COMMAND = ("ridgeline", "ridgeline.__main__")
 PYTEST = "pytest"                    # with the interpreter, which a process chooses when it imports Triton
 ON_TERMINAL = ["setsid", "--ctty", "--wait"]     # before a command: its standard input is the terminal of a session of its own
 WARM = (
-    *COMMAND, "ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "threaded_engine", "slow_engine",
-    "faulty_engine", "test_executor",
+    *COMMAND, "ridgeline.engine.core.engine_process", "ridgeline.engine.ranks.rank", "ridgeline.distributed.time_collectives",
+    "threaded_engine", "slow_engine", "faulty_engine", "test_executor",
 )
 # Libraries have read these when they were imported.
 _READ_AT_IMPORT = tuple("OMP_ GOMP_ KMP_ MKL_ OPENBLAS_ MALLOC_ CUDA_ TORCH_ PYTORCH_ TRITON_ LD_ PYTHON".split())
@@ -222,6 +224,8 @@ def _wait_for_calls(link: socket.socket) -> None:
             call, streams, *_ = socket.recv_fds(link, _MOST_BYTES, 3)
             if not call:
                 return
+            if _is_script(json.loads(call)["words"][0]):
+                _know_triton()
             pid = _fork_of_the_parent()
             if pid == 0:
                 link.close()
@@ -229,6 +233,16 @@ def _wait_for_calls(link: socket.socket) -> None:
             for each in streams:
                 os.close(each)
             link.send(str(max(pid, 0)).encode())
+
+
+@functools.cache
+def _know_triton() -> None:
+    """Scripts compile kernels. Triton hashes 400 MB of its own before the first: 1.4 s, which forks find done."""
+    if importlib.util.find_spec("triton") is not None:
+        importlib.import_module("triton.experimental.gluon")
+        importlib.import_module("triton.runtime.cache").triton_key()
+        gc.collect()
+        gc.freeze()
 
 
 def _fork_of_the_parent() -> int:

@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from folders import FAKES, import_path
 
+from ridgeline.ops.experts.expert_products import code_tile_for, tile_for
+from ridgeline.ops.experts.expert_tiles import MOST_PAIRS
+from ridgeline.ops.experts.packed_products import packed_tile_for
 from ridgeline.ops.kernel_table import GATED_ROWS
+from ridgeline.runner.row_tables import RowTables
 from ridgeline.runner.shared_prefix import FEWEST_ROWS
 from ridgeline.runner.start.kernel_steps import KernelStep, kernel_steps
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def child(tmp_path: Path, *words: str, timeout: int = 250) -> str:
+def child(tmp_path: Path, *words: str, timeout: int = 800) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout, env=environment)
@@ -78,6 +83,7 @@ from ridgeline.ops.compile_ahead import CompileAhead
 told, telling = os.pipe()
 second = os.fork()
 if not second:                       # a process that has compiled nothing finds in the cache what this one has compiled ahead
+    os.close(telling)                # or it would wait for itself when the other one fails
     if os.read(told, 1) == b"x":
         registry.log_compilations()
         rms_norm.rms_norm_triton(torch.zeros(3, 256, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16), 1e-5)
@@ -96,6 +102,7 @@ def launches():
     return sum(pretend_gpu.LAUNCHED.values())
 
 compile_ahead.platform.cpu_count = lambda: 2
+compile_ahead.platform.available_memory = lambda: 0      # threads compile: processes that do are in test_compile_child.py
 registry.log_compilations()
 norm(64)
 assert (launches(), HAPPENED["kernel_compile"], registry.COMPILED_AHEAD) == (1, 1, [])
@@ -205,6 +212,31 @@ def test_steps_of_every_kind_are_among_them() -> None:
     some("log-probabilities of a prompt", lambda step: step.params.prompt_logprobs is not None)
     some("a penalty", lambda step: step.params.repetition_penalty != 1 and step.params.temperature > 0)
     some("a filter", lambda step: step.params.top_k and len(step.counts) == 1)
+
+
+@pytest.mark.parametrize(("experts", "used"), [(8, 2), (16, 1), (32, 4), (64, 6), (128, 8), (256, 8), (512, 10)])
+def test_experts_are_compiled_for_every_number_of_tokens(experts: int, used: int) -> None:
+    """Whatever a step's tokens decide of the kernels of a mixture is decided so in one of these steps."""
+
+    def chosen(tokens: int) -> set[Any]:
+        pairs = tokens * used
+        plain = [tile_for(pairs, experts, gated, 2, 232_448) for gated in (True, False)]
+        coded = [code_tile_for(pairs, experts, gated) for gated in (True, False)]
+        of_each = {"plain": plain, "coded": coded, "packed": [packed_tile_for(pairs, experts)]}
+        rows = {"plain": plain[0].rows, "coded": coded[0].rows, "packed": of_each["packed"][0].block_rows}
+        kernels = {(kind, which, tile) for kind, tiles in of_each.items() for which, tile in enumerate(tiles)}
+        return kernels | {(kind, "sort", rows[kind]) for kind in rows if pairs <= MOST_PAIRS}
+
+    compiled = set[Any]()
+    for step in kernel_steps(256, 8192, 32768, experts_used=used):
+        compiled |= chosen(sum(step.counts))
+    assert set[Any]().union(*map(chosen, (*range(1, 257), *range(272, 8193, 16)))) == compiled
+
+
+def test_tables_of_all_groups_are_aligned() -> None:
+    """Or a kernel would have a second variant for those that are not."""
+    tables = RowTables(num_groups=3, block_size=16, max_rows=2, max_model_len=100, device=torch.device("cpu"))
+    assert [group.data_ptr() % 16 for group in tables.groups] == [0, 0, 0] and tables.blocks.shape[2] >= 7
 
 
 def test_a_step_is_greedy_unless_it_says_otherwise() -> None:
