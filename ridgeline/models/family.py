@@ -10,7 +10,7 @@ tensor that is no parameter of a module has its whole name there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +146,7 @@ class Family:
     norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias", "bare layer" (without weights)
     pre_norms: bool = True           # norms before attention and before the MLP
     post_norms: bool = False         # norms also after attention and after the MLP
+    inner_norms: bool = False        # norms also before the output matrix of attention and of the MLP
     norm_offset: float = 0.0         # norms multiply by weight + offset
     parallel: bool = False           # attention and MLP read the same normed rows, and both are added
     own_mlp_norm: bool = False       # … of which the MLP has a norm of its own
@@ -181,6 +182,8 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
     # Our name of a field (Llama's) -> the family's; "" where it has none and the field means nothing.
     spelled: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    # config.json in Llama's words, where other names of fields (`spelled`) are not enough.
+    reworded: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = field(default=None, hash=False, repr=False)
     # Fields that would change the model and that this engine does not compute, with the one value that changes nothing.
     only: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, hash=False, repr=False)
@@ -191,4 +194,5 @@ class Family:
     fused_experts: tuple[FusedExperts, ...] = FUSED_EXPERTS
     transposed: str = ""             # pattern of tensors that are stored as [inputs, outputs]
     by_head: str = ""                # pattern of tensors whose rows are q, k and v of the first KV head, then of the second …
+    head_groups: int = 0             # … or in this many groups, each with its queries, values and keys
     ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in

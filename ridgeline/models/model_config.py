@@ -20,7 +20,6 @@ from ridgeline.models.checkpoints.linear_formats import LinearFormats, cpu_weigh
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Quantisation
 from ridgeline.models.config_fields import (
-    MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_HIDDEN,
     MAX_INTERMEDIATE,
@@ -28,8 +27,11 @@ from ridgeline.models.config_fields import (
     MAX_POSITIONS,
     MAX_VOCABULARY,
     Fields,
+    check_heads,
+    check_only,
     read_activation,
     read_dtype,
+    read_head_dim,
     read_intermediate,
 )
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
@@ -115,6 +117,7 @@ class ModelConfig:
     learned_positions: bool = False  # an embedding for every position …
     first_position: int = 0          # … after this many rows that are not used
     qkv_clip: float | None = None    # limits q, k and v
+    inner_norms: bool = False        # norms before the output matrices of attention and MLP
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -181,6 +184,7 @@ class ModelConfig:
         norms += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm + self.num_heads * self.sinks
         if self.latent is not None:
             norms += self.latent.kv_rank + self.latent.query_rank
+        norms += (self.num_heads * self.head_dim + self.intermediate_size) * self.inner_norms
         biases = self.attention_matrices["qkv"][0] * self.qkv_bias
         wide = (1 + self.gated) * self.intermediate_size
         biases += self.hidden_size * self.output_bias
@@ -298,8 +302,10 @@ def hf_model_config(
     text = raw.get("text_config")
     if isinstance(text, dict):
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
+    if family.reworded is not None:
+        raw = family.reworded(raw)
     fields = Fields(where, raw, family.defaults, {"attention_out_bias": "attention_bias", **family.spelled})
-    _check_only(fields, family)
+    check_only(fields, family)
     for checked in (fields, Fields("generation_config.json", generation, {})):
         checked.ids("eos_token_id")
 
@@ -308,8 +314,8 @@ def hf_model_config(
     latent = read_latent(fields, family.interleaved) if family.latent else None
     num_kv_heads = 1 if latent is not None else fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer("hidden_size", maximum=MAX_HIDDEN)
-    head_dim = latent.head if latent is not None else _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
-    _check_heads(where, num_heads, num_kv_heads)
+    head_dim = latent.head if latent is not None else read_head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
+    check_heads(where, num_heads, num_kv_heads)
     windows = hf_windows(fields, family, num_layers)
     max_position = fields.integer("max_position_embeddings", maximum=MAX_POSITIONS)
     rotated = head_dim if latent is None else latent.rope
@@ -330,7 +336,7 @@ def hf_model_config(
         dtype=read_dtype(fields),
         eos_token_ids=ends,
         tied=fields.flag("tie_word_embeddings", family.tied),
-        activation=read_activation(fields, family.gated, family.activation, family.legacy_act),
+        activation=read_activation(fields, family),
         norm_offset=family.norm_offset,
         **read_softcaps(fields, family),
         windows=windows,
@@ -344,14 +350,6 @@ def hf_model_config(
     )
 
 
-def _check_only(fields: Fields, family: Family) -> None:
-    for name, value in family.only.items():
-        if fields.get(name, value) != value:
-            raise ModelError(
-                f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
-            )
-
-
 def _biases(fields: Fields, family: Family) -> dict[str, Any]:
     if fields.flag("lm_head_bias") and fields.flag("tie_word_embeddings", family.tied):
         raise ModelError(f"{fields.where}: lm_head_bias of a head that is the embedding (tie_word_embeddings) is not supported")
@@ -362,7 +360,9 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
         "head_bias": fields.flag("lm_head_bias"),
         "qkv_clip": fields.number("clip_qkv") if family.clipped and fields.get("clip_qkv") is not None else None,
         "parallel": family.parallel and fields.flag("use_parallel_residual", True),
+        "own_mlp_norm": family.own_mlp_norm and fields.integer("num_ln_in_parallel_attn", 2) == 2,       # Falcon's
         "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
+        "post_norms": family.post_norms and fields.flag("use_post_norm", True),
         "bare_qk_norm": family.bare_qk_norm and fields.flag("use_qk_norm", True),
     }
 
@@ -383,7 +383,7 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
     names = ("post_norms", "late_qk_norm", "wide_qk_norm", "norm", "pre_norms", "parallel", "own_mlp_norm", "gated",
-             "sinks", "learned_positions", "first_position")
+             "sinks", "learned_positions", "first_position", "inner_norms")
     return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
 
 
@@ -396,18 +396,6 @@ def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
     if not isinstance(architectures, list):
         raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
     return family_of(architectures[0], lambda each: each.architectures, where, kind)
-
-
-def _check_heads(where: str, num_heads: int, num_kv_heads: int) -> None:
-    if num_heads % num_kv_heads:
-        raise ModelError(f"{where}: {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
-
-
-def _head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int, num_heads: int) -> int:
-    if fields.get(name) is None and hidden_size % num_heads:
-        raise ModelError(f"{fields.where}: {hidden_name} {hidden_size} is not a multiple of {num_heads} heads, and no "
-                         f"{name} is given")
-    return fields.integer(name, hidden_size // num_heads, maximum=MAX_HEAD_DIM)
 
 
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
@@ -438,9 +426,9 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     latent = gguf_latent(fields, family.interleaved, key) if family.latent else None
     num_kv_heads = 1 if latent is not None else fields.integer(key("attention.head_count_kv"), num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer(key("embedding_length"), maximum=MAX_HIDDEN)
-    head_dim = latent.head if latent is not None else _head_dim(
+    head_dim = latent.head if latent is not None else read_head_dim(
         fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
-    _check_heads(where, num_heads, num_kv_heads)
+    check_heads(where, num_heads, num_kv_heads)
     embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
@@ -477,9 +465,14 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         quantisation=gguf_quantisation(file),
         latent=latent,
         **_gguf_scales(fields, family, key, hidden_size, num_heads, head_dim, num_layers),
-        **_layout(family) | {"parallel": family.parallel and (fields.flag(key("use_parallel_residual"), True)
-                             if family.own_mlp_norm else not has("blk.0.ffn_norm.weight"))},
+        **_layout(family) | _gguf_beside(family, fields.flag(key("use_parallel_residual"), True), has("blk.0.ffn_norm.weight")),
     )
+
+
+def _gguf_beside(family: Family, beside: bool, mlp_norm: bool) -> dict[str, bool]:
+    """Whether attention and MLP are side by side. Files of families with one norm for both say it by the lack of the other."""
+    own = family.own_mlp_norm and mlp_norm
+    return {"own_mlp_norm": own, "parallel": family.parallel and (beside if own else not mlp_norm)}
 
 
 def _gguf_scales(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.quantised_source import RawSource, Stored
-from ridgeline.models.family import FusedExperts
+from ridgeline.models.family import Family, FusedExperts
 
 
 class SplitExperts:
@@ -70,9 +70,9 @@ class SplitExperts:
 class Reordered:
     """Tensors that are stored as [inputs, outputs] (GPT-2), and those with q, k and v of each head together (GPT-NeoX)."""
 
-    def __init__(self, source: RawSource, transposed: str, by_head: str, kv_heads: int, head_dim: int) -> None:
-        self.source, self.kv_heads, self.head_dim = source, kv_heads, head_dim
-        self.transposed, self.by_head = re.compile(transposed), re.compile(by_head)
+    def __init__(self, source: RawSource, family: Family, kv_heads: int, head_dim: int) -> None:
+        self.source, self.kv_heads, self.head_dim, self.groups = source, kv_heads, head_dim, family.head_groups
+        self.transposed, self.by_head = re.compile(family.transposed), re.compile(family.by_head)
         self.tensors = {name: replace(stored, shape=stored.shape[::-1]) if self.transposed.fullmatch(name) else stored
                         for name, stored in source.tensors.items()}
 
@@ -87,6 +87,9 @@ class Reordered:
             tensor = tensor.t()
         if not self.by_head.fullmatch(name):
             return tensor
+        if self.groups:
+            q, v, k = tensor.unflatten(0, (self.groups, 3, -1)).unbind(1)
+            return torch.cat([each.flatten(0, 1) for each in (q, k, v)])
         heads = tensor.unflatten(0, (self.kv_heads, -1, self.head_dim))  # of each KV head: its queries, its key, its value
         return torch.cat((heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)))
 

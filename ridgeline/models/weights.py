@@ -210,21 +210,21 @@ def _fill(
     checks = FiniteChecks(_not_finite)
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
-            interleaved = config.interleaved and _ROTATED.search(targets[0]) is not None
+            turned = [config.interleaved and _ROTATED.search(target) is not None for target in targets]
             takes = all(pieces[target].take_packed is not None for target in targets)
             if takes and isinstance(stored, GGUFSource) and stored.stays_packed(name):
-                _fill_packed(name, [pieces[target] for target in targets], stored, config if interleaved else None)
+                _fill_packed(name, [pieces[target] for target in targets], stored, config, turned)
                 ended(name)
                 continue
-            only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
+            only = pieces[targets[0]].target if len(targets) == 1 and not turned[0] else None
             tensor = source.read(name, only)
-            if interleaved:
-                tensor = deinterleaved(tensor, config.head_dim, config.ropes[0].dim)
             first = 0
-            for target in targets:
+            for target, is_turned in zip(targets, turned, strict=True):
                 piece = pieces[target]
                 rows = tensor[first : first + piece.shape[0]]
                 first += piece.shape[0]
+                if is_turned:
+                    rows = deinterleaved(rows, config.head_dim, config.ropes[0].dim)
                 _fill_piece(piece, rows, upload, checks, (name, source.tensors[name].file))
             ended(name)
         upload.finish()
@@ -245,14 +245,15 @@ def _fill_piece(piece: Piece, rows: Tensor, upload: Upload, checks: FiniteChecks
     checks.add(piece.target, *origin)
 
 
-def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: ModelConfig | None) -> None:
-    """The rows as the file packs them, for weights that stay packed; `interleaved`: rows of heads in GGUF's order."""
+def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, config: ModelConfig, turned: list[bool]) -> None:
+    """The rows as the file packs them, for weights that stay packed; `turned`: rows of heads in GGUF's order."""
     packed, packing = stored.packed(name)
-    packed = packed if interleaved is None else deinterleaved(packed, interleaved.head_dim, interleaved.ropes[0].dim)
     first = 0
-    for piece in pieces:
+    for piece, is_turned in zip(pieces, turned, strict=True):
         assert piece.take_packed is not None
-        if not piece.take_packed(packed[first : first + piece.shape[0]], packing):
+        rows = packed[first : first + piece.shape[0]]
+        rows = deinterleaved(rows, config.head_dim, config.ropes[0].dim) if is_turned else rows
+        if not piece.take_packed(rows, packing):
             _not_finite(name, stored.tensors[name].file, torch.float32)
         first += piece.shape[0]
     stored.release(name)
@@ -267,7 +268,7 @@ def _regrouped(stored: SafetensorsSource | GGUFSource, config: ModelConfig, gguf
     if not gguf and (family.transposed or family.by_head):
         if config.quantisation is not None:
             raise ModelError(f"quantised checkpoints of {family.name} are not supported: give one in 16 or 32 bits, or GGUF")
-        return Reordered(stored, family.transposed, family.by_head, config.num_kv_heads, config.head_dim)
+        return Reordered(stored, family, config.num_kv_heads, config.head_dim)
     joined = JoinedLatents(stored) if gguf and (config.latent is not None or config.experts is not None) else stored
     return joined if config.experts is None else SplitExperts(joined, config.family.fused_experts)
 

@@ -56,7 +56,7 @@ CLEARLY = 100                        # a switched-off flag must show this many t
 # What is not a flag: names, and facts about files.
 NOT_FLAGS = {
     "name", "architectures", "gguf", "defaults", "names", "gguf_names", "gguf_permuted", "prefixes", "ignored", "spelled", "only",
-    "fused_experts", "gguf_also",
+    "fused_experts", "gguf_also", "reworded",
 }
 
 
@@ -202,7 +202,7 @@ PLAIN_FACTS: dict[str, Any] = {
     "late_qk_norm": False, "wide_qk_norm": False, "norm": "rms", "pre_norms": True, "parallel": False, "gated": True,
     "residual_scale": 1.0, "logit_scale": 1.0, "own_mlp_norm": False, "head_bias": False, "learned_positions": False,
     "interleaved": False, "sinks": False, "chunked": False, "temperature": None, "bare_qk_norm": False,
-    "first_position": 0, "qkv_clip": None,
+    "first_position": 0, "qkv_clip": None, "inner_norms": False,
 }
 
 

@@ -10,13 +10,14 @@ from ridgeline.models.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from ridgeline.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from ridgeline.models.families.gpt_oss import GPT_OSS
-from ridgeline.models.families.granite import GRANITE, GRANITE_4, GRANITE_MOE, GRANITE_MOE_SHARED
+from ridgeline.models.families.granite import GRANITE, GRANITE_4, GRANITE_MOE, GRANITE_MOE_SHARED, HYPERCLOVAX
 from ridgeline.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from ridgeline.models.families.layer_normed.cohere import COHERE, COHERE2
-from ridgeline.models.families.layer_normed.gpt2 import GPT2, GPT_BIGCODE
+from ridgeline.models.families.layer_normed.falcon import FALCON
+from ridgeline.models.families.layer_normed.gpt2 import GPT2, GPT_BIGCODE, GPT_NEO
 from ridgeline.models.families.layer_normed.gpt_neox import GPT_NEOX
-from ridgeline.models.families.layer_normed.gptj import GPTJ
-from ridgeline.models.families.layer_normed.nemotron import NEMOTRON
+from ridgeline.models.families.layer_normed.gptj import CODEGEN, GPTJ
+from ridgeline.models.families.layer_normed.nemotron import JAIS2, NEMOTRON
 from ridgeline.models.families.layer_normed.opt import OPT
 from ridgeline.models.families.layer_normed.phi import PHI, PHIMOE
 from ridgeline.models.families.layer_normed.stablelm import STABLELM
@@ -24,6 +25,7 @@ from ridgeline.models.families.layer_normed.starcoder2 import STARCODER2
 from ridgeline.models.families.llama import (
     APERTUS,
     ARCEE,
+    BITNET,
     CWM,
     HELIUM,
     INTERNLM2,
@@ -46,6 +48,7 @@ FAMILIES = (
     STABLELM, PHI, GPT_NEOX, GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE,
     HUNYUAN_MOE, PHIMOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU,
     OLMO, FLEX_OLMO, SOLAR_OPEN, EXAONE, EXAONE_MOE, INTERNLM2, MINICPM, GPTJ, OPT, GPT_BIGCODE,
+    FALCON, BITNET, HYPERCLOVAX, GPT_NEO, CODEGEN, JAIS2,
 )
 
 # What people try and this engine does not compute: beginnings of names, and why.

@@ -1,6 +1,6 @@
 """Llama 2 and 3, everything that is Llama by another name (SmolLM2, TinyLlama, Mistral as GGUF), and its near relatives: SmolLM3
 (layers without a rope), CWM (windows), InternLM 2 (other names), MiniCPM (multipliers), Seed-OSS, Helium, Arcee and Apertus (no
-gate). The text decoder of Llama 4 (Scout, Maverick)."""
+gate), BitNet (norms before every output matrix). The text decoder of Llama 4 (Scout, Maverick)."""
 
 from ridgeline.models.family import (
     GGUF_NAMES,
@@ -133,6 +133,19 @@ APERTUS = Family(
         "model.layers.{}.mlp.act_fn.alpha_n": "layers.{}.mlp.xielu.alpha_n",
     },
     ignored=(*ROPE_TENSORS, r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),    # constants of the activation
+)
+
+# b1.58: its matrices are ternary (quantization_config), or 16 bits wide in checkpoints for training.
+BITNET = Family(
+    name="bitnet",
+    architectures=("BitNetForCausalLM",),
+    activation="relu2",
+    inner_norms=True,
+    defaults={"rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
+    names=LLAMA_NAMES | {
+        "model.layers.{}.self_attn.attn_sub_norm": "layers.{}.attention.output.inner",
+        "model.layers.{}.mlp.ffn_sub_norm": "layers.{}.mlp.down.inner",
+    },
 )
 
 # Layers with a rope attend in chunks and have bare norms on q and k; every fourth layer has no rope and sees everything. Each
