@@ -60,12 +60,19 @@ GGUF_NAMES = {
 # llama.cpp calls the norm before the MLP by what it comes behind, in some families.
 GGUF_NORM_BEHIND = {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}
 
-# Rope frequencies come from the config.
-ROPE_TENSORS = (r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
+# Rope frequencies come from the config. Some checkpoints of a language model alone still have what it saw with.
+UNUSED_TENSORS = (
+    r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight",
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",
+)
 
-# Of checkpoints that also see images: their language model is served, the rest is left in the file.
-TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-VISION_TENSORS = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",)
+# Of checkpoints that also see images, or hear: their language model is served, the rest is left in the file.
+TEXT_PREFIXES = {
+    "language_model.": "", "model.language_model.": "model.", "model.text_model.": "model.", "llm.": "",
+    "thinker.model.": "model.", "thinker.lm_head.": "lm_head.",
+}
+_TEXT = r"(language_model|model\.(language_model|text_model|layers|embed_tokens|norm)|llm|lm_head|thinker\.(model|lm_head))\."
+NOT_TEXT = rf"(?!{_TEXT}).*"
 
 # A layer behind the last one that predicts the token after next (MTP): a draft head, which is not used yet.
 NEXT_TOKEN_LAYER = r"(model\.layers|blk)\.{num_layers}\..*"
@@ -105,7 +112,7 @@ class FusedExperts:
 GGUF_STACKED = FusedExperts(r"(blk\.\d+)\.(ffn_\w+_exps)\.(weight|bias)", r"\1.experts.{}.\2.\3")
 # As transformers 5 and llama.cpp write them.
 FUSED_EXPERTS = (
-    FusedExperts(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight"),
+    FusedExperts(r"((?:\w+\.)+layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight"),
     GGUF_STACKED,
 )
 
@@ -190,9 +197,9 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=lambda: GGUF_NAMES, hash=False, repr=False)
     gguf_permuted: bool = False      # GGUF stores the q and k rows of this family interleaved
     # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
-    prefixes: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    prefixes: Mapping[str, str] = field(default_factory=lambda: TEXT_PREFIXES, hash=False, repr=False)
     fused_experts: tuple[FusedExperts, ...] = FUSED_EXPERTS
     transposed: str = ""             # pattern of tensors that are stored as [inputs, outputs]
     by_head: str = ""                # pattern of tensors whose rows are q, k and v of the first KV head, then of the second …
     head_groups: int = 0             # … or in this many groups, each with its queries, values and keys
-    ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in
+    ignored: tuple[str, ...] = UNUSED_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in

@@ -34,9 +34,9 @@ from ridgeline.models.config_fields import (
     read_head_dim,
     read_intermediate,
 )
-from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, language_model
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
-from ridgeline.models.families.all_families import family_of, family_of_type, gguf_family
+from ridgeline.models.families.all_families import declared_family, gguf_family
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
@@ -295,12 +295,12 @@ def hf_model_config(
 ) -> ModelConfig:
     """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one;
     `directory`: where the weights are."""
-    family = family or _declared_family(raw, where)
+    text = language_model(raw)
+    family = family or declared_family(raw, text, where)
     if "auto_map" in raw:
         logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
-    text = raw.get("text_config")
-    if isinstance(text, dict):
+    if text is not None:
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
     if family.reworded is not None:
         raw = family.reworded(raw)
@@ -385,17 +385,6 @@ def _layout(family: Family) -> dict[str, Any]:
     names = ("post_norms", "late_qk_norm", "wide_qk_norm", "norm", "pre_norms", "parallel", "own_mlp_norm", "gated",
              "sinks", "learned_positions", "first_position", "inner_norms")
     return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
-
-
-def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
-    architectures = raw.get("architectures")
-    text = raw.get("text_config")
-    kind = text.get("model_type") if isinstance(text, dict) else raw.get("model_type")
-    if not architectures:
-        return family_of_type(kind, where)
-    if not isinstance(architectures, list):
-        raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
-    return family_of(architectures[0], lambda each: each.architectures, where, kind)
 
 
 # ---- GGUF ------------------------------------------------------------------------------------------------------------

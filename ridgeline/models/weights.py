@@ -196,6 +196,8 @@ def _fill(
 ) -> None:
     gguf = isinstance(stored, GGUFSource)
     renamer = Renamer(config, gguf, model.is_elsewhere)
+    if isinstance(stored, SafetensorsSource):
+        stored.check_dtypes(renamer.pieces_of)
     source = _canonical_source(_regrouped(stored, config, gguf), config, renamer, pieces, model)
     matched = _match(pieces, source, renamer)
     total = sum(source.tensors[name].nbytes for name in matched)
@@ -355,9 +357,14 @@ class SafetensorsSource:
             raise ModelError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
         header = handle.get_slice(name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        if dtype not in self._dtypes:
-            raise ModelError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(self._dtypes)}")
-        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES[dtype] * torch.Size(shape).numel(), file, dtype)
+        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES.get(dtype, 0) * torch.Size(shape).numel(), file, dtype)
+
+    def check_dtypes(self, pieces_of: Callable[[str], list[str] | None]) -> None:
+        """Of what is read: masks and positions that are left in the file may be of any kind."""
+        for name, stored in self.tensors.items():
+            if stored.dtype not in self._dtypes and pieces_of(name) != []:
+                raise ModelError(
+                    f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {', '.join(self._dtypes)}")
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
         return self.stored(name)

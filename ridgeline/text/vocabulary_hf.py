@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ridgeline.errors import ModelError
-from ridgeline.models.end_tokens import hf_end_tokens, read_settings, require_regular
+from ridgeline.models.end_tokens import hf_end_tokens, language_model, read_settings, require_regular
 from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
 from ridgeline.text.tokenizer_limits import read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
@@ -52,8 +52,7 @@ def directory_vocabulary(path: Path) -> Vocabulary:
 
 
 def _vocab_size(model_config: Mapping[str, Any]) -> Any:
-    text = model_config.get("text_config")
-    return (text if isinstance(text, dict) else {}).get("vocab_size", model_config.get("vocab_size"))
+    return (language_model(model_config) or {}).get("vocab_size", model_config.get("vocab_size"))
 
 
 def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, float]:

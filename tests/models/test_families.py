@@ -17,11 +17,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_configs import CHECKPOINTS, MAX_POSITION, ORIGINAL_CONTEXT, WINDOW
 from tiny_models import (
-    CHECKPOINTS,
-    MAX_POSITION,
-    ORIGINAL_CONTEXT,
-    WINDOW,
     PagedSequences,
     build_model,
     declared,

@@ -1,7 +1,9 @@
 """Every family that this engine runs, and how one is found by the name that a checkpoint gives it."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ridgeline.errors import ModelError
 from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3, YOUTU
@@ -40,7 +42,7 @@ from ridgeline.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MI
 from ridgeline.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3
 from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from ridgeline.models.family import Family
+from ridgeline.models.family import FUSED_EXPERTS, NOT_TEXT, TEXT_PREFIXES, Family, FusedExperts
 
 FAMILIES = (
     LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, VAULT_GEMMA, GEMMA3, SMOLLM3, CWM, SEED_OSS, ERNIE,
@@ -50,6 +52,60 @@ FAMILIES = (
     OLMO, FLEX_OLMO, SOLAR_OPEN, EXAONE, EXAONE_MOE, INTERNLM2, MINICPM, GPTJ, OPT, GPT_BIGCODE,
     FALCON, BITNET, HYPERCLOVAX, GPT_NEO, CODEGEN, JAIS2,
 )
+
+# Checkpoints that also see images or hear: their language model is served; `text_config` says which that is.
+WITH_MORE = (
+    "AudioFlamingo3ForConditionalGeneration", "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration", "FastVlmForConditionalGeneration", "Gemma3ForConditionalGeneration",
+    "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration",
+    "GotOcr2ForConditionalGeneration", "Idefics2ForConditionalGeneration", "Idefics3ForConditionalGeneration",
+    "InternVLChatModel", "InternVLForConditionalGeneration", "KimiK25ForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    "LightOnOcrForConditionalGeneration", "Llama4ForConditionalGeneration", "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration", "LlavaNextVideoForConditionalGeneration", "LlavaOnevisionForConditionalGeneration",
+    "Mistral3ForConditionalGeneration", "Ovis2ForConditionalGeneration", "PerceptionLMForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration", "Qwen2VLForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration",
+    "Qwen2_5OmniModel", "Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3OmniMoeForConditionalGeneration", "Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration", "SmolVLMForConditionalGeneration", "VideoLlama3ForConditionalGeneration",
+    "VideoLlavaForConditionalGeneration", "VipLlavaForConditionalGeneration", "VoxtralForConditionalGeneration",
+)
+# Their language models under names of their own. Those with several positions for a token have one and the same for text.
+TEXT_TYPES = {
+    "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "qwen3_omni_moe_text": "qwen3_moe", "gemma3_text": "gemma3",
+    "llama4_text": "llama4", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe", "kimi_k2": "deepseek_v3",
+    "video_llama_3": "qwen2",
+}
+# What transformers assumes of a language model inside where its config is silent: such configs leave the usual sizes out.
+USUAL_SIZES = {
+    "llama": {"hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,
+              "vocab_size": 32_000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    "mistral": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+                "num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6},
+    "qwen2": {"hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32, "num_attention_heads": 32,
+              "num_key_value_heads": 32, "vocab_size": 151_936, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6},
+}
+# Stored as [experts, inputs, outputs].
+TURNED_EXPERTS = FusedExperts(FUSED_EXPERTS[0].pattern, FUSED_EXPERTS[0].name, transposed=True)
+
+
+def family_inside(architecture: str, text: Mapping[str, Any], where: str) -> Family:
+    """Of the language model of a checkpoint that also sees or hears."""
+    kind, named = text.get("model_type"), text.get("architectures")
+    by_name = [family for family in FAMILIES if isinstance(named, list) and named and named[0] in family.architectures]
+    by_type = [family for family in FAMILIES if family.name == TEXT_TYPES.get(str(kind), kind)]
+    found = next(iter((*by_type, *by_name)), None)
+    if found is None:
+        inner = named[0] if isinstance(named, list) and named else kind
+        raise ModelError(f"{where}: the language model {inner!r} of {architecture} is not supported{_reason(inner)}")
+    experts = (TURNED_EXPERTS,) if kind == "qwen3_vl_moe_text" else found.fused_experts
+    return replace(
+        found, prefixes=TEXT_PREFIXES, ignored=(*found.ignored, NOT_TEXT), fused_experts=experts,
+        defaults={**USUAL_SIZES.get(found.name, {}), **found.defaults},
+    )
+
 
 # What people try and this engine does not compute: beginnings of names, and why.
 REFUSED = {
@@ -100,22 +156,31 @@ def _letters(name: str) -> str:
 def family_of_type(model_type: object, where: str) -> Family:
     """Of a config.json without `architectures`."""
     for family in FAMILIES:
-        if family.name == model_type:
+        if family.name == TEXT_TYPES.get(str(model_type), model_type):
             return family
     raise ModelError(f"{where}: architectures is missing, and model_type {model_type!r} is not known")
 
 
-def family_of(
-    architecture: object, known: Callable[[Family], Sequence[str]], where: str, language_model: object = None
-) -> Family:
-    """`language_model`: the type of a checkpoint's language model, where several families have the same name."""
-    found = [family for family in FAMILIES if architecture in known(family)]
-    if found:
-        return next((family for family in found if family.name == language_model), found[0])
+def family_of(architecture: object, known: Callable[[Family], Sequence[str]], where: str) -> Family:
+    for family in FAMILIES:
+        if architecture in known(family):
+            return family
     usual, all_names = ([name for family in FAMILIES for name in known(family)[:most]] for most in (1, None))
     names = list(dict.fromkeys([*usual, *all_names]))
     supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
     raise ModelError(f"{where}: architecture {architecture!r} is not supported{_reason(architecture)}; supported: {supported}")
+
+
+def declared_family(raw: Mapping[str, Any], text: Mapping[str, Any] | None, where: str) -> Family:
+    """`text`: the part that is the language model, where there is such a part."""
+    architectures = raw.get("architectures")
+    if not architectures:
+        return family_of_type((raw if text is None else text).get("model_type"), where)
+    if not isinstance(architectures, list):
+        raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
+    if architectures[0] in WITH_MORE:
+        return family_inside(architectures[0], raw if text is None else text, where)
+    return family_of(architectures[0], lambda each: each.architectures, where)
 
 
 def gguf_family(architecture: object, score: str | None, windowed: bool, where: str) -> Family:

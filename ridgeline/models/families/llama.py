@@ -7,9 +7,7 @@ from ridgeline.models.family import (
     GGUF_NORM_BEHIND,
     LLAMA_NAMES,
     QK_NORM_NAMES,
-    ROPE_TENSORS,
-    TEXT_PREFIXES,
-    VISION_TENSORS,
+    UNUSED_TENSORS,
     ExpertRule,
     Family,
     FusedExperts,
@@ -132,7 +130,7 @@ APERTUS = Family(
         "model.layers.{}.mlp.act_fn.alpha_p": "layers.{}.mlp.xielu.alpha_p",
         "model.layers.{}.mlp.act_fn.alpha_n": "layers.{}.mlp.xielu.alpha_n",
     },
-    ignored=(*ROPE_TENSORS, r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),    # constants of the activation
+    ignored=(*UNUSED_TENSORS, r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),    # constants of the activation
 )
 
 # b1.58: its matrices are ternary (quantization_config), or 16 bits wide in checkpoints for training.
@@ -165,7 +163,7 @@ LLAMA4_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".mlp." 
 
 LLAMA4 = Family(
     name="llama4",
-    architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+    architectures=("Llama4ForCausalLM",),
     interleaved=True,
     nope="listed",
     window="chunks",
@@ -182,12 +180,10 @@ LLAMA4 = Family(
         "vocab_size": 202_048, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
     },
     names=LLAMA4_NAMES,
-    prefixes=TEXT_PREFIXES,
     fused_experts=(
         FusedExperts(
             r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.feed_forward\.experts)\.(gate_up_proj|down_proj)",
             r"\1.{}.\2.weight", transposed=True,
         ),
     ),
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )

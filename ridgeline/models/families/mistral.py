@@ -7,9 +7,6 @@ from ridgeline.models.family import (
     GGUF_EXPERT_NAMES,
     GGUF_NAMES,
     LLAMA_NAMES,
-    ROPE_TENSORS,
-    TEXT_PREFIXES,
-    VISION_TENSORS,
     ExpertRule,
     Family,
 )
@@ -21,30 +18,23 @@ SPARSE_MOE_NAMES = {
     "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.{}.down",
 }
 
-# Its language model may be that of either family below: text_config says which.
-WITH_VISION = "Mistral3ForConditionalGeneration"
-
 MISTRAL = Family(
     name="mistral",
-    architectures=("MistralForCausalLM", WITH_VISION),
+    architectures=("MistralForCausalLM",),
     window="all",
     defaults={"sliding_window": 4096},
-    prefixes=TEXT_PREFIXES,
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )
 
 MINISTRAL = replace(MISTRAL, name="ministral", architectures=("MinistralForCausalLM",))       # lists the layers with a window
 
 MINISTRAL3 = Family(
     name="ministral3",
-    architectures=("Ministral3ForCausalLM", WITH_VISION),
+    architectures=("Ministral3ForCausalLM",),
     gguf="mistral3",
     gguf_permuted=True,
     temperature="all",
     window="all",
     defaults={"head_dim": 128, "rope_theta": 1_000_000.0},
-    prefixes=TEXT_PREFIXES,
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )
 
 MIXTRAL = Family(

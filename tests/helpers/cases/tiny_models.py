@@ -21,10 +21,8 @@ from tiny_configs import (
     EAGER_EXPERTS,
     LEFT_OUT,
     MAX_POSITION,
-    ORIGINAL_CONTEXT,
     SEEDS,
     VOCAB,
-    WINDOW,
 )
 from torch import Tensor
 
@@ -177,6 +175,9 @@ def build_model(name: str, dtype: torch.dtype = torch.float32, **overrides: Any)
     return model
 
 
+EMBEDDINGS = ("embed_tokens", "embed_in", "embed_positions", "word_embeddings", "wte", "wpe", "lm_head", "embed_out")
+
+
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -189,7 +190,7 @@ def randomise(model: torch.nn.Module, seed: int, norm_mean: float) -> None:
             noise(parameter, norm_mean, 0.3)
         elif name.endswith("bias"):
             noise(parameter, 0.0, 0.5)
-        elif any(each in name for each in ("embed_tokens", "embed_in", "embed_positions", "wte", "wpe", "lm_head", "embed_out", "word_emb")):
+        elif any(each in name for each in EMBEDDINGS):
             noise(parameter, 0.0, 0.4)
         else:
             noise(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)

@@ -202,6 +202,7 @@ LEFT_OUT = {
     "exaone4": ("sliding_window_pattern",), "exaone_moe": ("sliding_window_pattern", "mlp_layer_types"),
     "gptj": ("activation_function",), "opt": ("activation_function", "tie_word_embeddings"),
     "gpt_bigcode": ("activation_function", "tie_word_embeddings", "num_key_value_heads"),
-    "falcon": ("activation", "tie_word_embeddings"), "bitnet": ("hidden_act",), "gpt_neo": ("activation_function", "tie_word_embeddings"),
+    "falcon": ("activation", "tie_word_embeddings"), "bitnet": ("hidden_act",),
+    "gpt_neo": ("activation_function", "tie_word_embeddings"),
     "codegen": ("activation_function",), "jais2": ("hidden_act",),
 }

@@ -12,7 +12,8 @@ import torch
 from gguf_writer import Typed, write_gguf
 from safetensors.torch import load_file, save_file
 from test_weights import WEIGHTS, logits_of, save_gguf
-from tiny_models import ORIGINAL_CONTEXT, WINDOW, save_checkpoint
+from tiny_configs import ORIGINAL_CONTEXT, WINDOW
+from tiny_models import save_checkpoint
 
 from ridgeline.errors import ModelError
 from ridgeline.models.gguf import GGUFFile

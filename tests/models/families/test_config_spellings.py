@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from tiny_models import CHECKPOINTS, RENAMED, save_config
+from tiny_configs import CHECKPOINTS
+from tiny_models import RENAMED, save_config
 
 from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import ACTIVATIONS

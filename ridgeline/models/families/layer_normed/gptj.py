@@ -1,9 +1,9 @@
-"""GPT-J: attention and MLP side by side behind one norm, heads rotated in part by neighbours, a head with a bias. CodeGen: the same,
-with q, v and k of every fourth of the heads together."""
+"""GPT-J: attention and MLP side by side behind one norm, heads rotated in part by neighbours, a head with a bias. CodeGen: the
+same, with q, v and k of every fourth of the heads together."""
 
 from dataclasses import replace
 
-from ridgeline.models.family import ROPE_TENSORS, Family
+from ridgeline.models.family import UNUSED_TENSORS, Family
 
 GPTJ = Family(
     name="gptj",
@@ -32,7 +32,7 @@ GPTJ = Family(
         "transformer.ln_f": "norm",
         "lm_head": "head",
     },
-    ignored=(*ROPE_TENSORS, r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),       # masks
+    ignored=(*UNUSED_TENSORS, r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),       # masks
 )
 
 CODEGEN = replace(
