@@ -85,7 +85,13 @@ USUAL_SIZES = {
     "mistral": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
                 "num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-6},
     "qwen2": {"hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32, "num_attention_heads": 32,
-              "num_key_value_heads": 32, "vocab_size": 151_936, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6},
+              "vocab_size": 151_936, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6},
+}
+# Where a config does not say its language model's type: older ones have all fields in one object.
+USUAL_TYPES = {
+    "Gemma3ForConditionalGeneration": "gemma3", "Llama4ForConditionalGeneration": "llama4", "LlavaForConditionalGeneration": "llama",
+    "Mistral3ForConditionalGeneration": "mistral", "Qwen2VLForConditionalGeneration": "qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2", "Qwen3VLForConditionalGeneration": "qwen3",
 }
 # Stored as [experts, inputs, outputs].
 TURNED_EXPERTS = FusedExperts(FUSED_EXPERTS[0].pattern, FUSED_EXPERTS[0].name, transposed=True)
@@ -93,7 +99,7 @@ TURNED_EXPERTS = FusedExperts(FUSED_EXPERTS[0].pattern, FUSED_EXPERTS[0].name, t
 
 def family_inside(architecture: str, text: Mapping[str, Any], where: str) -> Family:
     """Of the language model of a checkpoint that also sees or hears."""
-    kind, named = text.get("model_type"), text.get("architectures")
+    kind, named = text.get("model_type") or USUAL_TYPES.get(architecture), text.get("architectures")
     by_name = [family for family in FAMILIES if isinstance(named, list) and named and named[0] in family.architectures]
     by_type = [family for family in FAMILIES if family.name == TEXT_TYPES.get(str(kind), kind)]
     found = next(iter((*by_type, *by_name)), None)

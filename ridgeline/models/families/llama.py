@@ -59,7 +59,7 @@ INTERNLM2 = Family(
         "model.norm": "norm",
         "output": "head",
     },
-    by_head=r"model\.layers\.\d+\.attention\.wqkv\.(weight|bias)",
+    by_head=r"((language_)?model\.)*layers\.\d+\.attention\.wqkv\.(weight|bias)",
 )
 
 # MiniCPM 1, 2 and 4, without the sparse attention of long contexts that MiniCPM 4 can have.

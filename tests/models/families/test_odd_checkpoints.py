@@ -22,14 +22,16 @@ def logits(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "beginning", "mask"), [
     ("gpt2", "transformer.", "h.{}.attn.bias"), ("gpt_neox", "", "gpt_neox.layers.{}.attention.masked_bias"),
+    ("codegen", "", "transformer.h.{}.attn.causal_mask"), ("gpt_neo", "", "transformer.h.{}.attn.attention.bias"),
     ("ernie4_5_moe", "", "model.mtp_linear_proj.{}.weight"), ("apertus", "", "model.layers.{}.self_attn.rotary_emb.inv_freq"),
 ])
 def test_names_of_hubs_are_known(name: str, beginning: str, mask: str, tmp_path: Path) -> None:
     path = save_checkpoint(name, tmp_path)
     expected, file = logits(path), path / "model.safetensors"
     tensors = {key.removeprefix(beginning): value for key, value in load_file(file).items()}
-    save_file(tensors | {mask.format(layer): torch.zeros(1, 1) for layer in range(3)}, file)
-    assert torch.equal(logits(path), expected)
+    for kind in (torch.float32, torch.bool, torch.uint8):            # as masks are kept
+        save_file(tensors | {mask.format(layer): torch.zeros(1, 1, dtype=kind) for layer in range(3)}, file)
+        assert torch.equal(logits(path), expected)
 
 
 @pytest.mark.parametrize(("name", "architecture", "further"), [
