@@ -68,6 +68,7 @@ UNUSED_TENSORS = (
 
 # Of checkpoints that also see images, or hear: their language model is served, the rest is left in the file.
 TEXT_PREFIXES = {
+    "language_model.model.model.": "model.",             # as transformers 5 saves those that hear
     "language_model.": "", "model.language_model.": "model.", "model.text_model.": "model.", "llm.": "",
     "thinker.model.": "model.", "thinker.lm_head.": "lm_head.",
 }
@@ -106,6 +107,7 @@ class FusedExperts:
     pattern: str                     # of the tensor's name; its groups fill `name`, where `{}` is the expert
     name: str
     transposed: bool = False         # [inputs, outputs]
+    either: bool = False             # … or not: one of the two is the hidden size
     paired: bool = False             # its outputs are gate, up, gate, up …
 
 

@@ -17,7 +17,7 @@ from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
 from ridgeline.models.checkpoints.linear_formats import LinearFormats, cpu_weight_bytes
-from ridgeline.models.checkpoints.quantisation import read_quantisation
+from ridgeline.models.checkpoints.quantisation import read_quantisation, safetensors_headers
 from ridgeline.models.checkpoints.recipe import Quantisation
 from ridgeline.models.config_fields import (
     MAX_HEADS,
@@ -335,7 +335,7 @@ def hf_model_config(
         rms_norm_eps=fields.number("rms_norm_eps"),
         dtype=read_dtype(fields),
         eos_token_ids=ends,
-        tied=fields.flag("tie_word_embeddings", family.tied),
+        tied=_tied(fields, family, None if text is None else directory),
         activation=read_activation(fields, family),
         norm_offset=family.norm_offset,
         **read_softcaps(fields, family),
@@ -348,6 +348,13 @@ def hf_model_config(
         **_scales(fields, family, hidden_size, head_dim),
         **{**_layout(family), **_biases(fields, family)},
     )
+
+
+def _tied(fields: Fields, family: Family, directory: Path | None) -> bool:
+    """`directory`: of a checkpoint with a language model inside. Its two configs may disagree; its files say it."""
+    stored = safetensors_headers(directory) if directory is not None else {}
+    head = next(name for name, target in family.names.items() if target == "head")
+    return not any(f".{head}." in f".{name}" for name in stored) if stored else fields.flag("tie_word_embeddings", family.tied)
 
 
 def _biases(fields: Fields, family: Family) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from ridgeline.models.family import Family, FusedExperts
 
 
 class SplitExperts:
-    def __init__(self, source: RawSource, rules: tuple[FusedExperts, ...]) -> None:
-        self.source = source
+    def __init__(self, source: RawSource, rules: tuple[FusedExperts, ...], hidden_size: int) -> None:
+        self.source, self.hidden_size = source, hidden_size
         self.tensors: dict[str, Stored] = {}
         self._parts: dict[str, tuple[str, int, FusedExperts]] = {}       # our name -> the tensor, the expert, and how it lies
         self._last: tuple[str, bool, Tensor] | None = None       # all experts of a tensor are read one after the other
@@ -37,6 +37,8 @@ class SplitExperts:
             if len(stored.shape) < 2:
                 raise ModelError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}: no room for several experts")
             count, *shape = stored.shape
+            if rule.either and not self._is_transposed(name, shape):
+                rule = replace(rule, transposed=False)
             if rule.transposed:
                 shape[:2] = shape[1::-1]
             each = replace(stored, shape=tuple(shape), nbytes=stored.nbytes // max(1, count))
@@ -45,6 +47,10 @@ class SplitExperts:
                 self.tensors[single], self._parts[single] = each, (name, expert, rule)
             return
         self.tensors[name] = stored
+
+    def _is_transposed(self, name: str, shape: list[int]) -> bool:
+        """[inputs, outputs]: `down` has outputs of the hidden size, the others have such inputs."""
+        return shape[-1 if name.endswith("down_proj") else 0] == self.hidden_size
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
         """As numbers."""

@@ -272,7 +272,8 @@ def _regrouped(stored: SafetensorsSource | GGUFSource, config: ModelConfig, gguf
             raise ModelError(f"quantised checkpoints of {family.name} are not supported: give one in 16 or 32 bits, or GGUF")
         return Reordered(stored, family, config.num_kv_heads, config.head_dim)
     joined = JoinedLatents(stored) if gguf and (config.latent is not None or config.experts is not None) else stored
-    return joined if config.experts is None else SplitExperts(joined, config.family.fused_experts)
+    return joined if config.experts is None else SplitExperts(
+        joined, config.family.fused_experts, config.hidden_size)
 
 
 def _canonical_source(

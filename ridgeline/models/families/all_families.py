@@ -42,7 +42,7 @@ from ridgeline.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MI
 from ridgeline.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3
 from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
-from ridgeline.models.family import FUSED_EXPERTS, NOT_TEXT, TEXT_PREFIXES, Family, FusedExperts
+from ridgeline.models.family import FUSED_EXPERTS, NOT_TEXT, TEXT_PREFIXES, ExpertRule, Family, FusedExperts
 
 FAMILIES = (
     LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, PHI3, GEMMA, GEMMA2, VAULT_GEMMA, GEMMA3, SMOLLM3, CWM, SEED_OSS, ERNIE,
@@ -93,8 +93,8 @@ USUAL_TYPES = {
     "Mistral3ForConditionalGeneration": "mistral", "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2", "Qwen3VLForConditionalGeneration": "qwen3",
 }
-# Stored as [experts, inputs, outputs].
-TURNED_EXPERTS = FusedExperts(FUSED_EXPERTS[0].pattern, FUSED_EXPERTS[0].name, transposed=True)
+# Stored as [experts, inputs, outputs] by their makers, and as elsewhere by transformers 5.
+TURNED_EXPERTS = FusedExperts(FUSED_EXPERTS[0].pattern, FUSED_EXPERTS[0].name, transposed=True, either=True)
 
 
 def family_inside(architecture: str, text: Mapping[str, Any], where: str) -> Family:
@@ -106,11 +106,13 @@ def family_inside(architecture: str, text: Mapping[str, Any], where: str) -> Fam
     if found is None:
         inner = named[0] if isinstance(named, list) and named else kind
         raise ModelError(f"{where}: the language model {inner!r} of {architecture} is not supported{_reason(inner)}")
-    experts = (TURNED_EXPERTS,) if kind == "qwen3_vl_moe_text" else found.fused_experts
-    return replace(
-        found, prefixes=TEXT_PREFIXES, ignored=(*found.ignored, NOT_TEXT), fused_experts=experts,
-        defaults={**USUAL_SIZES.get(found.name, {}), **found.defaults},
+    found = replace(
+        found, prefixes=TEXT_PREFIXES, ignored=(*found.ignored, NOT_TEXT),
+        defaults={**USUAL_SIZES.get(found.name, {}), **found.defaults, **({"head_dim": None} if kind == "glm4v_text" else {})},
     )
+    if kind != "qwen3_vl_moe_text":
+        return found
+    return replace(found, fused_experts=(TURNED_EXPERTS,), experts=ExpertRule(normalise=True))
 
 
 # What people try and this engine does not compute: beginnings of names, and why.
