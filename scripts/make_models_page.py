@@ -9,7 +9,7 @@ from generated_page import write_or_compare
 
 from ridgeline.models.checkpoints.gguf_formats import FORMATS as PACKED
 from ridgeline.models.checkpoints.quantisation import READERS
-from ridgeline.models.families.all_families import FAMILIES
+from ridgeline.models.families.all_families import FAMILIES, WITH_MORE
 from ridgeline.models.family import Family
 from ridgeline.models.gguf_types import TENSOR_TYPES
 from ridgeline.quant.layout import STORED_KINDS
@@ -43,7 +43,7 @@ MODELS = {
     "minimax_m2": "MiniMax-M2, M2.1", "glm": "GLM-4-9B (hf)",
     "glm4": "GLM-4-0414", "cohere": "Command R", "cohere2": "Command R7B, Command A", "starcoder2": "StarCoder2",
     "exaone4": "EXAONE 4", "nemotron": "Nemotron 4, Minitron", "mixtral": "Mixtral 8x7B, 8x22B",
-    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "olmoe": "OLMoE",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; Qwen3-VL mixtures (text)", "olmoe": "OLMoE",
     "granitemoe": "Granite 3 (mixtures)", "glm4_moe": "GLM-4.5, GLM-4.6", "gpt_oss": "gpt-oss 20b, 120b",
     "deepseek_v2": "DeepSeek-V2, V2-Lite", "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2", "glm4_moe_lite": "GLM-4.7-Flash",
     "minicpm3": "MiniCPM3", "apertus": "Apertus 8B, 70B",
@@ -52,13 +52,16 @@ MODELS = {
     "olmo": "OLMo 1B, 7B", "flex_olmo": "FlexOlmo", "solar_open": "Solar Open 100B", "exaone": "EXAONE 3, 3.5",
     "exaone_moe": "K-EXAONE", "internlm2": "InternLM 2, 2.5", "minicpm": "MiniCPM 1, 2, 4", "gptj": "GPT-J 6B",
     "opt": "OPT (not 350M)", "gpt_bigcode": "StarCoder, SantaCoder",
+    "falcon": "Falcon 7B, 40B, 180B; Falcon 2 11B (Falcon 3 is `llama`)", "bitnet": "BitNet b1.58 2B 4T",
+    "hyperclovax": "HyperCLOVA X SEED Think", "gpt_neo": "GPT-Neo", "codegen": "CodeGen", "jais2": "Jais 2",
+    "mistral4": "Mistral Small 4 (text)", "hy_v3": "Hunyuan 3",
 }
 FLAGS = {
     "experts": "a mixture of experts", "latent": "latent attention", "sinks": "attention sinks",
     "qkv_bias": "biases on q, k and v", "late_qk_norm": "norms behind the rotation", "qk_norm": "RMS norm on q and k",
     "wide_qk_norm": "norms over all heads of q and of k", "parallel": "attention and MLP side by side",
     "own_mlp_norm": "each behind its own norm", "learned_positions": "learned positions", "clipped": "limits on q, k and v",
-    "post_norms": "norms after attention and MLP",
+    "post_norms": "norms after attention and MLP", "inner_norms": "norms before the output matrices of attention and MLP",
     "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "multipliers": "multipliers",
     "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
     "query_pre_attn_scalar": "its own attention scale",
@@ -72,6 +75,14 @@ WINDOWS = {"all": "a sliding window on all layers or on listed ones",
 TEMPERATURES = {"nope": "queries without a rope grow with their position", "all": "queries grow with their position"}
 FILED_AS = {"mistral": "as `llama`", "glm4_moe_lite": "as `deepseek2` †"}        # the files of another family
 BY_HAND = {"qwen2vl", "qwen3vlmoe", "exaone-moe", "minicpm3"}                      # GGUF files that no test has
+MORE = """\
+
+## Language models inside
+
+Of a checkpoint that also sees images or hears, the language model is served, if it is one of the families above; a request with an
+image is refused. `text_config` (or `llm_config`) says what it is, and all other tensors are left in the file. The
+`architectures`: {names}.
+"""
 FORMATS = """\
 
 ## Files
@@ -100,9 +111,10 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 ## Not supported
 
 State-space models and hybrids with them (Mamba, Jamba, Bamba, Nemotron-H, Falcon-H1, Granite 4 H), linear attention (Qwen3-Next,
-Qwen3.5), Gemma 3n and Gemma 4, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms
-of their own for every head). They are refused by name. Of a checkpoint that also sees images, the language model is served; a
-request with an image is refused.
+Qwen3.5), short convolutions (LFM2), ALiBi (BLOOM, MPT, falcon-rw, Baichuan 13B), Gemma 3n and Gemma 4, the vision models of
+Llama 3.2 and PaliGemma, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms of their
+own for every head). They are refused by name, with the reason. Checkpoints in PyTorch's own format (`*.bin`, `*.pth`) are refused,
+too: reading one can run code; save it as safetensors.
 """
 
 
@@ -135,7 +147,8 @@ def page() -> str:
         rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
     kept = ", ".join(sorted(STORED_KINDS))
-    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
+    more = MORE.format(names=", ".join(f"`{name}`" for name in WITH_MORE))
+    return HEAD + "".join(rows) + more + FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
 
 
 if __name__ == "__main__":

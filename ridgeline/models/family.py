@@ -72,7 +72,8 @@ TEXT_PREFIXES = {
     "language_model.": "", "model.language_model.": "model.", "model.text_model.": "model.", "llm.": "",
     "thinker.model.": "model.", "thinker.lm_head.": "lm_head.",
 }
-_TEXT = r"(language_model|model\.(language_model|text_model|layers|embed_tokens|norm)|llm|lm_head|output|thinker\.(model|lm_head))\."
+_TEXT = (r"(language_model|model\.(language_model|text_model|layers|embed_tokens|norm)|llm|lm_head|output"
+         r"|thinker\.(model|lm_head))\.")
 NOT_TEXT = rf"(?!{_TEXT}).*"
 
 # A layer behind the last one that predicts the token after next (MTP): a draft head, which is not used yet.

@@ -22,6 +22,7 @@ from tiny_models import (
     PagedSequences,
     build_model,
     declared,
+    is_known,
     load,
     random_tokens,
     save_checkpoint,
@@ -105,6 +106,8 @@ class Cases(dict[str, Case]):
     def __missing__(self, name: str) -> Case:
         if name == "minicpm3-long" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 22):
             pytest.skip("this version of transformers computes MiniCPM3 with yarn only")
+        if not is_known(name):
+            pytest.skip(f"this version of transformers does not have {name}")
         path = save_checkpoint(name, self.directory / name, spelling=4, dtype=torch.float64)
         with torch.no_grad():
             oracle32 = build_model(name)(torch.tensor([TOKENS]), use_cache=False).logits[0]
@@ -248,7 +251,8 @@ def expert_changes(experts: Experts | None) -> dict[str, Experts]:
     if routing.choice_bias:
         others["choice_bias"] = False
     if routing.groups > 1:
-        others |= {"groups": 1, "top_groups": routing.groups, "group_score": "best" if routing.choice_bias else "best two"}
+        others |= {"groups": 1, "top_groups": routing.groups}
+        others["group_score"] = "best" if routing.group_score == "best two" else "best two"
     changes = {f"routing {name}": dataclasses.replace(experts, routing=dataclasses.replace(routing, **{name: other}))
                for name, other in others.items()}
     plain_experts = {"shared": 0, "shared_gate": False, "dense": (), "bias": False, "router_bias": False, "limit": None,
@@ -271,11 +275,12 @@ def plainer(rope: Rope, fact: str, plain: Any) -> Rope:
 
 # Together they have every fact; what the others show besides is shown by slow tests.
 HUNTED = ("gpt_oss", "glm4_moe", "gemma2", "cohere2", "olmo2", "arcee", "minicpm3", "phi3-long", "qwen2_moe", "llama4",
-          "hunyuan_v1_moe", "phimoe", "gpt_neox", "gpt2", "olmo", "opt")
+          "hunyuan_v1_moe", "phimoe", "gpt_neox", "gpt2", "olmo", "opt", "bitnet")
 
 
 def test_every_fact_is_hunted_on_every_commit(tmp_path: Path) -> None:
-    facts = {name: set(fact_changes(load_model_config(save_config(name, tmp_path / name)))) for name in CHECKPOINTS}
+    known = [name for name in CHECKPOINTS if is_known(name)]
+    facts = {name: set(fact_changes(load_model_config(save_config(name, tmp_path / name)))) for name in known}
     assert set().union(*facts.values()) == set().union(*(facts[name] for name in HUNTED))
 
 

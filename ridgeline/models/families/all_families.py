@@ -13,7 +13,7 @@ from ridgeline.models.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from ridgeline.models.families.glm import GLM, GLM4, GLM4_MOE, SOLAR_OPEN
 from ridgeline.models.families.gpt_oss import GPT_OSS
 from ridgeline.models.families.granite import GRANITE, GRANITE_4, GRANITE_MOE, GRANITE_MOE_SHARED, HYPERCLOVAX
-from ridgeline.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from ridgeline.models.families.hunyuan import HUNYUAN, HUNYUAN_3, HUNYUAN_MOE
 from ridgeline.models.families.layer_normed.cohere import COHERE, COHERE2
 from ridgeline.models.families.layer_normed.falcon import FALCON
 from ridgeline.models.families.layer_normed.gpt2 import GPT2, GPT_BIGCODE, GPT_NEO
@@ -38,7 +38,7 @@ from ridgeline.models.families.llama import (
     SMOLLM3,
 )
 from ridgeline.models.families.minimax import MINIMAX_M2
-from ridgeline.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from ridgeline.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL4, MIXTRAL
 from ridgeline.models.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from ridgeline.models.families.phi3 import PHI3
 from ridgeline.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -50,7 +50,7 @@ FAMILIES = (
     STABLELM, PHI, GPT_NEOX, GPT2, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GLM4_MOE, ERNIE_MOE,
     HUNYUAN_MOE, PHIMOE, DOTS1, MINIMAX_M2, LLAMA4, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3, YOUTU,
     OLMO, FLEX_OLMO, SOLAR_OPEN, EXAONE, EXAONE_MOE, INTERNLM2, MINICPM, GPTJ, OPT, GPT_BIGCODE,
-    FALCON, BITNET, HYPERCLOVAX, GPT_NEO, CODEGEN, JAIS2,
+    FALCON, BITNET, HYPERCLOVAX, GPT_NEO, CODEGEN, JAIS2, MISTRAL4, HUNYUAN_3,
 )
 
 # Checkpoints that also see images or hear: their language model is served; `text_config` says which that is.
@@ -89,7 +89,8 @@ USUAL_SIZES = {
 }
 # Where a config does not say its language model's type: older ones have all fields in one object.
 USUAL_TYPES = {
-    "Gemma3ForConditionalGeneration": "gemma3", "Llama4ForConditionalGeneration": "llama4", "LlavaForConditionalGeneration": "llama",
+    "Gemma3ForConditionalGeneration": "gemma3", "Llama4ForConditionalGeneration": "llama4",
+    "LlavaForConditionalGeneration": "llama",
     "Mistral3ForConditionalGeneration": "mistral", "Qwen2VLForConditionalGeneration": "qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen2", "Qwen3VLForConditionalGeneration": "qwen3",
 }
@@ -123,27 +124,47 @@ REFUSED = {
     ),
     "layers of linear attention": (
         "BailingHybrid", "BailingMoeV2_5", "KimiLinear", "MiniMaxForCausalLM", "MiniMaxText01", "OlmoHybrid", "Qwen3Next",
-        "Qwen3_5", "Qwen4",
+        "Qwen3_5", "Qwen4", "Qwen35",
     ),
-    "layers of short convolutions": ("Lfm2",),
-    "sparse attention with an indexer": ("DeepseekV32", "DeepseekV4", "GlmMoeDsa"),
+    "layers of short convolutions": ("Inkling", "Lfm2"),
+    "sparse attention with an indexer": (
+        "AXK2", "DeepseekV32", "DeepseekV4", "Glm5", "GlmMoeDsa", "GlmDsa", "HYV4", "MiniMaxM3",
+    ),
     "embeddings for every layer and keys that layers share": ("Gemma3n", "Gemma4"),
     "an encoder and a decoder": (
-        "Bart", "BigBirdPegasus", "Blenderbot", "MBart", "MT5", "Marian", "Mvp", "PLBart", "Pegasus", "ProphetNet", "T5", "TrOCR",
-        "UMT5", "Whisper",
+        "Bart", "BigBirdPegasus", "Blenderbot", "Florence2", "MBart", "MT5", "Marian", "Mvp", "PLBart", "PPFormulaNet", "Pegasus",
+        "Pix2Struct", "ProphetNet", "T5", "TrOCR", "UMT5", "Udop", "VisionEncoderDecoder", "Whisper",
     ),
     "positions as biases of the scores (ALiBi)": ("Bloom", "Mpt", "Refact", "JAISLMHead", "jais"),
+    "ALiBi in its 13B, and a head of its own in Baichuan 2": ("Baichuan",),
+    "positions as biases of the scores": ("CpmAnt", "Xlnet"),
+    "positions as sines": ("CTRL", "XGLM"),
+    "norms behind the additions, in the stream itself": ("OpenAIGPT",),
+    "layer norms on every head of q and k": ("Fuyu", "Persimmon", "Chameleon"),
+    "gates on the output of attention": ("Afmoe", "Beam", "Laguna"),
+    "attention whose heads differ from layer to layer": ("Deci", "MiMoV2", "Mimo2", "OpenELM", "NemotronNAS"),
     "attention as the difference of two softmaxes": ("DiffLlama",),
+    "attention over images, in layers of their own": ("Blip", "Evolla", "Idefics", "Mllama"),
+    "attention by hashing": ("Reformer",),
+    "masks that the model learns": ("Doge",),
+    "mixtures of attention heads": ("JetMoe",),
+    "two attentions in every layer, and experts that do nothing": ("LongcatFlash",),
+    "layers that run several times": ("HrmText",),
+    "experts of their own for images": ("CogVLM", "Ernie4_5_VL"),
+    "adapters inside, for images and sound": ("Phi4Multimodal",),
+    "a prompt whose tokens see each other": ("PaliGemma", "PI0", "GitForCausalLM"),
+    "images as tokens of its own": ("Emu3",),
     "bytes in patches in the place of tokens": ("Blt",),
-    "answers that are made by diffusion, not from left to right": ("Dream", "LLaDA", "RND1"),
-    "sound, not text": ("Moshi", "Musicgen", "Wavtokenizer"),
+    "answers that are made by diffusion, not from left to right": ("DiffusionGemma", "Dream", "LLaDA", "RND1"),
+    "sound, not text": ("MossTranscribe", "Moshi", "Musicgen", "Wavtokenizer"),
     "an encoder, which generates no text": (
-        "Albert", "Bert", "BigBird", "Camembert", "Data2Vec", "Deberta", "DistilBert", "Electra", "ErnieForCausalLM", "EuroBert",
-        "GemmaEmbedding", "JinaBert", "MegatronBert", "ModernBert", "NeoBert", "NomicBert", "RemBert", "RoCBert", "RoFormer",
-        "Roberta", "XLMRoberta", "Xmod",
+        "Albert", "Bert", "BigBird", "Camembert", "CLIP", "Data2Vec", "Deberta", "DistilBert", "Electra", "ErnieForCausalLM",
+        "EuroBert", "GemmaEmbedding", "JinaBert", "LlamaEmbed", "MegatronBert", "ModernBert", "NeoBert", "NomicBert", "RemBert",
+        "RoCBert", "RoFormer", "Roberta", "XLMRoberta", "Xmod",
     ),
 }
-WHOLE = frozenset({"jais"})          # names that are no beginnings: Jais-2 is another model
+# Names above that are whole, not beginnings of names: other models begin like them.
+WHOLE = frozenset({"Blip", "CLIP", "Idefics", "jais"})
 
 
 def _reason(architecture: object) -> str:
@@ -151,10 +172,13 @@ def _reason(architecture: object) -> str:
     if not isinstance(architecture, str):
         return ""
     given = _letters(architecture)
+    alone = re.sub("(forcausallm|forconditionalgeneration|forvisiontext2text|lmheadmodel|model)$", "", given)
     for reason, names in REFUSED.items():
-        if any(given == name if name in WHOLE else given.startswith(_letters(name)) for name in names):
+        if any(alone == _letters(name) if name in WHOLE else given.startswith(_letters(name)) for name in names):
             return f" ({reason})"
-    return ""
+    if any(given == _letters(family.name) for family in FAMILIES):   # of a GGUF file, since it has no family
+        return " (its GGUF files are not read yet; its Hugging Face directory is)"
+    return " (no family is declared for it)"
 
 
 def _letters(name: str) -> str:

@@ -1,8 +1,9 @@
 """Mistral: Llama with a sliding window on every layer; Ministral: on some. Ministral 3: queries that grow with their position.
-Mixtral: a mixture of experts."""
+Mixtral: a mixture of experts. Mistral 4: DeepSeek's latents and experts, and queries as in Ministral 3."""
 
 from dataclasses import replace
 
+from ridgeline.models.families.deepseek import DEEPSEEK_EXPERT_NAMES, LATENT_NAMES
 from ridgeline.models.family import (
     GGUF_EXPERT_NAMES,
     GGUF_NAMES,
@@ -47,4 +48,15 @@ MIXTRAL = Family(
     defaults={"rope_theta": 1_000_000.0},
     names=LLAMA_NAMES | SPARSE_MOE_NAMES,
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
+)
+
+MISTRAL4 = Family(
+    name="mistral4",
+    architectures=("Mistral4ForCausalLM",),
+    latent=True,
+    interleaved=True,
+    temperature="all",
+    experts=ExpertRule(groups=True, group_score="best two", scaled=True),
+    defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": True},
+    names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
 )

@@ -142,6 +142,13 @@ def architecture(kind: str) -> str:
     return "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
 
 
+def is_known(name: str) -> bool:
+    """Whether this version of transformers has the class of a checkpoint."""
+    import transformers
+
+    return hasattr(transformers, architecture(CHECKPOINTS[name][0]))
+
+
 def save_config(name: str, path: Path) -> Path:
     """Only the config.json of checkpoint `name`."""
     config = build_config(name)

@@ -170,6 +170,10 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "codegen": ("CodeGen", {"n_embd": 48, "n_inner": 80, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION,
                             "n_ctx": MAX_POSITION, "rotary_dim": 6}),
     "jais2": ("Jais2", {"rope_parameters": PLAIN, "mlp_bias": True}),
+    "mistral4": ("Mistral4", LATENT | DEEPSEEK_EXPERTS | {"rope_parameters": DEEPSEEK_YARN | {"llama_4_scaling_beta": 0.4},
+                                                          "norm_topk_prob": True}),
+    "hy_v3": ("HYV3", {"rope_parameters": PLAIN, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
+                       "moe_intermediate_size": 20, "num_shared_experts": 1, "router_scaling_factor": 1.7}),
     # Under names that transformers does not have (RENAMED).
     "internlm2": ("Llama", {"rope_parameters": PLAIN, "head_dim": 12}),
     "exaone": ("Llama", {"rope_parameters": LLAMA3}),
@@ -187,7 +191,7 @@ LATER = (
     "ministral", "cwm", "vaultgemma", "youtu",
     "olmo", "flex_olmo", "solar_open", "exaone_moe", "gptj", "opt", "gpt_bigcode", "internlm2", "exaone", "minicpm",
     "falcon", "falcon-7b", "falcon-11b", "falcon-in-turn", "bitnet", "hyperclovax", "hyperclovax-plain", "gpt_neo", "codegen",
-    "jais2",
+    "jais2", "mistral4", "hy_v3",
 )
 SEEDS = {name: seed for seed, name in enumerate((*sorted(CHECKPOINTS.keys() - set(LATER)), *LATER))}
 # Fields that config.json of these families leaves to the class, and that the family declares.

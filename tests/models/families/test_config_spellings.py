@@ -65,8 +65,8 @@ def test_a_rope_is_what_transformers_makes_of_it(name: str) -> None:
 
 EPSILONS = {"cohere": "layer_norm_eps", "cohere2": "layer_norm_eps", "phi": "layer_norm_eps", "stablelm": "layer_norm_eps",
             "gpt_neox": "layer_norm_eps", "nemotron": "norm_eps", "starcoder2": "norm_epsilon", "gpt2": "layer_norm_epsilon",
-            "gptj": "layer_norm_epsilon", "gpt_bigcode": "layer_norm_epsilon", "falcon": "layer_norm_epsilon", "jais2": "layer_norm_eps",
-            "gpt_neo": "layer_norm_epsilon", "codegen": "layer_norm_epsilon"}
+            "gptj": "layer_norm_epsilon", "gpt_bigcode": "layer_norm_epsilon", "falcon": "layer_norm_epsilon",
+            "jais2": "layer_norm_eps", "gpt_neo": "layer_norm_epsilon", "codegen": "layer_norm_epsilon"}
 CONSTANT = {"olmo": 1e-5, "opt": 1e-5}                   # epsilons that no field says
 # Of fields that would show in the shapes of tensors, loading is the judge.
 LEFT_OUT = ("rope_parameters", "tie_word_embeddings", "hidden_act", "hidden_activation", "activation_function", "activation",

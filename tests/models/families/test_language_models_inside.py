@@ -48,7 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_the_language_model_inside(kind: str, tmp_path: Path) -> None:
     import transformers
 
-    model = getattr(transformers, f"{kind}ForConditionalGeneration")(getattr(transformers, f"{kind}Config")(**MODELS[kind])).eval()
+    config = getattr(transformers, f"{kind}Config")(**MODELS[kind])
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     randomise(model, seed=1, norm_mean=1.0)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
