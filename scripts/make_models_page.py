@@ -43,7 +43,8 @@ MODELS = {
     "minimax_m2": "MiniMax-M2, M2.1", "glm": "GLM-4-9B (hf)",
     "glm4": "GLM-4-0414", "cohere": "Command R", "cohere2": "Command R7B, Command A", "starcoder2": "StarCoder2",
     "exaone4": "EXAONE 4", "nemotron": "Nemotron 4, Minitron", "mixtral": "Mixtral 8x7B, 8x22B",
-    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; Qwen3-VL mixtures (text)", "olmoe": "OLMoE",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "olmoe": "OLMoE",
+    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; Qwen3-VL mixtures (text)",
     "granitemoe": "Granite 3 (mixtures)", "glm4_moe": "GLM-4.5, GLM-4.6", "gpt_oss": "gpt-oss 20b, 120b",
     "deepseek_v2": "DeepSeek-V2, V2-Lite", "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2", "glm4_moe_lite": "GLM-4.7-Flash",
     "minicpm3": "MiniCPM3", "apertus": "Apertus 8B, 70B",
@@ -61,7 +62,8 @@ FLAGS = {
     "qkv_bias": "biases on q, k and v", "late_qk_norm": "norms behind the rotation", "qk_norm": "RMS norm on q and k",
     "wide_qk_norm": "norms over all heads of q and of k", "parallel": "attention and MLP side by side",
     "own_mlp_norm": "each behind its own norm", "learned_positions": "learned positions", "clipped": "limits on q, k and v",
-    "post_norms": "norms after attention and MLP", "inner_norms": "norms before the output matrices of attention and MLP",
+    "post_norms": "norms after attention and MLP",
+    "inner_norms": "norms before the output matrices of attention and MLP",
     "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "multipliers": "multipliers",
     "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
     "query_pre_attn_scalar": "its own attention scale",
@@ -79,8 +81,8 @@ MORE = """\
 
 ## Language models inside
 
-Of a checkpoint that also sees images or hears, the language model is served, if it is one of the families above; a request with an
-image is refused. `text_config` (or `llm_config`) says what it is, and all other tensors are left in the file. The
+Of a checkpoint that also sees images or hears, the language model is served, if it is one of the families above; a request with
+an image is refused. `text_config` (or `llm_config`) says what it is, and all other tensors are left in the file. The
 `architectures`: {names}.
 """
 FORMATS = """\
@@ -112,9 +114,9 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 
 State-space models and hybrids with them (Mamba, Jamba, Bamba, Nemotron-H, Falcon-H1, Granite 4 H), linear attention (Qwen3-Next,
 Qwen3.5), short convolutions (LFM2), ALiBi (BLOOM, MPT, falcon-rw, Baichuan 13B), Gemma 3n and Gemma 4, the vision models of
-Llama 3.2 and PaliGemma, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms of their
-own for every head). They are refused by name, with the reason. Checkpoints in PyTorch's own format (`*.bin`, `*.pth`) are refused,
-too: reading one can run code; save it as safetensors.
+Llama 3.2 and PaliGemma, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms of
+their own for every head). They are refused by name, with the reason. Checkpoints in PyTorch's own format (`*.bin`, `*.pth`) are
+refused, too: reading one can run code; save it as safetensors.
 """
 
 
@@ -148,7 +150,8 @@ def page() -> str:
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
     kept = ", ".join(sorted(STORED_KINDS))
     more = MORE.format(names=", ".join(f"`{name}`" for name in WITH_MORE))
-    return HEAD + "".join(rows) + more + FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
+    files = FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
+    return HEAD + "".join(rows) + more + files
 
 
 if __name__ == "__main__":
