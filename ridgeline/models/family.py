@@ -71,6 +71,8 @@ TEXT_PREFIXES = {
     "language_model.model.model.": "model.",             # as transformers 5 saves those that hear
     "language_model.": "", "model.language_model.": "model.", "model.text_model.": "model.", "llm.": "",
     "thinker.model.": "model.", "thinker.lm_head.": "lm_head.",
+    # Of a model that was saved without its head's class around it.
+    "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
 }
 _TEXT = (r"(language_model|model\.(language_model|text_model|layers|embed_tokens|norm)|llm|lm_head|output"
          r"|thinker\.(model|lm_head))\.")

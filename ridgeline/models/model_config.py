@@ -229,6 +229,8 @@ def load_model_config(path: str | Path) -> ModelConfig:
     if not (path / "config.json").is_file():
         ggufs = sorted(each.name for each in path.glob("*.gguf"))
         hint = f"give the file {ggufs[0]}" if ggufs else "give a Hugging Face model directory or a .gguf file"
+        if (path / "params.json").is_file():
+            hint = "params.json is its makers' own format; give the model's Hugging Face directory"
         raise ModelError(f"{path} has no config.json: {hint}")
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
@@ -239,7 +241,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -335,7 +337,7 @@ def hf_model_config(
         rms_norm_eps=fields.number("rms_norm_eps"),
         dtype=read_dtype(fields),
         eos_token_ids=ends,
-        tied=_tied(fields, family, None if text is None else directory),
+        tied=_tied(fields, family, directory if text is not None or fields.raw.get("tie_word_embeddings") is None else None),
         activation=read_activation(fields, family),
         norm_offset=family.norm_offset,
         **read_softcaps(fields, family),
@@ -351,10 +353,14 @@ def hf_model_config(
 
 
 def _tied(fields: Fields, family: Family, directory: Path | None) -> bool:
-    """`directory`: of a checkpoint with a language model inside. Its two configs may disagree; its files say it."""
-    stored = safetensors_headers(directory) if directory is not None else {}
+    """`directory`: of a checkpoint whose config does not say it, or with a language model inside, where two configs may disagree.
+    Then its files say it."""
+    usual = fields.flag("tie_word_embeddings", family.tied)
+    if directory is None or (usual and fields.raw.get("tie_word_embeddings") is None):
+        return usual
+    stored = safetensors_headers(directory)
     head = next(name for name, target in family.names.items() if target == "head")
-    return not any(f".{head}." in f".{name}" for name in stored) if stored else fields.flag("tie_word_embeddings", family.tied)
+    return not any(f".{head}." in f".{name}" for name in stored) if stored else usual
 
 
 def _biases(fields: Fields, family: Family) -> dict[str, Any]:

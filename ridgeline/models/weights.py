@@ -332,7 +332,7 @@ def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) 
 
 
 class SafetensorsSource:
-    """A directory with model.safetensors, or with several files and their index. Tensors are views of mapped files."""
+    """A directory with one file of weights, or with several and their index. Tensors are views of mapped files."""
 
     def __init__(self, directory: Path, quantised: bool = False) -> None:
         self.tensors: dict[str, Stored] = {}
@@ -391,14 +391,39 @@ def _safetensors_files(directory: Path) -> list[Path]:
     elif single.is_file():
         files = [single]
     else:
-        other = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pth")))
-        hint = f"found {other[0]}, which is not supported: save the model as safetensors" if other else (
-            f"no model.safetensors and no {INDEX}")
-        raise ModelError(f"{directory} has no weights: {hint}")
+        files = _files_without_index(directory)
     for file in files:
         if not file.is_file():
             raise ModelError(f"{directory} lacks {file.name}, which {INDEX} names")
     return files
+
+
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_NOT_THE_MODEL = ("adapter_", "consolidated")            # a LoRA; the makers' own names for the tensors
+
+
+def _files_without_index(directory: Path) -> list[Path]:
+    """One file of any name, or numbered ones, all of which must be there."""
+    found = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(_NOT_THE_MODEL))
+    if len(found) == 1 and _NUMBERED.fullmatch(found[0].name) is None:
+        return found
+    numbered = [match for path in found if (match := _NUMBERED.fullmatch(path.name))]
+    if numbered and len(numbered) == len(found) and len({(match[1], match[3]) for match in numbered}) == 1:
+        count = int(numbered[0][3])
+        there = {int(match[2]) for match in numbered}
+        missing = [number for number in range(1, count + 1) if number not in there]
+        if missing:
+            raise ModelError(f"{directory} lacks {len(missing)} of {count} weight files: the first is number {missing[0]}")
+        return found
+    if found:
+        raise ModelError(f"{directory} has {len(found)} weight files and no {INDEX}, which would say what belongs together: "
+                         f"{', '.join(path.name for path in found[:4])}")
+    other = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pth")))
+    hint = f"found {other[0]}, which is not supported: save the model as safetensors" if other else (
+        f"no model.safetensors and no {INDEX}")
+    if any(directory.glob("consolidated*.safetensors")):
+        hint = "consolidated.safetensors has its makers' own names for tensors: fetch the Hugging Face files, model*.safetensors"
+    raise ModelError(f"{directory} has no weights: {hint}")
 
 
 _NARROW = {"F16": torch.float16, "BF16": torch.bfloat16}
