@@ -174,6 +174,14 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
                                                           "norm_topk_prob": True}),
     "hy_v3": ("HYV3", {"rope_parameters": PLAIN, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
                        "moe_intermediate_size": 20, "num_shared_experts": 1, "router_scaling_factor": 1.7}),
+    "phi4_multimodal": ("Phi4Multimodal", {
+        "rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}, "original_max_position_embeddings": ORIGINAL_CONTEXT,
+        "vision_config": {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+                          "image_size": 28, "crop_size": 28},
+        "audio_config": {"hidden_size": 32, "intermediate_size": 40, "num_blocks": 1, "num_attention_heads": 2,
+                         "ext_pw_out_channel": 32, "nemo_conv_channels": 8, "input_size": 16, "sliding_window": None},
+        "sliding_window": WINDOW,
+    }),
     # Under names that transformers does not have (RENAMED).
     "internlm2": ("Llama", {"rope_parameters": PLAIN, "head_dim": 12}),
     "exaone": ("Llama", {"rope_parameters": LLAMA3}),
@@ -191,7 +199,7 @@ LATER = (
     "ministral", "cwm", "vaultgemma", "youtu",
     "olmo", "flex_olmo", "solar_open", "exaone_moe", "gptj", "opt", "gpt_bigcode", "internlm2", "exaone", "minicpm",
     "falcon", "falcon-7b", "falcon-11b", "falcon-in-turn", "bitnet", "hyperclovax", "hyperclovax-plain", "gpt_neo", "codegen",
-    "jais2", "mistral4", "hy_v3",
+    "jais2", "mistral4", "hy_v3", "phi4_multimodal",
 )
 SEEDS = {name: seed for seed, name in enumerate((*sorted(CHECKPOINTS.keys() - set(LATER)), *LATER))}
 # Fields that config.json of these families leaves to the class, and that the family declares.

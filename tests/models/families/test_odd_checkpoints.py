@@ -46,6 +46,20 @@ def test_other_names_of_a_family_are_known(name: str, architecture: str, further
     assert torch.equal(logits(path), expected)
 
 
+def test_text_does_not_go_through_the_adapters_of_a_model_that_sees(tmp_path: Path) -> None:
+    """As Phi-4-multimodal lies on the hub: the matrices beside adapters for images and sound."""
+    path = save_checkpoint("phi4_multimodal", tmp_path)
+    expected, file = logits(path), path / "model.safetensors"
+    tensors = {name.replace("_proj.weight", "_proj.base_layer.weight") if "model.layers." in name else name: tensor
+               for name, tensor in load_file(file).items()}
+    assert any("base_layer" in name for name in tensors)
+    adapter = {f"model.layers.0.self_attn.o_proj.lora_{part}.vision.weight": torch.ones(2, 2) for part in "AB"}
+    save_file(tensors | adapter, file)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}))
+    assert torch.equal(logits(path), expected)
+
+
 def test_codes_that_would_have_to_be_reordered_are_refused(tmp_path: Path) -> None:
     path = save_checkpoint("gpt_neox", tmp_path)
     raw = json.loads((path / "config.json").read_text())

@@ -81,8 +81,8 @@ def _can_be_elements(schema: Mapping[str, Any], form: ElementForm) -> bool:
     if not all(each.startswith(("#/$defs/", "#/definitions/")) for each in references):
         return False
     types = ArgumentTypes(schema)
-    return all("string" not in types.of(name) or _is_free(given, types) or (types.of(name) == TEXT and _choices(given, types, form))
-               for name, given in properties.items())
+    return all("string" not in types.of(name) or _is_free(given, types)
+               or (types.of(name) == TEXT and _choices(given, types, form)) for name, given in properties.items())
 
 
 class _Writer:
@@ -152,8 +152,8 @@ def _is_free(given: Any, types: ArgumentTypes) -> bool:
 
 
 def _choices(given: Any, types: ArgumentTypes, form: ElementForm) -> Sequence[str]:
-    """Of a text that is one of a few; empty: it is any, or one of them cannot be written: it is empty, which no literal can be, or
-    it has what a reader takes for the value's end."""
+    """Of a text that is one of a few; empty: it is any, or one of them cannot be written: it is empty, which no literal can be,
+    or it has what a reader takes for the value's end."""
     given = _resolved(given, types)
     said = given.keys() - NOTES - {"type"} if isinstance(given, Mapping) else ()
     if said not in ({"enum"}, {"const"}):
