@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4-mini: q, k, v and gate, up are fused in the checkpoint, heads may be rotated in part, longrope. Phi-4-multimodal
-and Phi-3-vision have the same language model; text does not go through their adapters."""
+"""Phi-3 and Phi-4-mini: q, k, v and gate, up are fused in the checkpoint, heads may be rotated in part, longrope. The language
+models of Phi-4-multimodal and Phi-3-vision are the same; text does not go through their adapters."""
 
 from dataclasses import replace
 
