@@ -66,13 +66,16 @@ UNUSED_TENSORS = (
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",
 )
 
-# Of checkpoints that also see images, or hear: their language model is served, the rest is left in the file.
+# Beginnings of names, and what they stand for: of a language model from inside another, or saved without its head's class …
+PREFIXES = {
+    "language_model.": "", "model.language_model.": "model.",
+    "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
+}
+# … and of checkpoints that also see images, or hear: their language model is served, the rest is left in the file.
 TEXT_PREFIXES = {
     "language_model.model.model.": "model.",             # as transformers 5 saves those that hear
     "language_model.": "", "model.language_model.": "model.", "model.text_model.": "model.", "llm.": "",
     "thinker.model.": "model.", "thinker.lm_head.": "lm_head.",
-    # Of a model that was saved without its head's class around it.
-    "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
 }
 _TEXT = (r"(language_model|model\.(language_model|text_model|layers|embed_tokens|norm)|llm|lm_head|output"
          r"|thinker\.(model|lm_head))\.")
@@ -202,7 +205,7 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=lambda: GGUF_NAMES, hash=False, repr=False)
     gguf_permuted: bool = False      # GGUF stores the q and k rows of this family interleaved
     # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
-    prefixes: Mapping[str, str] = field(default_factory=lambda: TEXT_PREFIXES, hash=False, repr=False)
+    prefixes: Mapping[str, str] = field(default_factory=lambda: PREFIXES, hash=False, repr=False)
     fused_experts: tuple[FusedExperts, ...] = FUSED_EXPERTS
     transposed: str = ""             # pattern of tensors that are stored as [inputs, outputs]
     by_head: str = ""                # pattern of tensors whose rows are q, k and v of the first KV head, then of the second …

@@ -24,7 +24,9 @@ GGUF_PLAIN_MLP_NAMES = {name: target for name, target in GGUF_NAMES.items() if "
 
 LLAMA = Family(
     name="llama",
-    architectures=("LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM"),
+    architectures=(
+        "LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "YiForCausalLM",
+    ),
     gguf="llama",
     gguf_permuted=True,
 )

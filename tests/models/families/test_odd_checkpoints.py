@@ -35,7 +35,8 @@ def test_names_of_hubs_are_known(name: str, beginning: str, mask: str, tmp_path:
 
 
 @pytest.mark.parametrize(("name", "architecture", "further"), [
-    ("llama-yarn", "InternLM3ForCausalLM", ()), ("qwen2.5-yarn", "MiMoForCausalLM", ("model.mtp_layers.0.input_proj.weight",)),
+    ("llama-yarn", "InternLM3ForCausalLM", ()), ("llama", "XverseForCausalLM", ()), ("llama", "YiForCausalLM", ()),
+    ("qwen2.5-yarn", "MiMoForCausalLM", ("model.mtp_layers.0.input_proj.weight",)),
 ])
 def test_other_names_of_a_family_are_known(name: str, architecture: str, further: tuple[str, ...], tmp_path: Path) -> None:
     path = save_checkpoint(name, tmp_path)
