@@ -9,7 +9,7 @@ from generated_page import write_or_compare
 
 from ridgeline.models.checkpoints.gguf_formats import FORMATS as PACKED
 from ridgeline.models.checkpoints.quantisation import READERS
-from ridgeline.models.families.all_families import FAMILIES
+from ridgeline.models.families.all_families import FAMILIES, WITH_MORE
 from ridgeline.models.family import Family
 from ridgeline.models.gguf_types import TENSOR_TYPES
 from ridgeline.quant.layout import STORED_KINDS
@@ -28,7 +28,7 @@ converter would write them; † the names and fields of these files were compare
 |---|---|---|---|---|
 """
 MODELS = {
-    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama; InternLM3",
+    "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama; Falcon 3; Yi; InternLM3",
     "mistral": "Mistral 7B and its kin; Mistral Small 3 (text)",
     "ministral3": "Ministral 3 (text)", "llama4": "Llama 4 Scout, Maverick (text)",
     "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; MiMo 7B; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)",
@@ -43,7 +43,8 @@ MODELS = {
     "minimax_m2": "MiniMax-M2, M2.1", "glm": "GLM-4-9B (hf)",
     "glm4": "GLM-4-0414", "cohere": "Command R", "cohere2": "Command R7B, Command A", "starcoder2": "StarCoder2",
     "exaone4": "EXAONE 4", "nemotron": "Nemotron 4, Minitron", "mixtral": "Mixtral 8x7B, 8x22B",
-    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", "olmoe": "OLMoE",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B", "olmoe": "OLMoE",
+    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder; Qwen3-VL mixtures (text)",
     "granitemoe": "Granite 3 (mixtures)", "glm4_moe": "GLM-4.5, GLM-4.6", "gpt_oss": "gpt-oss 20b, 120b",
     "deepseek_v2": "DeepSeek-V2, V2-Lite", "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2", "glm4_moe_lite": "GLM-4.7-Flash",
     "minicpm3": "MiniCPM3", "apertus": "Apertus 8B, 70B",
@@ -52,6 +53,9 @@ MODELS = {
     "olmo": "OLMo 1B, 7B", "flex_olmo": "FlexOlmo", "solar_open": "Solar Open 100B", "exaone": "EXAONE 3, 3.5",
     "exaone_moe": "K-EXAONE", "internlm2": "InternLM 2, 2.5", "minicpm": "MiniCPM 1, 2, 4", "gptj": "GPT-J 6B",
     "opt": "OPT (not 350M)", "gpt_bigcode": "StarCoder, SantaCoder",
+    "falcon": "Falcon 7B, 40B, 180B; Falcon 2 11B (Falcon 3 is `llama`)", "bitnet": "BitNet b1.58 2B 4T",
+    "hyperclovax": "HyperCLOVA X SEED Think", "gpt_neo": "GPT-Neo", "codegen": "CodeGen", "jais2": "Jais 2",
+    "mistral4": "Mistral Small 4 (text)", "hy_v3": "Hunyuan 3", "phi4_multimodal": "Phi-4-multimodal, Phi-3-vision (text)",
 }
 FLAGS = {
     "experts": "a mixture of experts", "latent": "latent attention", "sinks": "attention sinks",
@@ -59,6 +63,7 @@ FLAGS = {
     "wide_qk_norm": "norms over all heads of q and of k", "parallel": "attention and MLP side by side",
     "own_mlp_norm": "each behind its own norm", "learned_positions": "learned positions", "clipped": "limits on q, k and v",
     "post_norms": "norms after attention and MLP",
+    "inner_norms": "norms before the output matrices of attention and MLP",
     "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "multipliers": "multipliers",
     "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
     "query_pre_attn_scalar": "its own attention scale",
@@ -72,6 +77,14 @@ WINDOWS = {"all": "a sliding window on all layers or on listed ones",
 TEMPERATURES = {"nope": "queries without a rope grow with their position", "all": "queries grow with their position"}
 FILED_AS = {"mistral": "as `llama`", "glm4_moe_lite": "as `deepseek2` †"}        # the files of another family
 BY_HAND = {"qwen2vl", "qwen3vlmoe", "exaone-moe", "minicpm3"}                      # GGUF files that no test has
+MORE = """\
+
+## Language models inside
+
+Of a checkpoint that also sees images or hears, the language model is served, if it is one of the families above; a request with
+an image is refused. `text_config` (or `llm_config`) says what it is, and all other tensors are left in the file. The
+`architectures`: {names}.
+"""
 FORMATS = """\
 
 ## Files
@@ -100,9 +113,10 @@ Weights are strict: a tensor that is missing, left over or of the wrong shape is
 ## Not supported
 
 State-space models and hybrids with them (Mamba, Jamba, Bamba, Nemotron-H, Falcon-H1, Granite 4 H), linear attention (Qwen3-Next,
-Qwen3.5), Gemma 3n and Gemma 4, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms
-of their own for every head). They are refused by name. Of a checkpoint that also sees images, the language model is served; a
-request with an image is refused.
+Qwen3.5), short convolutions (LFM2), ALiBi (BLOOM, MPT, falcon-rw, Baichuan 13B), Gemma 3n and Gemma 4, the vision models of
+Llama 3.2 and PaliGemma, encoders, LoRA adapters (merge them first), images and audio; Command R+ and StableLM 2 12B (norms of
+their own for every head). They are refused by name, with the reason. Checkpoints in PyTorch's own format (`*.bin`, `*.pth`) are
+refused, too: reading one can run code; save it as safetensors.
 """
 
 
@@ -135,7 +149,9 @@ def page() -> str:
         rows.append(f"| {family.name} | {MODELS[family.name]} | {architectures} | {gguf} | {differences(family)} |\n")
     types = ", ".join(kind.name for kind in TENSOR_TYPES.values())
     kept = ", ".join(sorted(STORED_KINDS))
-    return HEAD + "".join(rows) + FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
+    more = MORE.format(names=", ".join(f"`{name}`" for name in WITH_MORE))
+    files = FORMATS.format(types=types, packed=", ".join(PACKED), kept=kept, methods=", ".join(READERS))
+    return HEAD + "".join(rows) + more + files
 
 
 if __name__ == "__main__":

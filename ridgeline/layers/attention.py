@@ -42,6 +42,7 @@ class AttentionSpec:
     temperature: Tensor | None = None    # [positions]: multiplies the queries of each position
     late_norms: bool = False         # the norms of q and k come behind the rotation
     clip: float | None = None        # limits q, k and v
+    inner_eps: float | None = None   # the input of the output matrix has a norm
 
 
 class Sinks(nn.Module):
@@ -69,7 +70,7 @@ class Attention(nn.Module):
             spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.qkv_bias,
             place.inside("qkv"),
         )
-        self.output = RowLinear(self.qkv.rows["q"], spec.hidden_size, spec.output_bias, place.inside("output"))
+        self.output = RowLinear(self.qkv.rows["q"], spec.hidden_size, spec.output_bias, place.inside("output"), spec.inner_eps)
         self.q_norm: RMSNorm | WideNorm | None
         self.k_norm: RMSNorm | WideNorm | None
         self.q_norm, self.k_norm = norms or (None, None)

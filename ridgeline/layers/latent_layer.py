@@ -75,6 +75,8 @@ class LatentAttention(nn.Module):
         q, latent = qkv[:, :-width], qkv[:, -width:]
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q), batch)
+        if self.spec.temperature is not None:            # before the rotation, which it does not change
+            q = (q * self.spec.temperature.index_select(0, batch.positions)[:, None]).to(q.dtype)
         return q.unflatten(-1, (self.num_heads, -1)), latent
 
     @property

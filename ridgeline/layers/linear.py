@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ridgeline.distributed.comm import ALONE, Axis
 from ridgeline.distributed.sharding import Shard, even_shard, head_shards, whole
 from ridgeline.layers.batch import Batch
-from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm
+from ridgeline.layers.norm import LayerNorm, NoNorm, RMSNorm, WideNorm
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.cpu.matrix import Matrix
 from ridgeline.quant.piece import Piece
@@ -152,9 +152,11 @@ class QKVLinear(Linear):
 class RowLinear(Linear):
     """Inputs divided among the ranks, outputs summed over them."""
 
-    def __init__(self, inputs: Shard, outputs: int, bias: bool, place: Placement) -> None:
+    def __init__(self, inputs: Shard, outputs: int, bias: bool, place: Placement, inner_eps: float | None = None) -> None:
+        """With `inner_eps`, its input has a norm."""
         super().__init__({"": whole(outputs)}, inputs, bias, place)
         self.comm = place.comm
+        self.inner = None if inner_eps is None else WideNorm(inputs, 1, inner_eps, place.comm, place.dtype, place.device)
 
     def finish(self) -> None:
         if self.bias is not None and self.comm.rank > 0:
@@ -162,7 +164,10 @@ class RowLinear(Linear):
         super().finish()
 
     def forward(self, x: Tensor, batch: Batch | None) -> Tensor:
-        return self.comm.all_reduce(self.scheme.apply(self, x, batch))
+        return self.comm.all_reduce(self.scheme.apply(self, self._normed(x), batch))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self.inner is None else self.inner(x)
 
     def onto(self, residual: Tensor, x: Tensor, batch: Batch | None) -> tuple[Tensor, Tensor | None]:
         """(the linear's result, the residual to add it to), or (their sum, None) where one kernel computes it.
@@ -170,7 +175,7 @@ class RowLinear(Linear):
         That kernel writes the sum over the residual.
         """
         if self.comm.size == 1 and self.scheme.adds(self, x):
-            return self.scheme.apply_onto(self, residual, x), None
+            return self.scheme.apply_onto(self, residual, self._normed(x)), None
         return self(x, batch), residual
 
     def behind(

@@ -17,17 +17,24 @@ from ridgeline.quant.piece import Piece
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate: int, activation: str, bias: bool, place: Placement) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate: int, activation: str, bias: bool, place: Placement, inner_eps: float | None = None,
+    ) -> None:
+        """With `inner_eps`, what `down` multiplies by has a norm."""
         super().__init__()
         self.activation = activation
         self.gate_up = GateUpLinear(hidden_size, intermediate, bias, place.inside("gate_up"))
-        self.down = RowLinear(self.gate_up.rows["gate"], hidden_size, bias, place.inside("down"))
+        self.down = RowLinear(self.gate_up.rows["gate"], hidden_size, bias, place.inside("down"), inner_eps)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, norm: AnyNorm, post_norm: nn.Module | None, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         """x is to be added to the residual; with residual None, x is the whole stream. The result has the same form."""
-        out, stream = self.gate_up.normed_gated(x, residual, norm, self.activation, batch, self.down)
+        if self.down.inner is None:
+            out, stream = self.gate_up.normed_gated(x, residual, norm, self.activation, batch, self.down)
+        else:
+            out, stream = self.gate_up.normed(x, residual, norm, batch)
+            out = gated_activation(out, self.activation)
         return self.down.behind(stream, out, post_norm, batch)
 
     def of_normed(self, x: Tensor, batch: Batch) -> Tensor:

@@ -34,6 +34,17 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, residual=residual, weight_offset=self.offset)
 
 
+class TimesNorm(RMSNorm):
+    """Its result is multiplied by a number, behind a linear (HyperCLOVA X)."""
+
+    def __init__(self, size: int, eps: float, factor: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(size, eps, 0.0, dtype, device)
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
 class BareNorm(RMSNorm):
     """Without weights of its own: ones, which no checkpoint has."""
 

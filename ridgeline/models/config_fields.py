@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.errors import ModelError
+from ridgeline.models.family import Family
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 # The largest that any field of this kind may be, far above every model: lists and tables of these lengths are made, and a
@@ -32,7 +33,8 @@ ACTIVATIONS = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-GATED = ("silu", "gelu", "gelu_tanh")                    # those that an MLP with a gate can have
+GATED = ("silu", "gelu", "gelu_tanh")                    # those that an MLP with a gate can have …
+BEHIND_INNER_NORM = ("relu2",)                           # … and those that no kernel joins with its matrices
 
 
 class Fields:
@@ -91,11 +93,12 @@ class Fields:
         return tuple(ids)
 
 
-def read_activation(fields: Fields, gated: bool, usual: str, legacy: str = "") -> str:
-    """By our name; `usual`: where the config does not say, or says no more than `legacy`."""
+def read_activation(fields: Fields, family: Family) -> str:
+    """By our name; the family's own where the config does not say, or says no more than `legacy_act`."""
     act = fields.get("hidden_act")
-    activation = fields.get("hidden_activation") or (usual if act in (None, legacy) else act)
-    known = [name for name, kind in ACTIVATIONS.items() if kind in GATED or not gated]
+    activation = fields.get("hidden_activation") or (family.activation if act in (None, family.legacy_act) else act)
+    gated = (*GATED, *BEHIND_INNER_NORM) if family.inner_norms else GATED
+    known = [name for name, kind in ACTIVATIONS.items() if kind in gated or not family.gated]
     if not isinstance(activation, str) or activation not in known:
         raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(known)}")
     return ACTIVATIONS[activation]
@@ -109,5 +112,26 @@ def read_dtype(fields: Fields) -> str:
 
 
 def read_intermediate(fields: Fields, hidden_size: int) -> int:
-    usual = 4 * hidden_size if fields.spelled.get("intermediate_size") == "n_inner" else None    # GPT-2 need not say it
+    # GPT-2 and its kin need not say it.
+    usual = 4 * hidden_size if fields.spelled.get("intermediate_size") == "n_inner" or fields.get("attention_types") else None
     return fields.integer("intermediate_size", usual, maximum=MAX_INTERMEDIATE)
+
+
+def check_heads(where: str, num_heads: int, num_kv_heads: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{where}: {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
+
+
+def read_head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int, num_heads: int) -> int:
+    if fields.get(name) is None and hidden_size % num_heads:
+        raise ModelError(f"{fields.where}: {hidden_name} {hidden_size} is not a multiple of {num_heads} heads, and no "
+                         f"{name} is given")
+    return fields.integer(name, hidden_size // num_heads, maximum=MAX_HEAD_DIM)
+
+
+def check_only(fields: Fields, family: Family) -> None:
+    for name, value in family.only.items():
+        if fields.get(name, value) != value:
+            raise ModelError(
+                f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
+            )

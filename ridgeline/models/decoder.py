@@ -25,7 +25,7 @@ from ridgeline.layers.latent_layer import LatentAttention, LatentSizes
 from ridgeline.layers.linear import Linear, Placement, normed_rows
 from ridgeline.layers.mixture import Mixture, MixtureSpec
 from ridgeline.layers.mlp import GatedMLP, PlainMLP
-from ridgeline.layers.norm import BareLayerNorm, BareNorm, LayerNorm, NoNorm, RMSNorm, Times
+from ridgeline.layers.norm import BareLayerNorm, BareNorm, LayerNorm, NoNorm, RMSNorm, Times, TimesNorm
 from ridgeline.layers.rotation_table import rotation_table
 from ridgeline.models.latent_config import LATENT_EPS
 from ridgeline.models.model_config import ModelConfig, layer_groups
@@ -50,6 +50,8 @@ def make_norm(config: ModelConfig, size: int, place: Placement) -> RMSNorm | Lay
 
 def post_norm(config: ModelConfig, place: Placement) -> nn.Module | None:
     """What comes behind attention and behind the MLP, before their result is added to the stream."""
+    if config.post_norms and config.residual_scale != 1.0:
+        return TimesNorm(config.hidden_size, config.rms_norm_eps, config.residual_scale, place.dtype, place.device)
     if config.post_norms:
         return make_norm(config, config.hidden_size, place)
     return None if config.residual_scale == 1.0 else Times(config.residual_scale)
@@ -73,11 +75,16 @@ def make_attention(config: ModelConfig, number: int, spec: AttentionSpec, place:
     return kind(spec, (norms[0], norms[1]), inside)
 
 
+def inner_eps(config: ModelConfig) -> float | None:
+    """Of the norms before the output matrices of attention and MLP, where there are such norms."""
+    return config.rms_norm_eps if config.inner_norms else None
+
+
 def make_mlp(config: ModelConfig, number: int, place: Placement) -> GatedMLP | PlainMLP | Mixture:
     experts, inside = config.experts, place.inside("mlp")
     if experts is None or number in experts.dense:
-        kind = GatedMLP if config.gated else PlainMLP
-        return kind(config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias, inside)
+        sizes = (config.hidden_size, config.intermediate_size, config.activation, config.mlp_bias, inside)
+        return GatedMLP(*sizes, inner_eps(config)) if config.gated else PlainMLP(*sizes)
     routing = experts.routing
     rule = {name: getattr(routing, name) for name in ("score", "normalise", "groups", "top_groups", "group_score", "scale")}
     if routing.jitter:
@@ -215,7 +222,7 @@ class Decoder(nn.Module):
                 config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias,
                 config.output_bias, config.attention_scale, config.attention_softcap, seen_by(config, number), groups[number],
                 rotations[config.ropes[number]], config.sinks, temperature if grows(config, number) else None,
-                config.late_qk_norm, config.qkv_clip,
+                config.late_qk_norm, config.qkv_clip, inner_eps(config),
             ), place.inside(f"layers.{number}"))
             for number in self.numbers_here
         })

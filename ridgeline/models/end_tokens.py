@@ -45,11 +45,17 @@ def gguf_end_tokens(metadata: Mapping[str, Any], vocab_size: int | None = None) 
     return _unique([each for each in listed if limit is None or each < limit])
 
 
+def language_model(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config of the language model in a checkpoint's config, wherever that keeps it."""
+    inner = raw.get("thinker_config")
+    found = inner.get("text_config") if isinstance(inner, dict) else raw.get("text_config") or raw.get("llm_config")
+    return found if isinstance(found, dict) else None
+
+
 def hf_end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], eos_token: int | None) -> tuple[int, ...]:
     """All ids from config.json, generation_config.json and the tokenizer's eos_token. Ids beyond the vocabulary are ignored: the
     scheduler has a table by id."""
-    text = config.get("text_config")
-    inner = text if isinstance(text, Mapping) else {}
+    inner = language_model(config) or {}
     size = inner.get("vocab_size", config.get("vocab_size"))
     listed = [*_ids(config), *_ids(inner), *_ids(generation), *([] if eos_token is None else [eos_token])]
     return _unique([each for each in listed if not _is_id(size) or each < size])

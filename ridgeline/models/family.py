@@ -10,7 +10,7 @@ tensor that is no parameter of a module has its whole name there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,12 +60,26 @@ GGUF_NAMES = {
 # llama.cpp calls the norm before the MLP by what it comes behind, in some families.
 GGUF_NORM_BEHIND = {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}
 
-# Rope frequencies come from the config.
-ROPE_TENSORS = (r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight")
+# Rope frequencies come from the config. Some checkpoints of a language model alone still have what it saw with.
+UNUSED_TENSORS = (
+    r".*\.rotary_emb\.inv_freq", r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight",
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",
+)
 
-# Of checkpoints that also see images: their language model is served, the rest is left in the file.
-TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-VISION_TENSORS = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*",)
+# Beginnings of names, and what they stand for: of a language model from inside another, or saved without its head's class …
+PREFIXES = {
+    "language_model.": "", "model.language_model.": "model.",
+    "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm.",
+}
+# … and of checkpoints that also see images, or hear: their language model is served, the rest is left in the file.
+TEXT_PREFIXES = {
+    "language_model.model.model.": "model.",             # as transformers 5 saves those that hear
+    "language_model.": "", "model.language_model.": "model.", "model.text_model.": "model.", "llm.": "",
+    "thinker.model.": "model.", "thinker.lm_head.": "lm_head.",
+}
+_TEXT = (r"(language_model|model\.(language_model|text_model|layers|embed_tokens|norm)|llm|lm_head|output"
+         r"|thinker\.(model|lm_head))\.")
+NOT_TEXT = rf"(?!{_TEXT}).*"
 
 # A layer behind the last one that predicts the token after next (MTP): a draft head, which is not used yet.
 NEXT_TOKEN_LAYER = r"(model\.layers|blk)\.{num_layers}\..*"
@@ -99,13 +113,14 @@ class FusedExperts:
     pattern: str                     # of the tensor's name; its groups fill `name`, where `{}` is the expert
     name: str
     transposed: bool = False         # [inputs, outputs]
+    either: bool = False             # … or not: one of the two is the hidden size
     paired: bool = False             # its outputs are gate, up, gate, up …
 
 
 GGUF_STACKED = FusedExperts(r"(blk\.\d+)\.(ffn_\w+_exps)\.(weight|bias)", r"\1.experts.{}.\2.\3")
 # As transformers 5 and llama.cpp write them.
 FUSED_EXPERTS = (
-    FusedExperts(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight"),
+    FusedExperts(r"((?:\w+\.)+layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight"),
     GGUF_STACKED,
 )
 
@@ -146,6 +161,7 @@ class Family:
     norm: str = "rms"                # "rms", "layer" (subtracts the mean too), "layer+bias", "bare layer" (without weights)
     pre_norms: bool = True           # norms before attention and before the MLP
     post_norms: bool = False         # norms also after attention and after the MLP
+    inner_norms: bool = False        # norms also before the output matrix of attention and of the MLP
     norm_offset: float = 0.0         # norms multiply by weight + offset
     parallel: bool = False           # attention and MLP read the same normed rows, and both are added
     own_mlp_norm: bool = False       # … of which the MLP has a norm of its own
@@ -181,14 +197,17 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
     # Our name of a field (Llama's) -> the family's; "" where it has none and the field means nothing.
     spelled: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    # config.json in Llama's words, where other names of fields (`spelled`) are not enough.
+    reworded: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = field(default=None, hash=False, repr=False)
     # Fields that would change the model and that this engine does not compute, with the one value that changes nothing.
     only: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, hash=False, repr=False)
     gguf_names: Mapping[str, str] = field(default_factory=lambda: GGUF_NAMES, hash=False, repr=False)
     gguf_permuted: bool = False      # GGUF stores the q and k rows of this family interleaved
     # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
-    prefixes: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    prefixes: Mapping[str, str] = field(default_factory=lambda: PREFIXES, hash=False, repr=False)
     fused_experts: tuple[FusedExperts, ...] = FUSED_EXPERTS
     transposed: str = ""             # pattern of tensors that are stored as [inputs, outputs]
     by_head: str = ""                # pattern of tensors whose rows are q, k and v of the first KV head, then of the second …
-    ignored: tuple[str, ...] = ROPE_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in
+    head_groups: int = 0             # … or in this many groups, each with its queries, values and keys
+    ignored: tuple[str, ...] = UNUSED_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in

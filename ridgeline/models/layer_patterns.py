@@ -194,6 +194,8 @@ def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ..
 
 
 def _rotated_dim(fields: Fields, family: Family, parameters: Mapping[str, Any], head_dim: int) -> int:
+    if family.latent:
+        return head_dim              # qk_rope_head_dim says it
     partial = fields.number("partial_rotary_factor", 1.0)
     if family.partial_rotary and fields.get("rotary_dim") and not fields.raw.get("partial_rotary_factor"):
         partial = fields.integer("rotary_dim") / head_dim            # MiniMax-M2

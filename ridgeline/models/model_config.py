@@ -17,10 +17,9 @@ from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
 from ridgeline.models.checkpoints.linear_formats import LinearFormats, cpu_weight_bytes
-from ridgeline.models.checkpoints.quantisation import read_quantisation
+from ridgeline.models.checkpoints.quantisation import read_quantisation, safetensors_headers
 from ridgeline.models.checkpoints.recipe import Quantisation
 from ridgeline.models.config_fields import (
-    MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_HIDDEN,
     MAX_INTERMEDIATE,
@@ -28,13 +27,16 @@ from ridgeline.models.config_fields import (
     MAX_POSITIONS,
     MAX_VOCABULARY,
     Fields,
+    check_heads,
+    check_only,
     read_activation,
     read_dtype,
+    read_head_dim,
     read_intermediate,
 )
-from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, language_model
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
-from ridgeline.models.families.all_families import family_of, family_of_type, gguf_family
+from ridgeline.models.families.all_families import declared_family, gguf_family
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
@@ -115,6 +117,7 @@ class ModelConfig:
     learned_positions: bool = False  # an embedding for every position …
     first_position: int = 0          # … after this many rows that are not used
     qkv_clip: float | None = None    # limits q, k and v
+    inner_norms: bool = False        # norms before the output matrices of attention and MLP
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -181,6 +184,7 @@ class ModelConfig:
         norms += (self.num_heads + self.num_kv_heads) * self.head_dim * self.wide_qk_norm + self.num_heads * self.sinks
         if self.latent is not None:
             norms += self.latent.kv_rank + self.latent.query_rank
+        norms += (self.num_heads * self.head_dim + self.intermediate_size) * self.inner_norms
         biases = self.attention_matrices["qkv"][0] * self.qkv_bias
         wide = (1 + self.gated) * self.intermediate_size
         biases += self.hidden_size * self.output_bias
@@ -225,6 +229,8 @@ def load_model_config(path: str | Path) -> ModelConfig:
     if not (path / "config.json").is_file():
         ggufs = sorted(each.name for each in path.glob("*.gguf"))
         hint = f"give the file {ggufs[0]}" if ggufs else "give a Hugging Face model directory or a .gguf file"
+        if (path / "params.json").is_file():
+            hint = "params.json is its makers' own format; give the model's Hugging Face directory"
         raise ModelError(f"{path} has no config.json: {hint}")
     raw = read_json(path / "config.json")
     generation = path / "generation_config.json"
@@ -235,7 +241,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -291,15 +297,17 @@ def hf_model_config(
 ) -> ModelConfig:
     """From config.json, generation_config.json and the id of the tokenizer's eos_token. `family` overrides the declared one;
     `directory`: where the weights are."""
-    family = family or _declared_family(raw, where)
+    text = language_model(raw)
+    family = family or declared_family(raw, text, where)
     if "auto_map" in raw:
         logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
-    text = raw.get("text_config")
-    if isinstance(text, dict):
+    if text is not None:
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities
+    if family.reworded is not None:
+        raw = family.reworded(raw)
     fields = Fields(where, raw, family.defaults, {"attention_out_bias": "attention_bias", **family.spelled})
-    _check_only(fields, family)
+    check_only(fields, family)
     for checked in (fields, Fields("generation_config.json", generation, {})):
         checked.ids("eos_token_id")
 
@@ -308,8 +316,8 @@ def hf_model_config(
     latent = read_latent(fields, family.interleaved) if family.latent else None
     num_kv_heads = 1 if latent is not None else fields.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer("hidden_size", maximum=MAX_HIDDEN)
-    head_dim = latent.head if latent is not None else _head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
-    _check_heads(where, num_heads, num_kv_heads)
+    head_dim = latent.head if latent is not None else read_head_dim(fields, "head_dim", "hidden_size", hidden_size, num_heads)
+    check_heads(where, num_heads, num_kv_heads)
     windows = hf_windows(fields, family, num_layers)
     max_position = fields.integer("max_position_embeddings", maximum=MAX_POSITIONS)
     rotated = head_dim if latent is None else latent.rope
@@ -329,8 +337,8 @@ def hf_model_config(
         rms_norm_eps=fields.number("rms_norm_eps"),
         dtype=read_dtype(fields),
         eos_token_ids=ends,
-        tied=fields.flag("tie_word_embeddings", family.tied),
-        activation=read_activation(fields, family.gated, family.activation, family.legacy_act),
+        tied=_tied(fields, family, directory if text is not None or fields.raw.get("tie_word_embeddings") is None else None),
+        activation=read_activation(fields, family),
         norm_offset=family.norm_offset,
         **read_softcaps(fields, family),
         windows=windows,
@@ -344,12 +352,15 @@ def hf_model_config(
     )
 
 
-def _check_only(fields: Fields, family: Family) -> None:
-    for name, value in family.only.items():
-        if fields.get(name, value) != value:
-            raise ModelError(
-                f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
-            )
+def _tied(fields: Fields, family: Family, directory: Path | None) -> bool:
+    """`directory`: of a checkpoint whose config does not say it, or with a language model inside, where two configs may disagree.
+    Then its files say it."""
+    usual = fields.flag("tie_word_embeddings", family.tied)
+    if directory is None or (usual and fields.raw.get("tie_word_embeddings") is None):
+        return usual
+    stored = safetensors_headers(directory)
+    head = next(name for name, target in family.names.items() if target == "head")
+    return not any(f".{head}." in f".{name}" for name in stored) if stored else usual
 
 
 def _biases(fields: Fields, family: Family) -> dict[str, Any]:
@@ -362,7 +373,9 @@ def _biases(fields: Fields, family: Family) -> dict[str, Any]:
         "head_bias": fields.flag("lm_head_bias"),
         "qkv_clip": fields.number("clip_qkv") if family.clipped and fields.get("clip_qkv") is not None else None,
         "parallel": family.parallel and fields.flag("use_parallel_residual", True),
+        "own_mlp_norm": family.own_mlp_norm and fields.integer("num_ln_in_parallel_attn", 2) == 2,       # Falcon's
         "qk_norm": family.qk_norm and fields.flag("use_qk_norm", True),
+        "post_norms": family.post_norms and fields.flag("use_post_norm", True),
         "bare_qk_norm": family.bare_qk_norm and fields.flag("use_qk_norm", True),
     }
 
@@ -383,31 +396,8 @@ def _scales(fields: Fields, family: Family, hidden_size: int, head_dim: int) -> 
 def _layout(family: Family) -> dict[str, Any]:
     """What a family alone says of its layers."""
     names = ("post_norms", "late_qk_norm", "wide_qk_norm", "norm", "pre_norms", "parallel", "own_mlp_norm", "gated",
-             "sinks", "learned_positions", "first_position")
+             "sinks", "learned_positions", "first_position", "inner_norms")
     return {name: getattr(family, name) for name in names} | {"chunked": family.window == "chunks"}
-
-
-def _declared_family(raw: Mapping[str, Any], where: str) -> Family:
-    architectures = raw.get("architectures")
-    text = raw.get("text_config")
-    kind = text.get("model_type") if isinstance(text, dict) else raw.get("model_type")
-    if not architectures:
-        return family_of_type(kind, where)
-    if not isinstance(architectures, list):
-        raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
-    return family_of(architectures[0], lambda each: each.architectures, where, kind)
-
-
-def _check_heads(where: str, num_heads: int, num_kv_heads: int) -> None:
-    if num_heads % num_kv_heads:
-        raise ModelError(f"{where}: {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly")
-
-
-def _head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int, num_heads: int) -> int:
-    if fields.get(name) is None and hidden_size % num_heads:
-        raise ModelError(f"{fields.where}: {hidden_name} {hidden_size} is not a multiple of {num_heads} heads, and no "
-                         f"{name} is given")
-    return fields.integer(name, hidden_size // num_heads, maximum=MAX_HEAD_DIM)
 
 
 # ---- GGUF ------------------------------------------------------------------------------------------------------------
@@ -438,9 +428,9 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     latent = gguf_latent(fields, family.interleaved, key) if family.latent else None
     num_kv_heads = 1 if latent is not None else fields.integer(key("attention.head_count_kv"), num_heads, maximum=MAX_HEADS)
     hidden_size = fields.integer(key("embedding_length"), maximum=MAX_HIDDEN)
-    head_dim = latent.head if latent is not None else _head_dim(
+    head_dim = latent.head if latent is not None else read_head_dim(
         fields, key("attention.key_length"), key("embedding_length"), hidden_size, num_heads)
-    _check_heads(where, num_heads, num_kv_heads)
+    check_heads(where, num_heads, num_kv_heads)
     embedding = _gguf_embedding(file, where)
     windows = gguf_windows(fields, family, num_layers, key)
     max_position = fields.integer(key("context_length"), maximum=MAX_POSITIONS)
@@ -477,9 +467,14 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
         quantisation=gguf_quantisation(file),
         latent=latent,
         **_gguf_scales(fields, family, key, hidden_size, num_heads, head_dim, num_layers),
-        **_layout(family) | {"parallel": family.parallel and (fields.flag(key("use_parallel_residual"), True)
-                             if family.own_mlp_norm else not has("blk.0.ffn_norm.weight"))},
+        **_layout(family) | _gguf_beside(family, fields.flag(key("use_parallel_residual"), True), has("blk.0.ffn_norm.weight")),
     )
+
+
+def _gguf_beside(family: Family, beside: bool, mlp_norm: bool) -> dict[str, bool]:
+    """Whether attention and MLP are side by side. Files of families with one norm for both say it by the lack of the other."""
+    own = family.own_mlp_norm and mlp_norm
+    return {"own_mlp_norm": own, "parallel": family.parallel and (beside if own else not mlp_norm)}
 
 
 def _gguf_scales(

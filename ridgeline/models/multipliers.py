@@ -41,7 +41,8 @@ def read_multipliers(fields: Fields, family: Family) -> Multipliers:
     if family.multipliers:
         return Multipliers(
             fields.number("embedding_multiplier", 1.0), fields.number("residual_multiplier", 1.0),
-            fields.number("logits_scaling", 1.0), fields.number("attention_multiplier", 1.0),
+            fields.number("logits_scaling", 1.0),
+            fields.number("attention_multiplier") if fields.get("attention_multiplier") else None,
         )
     if family.depth_scale:
         depth = math.sqrt(fields.integer("num_hidden_layers"))

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.quantised_source import RawSource, Stored
-from ridgeline.models.family import FusedExperts
+from ridgeline.models.family import Family, FusedExperts
 
 
 class SplitExperts:
-    def __init__(self, source: RawSource, rules: tuple[FusedExperts, ...]) -> None:
-        self.source = source
+    def __init__(self, source: RawSource, rules: tuple[FusedExperts, ...], hidden_size: int) -> None:
+        self.source, self.hidden_size = source, hidden_size
         self.tensors: dict[str, Stored] = {}
         self._parts: dict[str, tuple[str, int, FusedExperts]] = {}       # our name -> the tensor, the expert, and how it lies
         self._last: tuple[str, bool, Tensor] | None = None       # all experts of a tensor are read one after the other
@@ -37,6 +37,8 @@ class SplitExperts:
             if len(stored.shape) < 2:
                 raise ModelError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}: no room for several experts")
             count, *shape = stored.shape
+            if rule.either and not self._is_transposed(name, shape):
+                rule = replace(rule, transposed=False)
             if rule.transposed:
                 shape[:2] = shape[1::-1]
             each = replace(stored, shape=tuple(shape), nbytes=stored.nbytes // max(1, count))
@@ -45,6 +47,10 @@ class SplitExperts:
                 self.tensors[single], self._parts[single] = each, (name, expert, rule)
             return
         self.tensors[name] = stored
+
+    def _is_transposed(self, name: str, shape: list[int]) -> bool:
+        """[inputs, outputs]: `down` has outputs of the hidden size, the others have such inputs."""
+        return shape[-1 if name.endswith("down_proj") else 0] == self.hidden_size
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
         """As numbers."""
@@ -70,9 +76,9 @@ class SplitExperts:
 class Reordered:
     """Tensors that are stored as [inputs, outputs] (GPT-2), and those with q, k and v of each head together (GPT-NeoX)."""
 
-    def __init__(self, source: RawSource, transposed: str, by_head: str, kv_heads: int, head_dim: int) -> None:
-        self.source, self.kv_heads, self.head_dim = source, kv_heads, head_dim
-        self.transposed, self.by_head = re.compile(transposed), re.compile(by_head)
+    def __init__(self, source: RawSource, family: Family, kv_heads: int, head_dim: int) -> None:
+        self.source, self.kv_heads, self.head_dim, self.groups = source, kv_heads, head_dim, family.head_groups
+        self.transposed, self.by_head = re.compile(family.transposed), re.compile(family.by_head)
         self.tensors = {name: replace(stored, shape=stored.shape[::-1]) if self.transposed.fullmatch(name) else stored
                         for name, stored in source.tensors.items()}
 
@@ -87,6 +93,9 @@ class Reordered:
             tensor = tensor.t()
         if not self.by_head.fullmatch(name):
             return tensor
+        if self.groups:
+            q, v, k = tensor.unflatten(0, (self.groups, 3, -1)).unbind(1)
+            return torch.cat([each.flatten(0, 1) for each in (q, k, v)])
         heads = tensor.unflatten(0, (self.kv_heads, -1, self.head_dim))  # of each KV head: its queries, its key, its value
         return torch.cat((heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)))
 

@@ -196,6 +196,8 @@ def _fill(
 ) -> None:
     gguf = isinstance(stored, GGUFSource)
     renamer = Renamer(config, gguf, model.is_elsewhere)
+    if isinstance(stored, SafetensorsSource):
+        stored.check_dtypes(renamer.pieces_of)
     source = _canonical_source(_regrouped(stored, config, gguf), config, renamer, pieces, model)
     matched = _match(pieces, source, renamer)
     total = sum(source.tensors[name].nbytes for name in matched)
@@ -210,21 +212,21 @@ def _fill(
     checks = FiniteChecks(_not_finite)
     with Upload(next(iter(pieces.values())).target.device) as upload:
         for name, targets in matched.items():
-            interleaved = config.interleaved and _ROTATED.search(targets[0]) is not None
+            turned = [config.interleaved and _ROTATED.search(target) is not None for target in targets]
             takes = all(pieces[target].take_packed is not None for target in targets)
             if takes and isinstance(stored, GGUFSource) and stored.stays_packed(name):
-                _fill_packed(name, [pieces[target] for target in targets], stored, config if interleaved else None)
+                _fill_packed(name, [pieces[target] for target in targets], stored, config, turned)
                 ended(name)
                 continue
-            only = pieces[targets[0]].target if len(targets) == 1 and not interleaved else None
+            only = pieces[targets[0]].target if len(targets) == 1 and not turned[0] else None
             tensor = source.read(name, only)
-            if interleaved:
-                tensor = deinterleaved(tensor, config.head_dim, config.ropes[0].dim)
             first = 0
-            for target in targets:
+            for target, is_turned in zip(targets, turned, strict=True):
                 piece = pieces[target]
                 rows = tensor[first : first + piece.shape[0]]
                 first += piece.shape[0]
+                if is_turned:
+                    rows = deinterleaved(rows, config.head_dim, config.ropes[0].dim)
                 _fill_piece(piece, rows, upload, checks, (name, source.tensors[name].file))
             ended(name)
         upload.finish()
@@ -245,14 +247,15 @@ def _fill_piece(piece: Piece, rows: Tensor, upload: Upload, checks: FiniteChecks
     checks.add(piece.target, *origin)
 
 
-def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, interleaved: ModelConfig | None) -> None:
-    """The rows as the file packs them, for weights that stay packed; `interleaved`: rows of heads in GGUF's order."""
+def _fill_packed(name: str, pieces: list[Piece], stored: GGUFSource, config: ModelConfig, turned: list[bool]) -> None:
+    """The rows as the file packs them, for weights that stay packed; `turned`: rows of heads in GGUF's order."""
     packed, packing = stored.packed(name)
-    packed = packed if interleaved is None else deinterleaved(packed, interleaved.head_dim, interleaved.ropes[0].dim)
     first = 0
-    for piece in pieces:
+    for piece, is_turned in zip(pieces, turned, strict=True):
         assert piece.take_packed is not None
-        if not piece.take_packed(packed[first : first + piece.shape[0]], packing):
+        rows = packed[first : first + piece.shape[0]]
+        rows = deinterleaved(rows, config.head_dim, config.ropes[0].dim) if is_turned else rows
+        if not piece.take_packed(rows, packing):
             _not_finite(name, stored.tensors[name].file, torch.float32)
         first += piece.shape[0]
     stored.release(name)
@@ -267,9 +270,10 @@ def _regrouped(stored: SafetensorsSource | GGUFSource, config: ModelConfig, gguf
     if not gguf and (family.transposed or family.by_head):
         if config.quantisation is not None:
             raise ModelError(f"quantised checkpoints of {family.name} are not supported: give one in 16 or 32 bits, or GGUF")
-        return Reordered(stored, family.transposed, family.by_head, config.num_kv_heads, config.head_dim)
+        return Reordered(stored, family, config.num_kv_heads, config.head_dim)
     joined = JoinedLatents(stored) if gguf and (config.latent is not None or config.experts is not None) else stored
-    return joined if config.experts is None else SplitExperts(joined, config.family.fused_experts)
+    return joined if config.experts is None else SplitExperts(
+        joined, config.family.fused_experts, config.hidden_size)
 
 
 def _canonical_source(
@@ -328,7 +332,7 @@ def _fill_dummy(pieces: dict[str, Piece], seed: int, progress: Progress | None) 
 
 
 class SafetensorsSource:
-    """A directory with model.safetensors, or with several files and their index. Tensors are views of mapped files."""
+    """A directory with one file of weights, or with several and their index. Tensors are views of mapped files."""
 
     def __init__(self, directory: Path, quantised: bool = False) -> None:
         self.tensors: dict[str, Stored] = {}
@@ -354,9 +358,14 @@ class SafetensorsSource:
             raise ModelError(f"tensor {name} is in both {self.tensors[name].file} and {file}")
         header = handle.get_slice(name)
         shape, dtype = tuple(header.get_shape()), header.get_dtype()
-        if dtype not in self._dtypes:
-            raise ModelError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(self._dtypes)}")
-        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES[dtype] * torch.Size(shape).numel(), file, dtype)
+        self.tensors[name] = Stored(shape, SAFETENSORS_DTYPES.get(dtype, 0) * torch.Size(shape).numel(), file, dtype)
+
+    def check_dtypes(self, pieces_of: Callable[[str], list[str] | None]) -> None:
+        """Of what is read: masks and positions that are left in the file may be of any kind."""
+        for name, stored in self.tensors.items():
+            if stored.dtype not in self._dtypes and pieces_of(name) != []:
+                raise ModelError(
+                    f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {', '.join(self._dtypes)}")
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
         return self.stored(name)
@@ -382,14 +391,39 @@ def _safetensors_files(directory: Path) -> list[Path]:
     elif single.is_file():
         files = [single]
     else:
-        other = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pth")))
-        hint = f"found {other[0]}, which is not supported: save the model as safetensors" if other else (
-            f"no model.safetensors and no {INDEX}")
-        raise ModelError(f"{directory} has no weights: {hint}")
+        files = _files_without_index(directory)
     for file in files:
         if not file.is_file():
             raise ModelError(f"{directory} lacks {file.name}, which {INDEX} names")
     return files
+
+
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+_NOT_THE_MODEL = ("adapter_", "consolidated")            # a LoRA; the makers' own names for the tensors
+
+
+def _files_without_index(directory: Path) -> list[Path]:
+    """One file of any name, or numbered ones, all of which must be there."""
+    found = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(_NOT_THE_MODEL))
+    if len(found) == 1 and _NUMBERED.fullmatch(found[0].name) is None:
+        return found
+    numbered = [match for path in found if (match := _NUMBERED.fullmatch(path.name))]
+    if numbered and len(numbered) == len(found) and len({(match[1], match[3]) for match in numbered}) == 1:
+        count = int(numbered[0][3])
+        there = {int(match[2]) for match in numbered}
+        missing = [number for number in range(1, count + 1) if number not in there]
+        if missing:
+            raise ModelError(f"{directory} lacks {len(missing)} of {count} weight files: the first is number {missing[0]}")
+        return found
+    if found:
+        raise ModelError(f"{directory} has {len(found)} weight files and no {INDEX}, which would say what belongs together: "
+                         f"{', '.join(path.name for path in found[:4])}")
+    other = sorted(path.name for path in (*directory.glob("*.bin"), *directory.glob("*.pth")))
+    hint = f"found {other[0]}, which is not supported: save the model as safetensors" if other else (
+        f"no model.safetensors and no {INDEX}")
+    if any(directory.glob("consolidated*.safetensors")):
+        hint = "consolidated.safetensors has its makers' own names for tensors: fetch the Hugging Face files, model*.safetensors"
+    raise ModelError(f"{directory} has no weights: {hint}")
 
 
 _NARROW = {"F16": torch.float16, "BF16": torch.bfloat16}

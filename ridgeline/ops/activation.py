@@ -17,7 +17,7 @@ from ridgeline.sizes.op_costs import GATED_ACTIVATION_CASES, gated_activation_co
 
 
 def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
-    """x [..., 2 I] -> act(x[..., :I]) * x[..., I:]; kind is "silu", "gelu_tanh" or "gelu"."""
+    """x [..., 2 I] -> act(x[..., :I]) * x[..., I:]; kind is "silu", "gelu_tanh", "gelu" or "relu2"."""
     gate, up = x.chunk(2, dim=-1)
     if kind == "silu":
         return F.silu(gate).mul_(up)
@@ -25,7 +25,9 @@ def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
         return F.gelu(gate, approximate="tanh").mul_(up)
     if kind == "gelu":
         return F.gelu(gate).mul_(up)
-    raise ValueError(f"gated activation {kind!r} is unknown; silu, gelu_tanh and gelu are there")
+    if kind == "relu2":
+        return F.relu(gate).square_().mul_(up)
+    raise ValueError(f"gated activation {kind!r} is unknown; silu, gelu_tanh, gelu and relu2 are there")
 
 
 def plain_activation(x: Tensor, kind: str) -> Tensor:
@@ -71,7 +73,7 @@ def _gated_activation_kernel(  # type: ignore[no-untyped-def]
 
 def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
     if kind not in KINDS:
-        return gated_activation_reference(x, kind)       # which says what is wrong
+        return gated_activation_reference(x, kind)       # relu2, or one that is not there
     width = x.shape[-1] // 2
     rows = x.reshape(-1, 2 * width)
     if rows.stride(-1) != 1:

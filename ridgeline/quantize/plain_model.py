@@ -58,6 +58,8 @@ class PlainModel:
             self._check_experts()
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self._renamer = Renamer(self.config, self.gguf)
+        if isinstance(self.source, SafetensorsSource):
+            self.source.check_dtypes(self._renamer.pieces_of)
         self._names = self._hf_names()                   # HF name -> as stored
         self.others = any(name.startswith(tuple(self.config.family.prefixes)) for name in self._names) or any(
             self._renamer.pieces_of(stored) is None for stored in self._names.values())

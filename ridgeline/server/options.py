@@ -31,7 +31,8 @@ class ServerOptions:
         (
             "auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "harmony", "deepseek_v3", "kimi_k2", "qwen3_coder",
             "seed_oss", "minimax_m2", "dots", "glm45", "granite", "phi4_mini_json", "hunyuan_a13b", "nemotron_json",
-            "cohere_command", "apertus", "olmo3", "functiongemma", "xlam",
+            "cohere_command", "apertus", "olmo3", "functiongemma", "xlam", "minicpm3", "llama4_pythonic",
+            "functionary_v3_1", "functionary_v3_2", "command_r", "glm4",
         ),
     )
     reasoning_parser: str = option(

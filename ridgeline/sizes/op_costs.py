@@ -128,6 +128,7 @@ GATED_ACTIVATION_CASES = (
     Case("silu", {"tokens": 3, "intermediate": 32, "kind": "silu"}),
     Case("gelu-tanh", {"tokens": 3, "intermediate": 32, "kind": "gelu_tanh"}),
     Case("odd-gelu", {"tokens": 5, "intermediate": 19, "kind": "gelu"}),
+    Case("relu2", {"tokens": 3, "intermediate": 32, "kind": "relu2"}),
     Case("decode-32", {"tokens": 32, "intermediate": 1536, "kind": "silu"}, timed=True),
     Case("prefill-512", {"tokens": 512, "intermediate": 1536, "kind": "silu"}, timed=True),
 )

@@ -14,10 +14,12 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ridgeline.errors import ModelError
-from ridgeline.models.end_tokens import hf_end_tokens, read_settings, require_regular
+from ridgeline.models.end_tokens import hf_end_tokens, language_model, read_settings, require_regular
 from ridgeline.text.decoders import is_sentencepiece, pieces_by_token, steps_of, writes_by_token
 from ridgeline.text.tokenizer_limits import read_tokenizer, require_few_added, require_ids
 from ridgeline.text.vocabulary import Vocabulary, byte_level_piece, byte_of, sentencepiece_piece
+
+OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")      # of other libraries
 
 
 def directory_vocabulary(path: Path) -> Vocabulary:
@@ -52,8 +54,7 @@ def directory_vocabulary(path: Path) -> Vocabulary:
 
 
 def _vocab_size(model_config: Mapping[str, Any]) -> Any:
-    text = model_config.get("text_config")
-    return (text if isinstance(text, dict) else {}).get("vocab_size", model_config.get("vocab_size"))
+    return (language_model(model_config) or {}).get("vocab_size", model_config.get("vocab_size"))
 
 
 def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, float]:
@@ -61,7 +62,8 @@ def _read_core(path: Path) -> tuple[tokenizers.Tokenizer, float]:
     file = path / "tokenizer.json"
     require_regular(file)
     if not file.is_file():
-        other = " (a tokenizer.model alone cannot be read)" if (path / "tokenizer.model").is_file() else ""
+        there = next((name for name in OTHER_TOKENIZERS if (path / name).is_file()), None)
+        other = f" (a {there} alone cannot be read)" if there else ""
         raise ModelError(f"{path}: no tokenizer.json{other}; save the model's fast tokenizer there: "
                          f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(path)!r})")
     text, growth = read_tokenizer(file)
@@ -160,11 +162,20 @@ def _pieces(core: tokenizers.Tokenizer) -> Pieces:
     return Pieces(pieces, metaspace or int(steps.get("Strip", {}).get("start", 0)) > 0)
 
 
+def _template(file: Path) -> str:
+    require_regular(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: cannot be read: {_one_line(error)}") from None
+
+
 def _chat_templates(path: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """A file of its own wins over chat_template.json, which wins over tokenizer_config.json."""
+    """A file of its own wins over chat_template.json, which wins over tokenizer_config.json. Files in a folder have names."""
     alone = path / "chat_template.jinja"
     if alone.is_file():
-        return {"default": alone.read_text(encoding="utf-8")}
+        named = sorted((path / "additional_chat_templates").glob("*.jinja"))
+        return {file.stem: _template(file) for file in named} | {"default": _template(alone)}
     listed = read_settings(path / "chat_template.json").get("chat_template") or settings.get("chat_template") or []
     if isinstance(listed, str):
         return {"default": listed}

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MAX_POSITION, VOCAB, save_checkpoint
+from tiny_configs import MAX_POSITION, VOCAB
+from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore

@@ -41,6 +41,7 @@ CASES = {
     "gemma3": {}, "olmo2": {"num_key_value_heads": 1}, "olmoe": {}, "mixtral": {"intermediate_size": 21}, "qwen2_moe": {},
     "gpt_oss": {}, "cohere2": {}, "llama4": {}, "deepseek_v2-lite": {"num_attention_heads": 3},
     "phi": {}, "gpt_neox": {}, "gpt2": {}, "apertus": {}, "hunyuan_v1_dense": {}, "phimoe": {},
+    "bitnet": {"intermediate_size": 81}, "falcon": {}, "mistral4": {},
 }
 
 
@@ -53,7 +54,7 @@ EXPERTS = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v2-lite", "olmoe")
 
 # One KV head for both ranks, heads that are padded, norms over all heads, windows and softcaps, sinks, latents.
 CONTEXT = ("llama-bias", "smollm2", "gemma3", "olmo2", "gpt_oss", "cohere2", "llama4", "deepseek_v2-lite",
-           "hunyuan_v1_dense")
+           "hunyuan_v1_dense", "bitnet")
 CONTEXT_OF_FOUR = ("llama", "olmo2", "gpt_oss")          # two KV heads or one for four ranks
 
 

@@ -13,16 +13,8 @@ import pytest
 import torch
 from gguf_writer import write_gguf
 from safetensors.torch import load_file, save_file
-from tiny_models import (
-    CHECKPOINTS,
-    ORIGINAL_CONTEXT,
-    VOCAB,
-    build_model,
-    load,
-    random_tokens,
-    save_checkpoint,
-    teacher_forced_logits,
-)
+from tiny_configs import CHECKPOINTS, ORIGINAL_CONTEXT, VOCAB
+from tiny_models import build_model, load, random_tokens, save_checkpoint, teacher_forced_logits
 from torch import Tensor
 
 from ridgeline.distributed.comm import Communicator
@@ -111,7 +103,9 @@ def test_known_surplus_tensors_are_ignored(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "architecture"), [
     ("gemma3", "Gemma3ForConditionalGeneration"), ("llama4", "Llama4ForConditionalGeneration"),
     ("mistral", "Mistral3ForConditionalGeneration"), ("ministral3", "Mistral3ForConditionalGeneration"),
-    ("qwen3", "Qwen3VLForConditionalGeneration"),
+    ("qwen3", "Qwen3VLForConditionalGeneration"), ("llama", "LlavaForConditionalGeneration"),
+    ("qwen3_moe", "Qwen3OmniMoeThinkerForConditionalGeneration"), ("cohere2", "AyaVisionForConditionalGeneration"),
+    ("deepseek_v3", "KimiK25ForConditionalGeneration"), ("internlm2", "InternVLChatModel"),
 ])
 def test_the_language_model_of_a_multimodal_checkpoint(name: str, architecture: str, tmp_path: Path) -> None:
     """Both orders of prefixes that such checkpoints have had; the vision tower is left in the file."""

@@ -250,6 +250,7 @@ def test_gated_activation_definition(case: Case) -> None:
         "silu": lambda g: g / (1 + math.exp(-g)),
         "gelu": lambda g: g * (1 + math.erf(g / math.sqrt(2))) / 2,
         "gelu_tanh": lambda g: g * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3))) / 2,
+        "relu2": lambda g: max(g, 0.0) ** 2,
     }[kind]
     half = x.shape[1] // 2
     wanted = [[act(row[i]) * row[half + i] for i in range(half)] for row in x.tolist()]

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 from folders import import_path
-from tiny_models import VOCAB, save_checkpoint
+from tiny_configs import VOCAB
+from tiny_models import save_checkpoint
 from torch import Tensor
 
 from ridgeline.config import EngineConfig

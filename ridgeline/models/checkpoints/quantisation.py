@@ -17,6 +17,7 @@ from typing import Any
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints import awq, compressed_tensors, fp8_checkpoints, gptq, modelopt, small_dialects
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe, Section
+from ridgeline.models.end_tokens import language_model
 
 READERS: dict[str, Callable[[Section], Quantisation]] = {
     "compressed-tensors": compressed_tensors.read,
@@ -41,8 +42,7 @@ MAX_HEADER = 100 << 20
 
 def read_quantisation(raw: Mapping[str, Any], where: str, directory: Path | None = None) -> Quantisation | None:
     """Of a checkpoint whose config.json is `raw`; None: its weights are plain."""
-    text = raw.get("text_config")
-    inner = text.get("quantization_config") if isinstance(text, dict) else None
+    inner = (language_model(raw) or {}).get("quantization_config")
     found = raw.get("quantization_config") or inner or raw.get("compression_config")
     name = f"{where}: quantization_config"
     if found is None and directory is not None and (directory / MODELOPT_FILE).is_file():

@@ -9,7 +9,7 @@ from ridgeline.models.family import (
     LLAMA_NAMES,
     NEXT_TOKEN_LAYER,
     QK_NORM_NAMES,
-    ROPE_TENSORS,
+    UNUSED_TENSORS,
     ExpertRule,
     Family,
 )
@@ -71,7 +71,7 @@ DEEPSEEK_V3 = Family(
     },
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
     gguf_names=GGUF_LATENT_NAMES | GGUF_EXPERT_NAMES,
-    ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),           # MTP, for drafts
+    ignored=(*UNUSED_TENSORS, NEXT_TOKEN_LAYER),           # MTP, for drafts
 )
 
 # GLM-4.7-Flash
@@ -83,7 +83,7 @@ GLM4_MOE_LITE = Family(
     experts=DEEPSEEK_V3_EXPERTS,
     defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": True, "routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
     names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
-    ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
+    ignored=(*UNUSED_TENSORS, NEXT_TOKEN_LAYER),
 )
 
 # Dense, its rope in halves.

@@ -8,7 +8,7 @@ from ridgeline.models.family import (
     GGUF_EXPERT_NAMES,
     GGUF_NAMES,
     LLAMA_NAMES,
-    ROPE_TENSORS,
+    UNUSED_TENSORS,
     ExpertRule,
     Family,
     FusedExperts,
@@ -44,5 +44,5 @@ ERNIE_MOE = Family(
     fused_experts=(                  # the bias is a matrix of one row
         FusedExperts(r"(model\.layers\.\d+\.mlp\.moe_statics)\.(e_score_correction_bias)", r"\1.{}.\2"), *FUSED_EXPERTS,
     ),
-    ignored=(*ROPE_TENSORS, r"model\.mtp_.*"),           # layers that predict the token after next
+    ignored=(*UNUSED_TENSORS, r"model\.mtp_.*"),           # layers that predict the token after next
 )

@@ -9,7 +9,7 @@ from ridgeline.models.family import (
     LLAMA_NAMES,
     NEXT_TOKEN_LAYER,
     QK_NORM_NAMES,
-    ROPE_TENSORS,
+    UNUSED_TENSORS,
     Family,
 )
 
@@ -69,5 +69,5 @@ EXAONE_MOE = Family(
         "model.layers.{}.mlp.e_score_correction_bias": "layers.{}.mlp.router.e_score_correction_bias",
     },
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
-    ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER, r"mtp\..*"),
+    ignored=(*UNUSED_TENSORS, NEXT_TOKEN_LAYER, r"mtp\..*"),
 )

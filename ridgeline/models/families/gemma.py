@@ -5,7 +5,7 @@ with a window.
 
 from dataclasses import replace
 
-from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, ROPE_TENSORS, TEXT_PREFIXES, VISION_TENSORS, Family
+from ridgeline.models.family import LLAMA_NAMES, QK_NORM_NAMES, Family
 
 # Here "post_attention_layernorm" is what its name says; in Llama it is the norm before the MLP.
 SANDWICH_NAMES = {
@@ -64,7 +64,7 @@ VAULT_GEMMA = replace(
 
 GEMMA3 = Family(
     name="gemma3",
-    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    architectures=("Gemma3ForCausalLM",),
     gguf="gemma3",
     activation="gelu_tanh",
     tied=True,
@@ -92,6 +92,4 @@ GEMMA3 = Family(
         "rope_local_base_freq": 10_000.0,
     },
     names=LLAMA_NAMES | QK_NORM_NAMES | SANDWICH_NAMES,
-    prefixes=TEXT_PREFIXES,
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )

@@ -9,7 +9,7 @@ from ridgeline.models.family import (
     LLAMA_NAMES,
     NEXT_TOKEN_LAYER,
     QK_NORM_NAMES,
-    ROPE_TENSORS,
+    UNUSED_TENSORS,
     Family,
 )
 
@@ -50,7 +50,7 @@ GLM4 = Family(
         "model.layers.{}.post_mlp_layernorm": "layers.{}.post_mlp_norm",
     },
     gguf_names=GGUF_GLM_NAMES,
-    ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
+    ignored=(*UNUSED_TENSORS, NEXT_TOKEN_LAYER),
 )
 
 GLM4_MOE = Family(
@@ -64,7 +64,7 @@ GLM4_MOE = Family(
     defaults={"partial_rotary_factor": 0.5, "norm_topk_prob": True, "use_qk_norm": False, "first_k_dense_replace": 1},
     names=LLAMA_NAMES | QK_NORM_NAMES | DEEPSEEK_EXPERT_NAMES,
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES | GGUF_NORM_BEHIND,
-    ignored=(*ROPE_TENSORS, NEXT_TOKEN_LAYER),
+    ignored=(*UNUSED_TENSORS, NEXT_TOKEN_LAYER),
 )
 
 # Solar Open: the mixture of GLM-4.5 in every layer, with the attention of Llama.

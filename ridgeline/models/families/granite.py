@@ -1,5 +1,6 @@
 """Granite 3 and 4 (dense and mixtures): Llama with multipliers of embeddings, scores, logits, and of what each half of a layer
-adds. Of Granite 4 those that have attention in every layer; the others are refused for their state-space layers."""
+adds. Of Granite 4 those that have attention in every layer; the others are refused for their state-space layers. HyperCLOVA X has
+the same multipliers."""
 
 from dataclasses import replace
 
@@ -13,12 +14,30 @@ from ridgeline.models.family import (
     FusedExperts,
 )
 
+UNSCALED = {"attention_multiplier": 1.0}                 # what stands for it in a config that does not say it
+
 GRANITE = Family(
     name="granite",
     architectures=("GraniteForCausalLM",),
     gguf="granite",
     gguf_permuted=True,
     multipliers=True,
+    defaults=UNSCALED,
+)
+
+# Norms also behind attention and MLP; its logits are multiplied, Granite's are divided.
+HYPERCLOVAX = Family(
+    name="hyperclovax",
+    architectures=("HyperCLOVAXForCausalLM",),
+    post_norms=True,
+    multipliers=True,
+    logit_scale=True,
+    spelled={"logit_scale": "logits_scaling"},
+    defaults={"logits_scaling": 1.0},
+    names=LLAMA_NAMES | {
+        "model.layers.{}.post_norm1": "layers.{}.post_attention_norm",
+        "model.layers.{}.post_norm2": "layers.{}.post_mlp_norm",
+    },
 )
 
 GRANITE_MOE = Family(
@@ -27,6 +46,7 @@ GRANITE_MOE = Family(
     gguf="granitemoe",
     gguf_permuted=True,
     multipliers=True,
+    defaults=UNSCALED,
     experts=ExpertRule(normalise=True),
     fused_experts=(
         FusedExperts(r"(model\.layers\.\d+\.block_sparse_moe)\.(input_linear|output_linear)\.weight", r"\1.experts.{}.\2.weight"),
@@ -61,7 +81,7 @@ GRANITE_4 = Family(
     multipliers=True,
     spelled={"intermediate_size": "shared_intermediate_size"},
     only={"num_local_experts": 0, "position_embedding_type": "rope"},
-    defaults={"num_local_experts": 8, "position_embedding_type": "none"},
+    defaults=UNSCALED | {"num_local_experts": 8, "position_embedding_type": "none"},
     names={name: target for name, target in LLAMA_NAMES.items() if ".mlp." not in name} | {
         "model.layers.{}.shared_mlp.input_linear": "layers.{}.mlp.gate_up:gate+up",
         "model.layers.{}.shared_mlp.output_linear": "layers.{}.mlp.down",

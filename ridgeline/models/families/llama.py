@@ -1,15 +1,13 @@
 """Llama 2 and 3, everything that is Llama by another name (SmolLM2, TinyLlama, Mistral as GGUF), and its near relatives: SmolLM3
 (layers without a rope), CWM (windows), InternLM 2 (other names), MiniCPM (multipliers), Seed-OSS, Helium, Arcee and Apertus (no
-gate). The text decoder of Llama 4 (Scout, Maverick)."""
+gate), BitNet (norms before every output matrix). The text decoder of Llama 4 (Scout, Maverick)."""
 
 from ridgeline.models.family import (
     GGUF_NAMES,
     GGUF_NORM_BEHIND,
     LLAMA_NAMES,
     QK_NORM_NAMES,
-    ROPE_TENSORS,
-    TEXT_PREFIXES,
-    VISION_TENSORS,
+    UNUSED_TENSORS,
     ExpertRule,
     Family,
     FusedExperts,
@@ -26,7 +24,9 @@ GGUF_PLAIN_MLP_NAMES = {name: target for name, target in GGUF_NAMES.items() if "
 
 LLAMA = Family(
     name="llama",
-    architectures=("LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM"),
+    architectures=(
+        "LlamaForCausalLM", "LLaMAForCausalLM", "InternLM3ForCausalLM", "AquilaForCausalLM", "XverseForCausalLM", "YiForCausalLM",
+    ),
     gguf="llama",
     gguf_permuted=True,
 )
@@ -61,7 +61,7 @@ INTERNLM2 = Family(
         "model.norm": "norm",
         "output": "head",
     },
-    by_head=r"model\.layers\.\d+\.attention\.wqkv\.(weight|bias)",
+    by_head=r"((language_)?model\.)*layers\.\d+\.attention\.wqkv\.(weight|bias)",
 )
 
 # MiniCPM 1, 2 and 4, without the sparse attention of long contexts that MiniCPM 4 can have.
@@ -132,7 +132,20 @@ APERTUS = Family(
         "model.layers.{}.mlp.act_fn.alpha_p": "layers.{}.mlp.xielu.alpha_p",
         "model.layers.{}.mlp.act_fn.alpha_n": "layers.{}.mlp.xielu.alpha_n",
     },
-    ignored=(*ROPE_TENSORS, r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),    # constants of the activation
+    ignored=(*UNUSED_TENSORS, r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)"),    # constants of the activation
+)
+
+# b1.58: its matrices are ternary (quantization_config), or 16 bits wide in checkpoints for training.
+BITNET = Family(
+    name="bitnet",
+    architectures=("BitNetForCausalLM",),
+    activation="relu2",
+    inner_norms=True,
+    defaults={"rope_theta": 500_000.0, "rms_norm_eps": 1e-5},
+    names=LLAMA_NAMES | {
+        "model.layers.{}.self_attn.attn_sub_norm": "layers.{}.attention.output.inner",
+        "model.layers.{}.mlp.ffn_sub_norm": "layers.{}.mlp.down.inner",
+    },
 )
 
 # Layers with a rope attend in chunks and have bare norms on q and k; every fourth layer has no rope and sees everything. Each
@@ -152,7 +165,7 @@ LLAMA4_NAMES = {name: target for name, target in LLAMA_NAMES.items() if ".mlp." 
 
 LLAMA4 = Family(
     name="llama4",
-    architectures=("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+    architectures=("Llama4ForCausalLM",),
     interleaved=True,
     nope="listed",
     window="chunks",
@@ -169,12 +182,10 @@ LLAMA4 = Family(
         "vocab_size": 202_048, "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
     },
     names=LLAMA4_NAMES,
-    prefixes=TEXT_PREFIXES,
     fused_experts=(
         FusedExperts(
             r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.feed_forward\.experts)\.(gate_up_proj|down_proj)",
             r"\1.{}.\2.weight", transposed=True,
         ),
     ),
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )

@@ -1,15 +1,13 @@
 """Mistral: Llama with a sliding window on every layer; Ministral: on some. Ministral 3: queries that grow with their position.
-Mixtral: a mixture of experts."""
+Mixtral: a mixture of experts. Mistral 4: DeepSeek's latents and experts, and queries as in Ministral 3."""
 
 from dataclasses import replace
 
+from ridgeline.models.families.deepseek import DEEPSEEK_EXPERT_NAMES, LATENT_NAMES
 from ridgeline.models.family import (
     GGUF_EXPERT_NAMES,
     GGUF_NAMES,
     LLAMA_NAMES,
-    ROPE_TENSORS,
-    TEXT_PREFIXES,
-    VISION_TENSORS,
     ExpertRule,
     Family,
 )
@@ -21,30 +19,23 @@ SPARSE_MOE_NAMES = {
     "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.{}.down",
 }
 
-# Its language model may be that of either family below: text_config says which.
-WITH_VISION = "Mistral3ForConditionalGeneration"
-
 MISTRAL = Family(
     name="mistral",
-    architectures=("MistralForCausalLM", WITH_VISION),
+    architectures=("MistralForCausalLM",),
     window="all",
     defaults={"sliding_window": 4096},
-    prefixes=TEXT_PREFIXES,
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )
 
 MINISTRAL = replace(MISTRAL, name="ministral", architectures=("MinistralForCausalLM",))       # lists the layers with a window
 
 MINISTRAL3 = Family(
     name="ministral3",
-    architectures=("Ministral3ForCausalLM", WITH_VISION),
+    architectures=("Ministral3ForCausalLM",),
     gguf="mistral3",
     gguf_permuted=True,
     temperature="all",
     window="all",
     defaults={"head_dim": 128, "rope_theta": 1_000_000.0},
-    prefixes=TEXT_PREFIXES,
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
 )
 
 MIXTRAL = Family(
@@ -57,4 +48,15 @@ MIXTRAL = Family(
     defaults={"rope_theta": 1_000_000.0},
     names=LLAMA_NAMES | SPARSE_MOE_NAMES,
     gguf_names=GGUF_NAMES | GGUF_EXPERT_NAMES,
+)
+
+MISTRAL4 = Family(
+    name="mistral4",
+    architectures=("Mistral4ForCausalLM",),
+    latent=True,
+    interleaved=True,
+    temperature="all",
+    experts=ExpertRule(groups=True, group_score="best two", scaled=True),
+    defaults={"rms_norm_eps": 1e-6, "norm_topk_prob": True},
+    names=LATENT_NAMES | DEEPSEEK_EXPERT_NAMES,
 )

@@ -7,9 +7,7 @@ from ridgeline.models.family import (
     GGUF_NAMES,
     LLAMA_NAMES,
     QK_NORM_NAMES,
-    ROPE_TENSORS,
-    TEXT_PREFIXES,
-    VISION_TENSORS,
+    UNUSED_TENSORS,
     ExpertRule,
     Family,
 )
@@ -18,11 +16,8 @@ WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 
 QWEN2 = Family(
     name="qwen2",
-    architectures=(
-        "Qwen2ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration", "MiMoForCausalLM",
-    ),
-    prefixes=TEXT_PREFIXES,
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS, r"model\.mtp_layers\..*"),          # MiMo's, for drafts
+    architectures=("Qwen2ForCausalLM", "MiMoForCausalLM"),
+    ignored=(*UNUSED_TENSORS, r"model\.mtp_layers\..*"),          # MiMo's, for drafts
     gguf="qwen2",
     gguf_also=("qwen2vl",),
     qkv_bias=True,
@@ -33,9 +28,7 @@ QWEN2 = Family(
 
 QWEN3 = Family(
     name="qwen3",
-    architectures=("Qwen3ForCausalLM", "Qwen3VLForConditionalGeneration"),
-    prefixes=TEXT_PREFIXES,
-    ignored=(*ROPE_TENSORS, *VISION_TENSORS),
+    architectures=("Qwen3ForCausalLM",),
     gguf="qwen3",
     gguf_also=("qwen3vl",),
     qk_norm=True,

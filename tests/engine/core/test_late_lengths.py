@@ -14,7 +14,8 @@ import pytest
 from dial_drafter import DialDrafter
 from test_laws import PLAIN, USUAL
 from test_verification import Run, knows, requests
-from tiny_models import VOCAB, save_checkpoint
+from tiny_configs import VOCAB
+from tiny_models import save_checkpoint
 
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.messages import Request, StepPlan

@@ -9,7 +9,8 @@ import pytest
 from dial_drafter import DialDrafter
 from test_laws import PLAIN
 from test_verification import Run, knows, with_grammars
-from tiny_models import VOCAB, save_checkpoint
+from tiny_configs import VOCAB
+from tiny_models import save_checkpoint
 
 from ridgeline.grammar import matcher
 from ridgeline.messages import Request

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from dial_drafter import DialDrafter
 from test_laws import CROWD, PLAIN, STOPS, USUAL
-from tiny_models import VOCAB, save_checkpoint
+from tiny_configs import VOCAB
+from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore, make_grammars

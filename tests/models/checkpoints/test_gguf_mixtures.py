@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from test_gguf_packed import packed_decoder
 from test_weights import logits_of
-from tiny_models import ORIGINAL_CONTEXT, load, save_checkpoint
+from tiny_configs import ORIGINAL_CONTEXT
+from tiny_models import load, save_checkpoint
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.errors import ModelError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_models import DIALECTS, gptq, save_quantised
+from quantised_models import DIALECTS, gptq, save_quantised, set_quantization
 from safetensors.torch import load_file, save_file
 from tiny_models import random_tokens, teacher_forced_logits
 from torch import Tensor
@@ -140,6 +140,21 @@ def test_matrices_that_a_checkpoint_has_fused(dialect: str, tmp_path: Path) -> N
     expected, packed = decoder(plain, False), decoder(quantised, True)
     assert all(torch.equal(value, expected.numbers()[name]) for name, value in packed.numbers().items())
     assert isinstance(packed.layers[0].attention.qkv.scheme, Quantised)
+
+
+@pytest.mark.parametrize("kind", ["bitlinear", "autobitlinear"])
+def test_bitnet_has_norms_before_its_ternary_matrices(kind: str, tmp_path: Path) -> None:
+    """As BitNet b1.58 2B 4T lies on the hub."""
+    quantised, plain = save_quantised("bitnet", tmp_path, "bitnet")
+    if kind == "autobitlinear":
+        set_quantization(quantised, {"quant_method": "bitnet", "linear_class": kind, "quantization_mode": "offline"})
+        tensors = load_file(quantised / "model.safetensors")
+        save_file({name: 1 / value if name.endswith("_scale") else value for name, value in tensors.items()},
+                  quantised / "model.safetensors")
+    expected, packed = decoder(plain, False).numbers(), decoder(quantised, True)
+    assert all(torch.equal(value, expected[name]) for name, value in packed.numbers().items())
+    outputs = (packed.layers[0].mlp.down, packed.layers[0].attention.output)
+    assert all(isinstance(linear.scheme, Quantised) and linear.inner is not None for linear in outputs)
 
 
 def test_parts_that_differ_are_kept_as_numbers_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

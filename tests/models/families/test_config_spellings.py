@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from tiny_models import CHECKPOINTS, RENAMED, save_config
+from tiny_configs import CHECKPOINTS
+from tiny_models import RENAMED, save_config
 
 from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import ACTIVATIONS
@@ -64,10 +65,12 @@ def test_a_rope_is_what_transformers_makes_of_it(name: str) -> None:
 
 EPSILONS = {"cohere": "layer_norm_eps", "cohere2": "layer_norm_eps", "phi": "layer_norm_eps", "stablelm": "layer_norm_eps",
             "gpt_neox": "layer_norm_eps", "nemotron": "norm_eps", "starcoder2": "norm_epsilon", "gpt2": "layer_norm_epsilon",
-            "gptj": "layer_norm_epsilon", "gpt_bigcode": "layer_norm_epsilon"}
+            "gptj": "layer_norm_epsilon", "gpt_bigcode": "layer_norm_epsilon", "falcon": "layer_norm_epsilon",
+            "jais2": "layer_norm_eps", "gpt_neo": "layer_norm_epsilon", "codegen": "layer_norm_epsilon"}
 CONSTANT = {"olmo": 1e-5, "opt": 1e-5}                   # epsilons that no field says
 # Of fields that would show in the shapes of tensors, loading is the judge.
-LEFT_OUT = ("rope_parameters", "tie_word_embeddings", "hidden_act", "hidden_activation", "activation_function", "norm_topk_prob",
+LEFT_OUT = ("rope_parameters", "tie_word_embeddings", "hidden_act", "hidden_activation", "activation_function", "activation",
+            "norm_topk_prob",
             "routed_scaling_factor", "sliding_window", "layer_types", "rms_norm_eps", *set(EPSILONS.values()))
 
 
@@ -76,7 +79,7 @@ def of_transformers(name: str, raw: dict[str, Any]) -> dict[str, Any]:
     kind = CHECKPOINTS[name][0]
     config_class = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Llama4") else f"{kind}Config")
     config = config_class.from_dict(copy.deepcopy(raw))
-    activation = next(found for field in ("hidden_activation", "hidden_act", "activation_function")
+    activation = next(found for field in ("hidden_activation", "hidden_act", "activation_function", "activation")
                       if (found := getattr(config, field, None)) is not None)
     facts = {
         "epsilon": CONSTANT.get(config.model_type) or getattr(config, EPSILONS.get(config.model_type, "rms_norm_eps")),

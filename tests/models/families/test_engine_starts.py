@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_models import CHECKPOINTS, save_checkpoint
+from tiny_configs import CHECKPOINTS
+from tiny_models import save_checkpoint
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ModelError
-from ridgeline.models.model_config import hf_model_config
+from ridgeline.models.model_config import hf_model_config, load_model_config
 
 TOKENS = random_tokens(8)
 
@@ -22,18 +22,21 @@ def logits(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "beginning", "mask"), [
     ("gpt2", "transformer.", "h.{}.attn.bias"), ("gpt_neox", "", "gpt_neox.layers.{}.attention.masked_bias"),
+    ("codegen", "", "transformer.h.{}.attn.causal_mask"), ("gpt_neo", "", "transformer.h.{}.attn.attention.bias"),
     ("ernie4_5_moe", "", "model.mtp_linear_proj.{}.weight"), ("apertus", "", "model.layers.{}.self_attn.rotary_emb.inv_freq"),
 ])
 def test_names_of_hubs_are_known(name: str, beginning: str, mask: str, tmp_path: Path) -> None:
     path = save_checkpoint(name, tmp_path)
     expected, file = logits(path), path / "model.safetensors"
     tensors = {key.removeprefix(beginning): value for key, value in load_file(file).items()}
-    save_file(tensors | {mask.format(layer): torch.zeros(1, 1) for layer in range(3)}, file)
-    assert torch.equal(logits(path), expected)
+    for kind in (torch.float32, torch.bool, torch.uint8):            # as masks are kept
+        save_file(tensors | {mask.format(layer): torch.zeros(1, 1, dtype=kind) for layer in range(3)}, file)
+        assert torch.equal(logits(path), expected)
 
 
 @pytest.mark.parametrize(("name", "architecture", "further"), [
-    ("llama-yarn", "InternLM3ForCausalLM", ()), ("qwen2.5-yarn", "MiMoForCausalLM", ("model.mtp_layers.0.input_proj.weight",)),
+    ("llama-yarn", "InternLM3ForCausalLM", ()), ("llama", "XverseForCausalLM", ()), ("llama", "YiForCausalLM", ()),
+    ("qwen2.5-yarn", "MiMoForCausalLM", ("model.mtp_layers.0.input_proj.weight",)),
 ])
 def test_other_names_of_a_family_are_known(name: str, architecture: str, further: tuple[str, ...], tmp_path: Path) -> None:
     path = save_checkpoint(name, tmp_path)
@@ -41,6 +44,20 @@ def test_other_names_of_a_family_are_known(name: str, architecture: str, further
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(raw | {"architectures": [architecture], "model_type": "other"}))
     save_file(load_file(file) | {key: torch.zeros(1, 1) for key in further}, file)
+    assert torch.equal(logits(path), expected)
+
+
+def test_text_does_not_go_through_the_adapters_of_a_model_that_sees(tmp_path: Path) -> None:
+    """As Phi-4-multimodal lies on the hub: the matrices beside adapters for images and sound."""
+    path = save_checkpoint("phi4_multimodal", tmp_path)
+    expected, file = logits(path), path / "model.safetensors"
+    tensors = {name.replace("_proj.weight", "_proj.base_layer.weight") if "model.layers." in name else name: tensor
+               for name, tensor in load_file(file).items()}
+    assert any("base_layer" in name for name in tensors)
+    adapter = {f"model.layers.0.self_attn.o_proj.lora_{part}.vision.weight": torch.ones(2, 2) for part in "AB"}
+    save_file(tensors | adapter, file)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {"architectures": ["Phi4MMForCausalLM"], "model_type": "phi4mm"}))
     assert torch.equal(logits(path), expected)
 
 
@@ -64,3 +81,62 @@ def test_a_long_and_a_short_scale_must_agree() -> None:
     assert config.ropes[0].scale == 1.2 and config.ropes[0].long_divisors == (2.0,) * 4
     with pytest.raises(ModelError, match=r"short_mscale 1\.2 and long_mscale 1\.3 must be the same"):
         hf_model_config(raw | {"rope_scaling": scaling | {"long_mscale": 1.3}}, {})
+
+
+def split(path: Path, *files: str) -> None:
+    """The weights of a checkpoint in several files."""
+    whole = path / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    for place, file in enumerate(files):
+        save_file({name: tensor for number, (name, tensor) in enumerate(tensors.items()) if number % len(files) == place},
+                  path / file)
+
+
+@pytest.mark.parametrize("files", [
+    ("gptq_model-4bit-128g.safetensors",), ("model-00001-of-00001.safetensors",),
+    ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+])
+def test_files_without_an_index(files: tuple[str, ...], tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path)
+    expected = logits(path)
+    split(path, *files)
+    save_file({"output.weight": torch.ones(2)}, path / "consolidated.safetensors")       # the same in its makers' own format
+    assert torch.equal(logits(path), expected)
+
+
+@pytest.mark.parametrize(("files", "message"), [
+    (("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"), "lacks 1 of 3 weight files: the first is number"),
+    (("a.safetensors", "b.safetensors"), "has 2 weight files and no model.safetensors.index.json"),
+    (("consolidated.safetensors",), "consolidated.safetensors has its makers' own names"),
+    (("adapter_model.safetensors",), "has no weights: no model.safetensors and no model.safetensors.index.json"),
+])
+def test_files_that_do_not_make_a_model(files: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    path = save_checkpoint("llama", tmp_path)
+    split(path, *files)
+    with pytest.raises(ModelError, match=message):
+        load(path)
+
+
+def test_a_model_saved_without_the_class_of_its_head(tmp_path: Path) -> None:
+    path = save_checkpoint("smollm2", tmp_path)
+    expected, file = logits(path), path / "model.safetensors"
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
+    assert torch.equal(logits(path), expected)
+
+
+def test_a_config_that_does_not_say_whether_the_head_is_the_embedding(tmp_path: Path) -> None:
+    """The files say it."""
+    for name in ("smollm2", "llama"):
+        path = save_checkpoint(name, tmp_path / name)
+        expected = logits(path)
+        raw = json.loads((path / "config.json").read_text())
+        assert raw.pop("tie_word_embeddings") == (name == "smollm2")
+        (path / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(raw).encode())      # and an editor's mark at its start
+        assert torch.equal(logits(path), expected)
+
+
+def test_formats_of_others_are_named(tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"has no config\.json: params\.json is its makers' own format"):
+        load_model_config(tmp_path)

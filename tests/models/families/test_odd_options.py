@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 import torch
 from test_families import AllFloat64
-from tiny_models import (
-    LINEAR,
-    LLAMA3,
-    PLAIN,
-    YARN,
-    build_model,
-    load,
-    random_tokens,
-    save_checkpoint,
-    teacher_forced_logits,
-)
+from tiny_configs import LINEAR, LLAMA3, PLAIN, YARN
+from tiny_models import build_model, load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ModelError
 

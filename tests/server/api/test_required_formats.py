@@ -164,6 +164,14 @@ def test_a_choice_of_texts_is_a_choice_behind_a_reference_too(schema: dict[str, 
     assert not fits(params, vocabulary, written(form, ("f", {"a": "c"})))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_a_choice_that_has_a_mark_of_the_format_stays_json(form: str) -> None:
+    """A reader would take the mark for the end of the value."""
+    for mark in (FORMS[form].end.strip(), FORMS[form].key.format("b")):
+        schema = {"type": "object", "properties": {"a": {"enum": ["x", f"say {mark}."]}, "b": {"type": "integer"}}}
+        assert asked_for(form, tools=[tool("f", parameters=schema)])[0].format == "required"
+
+
 @pytest.mark.parametrize("schema", [
     {}, True, {"type": "string", "title": "A", "description": "Any.", "default": "x", "examples": ["y"]},
     {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, {"$ref": "#/$defs/Text"},

@@ -13,7 +13,8 @@ import pytest
 import torch
 from gguf_writer import write_gguf
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, save_checkpoint
+from tiny_configs import VOCAB
+from tiny_models import save_checkpoint
 
 from ridgeline.engine.llm import LLM
 from ridgeline.errors import BadRequest, ConfigError, ModelError, RidgelineError

@@ -1,7 +1,10 @@
 """GPT-2: learned positions, biases everywhere, an MLP without a gate. Its matrices are stored as [inputs, outputs]. StarCoder
-(GPT-BigCode): the same with one head of keys and values, and matrices as elsewhere."""
+(GPT-BigCode): the same with one head of keys and values, and matrices as elsewhere. GPT-Neo: windows on every second layer, and
+scores that are not scaled."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.family import Family
@@ -51,4 +54,41 @@ GPT_BIGCODE = replace(
     spelled={**GPT2.spelled, "num_key_value_heads": "num_key_value_heads"},
     defaults={**GPT2.defaults, "num_key_value_heads": 1},
     transposed="",
+)
+
+
+def neo_reworded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """`attention_types` lists, in pairs of kinds and how often they repeat, what each layer is."""
+    layers = raw.get("attention_layers") or [
+        kind for kinds, times in raw.get("attention_types") or () for _ in range(times) for kind in kinds
+    ]
+    kinds = {"global": "full_attention", "local": "sliding_attention"}
+    return {**raw, "layer_types": [kinds.get(kind, kind) for kind in layers], "query_pre_attn_scalar": 1}
+
+
+_NEO_ATTENTION = "transformer.h.{}.attn.attention"
+GPT_NEO = replace(
+    GPT2,
+    name="gpt_neo",
+    architectures=("GPTNeoForCausalLM",),
+    gguf="",
+    window="pattern",
+    query_pre_attn_scalar=True,
+    reworded=neo_reworded,
+    spelled={
+        "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function", "sliding_window": "window_size", "num_key_value_heads": "",
+        "attention_out_bias": "attention_out_bias",
+    },
+    only={},
+    defaults={"layer_norm_epsilon": 1e-5, "window_size": 256, "attention_out_bias": True, "mlp_bias": True},
+    names={name: target for name, target in GPT2.names.items() if ".attention." not in target} | {
+        f"{_NEO_ATTENTION}.q_proj": "layers.{}.attention.qkv:q",
+        f"{_NEO_ATTENTION}.k_proj": "layers.{}.attention.qkv:k",
+        f"{_NEO_ATTENTION}.v_proj": "layers.{}.attention.qkv:v",
+        f"{_NEO_ATTENTION}.out_proj": "layers.{}.attention.output",
+    },
+    prefixes={},
+    transposed="",
+    ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),        # masks
 )

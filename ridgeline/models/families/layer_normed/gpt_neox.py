@@ -2,7 +2,7 @@
 rotated in part. Checkpoints have q, k and v of each head together."""
 
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
-from ridgeline.models.family import ROPE_TENSORS, Family
+from ridgeline.models.family import UNUSED_TENSORS, Family
 
 GPT_NEOX = Family(
     name="gpt_neox",
@@ -31,5 +31,5 @@ GPT_NEOX = Family(
     gguf_names=GGUF_PLAIN_MLP_NAMES,
     by_head=r"gpt_neox\.layers\.\d+\.attention\.query_key_value\.(weight|bias)",
     # Masks that old versions of transformers saved.
-    ignored=(*ROPE_TENSORS, r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"),
+    ignored=(*UNUSED_TENSORS, r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"),
 )

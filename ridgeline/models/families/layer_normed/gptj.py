@@ -1,6 +1,9 @@
-"""GPT-J: attention and MLP side by side behind one norm, heads rotated in part by neighbours, a head with a bias."""
+"""GPT-J: attention and MLP side by side behind one norm, heads rotated in part by neighbours, a head with a bias. CodeGen: the
+same, with q, v and k of every fourth of the heads together."""
 
-from ridgeline.models.family import ROPE_TENSORS, Family
+from dataclasses import replace
+
+from ridgeline.models.family import UNUSED_TENSORS, Family
 
 GPTJ = Family(
     name="gptj",
@@ -29,5 +32,17 @@ GPTJ = Family(
         "transformer.ln_f": "norm",
         "lm_head": "head",
     },
-    ignored=(*ROPE_TENSORS, r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),       # masks
+    ignored=(*UNUSED_TENSORS, r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),       # masks
+)
+
+CODEGEN = replace(
+    GPTJ,
+    name="codegen",
+    architectures=("CodeGenForCausalLM",),
+    names={name: target for name, target in GPTJ.names.items() if ".qkv:" not in target} | {
+        "transformer.h.{}.attn.qkv_proj": "layers.{}.attention.qkv:q+k+v",
+    },
+    by_head=r"transformer\.h\.\d+\.attn\.qkv_proj\.weight",
+    head_groups=4,
+    ignored=(*GPTJ.ignored, r"transformer\.h\.\d+\.attn\.causal_mask"),
 )

@@ -59,7 +59,7 @@ def calls_rules(
     """Lark rules of `answer`: at least one call, or exactly one. `tools`: the closed schemas of arguments, by names; `special`:
     of a mark that is a special token, which text cannot match, its id. None: a schema is beyond what elements can say."""
     form = FORMS.get(format)
-    if form is None or not all(_can_be_elements(schema) for schema in tools.values()):
+    if form is None or not all(_can_be_elements(schema, form) for schema in tools.values()):
         return None
     writer = _Writer(form, special)
     calls = " | ".join(writer.call(place, name, schema) for place, (name, schema) in enumerate(tools.items()))
@@ -71,7 +71,7 @@ def calls_rules(
     return rules if len(rules.encode()) <= MOST_BYTES else None
 
 
-def _can_be_elements(schema: Mapping[str, Any]) -> bool:
+def _can_be_elements(schema: Mapping[str, Any], form: ElementForm) -> bool:
     properties, required = schema.get("properties"), schema.get("required", ())
     if not isinstance(properties, Mapping) or schema.keys() - _KNOWN or not set(required) <= properties.keys():
         return False
@@ -81,8 +81,8 @@ def _can_be_elements(schema: Mapping[str, Any]) -> bool:
     if not all(each.startswith(("#/$defs/", "#/definitions/")) for each in references):
         return False
     types = ArgumentTypes(schema)
-    return all("string" not in types.of(name) or _is_free(given, types) or (types.of(name) == TEXT and _choices(given, types))
-               for name, given in properties.items())
+    return all("string" not in types.of(name) or _is_free(given, types)
+               or (types.of(name) == TEXT and _choices(given, types, form)) for name, given in properties.items())
 
 
 class _Writer:
@@ -123,7 +123,7 @@ class _Writer:
         """A value and the mark behind it."""
         end = self.text(self.form.end)
         if "string" in types.of(key):                    # quotes would be part of it
-            choices = _choices(given, types)
+            choices = _choices(given, types, self.form)
             return f"({' | '.join(json.dumps(each) for each in choices)}) {end}" if choices else "bare"
         shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
         schema = rewritten({**given, **shared} if isinstance(given, Mapping) else {})
@@ -151,11 +151,15 @@ def _is_free(given: Any, types: ArgumentTypes) -> bool:
     return not given.keys() - NOTES - {"type"}
 
 
-def _choices(given: Any, types: ArgumentTypes) -> Sequence[str]:
-    """Of a text that is one of a few; empty: it is any, or one of them is empty, which no literal can be."""
+def _choices(given: Any, types: ArgumentTypes, form: ElementForm) -> Sequence[str]:
+    """Of a text that is one of a few; empty: it is any, or one of them cannot be written: it is empty, which no literal can be,
+    or it has what a reader takes for the value's end."""
     given = _resolved(given, types)
     said = given.keys() - NOTES - {"type"} if isinstance(given, Mapping) else ()
     if said not in ({"enum"}, {"const"}):
         return ()
     listed = given["enum"] if said == {"enum"} else [given["const"]]
-    return listed if isinstance(listed, list) and all(isinstance(each, str) and each for each in listed) else ()
+    if not isinstance(listed, list) or not all(isinstance(each, str) and each for each in listed):
+        return ()
+    ends = (form.end.strip(), form.key.partition("{}")[0])
+    return () if any(end in each for end in ends for each in listed) else listed

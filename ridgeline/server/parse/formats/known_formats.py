@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.server.parse.deepseek_calls import DEEPSEEK_MARKS, KIMI_MARKS, DeepSeekParser, KimiParser
-from ridgeline.server.parse.formats import element_calls, list_calls
+from ridgeline.server.parse.formats import element_calls, list_calls, name_calls
 from ridgeline.server.parse.formats.gemma_calls import GEMMA_MARKS, FunctionGemmaParser
 from ridgeline.server.parse.harmony import HARMONY_MARKS, HarmonyParser
 from ridgeline.server.parse.reasoning import Thought
@@ -63,6 +63,12 @@ FREE: dict[str, CallFormat] = {
         list_calls.PhiParser, ("<|tool_call|>", "<|/tool_call|>"),
         (("<|tool|>", "<|/tool|>"), ("<|tool_call|>", "<|/tool_call|>"), ("functools[",)),
     ),
+    "minicpm3": CallFormat(name_calls.MiniCPMParser, ("<|tool_call_start|>", "<|tool_call_end|>"), (("<|tool_call_start|>",),)),
+    "llama4_pythonic": CallFormat(name_calls.Llama4Parser, ("<|python_start|>", "<|python_end|>"), (("<|python_start|>",),)),
+    "functionary_v3_1": CallFormat(name_calls.FunctionaryParser, (), (("start_tag => `<function`",),)),
+    "functionary_v3_2": CallFormat(name_calls.RecipientParser, (), ((">>>all",),)),
+    "command_r": CallFormat(name_calls.CommandRParser, (), (("followed by a json-formatted list of actions",),)),
+    "glm4": CallFormat(name_calls.NameFirstParser, (), (("[gMASK]", "<|observation|>"),)),
     "pythonic": CallFormat(PythonicParser, (), (("func_name1(",), ("[func_name",))),
     "xlam": CallFormat(ListParser, (), (("JSON array", '[{"name": "tool_call_name"'),)),
     "llama3_json": CallFormat(LlamaParser, ("<|python_tag|>",), (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))),

@@ -16,7 +16,8 @@ import openai
 import pytest
 import torch
 from served_model import ServerProcess, write_model
-from tiny_models import VOCAB, build_model, save_checkpoint
+from tiny_configs import VOCAB
+from tiny_models import build_model, save_checkpoint
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
