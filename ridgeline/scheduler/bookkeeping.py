@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -154,10 +155,29 @@ class Steady:
     want: np.ndarray
     sequences: list[Sequence]
     constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
+    sampled: np.ndarray              # bool
     most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet …
-    with_grammar: list[int] = field(default_factory=list)                # … and then the places of rows with a grammar
+    with_grammar: list[int] = field(default_factory=list)                # … and then the places of rows with a grammar …
+    scored: list[int] = field(default_factory=list)      # … and of those that want the prompt's log-probabilities
+    plain: bool = False              # all of them sample from the model's own logits
     _answers: list[tuple[str, int, int]] | None = None
     _texts: list[array[int]] | None = None
+    _raw: bytes | None = None
+    _ones: np.ndarray | None = None
+
+    @property
+    def raw(self) -> bytes:
+        """The rows, for native code."""
+        if self._raw is None:
+            self._raw = self.rows.tobytes()
+        return self._raw
+
+    @property
+    def ones(self) -> np.ndarray:
+        """int64: a token of each row."""
+        if self._ones is None:
+            self._ones = np.ones(len(self.rows), np.int64)
+        return self._ones
 
     @property
     def texts(self) -> list[array[int]]:
@@ -175,11 +195,12 @@ class Steady:
 
     def in_order(self, order: np.ndarray) -> Steady:
         """The same rows, where those with drafts are put behind the others."""
-        places = order.tolist()
-        sequences, answers = [self.sequences[place] for place in places], [self.answers[place] for place in places]
+        places = operator.itemgetter(*order.tolist())    # of two rows at least
+        sequences, answers = list(places(self.sequences)), list(places(self.answers))
         constrained = [each for each in enumerate(sequences) if each[1].matcher is not None] if self.constrained else []
         return Steady(
-            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained, _answers=answers
+            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained, self.sampled[order],
+            plain=self.plain, _answers=answers,
         )
 
 

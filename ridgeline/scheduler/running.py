@@ -66,17 +66,23 @@ class Running:
         short = (missing > 0).nonzero()[0]
         if not len(short) or int(missing.max()) > manager.block_size:
             return short
-        chosen, first = rows[short], held[short].tolist()
-        listed = chosen.tolist()
+        return short[:0] if self.grow_each(rows, short) else short
+
+    def grow_each(self, rows: np.ndarray, short: np.ndarray) -> bool:
+        """A block more for the rows at these places. False: the pool has too few, and nothing has changed."""
+        if not len(short):
+            return True
+        table, manager, chosen = self.rows, self._manager, rows[short]
+        listed, first = chosen.tolist(), table.num_blocks[chosen].tolist()
         sequences = [sequence for row in listed if (sequence := table.sequences[row]) is not None]
         if (taken := manager.grow_each([sequence.blocks for sequence in sequences if sequence.blocks is not None])) is None:
-            return short
+            return False
         groups = len(manager.groups)
         for group in range(groups):
             self.delta.appended += zip([group] * len(listed), listed, first, taken[group::groups], strict=True)
         table.num_blocks[chosen] += 1
         table.num_held += len(listed)
-        return short[:0]
+        return True
 
     def take_delta(self) -> Delta:
         delta, self.delta = self.delta, Delta()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,8 @@ from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDel
 from ridgeline.scheduler import fairness
 from ridgeline.scheduler.answers import Answers
 from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady
-from ridgeline.scheduler.draft_slots import give_drafts
+from ridgeline.scheduler.decodes import Again, Decodes
+from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted
 from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
@@ -38,6 +39,7 @@ from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import NoTimeModel, StepTimeModel
 from ridgeline.scheduler.waiting_queue import WaitingQueue
 from ridgeline.sizes.batch_levelling import level_rows
+from ridgeline.sizes.graph_shapes import most_queries
 
 if TYPE_CHECKING:
     from ridgeline.grammar.matcher import Matcher
@@ -60,7 +62,9 @@ class Scheduler:
         use_priorities: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
+        native: Any = None,
     ) -> None:
+        """`native`: see Decodes."""
         self.limits = limits
         self.manager = manager
         self.counters = SchedulerCounters()
@@ -70,9 +74,10 @@ class Scheduler:
         self.level: int | None = None                        # rows at once, see begin_with_longest()
         self._waiting = WaitingQueue()
         self._running = Running(manager, limits.max_rows)
+        self._decodes = Decodes(native, self._running.rows, manager.block_size)
         self._answers = Answers(
             LiveRequests(eos_token_ids, use_priorities, seed), self._waiting, self._running, manager, self.counters,
-            drafter or NoDrafter(),
+            drafter or NoDrafter(), self._decodes,
         )
         self._joining = Joining(
             limits, manager, self._running, self._waiting, time_model or NoTimeModel(), self.counters
@@ -215,7 +220,8 @@ class Scheduler:
         """
         self.started = []
         self._running.publish()
-        rows, tokens, budget, ahead = self._give_to_running()
+        again = self._decode_again()
+        rows, tokens, budget, ahead = self._give_to_running() if again is None else again.given
         num_running = len(rows)
         places = self.admission.places(self.num_running, self.num_waiting) if self._waiting and ahead is not None else 0
         if budget > 0 and places > 0:
@@ -225,6 +231,7 @@ class Scheduler:
             self.started = joined.started
             self.admission.admitted(self.num_running, full or self._running.rows.full or not self.num_waiting)
             if joined.rows:
+                again = None
                 rows = np.concatenate([rows, np.array(joined.rows, np.int64)])
                 tokens = np.concatenate([tokens, np.array(joined.tokens, np.int64)])
         if not len(rows):
@@ -232,10 +239,41 @@ class Scheduler:
         drafts = None
         if self.drafter.active and self.drafter.awake():
             room = self._most_tokens - int(tokens.sum())
-            rows, tokens, drafts = give_drafts(
-                self.drafter, self._running, self.manager, self._steady, rows, tokens, num_running, room
-            )
-        return self._plan(rows, tokens, drafts)
+            asking = Asking(self.drafter, self._running, self.manager, self._decodes, room)
+            if again is not None:
+                return self._plan_again(again.steady, give_again(asking, again))
+            rows, tokens, drafts = give_drafts(asking, self._steady, rows, tokens, num_running)
+        return self._plan(rows, tokens, drafts) if again is None else self._plan_again(again.steady, None)
+
+    def _decode_again(self) -> Again | None:
+        """The rows of the newest plan, if they all decode again, and what each may have; None: it takes another look."""
+        rows, steady = self._running.rows.ranked(), self._steady
+        if self._decodes.native is None or steady is None or steady.rows is not rows or self.limits.stages > 1:
+            return None
+        count = len(rows)
+        if steady.most_drafts is None and self.drafter.active:
+            note_wanted(self._running.rows, steady)
+        budget, again = self._budget(count, 0), self._decodes.again(steady, most_queries(count) - 1)
+        if again is None or count > budget or not self._running.grow_each(rows, again.lacking):
+            return None
+        again.given = rows, steady.ones, budget - count, []
+        return again
+
+    def _plan_again(self, steady: Steady, drafts: DraftPlan | None) -> StepPlan:
+        """_plan() for rows that all decode, as in the newest plan."""
+        if drafts is not None and drafts.order is not None:
+            steady = steady.in_order(drafts.order[0])
+        width = None if drafts is None else drafts.width
+        ends, stays, total = self._decodes.book(steady, width)
+        self._step += 1
+        plan = self._write_delta(steady, steady.num_tokens if width is None else width + np.int32(1), 0)
+        if drafts is not None:
+            drafts.num_positions, drafts.plain = total, steady.plain
+            plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
+        count = len(steady.rows)
+        self._flights.append(InFlight(self._step, steady.rows, stays, ends, steady.sampled, steady, count, 0, 0, drafts))
+        self._count(total)
+        return plan
 
     def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, int, _Ahead | None]:
         """Tokens for the rows that run: decodes first, then prompts, until the budget is spent.
@@ -369,7 +407,7 @@ class Scheduler:
 
     def _plan(self, rows: np.ndarray, tokens: np.ndarray, drafts: DraftPlan | None) -> StepPlan:
         """Book the step as done, so that the next can be planned, and write it down as a delta."""
-        table, delta = self._running.rows, self._running.take_delta()
+        table = self._running.rows
         self._step += 1
         total = int(tokens.sum())
         starts = table.computed[rows]
@@ -393,22 +431,26 @@ class Scheduler:
             table.known[rows] += drafts.width
             drafts.num_positions = num_sampled + int(drafts.width.sum())
             drafts.plain = bool(table.answers.plain[rows[sampled]].all())
-        plan = StepPlan(
-            step=self._step,
-            removed=np.array(delta.removed, np.int32) if delta.removed else _NONE,
-            added=delta.added,
-            appended=np.array(delta.appended, np.int32) if delta.appended else _NO_BLOCKS,
-            rows=steady.plan_rows,
-            num_tokens=steady.num_tokens if drafts is None else tokens.astype(np.int32),
-            want=steady.want,
-            block_ops=delta.block_ops,
-            recomputed=recomputed,
-        )
+        plan = self._write_delta(steady, steady.num_tokens if drafts is None else tokens.astype(np.int32), recomputed)
         if drafts is not None:
             plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
         self._book(rows, tokens, starts, ends, sampled, decodes, steady, drafts)
         self.counters.chunks += len(rows) - num_sampled
         return plan
+
+    def _write_delta(self, steady: Steady, tokens: np.ndarray, recomputed: int) -> StepPlan:
+        delta = self._running.take_delta()
+        return StepPlan(
+            step=self._step,
+            removed=np.array(delta.removed, np.int32) if delta.removed else _NONE,
+            added=delta.added,
+            appended=np.array(delta.appended, np.int32) if delta.appended else _NO_BLOCKS,
+            rows=steady.plan_rows,
+            num_tokens=tokens,
+            want=steady.want,
+            block_ops=delta.block_ops,
+            recomputed=recomputed,
+        )
 
     def _write(
         self, rows: np.ndarray, tokens: np.ndarray, starts: np.ndarray, ends: np.ndarray, sampled: np.ndarray
@@ -425,7 +467,7 @@ class Scheduler:
             sequence.prefill.done = True
         steady = Steady(
             rows, rows.astype(np.int32), tokens.astype(np.int32), want, sequences,
-            [(place, sequence) for place, sequence in enumerate(chosen) if sequence.matcher is not None],
+            [(place, sequence) for place, sequence in enumerate(chosen) if sequence.matcher is not None], sampled,
         )
         # Rows that decode now decode from now on: they have their prompts, and what they had lost.
         decode = int(tokens.sum()) == len(chosen) == len(rows) and not recomputed and not of_prompt.any()
@@ -448,6 +490,10 @@ class Scheduler:
             self._step, rows, self._running.rows.stay[rows], ends, sampled, steady, num_decodes, total - decode_tokens,
             num_pairs, drafts, num_scored,
         ))
+        self._count(total)
+
+    def _count(self, total: int) -> None:
+        """The step that was just planned, and its tokens."""
         self.manager.pool.submitted(self._step)
         table, counters = self._running.rows, self.counters
         table.num_used += total
@@ -476,7 +522,8 @@ class Scheduler:
     def update(self, result: StepResult) -> TokenDeltas:
         """Take in the oldest step in flight: token values, stops, full blocks."""
         flight = self._flights.popleft()
-        surplus = flight.check(result)
+        taken = self._answers.take_at_once(flight, result, self._flights)
+        surplus = flight.check(result) if taken is None else None
         counters = self.counters
         counters.useful_tokens += result.useful
         counters.wasted_tokens += result.recomputed
@@ -494,6 +541,8 @@ class Scheduler:
             # With drafts the host has more to do, which a small model does not hide.
             spent = max(seconds, result.wall_seconds - proposing) if seconds > 0 else seconds
             self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), spent)
+        if taken is not None:
+            return self._answers.tell(flight, result, taken)
         if flight.drafts is not None and surplus is not None:
             self._answers.settle(flight, flight.drafts, surplus, result, self._flights)
         return self._answers.take_in(flight, result)

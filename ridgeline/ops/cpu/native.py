@@ -56,6 +56,10 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "draft_outcome": ([_POINTER] * 14 + [_INT] * 6 + [_DOUBLE], None),   # scheduler/drafts/acceptance.py
     "draft_chances": ([_POINTER] * 5 + [_INT] * 3 + [_DOUBLE] * 3, None),
     "spread_rows": ([_POINTER] * 9 + [_INT] * 9, _INT),                  # runner/row_tables.py
+    "decode_again": ([_POINTER] * 4 + [_INT] * 4, _INT),                 # scheduler/decodes.py
+    "lay_drafts": ([_POINTER] * 5 + [_INT] * 4, _INT),
+    "book_decodes": ([_POINTER] * 4 + [_INT] * 2, _INT),
+    "take_in_decodes": ([_POINTER] * 15 + [_INT] * 6, _INT),
 }
 SPLIT = 128                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c
