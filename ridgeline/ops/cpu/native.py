@@ -55,6 +55,9 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "lay_out_guesses": ([_POINTER] * 6 + [_INT] * 6, _INT),              # runner/verify.py
     "draft_outcome": ([_POINTER] * 14 + [_INT] * 6 + [_DOUBLE], None),   # scheduler/drafts/acceptance.py
     "draft_chances": ([_POINTER] * 5 + [_INT] * 3 + [_DOUBLE] * 3, None),
+    "send_drafts": ([_POINTER] * 9 + [_INT] * 4, _INT),
+    "arrange_offers": ([_POINTER] * 13 + [_INT] * 8, _INT),              # scheduler/drafts/weighing.py
+    "choose_drafts": ([_POINTER] * 8 + [_INT] * 6 + [_DOUBLE] * 4, _INT),
     "spread_rows": ([_POINTER] * 9 + [_INT] * 9, _INT),                  # runner/row_tables.py
     "decode_again": ([_POINTER] * 4 + [_INT] * 4, _INT),                 # scheduler/decodes.py
     "lay_drafts": ([_POINTER] * 5 + [_INT] * 4, _INT),

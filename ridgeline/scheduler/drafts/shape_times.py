@@ -42,6 +42,18 @@ class Table:
     sure: np.ndarray                 # bool: measured, and more than once
 
 
+@dataclass(slots=True)
+class Tables:
+    """The tables of several bounds, as bytes, for native code."""
+
+    bounds: bytes
+    sizes: bytes                     # of all of them
+    seconds: bytes
+    sure: bytes
+    num_bounds: int
+    num_sizes: int
+
+
 class ShapeTimes:
     """`graphs`: the shapes that are captured; None: steps run as they are, and the queries of a row make no difference."""
 
@@ -55,6 +67,7 @@ class ShapeTimes:
         self._models: dict[tuple[int, bool], np.ndarray] = {}        # what the model says, by keys and whether there are drafts
         self._bounds: dict[tuple[int, int], list[int]] = {}          # what bounds() said, by rows and most
         self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
+        self._tables: dict[int, tuple[list[int], Tables]] = {}       # what tables() said last, by keys
 
     def observe(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
         """A step of so many rows and tokens, at most `queries` of a row."""
@@ -70,6 +83,7 @@ class ShapeTimes:
         sure = len(measured) >= _SURE
         if table is None or table.sure[place] != sure or abs(_median(measured) / table.seconds[place] - 1) > _SAME:
             self._known.pop(bits, None)                  # what was estimated from it is wrong now
+            self._tables.clear()
 
     def bound(self, rows: int, queries: int) -> int:
         """The most queries of a row that the graph of such a step is made for."""
@@ -111,6 +125,19 @@ class ShapeTimes:
         if bound not in known:
             known[bound] = self._estimated(bound, keys)
         return known[bound]
+
+    def tables(self, bounds: list[int], keys: int) -> Tables:
+        """Of bounds that steps with drafts may have."""
+        bits = keys.bit_length()
+        known = self._tables.get(bits)
+        if known is not None and known[0] == bounds:
+            return known[1]
+        found = [self.table(bound, keys) for bound in bounds]
+        seconds, sure = (b"".join(getattr(each, name).tobytes() for each in found) for name in ("seconds", "sure"))
+        sizes = found[0].sizes
+        made = Tables(np.array(bounds, np.int64).tobytes(), sizes.astype(np.int64).tobytes(), seconds, sure, len(found), len(sizes))
+        self._tables[bits] = bounds, made
+        return made
 
     def _sizes(self, bound: int) -> list[int]:
         return self._plain if bound == PLAIN else self._drafted
