@@ -38,8 +38,11 @@ _PROBE = 4                           # drafts of such a step, or …
 _PROBE_SHARE = 8                     # … one for each eighth row, …
 _PROBE_COST = 1.25                   # … if it takes no longer than that, relative to one without; one otherwise
 _LEAST_CHANCE = 0.02                 # a draft below it is not verified, even where padding makes it free
-_GAIN = 1.01                         # drafts must promise this much more than none
-_OFF_EVERY = 500                     # steps with drafts before one without is taken, to measure it again
+_GAIN = 1.02                         # drafts must promise this much more than none
+_OFF_SOON = 16                       # steps with drafts, at least, before some without are taken, to measure these again: …
+_OFF_RUN = 3                         # … that many, of which the last shows what steps without drafts take, …
+_OFF_COST = 0.003                    # … as soon as they cost no more of the time than that, but …
+_OFF_LATEST = 500                    # … no later than this
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
 _PATIENCE = 8                        # steps in vain, and again as many, and again …
@@ -63,7 +66,9 @@ class _Search:
     last_drafted: int = 0            # the step in which there were some …
     in_vain: int = 0                 # … and how often they were looked for since
     skipped: int = 0                 # steps in which they were not looked for, since they were
-    last_off: int = 0                # the step that was to measure one without drafts
+    last_off: int = 0                # the step that was to measure those without drafts, and …
+    off_left: int = 0                # … how many of these are to come
+    quiet: int = 0                   # plans since drafts were looked for
     probing: bool = False            # does the newest step with drafts have them only to learn?
     watch: Watch = field(default_factory=Watch)
 
@@ -111,6 +116,7 @@ class Controller:
         """Looking for drafts takes the host's time. Where there were none for long, it does not look in every step."""
         if self._adaptive and not self._search.due():
             self._step += 1
+            self._search.quiet += 1
             return False
         return True
 
@@ -121,6 +127,7 @@ class Controller:
 
     def _plan(self, rows: DecodingRows) -> Drafts | None:
         self._step += 1
+        self._search.quiet += 1
         if rows.room <= 0 or not np.count_nonzero(rows.most):
             return None
         if self._adaptive and not self._knows_off(len(rows.sequences), rows.keys):
@@ -133,6 +140,7 @@ class Controller:
         if self._adaptive and not probing and not self._could_pay(rows):
             self._watch_some(rows)
             return None
+        self._search.quiet = 0
         offers = self._offers(rows, self.proposers)
         if offers is None:
             return None
@@ -144,6 +152,8 @@ class Controller:
             self._honesty.count(0.0, 0)
             return None
         self._search.last_drafted = self._step
+        if self._off_is_due(rows, offers, width):
+            self._search.off_left = _OFF_RUN
         return self._drafts(rows, offers, width)
 
     def _offers(
@@ -216,10 +226,12 @@ class Controller:
         return min(most, max(_PROBE, rows // _PROBE_SHARE), int(affordable[-1]) if len(affordable) else 1)
 
     def _best(
-        self, chances: np.ndarray, honesty: float, rows: DecodingRows, made_for: list[Sequence | None] | None = None
+        self, chances: np.ndarray, honesty: float, rows: DecodingRows, made_for: list[Sequence | None] | None = None,
+        curious: bool = False,
     ) -> np.ndarray:
         """The drafts that promise the most tokens a second, as places in the flat `chances` [offers, positions]; or none.
-        `made_for`: of each offer its row, if the draft model is to make the drafts; None: it makes none.
+        `made_for`: of each offer its row, if the draft model is to make the drafts; None: it makes none. `curious`: as in steps
+        that try what is not sure.
 
         A graph with room for many queries of a row takes longer. So for each bound of queries the best drafts within it
         compete. Padding is free: only numbers that fill a size are compared, and all drafts there are.
@@ -234,14 +246,16 @@ class Controller:
             if small is not None and made_for is not None:
                 choices = small.choices(count, made_for, kept, positions)
             for some, costs in choices:
-                number, rate = self._best_number(flat[some], count, table, costs)
+                number, rate = self._best_number(flat[some], count, table, costs, curious or self._step % _CURIOUS_EVERY == 0)
                 if rate > promised:
                     best, promised = some[:number], rate
             if bound > positions:
                 break
         return best
 
-    def _best_number(self, gained: np.ndarray, rows: int, table: Table, costs: np.ndarray | None) -> tuple[int, float]:
+    def _best_number(
+        self, gained: np.ndarray, rows: int, table: Table, costs: np.ndarray | None, curious: bool
+    ) -> tuple[int, float]:
         """How many of these drafts, and the tokens a second that they promise. `gained`: tokens expected of each; `costs`:
         seconds of a draft model for the first 1, 2, … of them."""
         first, last = table.sizes.searchsorted((rows + 1, rows + len(gained))).tolist()
@@ -252,7 +266,7 @@ class Controller:
         if costs is not None:
             seconds = seconds + costs[numbers - 1]
         rates = (rows + gained.cumsum()[numbers - 1]) / seconds
-        if self._step % _CURIOUS_EVERY == 0:
+        if curious:
             rates = np.where(table.sure[first : last + 1], rates, _CURIOSITY * rates)
         place = int(rates.argmax())
         return int(numbers[place]), float(rates[place])
@@ -270,11 +284,27 @@ class Controller:
         return 0.0 if small is None else small.pass_seconds(rows) / self.times.seconds(rows, keys)
 
     def _knows_off(self, rows: int, keys: int) -> bool:
-        """Was a step without drafts measured at this size, and not too long ago? All gains are relative to it."""
-        if self._step - self._search.last_off < _OFF_EVERY and self.times.measured(rows, keys):
+        """Were steps without drafts measured at this size, and not too long ago? All gains are relative to them."""
+        search = self._search
+        if not self.times.measured(rows, keys) or self._step - search.last_off >= _OFF_LATEST:
+            search.off_left = max(search.off_left, _OFF_RUN)
+        if not search.off_left:
             return True
-        self._search.last_off = self._step
+        search.last_off, search.off_left = self._step, search.off_left - 1
         return False
+
+    def _off_is_due(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> bool:
+        """A GPU's clock, and what else the host does, change the time of steps with and without drafts. Where drafts gain little,
+        steps without cost little, and are measured often."""
+        since, count = self._step - self._search.last_off, len(rows.sequences)
+        if not self._adaptive or since < _OFF_SOON:
+            return False
+        own = width[offers.places]
+        gained = self._honesty.share * float((offers.chances * (np.arange(offers.chances.shape[1]) < own[:, None])).sum())
+        table = self.times.table(self.times.bound(count, 1 + int(width.max())), rows.keys)
+        place = min(int(table.sizes.searchsorted(count + int(width.sum()))), len(table.sizes) - 1)
+        gain = (1 + gained / count) * self.times.seconds(count, rows.keys) / float(table.seconds[place])
+        return since * _OFF_COST >= _OFF_RUN * (1 - 1 / gain)
 
     def _could_pay(self, rows: DecodingRows) -> bool:
         """Would drafts pay if every row had as many as it may, all as good as the best that were counted? If not, no proposer is
@@ -288,9 +318,9 @@ class Controller:
         return pays
 
     def _would_pay(self, rows: DecodingRows, chance: float) -> bool:
-        """If each draft were right with this chance."""
+        """If each draft were right with this chance, and what is not sure as fast as it is hoped to be."""
         chances = chance ** np.arange(1, self._most + 1)
-        return len(self._best(np.tile(chances, (len(rows.sequences), 1)), 1.0, rows)) > 0
+        return len(self._best(np.tile(chances, (len(rows.sequences), 1)), 1.0, rows, curious=True)) > 0
 
     # -- learning without drafts -----------------------------------------------------------------------------------------
 
@@ -390,7 +420,12 @@ class Controller:
             self._predicted[sequences[place]] = before[0] + int(accepted[place]), before[1] + int(rejected[place])
 
     def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
-        self.times.observe(rows, tokens, queries, keys, seconds)
+        """The time between two results has the host's work for the next step in it, and so the search for drafts. A step without
+        drafts tells what such steps take only if they were not looked for around it."""
+        if queries > 1 or self._search.quiet >= _OFF_RUN or not self.times.measured(rows, keys):
+            self.times.observe(rows, tokens, queries, keys, seconds)
+        else:
+            self.times.passed()
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
         if (small := self._small) is not None and result.typical:
