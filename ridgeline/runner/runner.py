@@ -29,12 +29,13 @@ from ridgeline.runner.proposers.draft_model import NoDraftModel, Spent
 from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, as_logprobs, logprobs_of, send_beside
-from ridgeline.runner.verify import Positions, lay_out_guesses, verify
+from ridgeline.runner.verify import Planned, Positions, drafted_tokens, lay_out_guesses, take_back, verify
 from ridgeline.sizes.graph_shapes import Shape
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)
+_NO_PLACES = np.zeros(0, np.int64)
 _BROKEN = "the model produced no finite logits for this request"
 _NONE_LEFT = (
     "the request leaves no token to choose: what its grammar, allowed_token_ids, bad_words, logit_bias, penalties and min_tokens "
@@ -78,7 +79,7 @@ class _Step:
     hidden: dict[int, Fetched] = field(default_factory=dict)
     experts: Fetched | None = None   # of a mixture: experts that each layer read
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
-    at_once: np.ndarray | None = None    # with drafts: rows whose tokens the sampler does not count before they are accepted
+    drafted: Planned | None = None   # with drafts
     settled: bool = False            # with drafts: rows know how many were accepted
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
@@ -287,7 +288,7 @@ class Runner:
             if step.work.positions is None:
                 self._sampler.said_greedily(rows)
             else:
-                self._sent(step, step.work.positions, np.ones(len(rows), bool))
+                self._sent(step, step.work.positions, None)
         elif len(rows) and computed.logits is not None:
             logits, sample_rows = computed.logits, batch.sample_rows
             if len(logits) > len(batch.picks):           # the others are padding, or not wanted
@@ -335,32 +336,25 @@ class Runner:
             self.rows.late.follow(rows, width - found.accepted)
         self._sent(step, positions, found.at_once)
 
-    def _sent(self, step: _Step, positions: Positions, at_once: np.ndarray) -> None:
+    def _sent(self, step: _Step, positions: Positions, at_once: np.ndarray | None) -> None:
         """A step with drafts is on its way. Where it has run already, the next is packed for rows of their true length."""
-        step.at_once = at_once
-        self._sampler.said_ahead(positions.rows[at_once], 1 + positions.width[at_once])
+        step.drafted = Planned(step.work.places, positions, step.stays, step.lengths, at_once)
+        rows, width = positions.rows, positions.width
+        if at_once is not None:
+            rows, width = rows[at_once], width[at_once]
+        self._sampler.said_ahead(rows, 1 + width)
         if self.knows_at_once:
             self._settle(step, positions)
 
     def _settle(self, step: _Step, positions: Positions) -> list[np.ndarray]:
         """Rows are as long as was accepted. Returns what was found."""
-        assert step.at_once is not None
+        assert step.drafted is not None
         found = self._found(step)
         if not step.settled:
-            accepted = found[3]
             step.settled = True
-            rejected = positions.width - accepted
-            step.lengths[step.work.places] -= rejected.astype(np.int32)
-            # Not those that another sequence has got meanwhile.
-            there = (step.stays == self.rows.stays(step.plan.rows))[step.work.places]
-            rows, told = positions.rows[there], there & step.at_once
-            self.rows.settle(rows, rejected[there])
-            self._sampler.said_ahead(positions.rows[told], -rejected[told])
-            too_many = np.zeros(self.rows.max_rows, np.int32)
-            too_many[rows] = rejected[there]
-            for later in self._steps:                    # planned for rows of the largest length
-                if later.plan.step > step.plan.step:
-                    later.lengths -= too_many[later.plan.rows]
+            # Planned for rows of the largest length.
+            later = [(each.plan.rows, each.lengths) for each in self._steps if each.plan.step > step.plan.step]
+            take_back(self.rows.tables, self._sampler, step.drafted, found[3], later)
         return found
 
     def _found(self, step: _Step) -> list[np.ndarray]:
@@ -464,15 +458,13 @@ class Runner:
     def _verified(self, step: _Step, positions: Positions) -> _New:
         """The accepted drafts of each row, and the token after them."""
         tokens, broken, none_left, accepted = self._settle(step, positions)
-        width = int(positions.width.max())
-        new = _New(np.full((len(step.plan.rows), 1 + width), -1, np.int32), step.work.num_new.copy())
-        new.rejected = int((positions.width - accepted).sum())
-        places, last = step.work.places, positions.first + accepted
-        columns = np.arange(1 + width)
-        said = tokens[np.minimum(positions.first[:, None] + columns, positions.count - 1)]
-        said[columns > accepted[:, None]] = -1
-        new.tokens[places] = said
-        new.counts[places] = accepted + 1
+        assert step.drafted is not None
+        said, counts, has_failed = drafted_tokens(
+            self.rows.tables.native, step.drafted, accepted, tokens, broken, step.work.num_new
+        )
+        new = _New(said, counts)
+        new.rejected = positions.count - len(positions.rows) - int(accepted.sum())
+        places, last = step.work.places, positions.first + accepted if has_failed else _NO_PLACES
         for number in broken[last].nonzero()[0].tolist():
             place, none = int(places[number]), bool(none_left[last[number]])
             new.failed[place] = _NONE_LEFT if none else _BROKEN
