@@ -167,7 +167,7 @@ class Runner:
 
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
         """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1. In a
-        pipeline more are in flight, but none has a row of the next one (Scheduler._is_free)."""
+        pipeline more are in flight, but none has a row of the next one (bookkeeping.free_rows)."""
         if self.model.stage.count > 1:
             return False
         return any(step.work.positions is not None and not step.settled for step in self._steps if step is not newest)
@@ -358,12 +358,13 @@ class Runner:
         return found
 
     def _found(self, step: _Step) -> list[np.ndarray]:
-        """Of a step with drafts: tokens, failures and reasons by position, and accepted drafts by row that sampled."""
+        """Of a step with drafts: tokens, failures and reasons (none: the model's) by position, and accepted drafts by row that
+        sampled."""
         if step.sampled is not None:
             return step.sampled.arrays()
         num_sampled = len(step.batch.logits_index)
         tokens, broken = step.landing.greedy(num_sampled)
-        return [tokens, broken, np.zeros_like(broken), step.landing.accepted(num_sampled, len(step.work.rows))]
+        return [tokens, broken, broken[:0], step.landing.accepted(num_sampled, len(step.work.rows))]
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
         """For the rows that asked, all at once, with the largest number of alternatives that any of them wants."""
@@ -466,7 +467,7 @@ class Runner:
         new.rejected = positions.count - len(positions.rows) - int(accepted.sum())
         places, last = step.work.places, positions.first + accepted if has_failed else _NO_PLACES
         for number in broken[last].nonzero()[0].tolist():
-            place, none = int(places[number]), bool(none_left[last[number]])
+            place, none = int(places[number]), len(none_left) > 0 and bool(none_left[last[number]])
             new.failed[place] = _NONE_LEFT if none else _BROKEN
             new.overconstrained += [place] * none
             new.counts[place] -= bool(positions.width[number])           # what came before it counts

@@ -16,6 +16,7 @@ from ridgeline.messages import StepResult
 from ridgeline.process.native_room import NativeRoom
 from ridgeline.scheduler.bookkeeping import InFlight, Steady
 from ridgeline.scheduler.row_table import Rows
+from ridgeline.sizes.graph_shapes import most_queries
 
 _HEAD = 4                            # numbers before those by place
 
@@ -66,12 +67,12 @@ class Decodes:
         self._room = NativeRoom(_HEAD + 8 * self._max_rows)
         self._scratch = NativeRoom(2 * self._max_rows)
 
-    def again(self, steady: Steady, most: int) -> Again | None:
-        """`most`: drafts of any row. None: the step is to be planned as any other."""
+    def again(self, steady: Steady) -> Again | None:
+        """None: the step is to be planned as any other."""
         count, allowed = len(steady.rows), steady.most_drafts
         lacking = self.native.decode_again(
             steady.raw, self._columns, bytes(8 * count) if allowed is None else allowed.tobytes(), self._room.address, count,
-            self._max_rows, most, self._block_size,
+            self._max_rows, most_queries(count) - 1, self._block_size,
         )
         if lacking < 0:
             return None

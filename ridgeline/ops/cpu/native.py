@@ -55,7 +55,7 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "lay_out_guesses": ([_POINTER] * 6 + [_INT] * 6, _INT),              # runner/verify.py
     "settle_drafts": ([_POINTER] * 13 + [_INT] * 4, _INT),               # runner/runner.py
     "drafted_tokens": ([_POINTER] * 7 + [_INT] * 3, _INT),
-    "draft_outcome": ([_POINTER] * 14 + [_INT] * 6 + [_DOUBLE], None),   # scheduler/drafts/acceptance.py
+    "draft_outcome": ([_POINTER] * 15 + [_INT] * 6 + [_DOUBLE], None),   # scheduler/drafts/acceptance.py
     "draft_chances": ([_POINTER] * 5 + [_INT] * 3 + [_DOUBLE] * 3, None),
     "send_drafts": ([_POINTER] * 9 + [_INT] * 4, _INT),
     "arrange_offers": ([_POINTER] * 13 + [_INT] * 8, _INT),              # scheduler/drafts/weighing.py

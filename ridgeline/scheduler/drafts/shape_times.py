@@ -66,6 +66,7 @@ class ShapeTimes:
         self._measured: dict[int, _Measured] = {}        # by keys (bits of their number)
         self._models: dict[tuple[int, bool], np.ndarray] = {}        # what the model says, by keys and whether there are drafts
         self._bounds: dict[tuple[int, int], list[int]] = {}          # what bounds() said, by rows and most
+        self._queries: dict[tuple[int, int], int] = {}   # what bound() said, by rows and queries
         self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
         self._tables: dict[int, tuple[list[int], Tables]] = {}       # what tables() said last, by keys
 
@@ -87,7 +88,12 @@ class ShapeTimes:
 
     def bound(self, rows: int, queries: int) -> int:
         """The most queries of a row that the graph of such a step is made for."""
-        return PLAIN if queries == 1 or self._graphs is None else self._graphs.draft_queries(rows, queries)
+        if queries == 1 or self._graphs is None:
+            return PLAIN
+        known = self._queries.get((rows, queries))
+        if known is None:
+            known = self._queries[rows, queries] = self._graphs.draft_queries(rows, queries)
+        return known
 
     def bounds(self, rows: int, most: int) -> list[int]:
         """All that steps with drafts may have, at most `most` queries of a row; ascending."""

@@ -153,14 +153,19 @@ int64_t ridgeline_drafted_tokens(const int64_t *places, const int64_t *first, co
    Of a record: by kind, drafts tried and accepted, and the step in which they were counted; and the drafts in flight, the oldest first,
    `flights` of them at most: their source, half of which is the kind, how many were expected, and of how many steps. What was counted
    fades with each step, and keeps `keeps` with each outcome. Written: the source of each row, -1: it had no drafts in flight; by source
-   and position, drafts tried and accepted; and to `sums` what was expected, and came of what was. */
+   and position, drafts tried and accepted; to `right_by`, by position, those accepted of all rows; and to `sums` what was expected,
+   and came of what was, and the drafts and accepted drafts of all rows. */
 void ridgeline_draft_outcome(const int64_t *slots, const int64_t *width, const int64_t *accepted, double *tried, double *kept,
                              int64_t *counted, int64_t *sources, double *expected, int64_t *waiting, const double *fades, int64_t *source,
-                             int64_t *tried_by, int64_t *accepted_by, double *sums, int64_t rows, int64_t kinds, int64_t flights,
+                             int64_t *tried_by, int64_t *accepted_by, int64_t *right_by, double *sums, int64_t rows, int64_t kinds, int64_t flights,
                              int64_t positions, int64_t step, int64_t num_fades, double keeps) {
-    sums[0] = sums[1] = 0;
+    sums[0] = sums[1] = sums[2] = sums[3] = 0;
     for (int64_t r = 0; r < rows; r++) {
         int64_t slot = slots[r], own = width[r], right = accepted[r];
+        sums[2] += (double)own;
+        sums[3] += (double)right;
+        for (int64_t i = 0; i < right && i < positions; i++)
+            right_by[i]++;
         source[r] = -1;
         if (slot < 0 || waiting[slot] <= 0)
             continue;
