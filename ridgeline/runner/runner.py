@@ -183,12 +183,16 @@ class Runner:
                 self._settle(step, positions)
 
     def _work_of(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> _Work:
-        samples = plan.want & TOKEN
-        places = samples.nonzero()[0]
-        of_prompts = bool(np.count_nonzero(plan.want & EVERY_HIDDEN))
+        before = self._work
+        if before is not None and before.key[2] == key[2]:       # the same is wanted of as many rows
+            places, num_new, of_prompts = before.places, before.num_new, before.of_prompts
+        else:
+            samples = plan.want & TOKEN
+            places, num_new = samples.nonzero()[0], samples.astype(np.int32)
+            of_prompts = bool(np.count_nonzero(plan.want & EVERY_HIDDEN))
         rows = plan.rows[places]
         greedy = self._is_greedy(plan, rows)
-        work = _Work(key, self.forward.shape(plan, greedy), places, rows, samples.astype(np.int32), of_prompts, greedy)
+        work = _Work(key, self.forward.shape(plan, greedy), places, rows, num_new, of_prompts, greedy)
         if plan.width is not None:
             work.guesses, work.positions = lay_out_guesses(plan, places, self.rows.tables)
         return work

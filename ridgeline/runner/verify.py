@@ -66,12 +66,16 @@ def lay_out_guesses(plan: StepPlan, places: np.ndarray, tables: RowTables) -> tu
     assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
     rows, reach = plan.drafts.shape
     total, most, count = int(plan.width.sum()), int(plan.width.max()), len(places)
-    room, samples = rows * (reach + most + 1), np.zeros(rows, np.int8)
-    samples[places] = 1
+    room, own_rows = rows * (reach + most + 1), plan.rows.astype(np.int64)
+    samples = b"\1" * rows
+    if count < rows:
+        chosen = np.zeros(rows, np.int8)
+        chosen[places] = 1
+        samples, own_rows = chosen.tobytes(), own_rows[places]
     out = np.empty(5 * total + count * (most + 3) + room, np.int64)
     said = [each.astype(np.int32, copy=False).tobytes() for each in (plan.width, plan.drafts_from, plan.drafts)]
     longest = tables.native.lay_out_guesses(
-        *said, lengths.tobytes(), samples.tobytes(), out.ctypes.data, rows, reach, total, count, most, room
+        *said, lengths.tobytes(), samples, out.ctypes.data, rows, reach, total, count, most, room
     )
     if longest < 0:
         raise too_early(plan, -1 - longest)
@@ -82,7 +86,7 @@ def lay_out_guesses(plan: StepPlan, places: np.ndarray, tables: RowTables) -> tu
     begin = 5 * total + 2 * count
     end = begin + count * (most + 1)
     table, path = out[begin:end].reshape(count, most + 1), out[end : end + longest * np.count_nonzero(plan.width)]
-    positions = Positions(plan.rows[places].astype(np.int64), own, table, first, total + count, entries)
+    positions = Positions(own_rows, own, table, first, total + count, entries)
     return Guesses(number, offset, path, at, tokens), positions
 
 
