@@ -109,15 +109,15 @@ class Planned:
 def take_back(
     tables: RowTables, sampler: Sampler, planned: Planned, accepted: np.ndarray, later: list[tuple[np.ndarray, np.ndarray]]
 ) -> None:
-    """Rows are as long as was accepted, but those that another sequence has got meanwhile. `later`: rows and lengths of steps that
-    were packed for rows of the largest length."""
+    """Rows are as long as was accepted, but those that another sequence has got meanwhile. `later`: rows and lengths of steps
+    that were packed for rows of the largest length."""
     positions, places, ahead = planned.positions, planned.places, planned.at_once
     if tables.native is not None and len(later) < 2:
-        rows, lengths = (None, None) if not later else (later[0][0].tobytes(), later[0][1].ctypes.data)
+        behind = (None, None) if not later else (later[0][0].tobytes(), later[0][1].ctypes.data)
         tables.native.settle_drafts(
             places.tobytes(), positions.rows.tobytes(), positions.width.tobytes(), accepted.tobytes(), planned.stays.tobytes(),
             b"\1" * len(places) if ahead is None else ahead.tobytes(), *tables.settled_at, sampler.said_at[0],
-            planned.lengths.ctypes.data, rows, lengths, tables.room.address, len(places), len(tables.stay), sampler.said_at[1],
+            planned.lengths.ctypes.data, *behind, tables.room.address, len(places), len(tables.stay), sampler.said_at[1],
             0 if not later else len(later[0][0]),
         )
         return
@@ -136,8 +136,8 @@ def take_back(
 def drafted_tokens(
     native: Any, planned: Planned, accepted: np.ndarray, tokens: np.ndarray, failed: np.ndarray, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """By row of the plan: its tokens, -1 behind them, and how many; and whether a row's last one failed. `counts`: of rows that do
-    not sample; of each row `accepted` drafts count, and the token behind them."""
+    """By row of the plan: its tokens, -1 behind them, and how many; and whether a row's last one failed. `counts`: of rows that
+    do not sample; of each row `accepted` drafts count, and the token behind them."""
     positions, places, rows = planned.positions, planned.places, len(counts)
     across = 1 + int(positions.width.max())
     if native is not None:

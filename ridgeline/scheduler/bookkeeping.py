@@ -228,8 +228,8 @@ class Steady:
         sequences, answers = list(places(self.sequences)), list(places(self.answers))
         constrained = [each for each in enumerate(sequences) if each[1].matcher is not None] if self.constrained else []
         return Steady(
-            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained, self.sampled[order],
-            plain=self.plain, _answers=answers,
+            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained,
+            self.sampled[order], plain=self.plain, _answers=answers,
         )
 
 

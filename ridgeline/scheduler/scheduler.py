@@ -26,7 +26,15 @@ import numpy as np
 from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDelta, TokenDeltas
 from ridgeline.scheduler.answers import Answers
-from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady, free_rows
+from ridgeline.scheduler.bookkeeping import (
+    Delta,
+    DraftPlan,
+    InFlight,
+    SchedulerCounters,
+    SchedulerLimits,
+    Steady,
+    free_rows,
+)
 from ridgeline.scheduler.decodes import Again, Decodes
 from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted
 from ridgeline.scheduler.drafting import Drafter, NoDrafter

@@ -140,8 +140,8 @@ class ShapeTimes:
             return known[1]
         found = [self.table(bound, keys) for bound in bounds]
         seconds, sure = (b"".join(getattr(each, name).tobytes() for each in found) for name in ("seconds", "sure"))
-        sizes = found[0].sizes
-        made = Tables(np.array(bounds, np.int64).tobytes(), sizes.astype(np.int64).tobytes(), seconds, sure, len(found), len(sizes))
+        sizes, listed = found[0].sizes.astype(np.int64), np.array(bounds, np.int64)
+        made = Tables(listed.tobytes(), sizes.tobytes(), seconds, sure, len(found), len(sizes))
         self._tables[bits] = bounds, made
         return made
 
