@@ -69,7 +69,8 @@ class Answers:
                 else:                                    # a quarter of what extend() takes
                     text.fromlist(tokens[begin : begin + count])
                 begin += count
-        deltas = TokenDeltas(answers, taken.counts, taken.tokens)
+        deltas = TokenDeltas()
+        deltas.answers, deltas.counts, deltas.tokens = answers, taken.counts, taken.tokens       # which need no check
         self._commit_at(flight, result, taken.full)
         for place in others:
             deltas.others += self._outcome(flight, result, place)
@@ -167,16 +168,18 @@ class Answers:
         self._commit_at(flight, result, places)
 
     def _commit_at(self, flight: InFlight, result: StepResult, places: np.ndarray) -> None:
+        """Of rows that have their sequences still."""
+        sequences, commit, failed = flight.sequences, self._manager.commit, result.failed
         table, size = self._running.rows, self._manager.block_size
         for place, end in zip(places.tolist(), result.lengths[places].tolist(), strict=True):
-            sequence = flight.sequences[place]
-            if sequence.blocks is None or place in result.failed:
+            sequence = sequences[place]
+            if sequence.blocks is None or (failed and place in failed):
                 continue
             tokens = sequence.tokens
             missing = end - len(tokens)                          # accepted drafts that are not appended yet
             if missing > 0:
                 tokens.fromlist(result.tokens[place, :missing].tolist())
-            self._manager.commit(sequence.blocks, tokens, end)
+            commit(sequence.blocks, tokens, end)
             if missing > 0:
                 del tokens[-missing:]
             table.committed[sequence.row] = end // size          # not what was published for steps still in flight

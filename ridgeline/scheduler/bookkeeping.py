@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -103,6 +104,23 @@ class InFlight:
     def constrained(self) -> list[tuple[int, Sequence]]:
         return self.steady.constrained
 
+    def matchers(self) -> tuple[list[tuple[int, Matcher]], int]:
+        """See Scheduler.constrained()."""
+        if self.drafts is not None:
+            return self.drafts.constrained(self), self.drafts.num_positions
+        listed = [(place, sequence.matcher) for place, sequence in self.constrained if not sequence.finished]
+        return [(place, matcher) for place, matcher in listed if matcher is not None], int(self.sampled.sum())
+
+    def said(self, result: StepResult) -> list[tuple[Matcher, int]]:
+        """See Scheduler.said()."""
+        if not self.constrained or result.failed or self.drafts is not None:
+            return []
+        tokens = result.tokens[self.sampled, 0].tolist()
+        return [
+            (sequence.matcher, tokens[place]) for place, sequence in self.constrained
+            if sequence.matcher is not None and not sequence.finished and tokens[place] not in sequence.stop_ids
+        ]
+
     def samples(self, row: int, stay: np.ndarray) -> bool:
         """Does it bring tokens of the sequence that has this row now?"""
         place = np.flatnonzero(self.rows == row)
@@ -143,6 +161,17 @@ class InFlight:
         if not fits:
             raise AssertionError(f"step {self.step} computed or sampled something else than was planned")
         return surplus
+
+
+def free_rows(flights: Iterable[InFlight], rows: np.ndarray, need: np.ndarray, limits: SchedulerLimits) -> np.ndarray:
+    """bool [R], in a pipeline: rows that may compute although steps are in flight. A row whose newest token is sampled in one of
+    them may not. Of those that decode, each step takes an even part, so that all stages have work."""
+    busy = np.zeros(limits.max_rows, bool)
+    for flight in flights:
+        busy[flight.rows[flight.sampled]] = True
+    decodes = (need == 1) & ~busy[rows]
+    most = -(-len(rows) // limits.stages)
+    return np.asarray(~busy[rows] & (~decodes | (np.cumsum(decodes) <= most)))
 
 
 @dataclass(slots=True)
@@ -199,8 +228,8 @@ class Steady:
         sequences, answers = list(places(self.sequences)), list(places(self.answers))
         constrained = [each for each in enumerate(sequences) if each[1].matcher is not None] if self.constrained else []
         return Steady(
-            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained, self.sampled[order],
-            plain=self.plain, _answers=answers,
+            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained,
+            self.sampled[order], plain=self.plain, _answers=answers,
         )
 
 

@@ -1,8 +1,8 @@
 """Steps in which the same rows decode again: planned and taken in by a few native calls (ops/cpu/src/decodes.c).
 
-Nearly all steps are such. What is done for each of their rows is little; in numpy it is some hundred calls, which take longer than
-the rows do. The engine hands the library over, as this half knows no kernels. Where there is none, and for all other steps, the
-scheduler's own code does the same: it is the definition.
+Nearly all steps are such. What is done for each of their rows is little; in numpy it is some hundred calls, which take longer
+than the rows do. The engine hands the library over, as this half knows no kernels. Where there is none, and for all other
+steps, the scheduler's own code does the same: it is the definition.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ridgeline.messages import StepResult
 from ridgeline.process.native_room import NativeRoom
 from ridgeline.scheduler.bookkeeping import InFlight, Steady
 from ridgeline.scheduler.row_table import Rows
+from ridgeline.sizes.graph_shapes import most_queries
 
 _HEAD = 4                            # numbers before those by place
 
@@ -66,12 +67,12 @@ class Decodes:
         self._room = NativeRoom(_HEAD + 8 * self._max_rows)
         self._scratch = NativeRoom(2 * self._max_rows)
 
-    def again(self, steady: Steady, most: int) -> Again | None:
-        """`most`: drafts of any row. None: the step is to be planned as any other."""
+    def again(self, steady: Steady) -> Again | None:
+        """None: the step is to be planned as any other."""
         count, allowed = len(steady.rows), steady.most_drafts
         lacking = self.native.decode_again(
             steady.raw, self._columns, bytes(8 * count) if allowed is None else allowed.tobytes(), self._room.address, count,
-            self._max_rows, most, self._block_size,
+            self._max_rows, most_queries(count) - 1, self._block_size,
         )
         if lacking < 0:
             return None
@@ -82,8 +83,8 @@ class Decodes:
     def lay_drafts(self, again: Again, width: np.ndarray, room: int) -> LaidDrafts:
         count = len(width)
         number = self.native.lay_drafts(
-            again.steady.raw, self._columns, width.tobytes(), again.most.tobytes(), self._room.address, count, self._max_rows, room,
-            self._block_size,
+            again.steady.raw, self._columns, _int32(width), again.most.tobytes(), self._room.address, count, self._max_rows,
+            room, self._block_size,
         )
         if number == -2:
             raise AssertionError("the drafter plans more drafts than it may")
@@ -94,15 +95,15 @@ class Decodes:
         """The rows are planned: where each ends, its stay, and the tokens of all. `width`: int32, drafts of each."""
         count = len(steady.rows)
         total = self.native.book_decodes(
-            steady.raw, self._columns, None if width is None else width.tobytes(), self._room.address, count, self._max_rows
+            steady.raw, self._columns, None if width is None else _int32(width), self._room.address, count, self._max_rows
         )
         ends, stays = self._room.copy(2 * count).reshape(2, count)
         return ends, stays, total
 
     def take_in(self, flight: InFlight, result: StepResult, later: InFlight | None) -> Taken | None:
-        """A step in which all rows sampled, and none had more to tell than tokens: rows are as long as it says, and so is the step
-        that was planned meanwhile. None: that is not what was planned."""
-        width = None if flight.drafts is None else flight.drafts.width.tobytes()
+        """A step in which all rows sampled, and none had more to tell than tokens: rows are as long as it says, and so is the
+        step that was planned meanwhile. None: that is not what was planned."""
+        width = None if flight.drafts is None else _int32(flight.drafts.width)
         tokens, count = result.tokens, len(flight.rows)
         behind = (None, None, None) if later is None else (later.steady.raw, later.stays.tobytes(), later.ends.ctypes.data)
         if self._room.size < (needed := _HEAD + 3 * count + tokens.size):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCES = Path(__file__).with_name("src")
-ONCE = ("pool.c", "program.c", "relay.c", "gather.c", "grams.c", "drafted.c", "decodes.c")     # all others are compiled for every level
+# All others are compiled for every level.
+ONCE = ("pool.c", "program.c", "relay.c", "gather.c", "grams.c", "drafted.c", "decodes.c")
 # No flag that reorders additions or ignores NaN: a broken row must show, and a row alone equals the row in a batch.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 

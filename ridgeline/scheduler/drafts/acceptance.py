@@ -83,6 +83,9 @@ class Outcome:
     accepted: np.ndarray             # … and those that were accepted, too
     promised: float                  # drafts that were expected to survive …
     kept: int                        # … and how many of these rows' did
+    total: int                       # drafts of all rows …
+    right: int                       # … and those that were accepted, …
+    right_by: np.ndarray             # … by position: int64
 
 
 @dataclass(slots=True)
@@ -187,23 +190,28 @@ class RowRecords:
         """The oldest drafts in flight of these rows have come back; slot -1: of none."""
         if self.native is None:
             return self.outcome_reference(slots, width, accepted, step)
-        source, sums = np.empty(len(slots), np.int64), np.empty(2)
-        counts = np.zeros((2, 2 * self.kinds, MOST_DRAFTS), np.int64)
+        rows, cells = len(slots), 2 * self.kinds * MOST_DRAFTS
+        numbers = np.zeros(2 * cells + MOST_DRAFTS + rows + 4, np.int64)         # the last four are doubles
+        at = numbers.ctypes.data
+        source_at = at + 8 * (2 * cells + MOST_DRAFTS)
         self.native.draft_outcome(
             slots.tobytes(), width.astype(np.int64).tobytes(), accepted.astype(np.int64).tobytes(), *self._addresses,
-            _FADES_AT, source.ctypes.data, counts.ctypes.data, counts[1].ctypes.data, sums.ctypes.data, len(slots),
-            self.kinds, _IN_FLIGHT, MOST_DRAFTS, step, len(_FADES), _ROW_KEEPS,
+            _FADES_AT, source_at, at, at + 8 * cells, at + 16 * cells, source_at + 8 * rows, rows, self.kinds, _IN_FLIGHT,
+            MOST_DRAFTS, step, len(_FADES), _ROW_KEEPS,
         )
-        promised, kept = sums.tolist()
-        return Outcome(source, counts[0], counts[1], promised, int(kept))
+        tried, own = numbers[: 2 * cells].reshape(2, 2 * self.kinds, MOST_DRAFTS)
+        right_by, source = numbers[2 * cells : 2 * cells + MOST_DRAFTS], numbers[-rows - 4 : -4]
+        promised, kept, total, right = numbers[-4:].view(np.float64).tolist()
+        return Outcome(source, tried, own, promised, int(kept), int(total), int(right), right_by)
 
     def outcome_reference(self, slots: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> Outcome:
         """The same in numpy, where there is no native library."""
+        every = int(width.sum()), int(accepted.sum()), beyond(accepted, MOST_DRAFTS)
         there = (slots >= 0) & (self.waiting[slots] > 0)
         slots, width, accepted = slots[there], width[there], accepted[there]
         source, counts = np.full(len(there), -1, np.int64), np.zeros((2, 2 * self.kinds, MOST_DRAFTS), np.int64)
         if not len(slots):
-            return Outcome(source, counts[0], counts[1], 0.0, 0)
+            return Outcome(source, counts[0], counts[1], 0.0, 0, *every)
         own, expected = self.arrive(slots)
         source[there] = own
         for number in set(own.tolist()):
@@ -212,7 +220,7 @@ class RowRecords:
             counts[1, number] = beyond(accepted[mine], MOST_DRAFTS)
         self.count(slots, own >> 1, width, accepted, step)
         kept = int(accepted[expected > 0].sum())
-        return Outcome(source, counts[0], counts[1], float(expected.cumsum()[-1]), kept)
+        return Outcome(source, counts[0], counts[1], float(expected.cumsum()[-1]), kept, *every)
 
     def _found_at(self) -> list[int]:
         tables = (self.tried, self.accepted, self._step, self._source, self._expected, self.waiting)

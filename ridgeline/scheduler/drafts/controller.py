@@ -25,7 +25,7 @@ import numpy as np
 from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
-from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources, beyond
+from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources
 from ridgeline.scheduler.drafts.offer import Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
@@ -400,16 +400,16 @@ class Controller:
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         counters, came = self.counters, self._records.outcome(self._records.known(sequences), width, accepted, self._step)
         counters.drafts += len(width)
-        counters.draft_tokens += int(width.sum())
-        counters.accepted_tokens += int(accepted.sum())
-        counters.accepted_per_position += beyond(accepted, MOST_DRAFTS)
+        counters.draft_tokens += came.total
+        counters.accepted_tokens += came.right
+        counters.accepted_per_position += came.right_by
         for number in came.tried[:, 0].nonzero()[0].tolist():
             known = self._sources.listed[number]
             self.acceptance.count(known, came.tried[number], came.accepted[number])
             if known.name == "prediction":
                 self._count_predicted(sequences, came.source == number, accepted, width - accepted)
         self._honesty.count(came.promised, came.kept)
-        if self._search.probing and len(width) and not np.count_nonzero(accepted != width):
+        if self._search.probing and len(width) and came.right == came.total:
             self._search.last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
     def _count_predicted(

@@ -82,6 +82,7 @@ class ShapeTimes:
         self._steps = 0                                  # that have passed
         self._models: dict[tuple[int, bool], np.ndarray] = {}        # what the model says, by keys and whether there are drafts
         self._bounds: dict[tuple[int, int], list[int]] = {}          # what bounds() said, by rows and most
+        self._queries: dict[tuple[int, int], int] = {}   # what bound() said, by rows and queries
         self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
         self._tables: dict[int, tuple[list[int], Tables]] = {}       # what tables() said last, by keys
 
@@ -114,7 +115,12 @@ class ShapeTimes:
 
     def bound(self, rows: int, queries: int) -> int:
         """The most queries of a row that the graph of such a step is made for."""
-        return PLAIN if queries == 1 or self._graphs is None else self._graphs.draft_queries(rows, queries)
+        if queries == 1 or self._graphs is None:
+            return PLAIN
+        known = self._queries.get((rows, queries))
+        if known is None:
+            known = self._queries[rows, queries] = self._graphs.draft_queries(rows, queries)
+        return known
 
     def bounds(self, rows: int, most: int) -> list[int]:
         """All that steps with drafts may have, at most `most` queries of a row; ascending."""
@@ -161,8 +167,8 @@ class ShapeTimes:
             return known[1]
         found = [self.table(bound, keys) for bound in bounds]
         seconds, sure = (b"".join(getattr(each, name).tobytes() for each in found) for name in ("seconds", "sure"))
-        sizes = found[0].sizes
-        made = Tables(np.array(bounds, np.int64).tobytes(), sizes.astype(np.int64).tobytes(), seconds, sure, len(found), len(sizes))
+        sizes, listed = found[0].sizes.astype(np.int64), np.array(bounds, np.int64)
+        made = Tables(listed.tobytes(), sizes.tobytes(), seconds, sure, len(found), len(sizes))
         self._tables[bits] = bounds, made
         return made
 

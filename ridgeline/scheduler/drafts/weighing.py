@@ -112,7 +112,8 @@ class Weighing:
         return Offers(paths, length, source, self._sources.first_on_device, slots, tried, accepted, chances)
 
     def best_widths(
-        self, offers: Offers, tables: Tables, rows: int, room: int, honesty: float, least: float, promised: float, curiosity: float
+        self, offers: Offers, tables: Tables, rows: int, room: int, honesty: float, least: float, promised: float,
+        curiosity: float,
     ) -> np.ndarray:
         """int64 [rows]: drafts that each verifies; native. See Controller._best."""
         count, positions = offers.chances.shape
@@ -126,8 +127,8 @@ class Weighing:
         return self._scratch.copy(rows)
 
     def send(self, offers: Offers, width: np.ndarray, promise: bool) -> None:
-        """Rows have that many drafts in the step that is planned. `promise`: what they are expected to bring is compared with what
-        comes, but not of new rows."""
+        """Rows have that many drafts in the step that is planned. `promise`: what they are expected to bring is compared with
+        what comes, but not of new rows."""
         count, positions = offers.chances.shape
         if self.native is not None and not self.native.send_drafts(
             _int64(offers.places), offers.slots.tobytes(), _int64(offers.source), width.tobytes(), offers.chances.tobytes(),

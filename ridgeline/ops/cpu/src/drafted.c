@@ -101,18 +101,71 @@ int64_t ridgeline_spread_rows(const int64_t *rows, const int64_t *counts, const 
     return given;
 }
 
+/* Drafts were rejected: Runner._settle. By row that sampled: its place in the plan, its row, and its drafts and those accepted. Rows
+   that have the stay they had are that much shorter: `length` of them, and by `stride` bytes what the sampler counts of them, where it
+   counted ahead; so are `lengths` of the plan, and those of a step that was packed meanwhile. `scratch`: a number for each row.
+   Returns how many drafts were rejected. */
+int64_t ridgeline_settle_drafts(const int64_t *places, const int64_t *rows, const int64_t *width, const int64_t *accepted,
+                                const int64_t *stays, const uint8_t *ahead, const int64_t *stay, int64_t *length, char *said,
+                                int32_t *lengths, const int32_t *later_rows, int32_t *later_lengths, int64_t *scratch, int64_t sampling,
+                                int64_t max_rows, int64_t stride, int64_t later) {
+    int64_t total = 0;
+    for (int64_t r = 0; later && r < max_rows; r++)
+        scratch[r] = 0;
+    for (int64_t r = 0; r < sampling; r++) {
+        int64_t row = rows[r], rejected = width[r] - accepted[r];
+        total += rejected;
+        lengths[places[r]] -= (int32_t)rejected;
+        if (stays[places[r]] != stay[row])
+            continue;
+        length[row] -= rejected;
+        if (ahead[r])
+            *(int64_t *)(said + row * stride) -= rejected;
+        if (later)
+            scratch[row] = rejected;
+    }
+    for (int64_t r = 0; r < later; r++)
+        later_lengths[r] -= (int32_t)scratch[later_rows[r]];
+    return total;
+}
+
+/* The tokens of a step with drafts: Runner._verified. Of each row of the plan `across` tokens, -1 behind those that count; first the
+   number of these, `counts` of rows that do not sample. Returns how many rows end with a token that failed. */
+int64_t ridgeline_drafted_tokens(const int64_t *places, const int64_t *first, const int64_t *accepted, const int64_t *tokens,
+                                 const uint8_t *failed, const int32_t *counts, int32_t *out, int64_t rows, int64_t sampling,
+                                 int64_t across) {
+    int32_t *own = out, *said = out + rows;
+    int64_t broken = 0;
+    for (int64_t r = 0; r < rows; r++)
+        own[r] = counts[r];
+    for (int64_t i = 0; i < rows * across; i++)
+        said[i] = -1;
+    for (int64_t s = 0; s < sampling; s++) {
+        for (int64_t i = 0; i <= accepted[s]; i++)
+            said[places[s] * across + i] = (int32_t)tokens[first[s] + i];
+        own[places[s]] = (int32_t)accepted[s] + 1;
+        broken += failed[first[s] + accepted[s]];
+    }
+    return broken;
+}
+
 /* What became of the drafts of a step: RowRecords.outcome (scheduler/drafts/acceptance.py). Row r has its record in slots[r], -1: none.
    Of a record: by kind, drafts tried and accepted, and the step in which they were counted; and the drafts in flight, the oldest first,
    `flights` of them at most: their source, half of which is the kind, how many were expected, and of how many steps. What was counted
    fades with each step, and keeps `keeps` with each outcome. Written: the source of each row, -1: it had no drafts in flight; by source
-   and position, drafts tried and accepted; and to `sums` what was expected, and came of what was. */
+   and position, drafts tried and accepted; to `right_by`, by position, those accepted of all rows; and to `sums` what was expected,
+   and came of what was, and the drafts and accepted drafts of all rows. */
 void ridgeline_draft_outcome(const int64_t *slots, const int64_t *width, const int64_t *accepted, double *tried, double *kept,
                              int64_t *counted, int64_t *sources, double *expected, int64_t *waiting, const double *fades, int64_t *source,
-                             int64_t *tried_by, int64_t *accepted_by, double *sums, int64_t rows, int64_t kinds, int64_t flights,
+                             int64_t *tried_by, int64_t *accepted_by, int64_t *right_by, double *sums, int64_t rows, int64_t kinds, int64_t flights,
                              int64_t positions, int64_t step, int64_t num_fades, double keeps) {
-    sums[0] = sums[1] = 0;
+    sums[0] = sums[1] = sums[2] = sums[3] = 0;
     for (int64_t r = 0; r < rows; r++) {
         int64_t slot = slots[r], own = width[r], right = accepted[r];
+        sums[2] += (double)own;
+        sums[3] += (double)right;
+        for (int64_t i = 0; i < right && i < positions; i++)
+            right_by[i]++;
         source[r] = -1;
         if (slot < 0 || waiting[slot] <= 0)
             continue;
