@@ -166,6 +166,10 @@ class TokenDelta:
     predicted: tuple[int, int] = (0, 0)                                  # drafts of its prediction so far: accepted, rejected
 
 
+_NO_NUMBERS = np.zeros(0, np.int32)
+_NO_NUMBERS.flags.writeable = False
+
+
 @dataclass(slots=True)
 class TokenDeltas:
     """What steps brought, in order: answers of which there is nothing to tell but their new tokens, then the others.
@@ -175,11 +179,13 @@ class TokenDeltas:
     """
 
     answers: list[tuple[str, int, int]] = field(default_factory=list)            # request_id, index, num_cached_tokens
-    counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))    # int32 [answers]: new tokens of each
-    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))    # int32: theirs, behind each other
+    counts: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)              # int32 [answers]: new tokens of each
+    tokens: np.ndarray = field(default_factory=lambda: _NO_NUMBERS)              # int32: theirs, behind each other
     others: list[TokenDelta] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.counts is self.tokens is _NO_NUMBERS and not self.answers:
+            return                                       # there is one for each step
         fits = self.counts.shape == (len(self.answers),) and self.tokens.ndim == 1
         if not fits or not self.counts.dtype == self.tokens.dtype == np.int32:   # as a damaged frame may have them
             raise ValueError("counts and tokens of answers are int32 arrays, one count for each answer")

@@ -35,7 +35,7 @@ class Node:
 class PrefixCache:
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._secret = os.urandom(32)
+        self._keyed = hashlib.blake2b(digest_size=16, key=os.urandom(32))        # copied: a third of the time of a new one
         self._nodes: dict[bytes, Node] = {}
         self._owner: dict[int, Node] = {}              # block -> its node
 
@@ -95,7 +95,9 @@ class PrefixCache:
     def stand_on(self, node: Node, instead_of: Node) -> None:
         """A sequence moves on to `node`, which stays in the tree, blocks or not: what comes next hangs below it."""
         node.users += 1
-        self.leave(instead_of)
+        instead_of.users -= 1
+        if not instead_of.users:
+            self._prune(instead_of)
 
     def leave(self, node: Node) -> None:
         node.users -= 1
@@ -130,7 +132,9 @@ class PrefixCache:
         return a is b or (a is not None and a.parent is None and b.parent is None and a.tokens == b.tokens)
 
     def _hash(self, parent: bytes, tokens: bytes) -> bytes:
-        return hashlib.blake2b(parent + tokens, digest_size=16, key=self._secret).digest()
+        hashed = self._keyed.copy()
+        hashed.update(parent + tokens)
+        return hashed.digest()
 
 
 def _in_common(newest: tuple[array[int], list[Node]] | None, tokens: array[int], limit: int, size: int) -> list[Node]:

@@ -352,6 +352,13 @@ class DeviceRows:
                 layout.picks = self._arange[: len(wanted) + int(layout.width[wanted].sum())]
             return layout
         num_rows = shape.decodes + shape.prompts
+        if plan.width is not None and num_rows == len(rows):             # nothing is filled up but tokens
+            width = plan.width.astype(np.int64)
+            picks = self._arange[: len(wanted) + int(width[wanted].sum())]
+            return _Layout(
+                rows, counts, slice(0, num_rows), slice(0, num_rows), picks, shape.decodes, shape.draft_tokens, 0, width,
+                shape.queries,
+            )
         full_rows, full_counts = np.full(num_rows, self.max_rows), np.zeros(num_rows, np.int64)
         places = self._arange[: len(rows)].copy()
         places[num_decodes:] += shape.decodes - num_decodes

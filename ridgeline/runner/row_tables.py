@@ -16,6 +16,7 @@ from torch import Tensor
 from ridgeline.messages import StepPlan
 from ridgeline.ops.attention.late_positions import late_positions
 from ridgeline.ops.cpu import native
+from ridgeline.process.native_room import NativeRoom
 from ridgeline.runner.staging import Staging
 
 # Block ids in 16 bytes. Kernels have other variants for pointers that are not aligned to those, and none is launched directly.
@@ -38,6 +39,8 @@ class RowTables:
         self._on_cpu = device.type == "cpu"
         self.native = native.if_built()                  # None: what it does is done in numpy
         self._addresses = [each.ctypes.data for each in (self.length, self.num_given, self.blocks)]
+        self.settled_at = self.stay.ctypes.data, self._addresses[0]          # addresses: see verify.take_back
+        self.room = NativeRoom(max_rows)
         on_device = torch.from_numpy(self.blocks)        # on the CPU both are one memory
         self.place_on_device(on_device if self._on_cpu else on_device.to(device))
 

@@ -29,12 +29,13 @@ from ridgeline.runner.proposers.draft_model import NoDraftModel, Spent
 from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.runner.to_host import Fetched, Landing, as_logprobs, logprobs_of, send_beside
-from ridgeline.runner.verify import Positions, lay_out_guesses, verify
+from ridgeline.runner.verify import Planned, Positions, drafted_tokens, lay_out_guesses, take_back, verify
 from ridgeline.sizes.graph_shapes import Shape
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _LOGPROBS = np.int8(Want.LOGPROBS)
 _NOTHING = Computed(None, None)
+_NO_PLACES = np.zeros(0, np.int64)
 _BROKEN = "the model produced no finite logits for this request"
 _NONE_LEFT = (
     "the request leaves no token to choose: what its grammar, allowed_token_ids, bad_words, logit_bias, penalties and min_tokens "
@@ -78,7 +79,7 @@ class _Step:
     hidden: dict[int, Fetched] = field(default_factory=dict)
     experts: Fetched | None = None   # of a mixture: experts that each layer read
     sampled: Fetched | None = None   # tokens, and which rows failed, where they are not the landing's greedy ones
-    at_once: np.ndarray | None = None    # with drafts: rows whose tokens the sampler does not count before they are accepted
+    drafted: Planned | None = None   # with drafts
     settled: bool = False            # with drafts: rows know how many were accepted
     asked: list[tuple[int, int]] = field(default_factory=list)       # places that want log-probabilities, and how many
     logprobs: Fetched | None = None  # of those
@@ -166,7 +167,7 @@ class Runner:
 
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
         """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1. In a
-        pipeline more are in flight, but none has a row of the next one (Scheduler._is_free)."""
+        pipeline more are in flight, but none has a row of the next one (bookkeeping.free_rows)."""
         if self.model.stage.count > 1:
             return False
         return any(step.work.positions is not None and not step.settled for step in self._steps if step is not newest)
@@ -182,12 +183,16 @@ class Runner:
                 self._settle(step, positions)
 
     def _work_of(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> _Work:
-        samples = plan.want & TOKEN
-        places = samples.nonzero()[0]
-        of_prompts = bool(np.count_nonzero(plan.want & EVERY_HIDDEN))
+        before = self._work
+        if before is not None and before.key[2] == key[2]:       # the same is wanted of as many rows
+            places, num_new, of_prompts = before.places, before.num_new, before.of_prompts
+        else:
+            samples = plan.want & TOKEN
+            places, num_new = samples.nonzero()[0], samples.astype(np.int32)
+            of_prompts = bool(np.count_nonzero(plan.want & EVERY_HIDDEN))
         rows = plan.rows[places]
         greedy = self._is_greedy(plan, rows)
-        work = _Work(key, self.forward.shape(plan, greedy), places, rows, samples.astype(np.int32), of_prompts, greedy)
+        work = _Work(key, self.forward.shape(plan, greedy), places, rows, num_new, of_prompts, greedy)
         if plan.width is not None:
             work.guesses, work.positions = lay_out_guesses(plan, places, self.rows.tables)
         return work
@@ -287,7 +292,7 @@ class Runner:
             if step.work.positions is None:
                 self._sampler.said_greedily(rows)
             else:
-                self._sent(step, step.work.positions, np.ones(len(rows), bool))
+                self._sent(step, step.work.positions, None)
         elif len(rows) and computed.logits is not None:
             logits, sample_rows = computed.logits, batch.sample_rows
             if len(logits) > len(batch.picks):           # the others are padding, or not wanted
@@ -335,41 +340,35 @@ class Runner:
             self.rows.late.follow(rows, width - found.accepted)
         self._sent(step, positions, found.at_once)
 
-    def _sent(self, step: _Step, positions: Positions, at_once: np.ndarray) -> None:
+    def _sent(self, step: _Step, positions: Positions, at_once: np.ndarray | None) -> None:
         """A step with drafts is on its way. Where it has run already, the next is packed for rows of their true length."""
-        step.at_once = at_once
-        self._sampler.said_ahead(positions.rows[at_once], 1 + positions.width[at_once])
+        step.drafted = Planned(step.work.places, positions, step.stays, step.lengths, at_once)
+        rows, width = positions.rows, positions.width
+        if at_once is not None:
+            rows, width = rows[at_once], width[at_once]
+        self._sampler.said_ahead(rows, 1 + width)
         if self.knows_at_once:
             self._settle(step, positions)
 
     def _settle(self, step: _Step, positions: Positions) -> list[np.ndarray]:
         """Rows are as long as was accepted. Returns what was found."""
-        assert step.at_once is not None
+        assert step.drafted is not None
         found = self._found(step)
         if not step.settled:
-            accepted = found[3]
             step.settled = True
-            rejected = positions.width - accepted
-            step.lengths[step.work.places] -= rejected.astype(np.int32)
-            # Not those that another sequence has got meanwhile.
-            there = (step.stays == self.rows.stays(step.plan.rows))[step.work.places]
-            rows, told = positions.rows[there], there & step.at_once
-            self.rows.settle(rows, rejected[there])
-            self._sampler.said_ahead(positions.rows[told], -rejected[told])
-            too_many = np.zeros(self.rows.max_rows, np.int32)
-            too_many[rows] = rejected[there]
-            for later in self._steps:                    # planned for rows of the largest length
-                if later.plan.step > step.plan.step:
-                    later.lengths -= too_many[later.plan.rows]
+            # Planned for rows of the largest length.
+            later = [(each.plan.rows, each.lengths) for each in self._steps if each.plan.step > step.plan.step]
+            take_back(self.rows.tables, self._sampler, step.drafted, found[3], later)
         return found
 
     def _found(self, step: _Step) -> list[np.ndarray]:
-        """Of a step with drafts: tokens, failures and reasons by position, and accepted drafts by row that sampled."""
+        """Of a step with drafts: tokens, failures and reasons (none: the model's) by position, and accepted drafts by row that
+        sampled."""
         if step.sampled is not None:
             return step.sampled.arrays()
         num_sampled = len(step.batch.logits_index)
         tokens, broken = step.landing.greedy(num_sampled)
-        return [tokens, broken, np.zeros_like(broken), step.landing.accepted(num_sampled, len(step.work.rows))]
+        return [tokens, broken, broken[:0], step.landing.accepted(num_sampled, len(step.work.rows))]
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
         """For the rows that asked, all at once, with the largest number of alternatives that any of them wants."""
@@ -464,17 +463,15 @@ class Runner:
     def _verified(self, step: _Step, positions: Positions) -> _New:
         """The accepted drafts of each row, and the token after them."""
         tokens, broken, none_left, accepted = self._settle(step, positions)
-        width = int(positions.width.max())
-        new = _New(np.full((len(step.plan.rows), 1 + width), -1, np.int32), step.work.num_new.copy())
-        new.rejected = int((positions.width - accepted).sum())
-        places, last = step.work.places, positions.first + accepted
-        columns = np.arange(1 + width)
-        said = tokens[np.minimum(positions.first[:, None] + columns, positions.count - 1)]
-        said[columns > accepted[:, None]] = -1
-        new.tokens[places] = said
-        new.counts[places] = accepted + 1
+        assert step.drafted is not None
+        said, counts, has_failed = drafted_tokens(
+            self.rows.tables.native, step.drafted, accepted, tokens, broken, step.work.num_new
+        )
+        new = _New(said, counts)
+        new.rejected = positions.count - len(positions.rows) - int(accepted.sum())
+        places, last = step.work.places, positions.first + accepted if has_failed else _NO_PLACES
         for number in broken[last].nonzero()[0].tolist():
-            place, none = int(places[number]), bool(none_left[last[number]])
+            place, none = int(places[number]), len(none_left) > 0 and bool(none_left[last[number]])
             new.failed[place] = _NONE_LEFT if none else _BROKEN
             new.overconstrained += [place] * none
             new.counts[place] -= bool(positions.width[number])           # what came before it counts

@@ -12,6 +12,7 @@ It knows rows and token ids. Stop strings, max_tokens and log-probabilities are 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -324,6 +325,12 @@ class Sampler:
         """These rows have said so many more tokens than is counted. With drafts in flight that is the most they can have said;
         those that were rejected are taken back."""
         self._choice["index"][rows] += counts
+
+    @functools.cached_property
+    def said_at(self) -> tuple[int, int]:
+        """Where native code finds what rows have said: the address of the first row's number, and the bytes to the next one's."""
+        index = self._choice["index"]
+        return index.ctypes.data, index.strides[0]
 
     def edits(self, rows: np.ndarray) -> np.ndarray:
         """bool: rows whose logits are, or may become, others than the model's; each of their tokens may change the next one's."""

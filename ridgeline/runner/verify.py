@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,12 +66,16 @@ def lay_out_guesses(plan: StepPlan, places: np.ndarray, tables: RowTables) -> tu
     assert plan.width is not None and plan.drafts is not None and plan.drafts_from is not None
     rows, reach = plan.drafts.shape
     total, most, count = int(plan.width.sum()), int(plan.width.max()), len(places)
-    room, samples = rows * (reach + most + 1), np.zeros(rows, np.int8)
-    samples[places] = 1
+    room, own_rows = rows * (reach + most + 1), plan.rows.astype(np.int64)
+    samples = b"\1" * rows
+    if count < rows:
+        chosen = np.zeros(rows, np.int8)
+        chosen[places] = 1
+        samples, own_rows = chosen.tobytes(), own_rows[places]
     out = np.empty(5 * total + count * (most + 3) + room, np.int64)
     said = [each.astype(np.int32, copy=False).tobytes() for each in (plan.width, plan.drafts_from, plan.drafts)]
     longest = tables.native.lay_out_guesses(
-        *said, lengths.tobytes(), samples.tobytes(), out.ctypes.data, rows, reach, total, count, most, room
+        *said, lengths.tobytes(), samples, out.ctypes.data, rows, reach, total, count, most, room
     )
     if longest < 0:
         raise too_early(plan, -1 - longest)
@@ -81,13 +86,75 @@ def lay_out_guesses(plan: StepPlan, places: np.ndarray, tables: RowTables) -> tu
     begin = 5 * total + 2 * count
     end = begin + count * (most + 1)
     table, path = out[begin:end].reshape(count, most + 1), out[end : end + longest * np.count_nonzero(plan.width)]
-    positions = Positions(plan.rows[places].astype(np.int64), own, table, first, total + count, entries)
+    positions = Positions(own_rows, own, table, first, total + count, entries)
     return Guesses(number, offset, path, at, tokens), positions
 
 
 def _laid_out(plan: StepPlan, places: np.ndarray, lengths: np.ndarray) -> tuple[Guesses, Positions]:
     guesses = Guesses.of(plan, lengths)
     return guesses, Positions.of(plan, places, guesses)
+
+
+@dataclass(slots=True)
+class Planned:
+    """A step in flight, as far as its drafts are concerned."""
+
+    places: np.ndarray               # int64: of the plan's rows, those that sample
+    positions: Positions
+    stays: np.ndarray                # int64: see DeviceRows.stays
+    lengths: np.ndarray              # int32: tokens of each row in the cache once it is done
+    at_once: np.ndarray | None       # bool: of the rows that sample, those whose tokens the sampler has counted ahead; None: all
+
+
+def take_back(
+    tables: RowTables, sampler: Sampler, planned: Planned, accepted: np.ndarray, later: list[tuple[np.ndarray, np.ndarray]]
+) -> None:
+    """Rows are as long as was accepted, but those that another sequence has got meanwhile. `later`: rows and lengths of steps
+    that were packed for rows of the largest length."""
+    positions, places, ahead = planned.positions, planned.places, planned.at_once
+    if tables.native is not None and len(later) < 2:
+        behind = (None, None) if not later else (later[0][0].tobytes(), later[0][1].ctypes.data)
+        tables.native.settle_drafts(
+            places.tobytes(), positions.rows.tobytes(), positions.width.tobytes(), accepted.tobytes(), planned.stays.tobytes(),
+            b"\1" * len(places) if ahead is None else ahead.tobytes(), *tables.settled_at, sampler.said_at[0],
+            planned.lengths.ctypes.data, *behind, tables.room.address, len(places), len(tables.stay), sampler.said_at[1],
+            0 if not later else len(later[0][0]),
+        )
+        return
+    rejected = positions.width - accepted
+    planned.lengths[places] -= rejected.astype(np.int32)
+    there = planned.stays[places] == tables.stay[positions.rows]
+    told = there if ahead is None else there & ahead
+    tables.length[positions.rows[there]] -= rejected[there]
+    sampler.said_ahead(positions.rows[told], -rejected[told])
+    too_many = np.zeros(len(tables.stay), np.int32)
+    too_many[positions.rows[there]] = rejected[there]
+    for rows, lengths in later:
+        lengths -= too_many[rows]
+
+
+def drafted_tokens(
+    native: Any, planned: Planned, accepted: np.ndarray, tokens: np.ndarray, failed: np.ndarray, counts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """By row of the plan: its tokens, -1 behind them, and how many; and whether a row's last one failed. `counts`: of rows that
+    do not sample; of each row `accepted` drafts count, and the token behind them."""
+    positions, places, rows = planned.positions, planned.places, len(counts)
+    across = 1 + int(positions.width.max())
+    if native is not None:
+        room = np.empty(rows * (1 + across), np.int32)
+        broken = native.drafted_tokens(
+            places.tobytes(), positions.first.tobytes(), accepted.tobytes(), tokens.tobytes(), failed.tobytes(), counts.tobytes(),
+            room.ctypes.data, rows, len(places), across,
+        )
+        return room[rows:].reshape(rows, across), room[:rows], broken > 0
+    found = np.full((rows, across), -1, np.int32)
+    columns = np.arange(across)
+    said = tokens[np.minimum(positions.first[:, None] + columns, positions.count - 1)]
+    said[columns > accepted[:, None]] = -1
+    found[places] = said
+    numbers = counts.copy()
+    numbers[places] = accepted + 1
+    return found, numbers, bool(failed[positions.first + accepted].any())
 
 
 @dataclass(slots=True)

@@ -6,12 +6,14 @@ A step with drafts brings several tokens of a row. Those behind a stop are dropp
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Several
 
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Logprobs, StepResult, TokenDelta, TokenDeltas
 from ridgeline.scheduler.bookkeeping import DraftPlan, InFlight, SchedulerCounters
+from ridgeline.scheduler.decodes import Decodes, Taken
 from ridgeline.scheduler.drafting import Drafter
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.running import Running
@@ -24,7 +26,7 @@ _NAMES = ("token_ids", "logprobs", "ranks", "top_ids", "top_logprobs")
 class Answers:
     def __init__(
         self, live: LiveRequests, waiting: WaitingQueue, running: Running, manager: KVManager, counters: SchedulerCounters,
-        drafter: Drafter,
+        drafter: Drafter, decodes: Decodes,
     ) -> None:
         self.live = live
         self.drafter = drafter
@@ -32,6 +34,47 @@ class Answers:
         self._running = running
         self._manager = manager
         self._counters = counters
+        self._decodes = decodes
+
+    def take_at_once(self, flight: InFlight, result: StepResult, later: Several[InFlight]) -> Taken | None:
+        """The numbers of a step in which all rows decoded and brought nothing but tokens: settle() and the first part of
+        take_in(), for all rows in one call. None: it is taken in part by part; so it is if the result is not what was planned."""
+        if self._decodes.native is None or flight.num_prompt_tokens or len(later) > 1 or result.step != flight.step:
+            return None
+        if result.failed or result.prompt_logprobs or result.hidden or result.logprobs or not result.tokens.size:
+            return None
+        if not len(result.tokens) == len(result.num_new) == len(result.lengths) == len(flight.rows):
+            return None
+        return self._decodes.take_in(flight, result, later[0] if later else None)
+
+    def tell(self, flight: InFlight, result: StepResult, taken: Taken) -> TokenDeltas:
+        """What that step brings."""
+        self._running.rows.num_used -= taken.unused
+        if flight.drafts is not None:
+            self._report(flight, flight.drafts, result)
+        texts, answers = flight.steady.texts, flight.steady.answers
+        others = taken.others.tolist()
+        if others:
+            left_out = set(others)
+            texts = [text for place, text in enumerate(texts) if place not in left_out]
+            answers = [answer for place, answer in enumerate(answers) if place not in left_out]
+        if len(taken.tokens) == len(texts):
+            for text, token in zip(texts, taken.tokens.tolist(), strict=True):
+                text.append(token)
+        else:
+            tokens, begin = taken.tokens.tolist(), 0
+            for text, count in zip(texts, taken.counts.tolist(), strict=True):
+                if count == 1:
+                    text.append(tokens[begin])
+                else:                                    # a quarter of what extend() takes
+                    text.fromlist(tokens[begin : begin + count])
+                begin += count
+        deltas = TokenDeltas()
+        deltas.answers, deltas.counts, deltas.tokens = answers, taken.counts, taken.tokens       # which need no check
+        self._commit_at(flight, result, taken.full)
+        for place in others:
+            deltas.others += self._outcome(flight, result, place)
+        return deltas
 
     def settle(
         self, flight: InFlight, drafts: DraftPlan, surplus: np.ndarray, result: StepResult, later: Iterable[InFlight]
@@ -47,6 +90,10 @@ class Answers:
             table.known -= too_many
             table.computed -= too_many
             table.num_used -= int(too_many.sum())
+        self._report(flight, drafts, result)
+
+    def _report(self, flight: InFlight, drafts: DraftPlan, result: StepResult) -> None:
+        """The drafter hears what became of its drafts."""
         told, width, new = flight.sequences, drafts.width, result.num_new
         if np.count_nonzero(width) < len(width):
             drafted = width.nonzero()[0]
@@ -118,18 +165,24 @@ class Answers:
         table = self._running.rows
         full = result.lengths // self._manager.block_size
         places = ((full > table.committed[flight.rows]) & there).nonzero()[0]
+        self._commit_at(flight, result, places)
+
+    def _commit_at(self, flight: InFlight, result: StepResult, places: np.ndarray) -> None:
+        """Of rows that have their sequences still."""
+        sequences, commit, failed = flight.sequences, self._manager.commit, result.failed
+        table, size = self._running.rows, self._manager.block_size
         for place, end in zip(places.tolist(), result.lengths[places].tolist(), strict=True):
-            sequence = flight.sequences[place]
-            if sequence.blocks is None or place in result.failed:
+            sequence = sequences[place]
+            if sequence.blocks is None or (failed and place in failed):
                 continue
             tokens = sequence.tokens
             missing = end - len(tokens)                          # accepted drafts that are not appended yet
             if missing > 0:
                 tokens.fromlist(result.tokens[place, :missing].tolist())
-            self._manager.commit(sequence.blocks, tokens, end)
+            commit(sequence.blocks, tokens, end)
             if missing > 0:
                 del tokens[-missing:]
-            table.committed[sequence.row] = full[place]          # not what was published for steps still in flight
+            table.committed[sequence.row] = end // size          # not what was published for steps still in flight
 
     def _broken(self, sequence: Sequence, place: int, result: StepResult, tokens: list[int]) -> list[TokenDelta]:
         """The row failed. Tokens of accepted drafts before the failure count, and may end the answer before it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -102,6 +104,23 @@ class InFlight:
     def constrained(self) -> list[tuple[int, Sequence]]:
         return self.steady.constrained
 
+    def matchers(self) -> tuple[list[tuple[int, Matcher]], int]:
+        """See Scheduler.constrained()."""
+        if self.drafts is not None:
+            return self.drafts.constrained(self), self.drafts.num_positions
+        listed = [(place, sequence.matcher) for place, sequence in self.constrained if not sequence.finished]
+        return [(place, matcher) for place, matcher in listed if matcher is not None], int(self.sampled.sum())
+
+    def said(self, result: StepResult) -> list[tuple[Matcher, int]]:
+        """See Scheduler.said()."""
+        if not self.constrained or result.failed or self.drafts is not None:
+            return []
+        tokens = result.tokens[self.sampled, 0].tolist()
+        return [
+            (sequence.matcher, tokens[place]) for place, sequence in self.constrained
+            if sequence.matcher is not None and not sequence.finished and tokens[place] not in sequence.stop_ids
+        ]
+
     def samples(self, row: int, stay: np.ndarray) -> bool:
         """Does it bring tokens of the sequence that has this row now?"""
         place = np.flatnonzero(self.rows == row)
@@ -144,6 +163,17 @@ class InFlight:
         return surplus
 
 
+def free_rows(flights: Iterable[InFlight], rows: np.ndarray, need: np.ndarray, limits: SchedulerLimits) -> np.ndarray:
+    """bool [R], in a pipeline: rows that may compute although steps are in flight. A row whose newest token is sampled in one of
+    them may not. Of those that decode, each step takes an even part, so that all stages have work."""
+    busy = np.zeros(limits.max_rows, bool)
+    for flight in flights:
+        busy[flight.rows[flight.sampled]] = True
+    decodes = (need == 1) & ~busy[rows]
+    most = -(-len(rows) // limits.stages)
+    return np.asarray(~busy[rows] & (~decodes | (np.cumsum(decodes) <= most)))
+
+
 @dataclass(slots=True)
 class Steady:
     """What a plan in which every row decodes has in common with the next, as long as the same rows run."""
@@ -154,10 +184,29 @@ class Steady:
     want: np.ndarray
     sequences: list[Sequence]
     constrained: list[tuple[int, Sequence]]              # (which of the rows that sample, its sequence) with a grammar
+    sampled: np.ndarray              # bool
     most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet …
-    with_grammar: list[int] = field(default_factory=list)                # … and then the places of rows with a grammar
+    with_grammar: list[int] = field(default_factory=list)                # … and then the places of rows with a grammar …
+    scored: list[int] = field(default_factory=list)      # … and of those that want the prompt's log-probabilities
+    plain: bool = False              # all of them sample from the model's own logits
     _answers: list[tuple[str, int, int]] | None = None
     _texts: list[array[int]] | None = None
+    _raw: bytes | None = None
+    _ones: np.ndarray | None = None
+
+    @property
+    def raw(self) -> bytes:
+        """The rows, for native code."""
+        if self._raw is None:
+            self._raw = self.rows.tobytes()
+        return self._raw
+
+    @property
+    def ones(self) -> np.ndarray:
+        """int64: a token of each row."""
+        if self._ones is None:
+            self._ones = np.ones(len(self.rows), np.int64)
+        return self._ones
 
     @property
     def texts(self) -> list[array[int]]:
@@ -175,11 +224,12 @@ class Steady:
 
     def in_order(self, order: np.ndarray) -> Steady:
         """The same rows, where those with drafts are put behind the others."""
-        places = order.tolist()
-        sequences, answers = [self.sequences[place] for place in places], [self.answers[place] for place in places]
+        places = operator.itemgetter(*order.tolist())    # of two rows at least
+        sequences, answers = list(places(self.sequences)), list(places(self.answers))
         constrained = [each for each in enumerate(sequences) if each[1].matcher is not None] if self.constrained else []
         return Steady(
-            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained, _answers=answers
+            self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained,
+            self.sampled[order], plain=self.plain, _answers=answers,
         )
 
 

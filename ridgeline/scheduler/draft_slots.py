@@ -6,11 +6,14 @@ any sequence. A row whose blocks do not suffice gets fewer drafts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Want
 from ridgeline.scheduler.bookkeeping import DraftPlan, Steady
+from ridgeline.scheduler.decodes import Again, Decodes
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
 from ridgeline.scheduler.row_table import Rows
 from ridgeline.scheduler.running import Running
@@ -21,14 +24,25 @@ _PROMPT_LOGPROBS = np.int8(Want.PROMPT_LOGPROBS)
 _Planned = tuple[np.ndarray, np.ndarray, DraftPlan | None]
 
 
+@dataclass(slots=True)
+class Asking:
+    """Whom to ask, and what there is for drafts."""
+
+    drafter: Drafter
+    running: Running
+    manager: KVManager
+    decodes: Decodes
+    room: int                        # tokens
+
+
 def give_drafts(
-    drafter: Drafter, running: Running, manager: KVManager, steady: Steady | None, rows: np.ndarray, tokens: np.ndarray,
-    num_running: int, room: int,
+    asking: Asking, steady: Steady | None, rows: np.ndarray, tokens: np.ndarray, num_running: int,
 ) -> _Planned:
     """Rows and tokens of the plan with drafts, and the drafts. `num_running`: the first of them have not just joined.
     `steady`: of the plan before; if it has these very rows, all of them decode."""
+    running, manager = asking.running, asking.manager
     table = running.rows
-    room = min(room, MOST_VERIFIED - len(rows))
+    room = min(asking.room, MOST_VERIFIED - len(rows))
     if room <= 0:
         return rows, tokens, None
     places: np.ndarray | None = None                     # None: all
@@ -49,7 +63,7 @@ def give_drafts(
     arrived = table.answers.arrived[decoding]
     keys = int(table.computed[decoding].sum())
     asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), keys, with_grammar)
-    found = drafter.plan(asked)
+    found = asking.drafter.plan(asked)
     if found is None:
         return rows, tokens, None
     _check(found, asked)
@@ -59,6 +73,35 @@ def give_drafts(
         return _ordered(rows, tokens, DraftPlan(width, found.tokens, start.astype(np.int32)), None)
     plan = _spread(len(rows), places, width, start, found.tokens)
     return _ordered(rows, tokens, plan, table.known[rows] - table.computed[rows] > 1)
+
+
+def give_again(asking: Asking, again: Again) -> DraftPlan | None:
+    """give_drafts() for rows that all decode, as in the plan before."""
+    steady, running = again.steady, asking.running
+    room = min(asking.room, MOST_VERIFIED - len(steady.rows))
+    if room <= 0 or not np.count_nonzero(again.most):
+        return None
+    for place in steady.scored:
+        again.most[place] *= steady.sequences[place].prefill.logprobs_sent
+    found = asking.drafter.plan(DecodingRows(
+        steady.sequences, again.most, again.pending, room, len(steady.rows), again.keys, steady.with_grammar
+    ))
+    if found is None:
+        return None
+    width, laid = found.width, asking.decodes.lay_drafts(again, found.width, room)
+    start = again.arrived if found.on_device is None else np.where(found.on_device, -1, again.arrived)
+    if laid.lacking is None or not running.grow_each(steady.rows, laid.lacking):
+        width = _with_blocks(running, asking.manager, steady.rows, width)
+    elif laid.in_order and laid.drafted:
+        return DraftPlan(width, found.tokens, start.astype(np.int32))
+    return _ordered(steady.rows, steady.ones, DraftPlan(width, found.tokens, start.astype(np.int32)), None)[2]
+
+
+def note_wanted(table: Rows, steady: Steady) -> None:
+    """What drafts of these rows depend on beside their lengths."""
+    _wanted(table, steady, steady.rows)
+    steady.plain = bool(table.answers.plain[steady.rows].all())
+    steady.scored = (table.want[steady.rows] & _PROMPT_LOGPROBS).nonzero()[0].tolist()
 
 
 def _wanted(table: Rows, steady: Steady | None, rows: np.ndarray) -> tuple[list[Sequence], np.ndarray, list[int]]:

@@ -85,6 +85,20 @@ class Joining:
         waiting.tidy()
         return full
 
+    def share(
+        self, rows: np.ndarray, need: np.ndarray, budget: int, places: int
+    ) -> tuple[list[int], list[tuple[Sequence, int]]]:
+        """Running prompts cannot all be finished: tokens for each (fairness.py), and for waiting sequences that go ahead."""
+        turns = [sequence.turn for row in rows.tolist() if (sequence := self._running.rows.sequences[row]) is not None]
+        prompts = [fairness.Prompt(turn.priority, turn.order, rest) for turn, rest in zip(turns, need.tolist(), strict=True)]
+        running = sorted(prompts)
+        cut = fairness.first_cut(running, budget)
+        assert cut is not None
+        waiting = self.go_ahead(running[cut], places)
+        ranked = sorted([*running, *(prompt for _, prompt in waiting)])
+        tokens = dict(zip(ranked, fairness.share(ranked, budget), strict=True))
+        return [tokens[prompt] for prompt in prompts], [(each, tokens[prompt]) for each, prompt in waiting if tokens[prompt]]
+
     def go_ahead(self, cut: fairness.Prompt, places: int) -> list[tuple[Sequence, fairness.Prompt]]:
         """Waiting sequences that may compute before a prompt that is cut, by rank; none where the first in line has no room."""
         table = self._running.rows

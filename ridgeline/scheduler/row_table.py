@@ -13,23 +13,26 @@ import numpy as np
 from ridgeline.scheduler.policy import rank
 from ridgeline.scheduler.sequence import Sequence
 
+ARRIVED = 6                          # the last column, as in ops/cpu/src/decodes.c
+
 
 class RowAnswers:
     """What rows say, by row: so the tokens of a step are taken in at once, and only rows with more to do are looked at."""
 
-    def __init__(self, max_rows: int) -> None:
-        self.arrived = np.zeros(max_rows, np.int64)      # tokens whose values are known: the length of `sequence.tokens`
+    def __init__(self, columns: np.ndarray) -> None:
+        self.columns, max_rows = columns, columns.shape[1]
+        self.arrived = columns[ARRIVED]                  # tokens whose values are known: the length of `sequence.tokens`
         self.simple = np.zeros(max_rows, bool)           # nothing comes with its tokens, and no grammar follows them
         self.plain = np.zeros(max_rows, bool)            # it samples from the model's own logits
         # By token + 1: rows whose answers it ends. None at either end: there is no token -1, and most are beyond the last one.
-        self._ending = np.zeros(2, np.int32)
+        self.ending = np.zeros(2, np.int32)
 
     def add(self, row: int, sequence: Sequence) -> None:
         self.arrived[row], self.simple[row], self.plain[row] = len(sequence.tokens), sequence.simple, sequence.is_plain
         if sequence.stop_ids:
-            missing = max(sequence.stop_ids) + 3 - len(self._ending)
+            missing = max(sequence.stop_ids) + 3 - len(self.ending)
             if missing > 0:
-                self._ending = np.append(self._ending, np.zeros(missing, np.int32))
+                self.ending = np.append(self.ending, np.zeros(missing, np.int32))
             self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
@@ -37,25 +40,23 @@ class RowAnswers:
 
     def _count(self, sequence: Sequence, change: int) -> None:
         for token in sequence.stop_ids:
-            self._ending[token + 1] += change
+            self.ending[token + 1] += change
 
     def may_end(self, tokens: np.ndarray) -> np.ndarray:
         """bool: tokens that end the answer of some row, maybe of another one."""
-        return self._ending.take(tokens + 1, mode="clip") > 0
+        return self.ending.take(tokens + 1, mode="clip") > 0
 
 
 class Rows:
     def __init__(self, max_rows: int) -> None:
-        self.known = np.zeros(max_rows, np.int64)
-        self.computed = np.zeros(max_rows, np.int64)
+        columns = np.zeros((ARRIVED + 1, max_rows), np.int64)            # native code reads them (decodes.py)
+        # Of a row's tables: logical blocks, and of these the ones offered to the prefix cache. `stay` grows when a sequence gets
+        # the row, and when it leaves it.
+        self.known, self.computed, self.limit, self.num_blocks, self.committed, self.stay, _ = columns
         self.num_prompt = np.zeros(max_rows, np.int64)
-        self.limit = np.zeros(max_rows, np.int64)
-        self.num_blocks = np.zeros(max_rows, np.int64)   # logical blocks in the row's tables
-        self.committed = np.zeros(max_rows, np.int64)    # of these, the ones offered to the prefix cache
         self.lost = np.zeros(max_rows, np.int64)         # tokens that were computed before, until a preemption
         self.want = np.zeros(max_rows, np.int8)          # Want flags the request asks for
-        self.answers = RowAnswers(max_rows)
-        self.stay = np.zeros(max_rows, np.int64)         # grows when a sequence gets the row, and when it leaves it
+        self.answers = RowAnswers(columns)
         self.num_held = 0                                # blocks in the tables of all rows …
         self.num_used = 0                                # … and the computed tokens in them
         self.sequences: list[Sequence | None] = [None] * max_rows

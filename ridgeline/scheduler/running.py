@@ -8,12 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from ridgeline.cache.manager import Hit, KVManager, SequenceBlocks
-from ridgeline.messages import RowAdded, Want
-from ridgeline.scheduler.bookkeeping import Delta
+from ridgeline.messages import RowAdded, StepPlan, Want
+from ridgeline.scheduler.bookkeeping import Delta, Steady
 from ridgeline.scheduler.policy import AGED_PRIORITY
 from ridgeline.scheduler.row_table import Rows
 from ridgeline.scheduler.sequence import Sequence
 
+NONE = np.zeros(0, np.int32)
+NO_BLOCKS = NONE.reshape(0, 4)
 ON_SAMPLED = np.int8(Want.TOKEN | Want.LOGPROBS | Want.HIDDEN)   # what comes with the last known token
 SCORED = np.int8(Want.PROMPT_LOGPROBS)                           # prompt tokens that cost the head and passes over its logits
 ON_PROMPT = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN_SUM)      # what comes with every prompt token
@@ -66,21 +68,38 @@ class Running:
         short = (missing > 0).nonzero()[0]
         if not len(short) or int(missing.max()) > manager.block_size:
             return short
-        chosen, first = rows[short], held[short].tolist()
-        listed = chosen.tolist()
+        return short[:0] if self.grow_each(rows, short) else short
+
+    def grow_each(self, rows: np.ndarray, short: np.ndarray) -> bool:
+        """A block more for the rows at these places. False: the pool has too few, and nothing has changed."""
+        if not len(short):
+            return True
+        table, manager, chosen = self.rows, self._manager, rows[short]
+        listed, first = chosen.tolist(), table.num_blocks[chosen].tolist()
         sequences = [sequence for row in listed if (sequence := table.sequences[row]) is not None]
         if (taken := manager.grow_each([sequence.blocks for sequence in sequences if sequence.blocks is not None])) is None:
-            return short
+            return False
         groups = len(manager.groups)
         for group in range(groups):
             self.delta.appended += zip([group] * len(listed), listed, first, taken[group::groups], strict=True)
         table.num_blocks[chosen] += 1
         table.num_held += len(listed)
-        return short[:0]
+        return True
 
-    def take_delta(self) -> Delta:
+    def take_plan(self, step: int, steady: Steady, tokens: np.ndarray, recomputed: int = 0) -> StepPlan:
+        """With what has changed since the plan before."""
         delta, self.delta = self.delta, Delta()
-        return delta
+        return StepPlan(
+            step=step,
+            removed=np.array(delta.removed, np.int32) if delta.removed else NONE,
+            added=delta.added,
+            appended=np.array(delta.appended, np.int32) if delta.appended else NO_BLOCKS,
+            rows=steady.plan_rows,
+            num_tokens=tokens,
+            want=steady.want,
+            block_ops=delta.block_ops,
+            recomputed=recomputed,
+        )
 
     def publish_later(self, row: int, num_tokens: int) -> None:
         """The row computes that many prompt tokens in the step being planned: blocks that it fills can be shared at once.

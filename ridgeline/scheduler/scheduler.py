@@ -19,21 +19,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDelta, TokenDeltas
-from ridgeline.scheduler import fairness
 from ridgeline.scheduler.answers import Answers
-from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady
-from ridgeline.scheduler.draft_slots import give_drafts
+from ridgeline.scheduler.bookkeeping import (
+    Delta,
+    DraftPlan,
+    InFlight,
+    SchedulerCounters,
+    SchedulerLimits,
+    Steady,
+    free_rows,
+)
+from ridgeline.scheduler.decodes import Again, Decodes
+from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted
 from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import Admission, ContinuousBatching
-from ridgeline.scheduler.running import ON_PROMPT, ON_SAMPLED, SCORED, Running, row_added
+from ridgeline.scheduler.running import NO_BLOCKS, NONE, ON_PROMPT, ON_SAMPLED, SCORED, Running, row_added
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import NoTimeModel, StepTimeModel
 from ridgeline.scheduler.waiting_queue import WaitingQueue
@@ -43,9 +51,7 @@ if TYPE_CHECKING:
     from ridgeline.grammar.matcher import Matcher
 
 _Ahead = list[tuple[Sequence, int]]      # waiting sequences and tokens kept for them
-_NONE = np.zeros(0, np.int32)
-_NO_BLOCKS = _NONE.reshape(0, 4)
-_NOTHING: tuple = (_NONE, [], _NO_BLOCKS, _NONE, _NONE, _NONE.astype(np.int8))
+_NOTHING: tuple = (NONE, [], NO_BLOCKS, NONE, NONE, NONE.astype(np.int8))
 
 
 class Scheduler:
@@ -60,7 +66,9 @@ class Scheduler:
         use_priorities: bool = True,
         seed: int = 0,
         drafter: Drafter | None = None,
+        native: Any = None,
     ) -> None:
+        """`native`: see Decodes."""
         self.limits = limits
         self.manager = manager
         self.counters = SchedulerCounters()
@@ -70,9 +78,10 @@ class Scheduler:
         self.level: int | None = None                        # rows at once, see begin_with_longest()
         self._waiting = WaitingQueue()
         self._running = Running(manager, limits.max_rows)
+        self._decodes = Decodes(native, self._running.rows, manager.block_size)
         self._answers = Answers(
             LiveRequests(eos_token_ids, use_priorities, seed), self._waiting, self._running, manager, self.counters,
-            drafter or NoDrafter(),
+            drafter or NoDrafter(), self._decodes,
         )
         self._joining = Joining(
             limits, manager, self._running, self._waiting, time_model or NoTimeModel(), self.counters
@@ -150,22 +159,11 @@ class Scheduler:
     def constrained(self) -> tuple[list[tuple[int, Matcher]], int]:
         """Of the rows that sample in the newest step, those with a grammar whose answer goes on; and how many sample. With
         drafts: of positions."""
-        flight = self._flights[-1]
-        if flight.drafts is not None:
-            return flight.drafts.constrained(flight), flight.drafts.num_positions
-        listed = [(place, sequence.matcher) for place, sequence in flight.constrained if not sequence.finished]
-        return [(place, matcher) for place, matcher in listed if matcher is not None], int(flight.sampled.sum())
+        return self._flights[-1].matchers()
 
     def said(self, result: StepResult) -> list[tuple[Matcher, int]]:
         """The newest token of each answer with a grammar, from the oldest step in flight; update() feeds it to the matcher."""
-        flight = self._flights[0]
-        if not flight.constrained or result.failed or flight.drafts is not None:
-            return []
-        tokens = result.tokens[flight.sampled, 0].tolist()
-        return [
-            (sequence.matcher, tokens[place]) for place, sequence in flight.constrained
-            if sequence.matcher is not None and not sequence.finished and tokens[place] not in sequence.stop_ids
-        ]
+        return self._flights[0].said(result)
 
     def fail_constrained(self) -> list[TokenDelta]:
         """End the answers of the newest step whose matcher has failed."""
@@ -215,7 +213,8 @@ class Scheduler:
         """
         self.started = []
         self._running.publish()
-        rows, tokens, budget, ahead = self._give_to_running()
+        again = self._decode_again()
+        rows, tokens, budget, ahead = self._give_to_running() if again is None else again.given
         num_running = len(rows)
         places = self.admission.places(self.num_running, self.num_waiting) if self._waiting and ahead is not None else 0
         if budget > 0 and places > 0:
@@ -225,17 +224,49 @@ class Scheduler:
             self.started = joined.started
             self.admission.admitted(self.num_running, full or self._running.rows.full or not self.num_waiting)
             if joined.rows:
+                again = None
                 rows = np.concatenate([rows, np.array(joined.rows, np.int64)])
                 tokens = np.concatenate([tokens, np.array(joined.tokens, np.int64)])
         if not len(rows):
             return StepPlan(self._step, *_NOTHING)
         drafts = None
         if self.drafter.active and self.drafter.awake():
-            room = self._most_tokens - int(tokens.sum())
-            rows, tokens, drafts = give_drafts(
-                self.drafter, self._running, self.manager, self._steady, rows, tokens, num_running, room
-            )
-        return self._plan(rows, tokens, drafts)
+            room = self._most_tokens - (len(rows) if again is not None else int(tokens.sum()))
+            asking = Asking(self.drafter, self._running, self.manager, self._decodes, room)
+            if again is not None:
+                return self._plan_again(again.steady, give_again(asking, again))
+            rows, tokens, drafts = give_drafts(asking, self._steady, rows, tokens, num_running)
+        return self._plan(rows, tokens, drafts) if again is None else self._plan_again(again.steady, None)
+
+    def _decode_again(self) -> Again | None:
+        """The rows of the newest plan, if they all decode again, and what each may have; None: it takes another look."""
+        rows, steady = self._running.rows.ranked(), self._steady
+        if self._decodes.native is None or steady is None or steady.rows is not rows or self.limits.stages > 1:
+            return None
+        if steady.most_drafts is None and self.drafter.active:
+            note_wanted(self._running.rows, steady)
+        budget, again = self._budget(len(rows), 0) - len(rows), self._decodes.again(steady)
+        if again is None or budget < 0 or not self._running.grow_each(rows, again.lacking):
+            return None
+        again.given = rows, steady.ones, budget, []
+        return again
+
+    def _plan_again(self, steady: Steady, drafts: DraftPlan | None) -> StepPlan:
+        """_plan() for rows that all decode, as in the newest plan."""
+        if drafts is not None and drafts.order is not None:
+            steady = steady.in_order(drafts.order[0])
+        width = None if drafts is None else drafts.width
+        ends, stays, total = self._decodes.book(steady, width)
+        self._step += 1
+        plan = self._running.take_plan(self._step, steady, steady.num_tokens if width is None else width + np.int32(1))
+        if drafts is not None:
+            drafts.num_positions, drafts.plain = total, steady.plain
+            plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
+        self._flights.append(
+            InFlight(self._step, steady.rows, stays, ends, steady.sampled, steady, len(steady.rows), 0, 0, drafts)
+        )
+        self._count(total)
+        return plan
 
     def _give_to_running(self) -> tuple[np.ndarray, np.ndarray, int, _Ahead | None]:
         """Tokens for the rows that run: decodes first, then prompts, until the budget is spent.
@@ -250,7 +281,7 @@ class Scheduler:
         # A row at its limit has all it may have; its last token needs no KV.
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
         if self.limits.stages > 1:
-            ready &= self._is_free(rows, need)
+            ready &= free_rows(self._flights, rows, need, self.limits)
         if np.count_nonzero(ready) < len(rows):
             rows, need = rows[ready], need[ready]
         prefill = need > 1
@@ -267,7 +298,11 @@ class Scheduler:
             before = np.cumsum(cost) - cost
             given = np.minimum(cost, np.maximum(0, budget - before))
             if self._joining.fair and num_decodes < budget < before[-1] + cost[-1]:
-                given[num_decodes:], ahead = self._share(rows[num_decodes:], cost[num_decodes:], budget - num_decodes)
+                self._running.promote_aged(self._step - self.limits.max_waiting_steps)
+                places = self.admission.places(self.num_running, self.num_waiting) if self._waiting else 0
+                given[num_decodes:], ahead = self._joining.share(
+                    rows[num_decodes:], cost[num_decodes:], budget - num_decodes, places
+                )
             tokens = np.maximum(given * need // cost, given > 0)
 
         short = self._grow_rows(rows, tokens)
@@ -286,16 +321,6 @@ class Scheduler:
         """int [R]: what one of these tokens counts as, where a row computes more than one."""
         return np.where((self._running.rows.want[rows] & SCORED).astype(bool) & (tokens > 1), self._joining.scored_weight, 1)
 
-    def _is_free(self, rows: np.ndarray, need: np.ndarray) -> np.ndarray:
-        """bool [R], in a pipeline: rows that may compute although steps are in flight. A row whose newest token is sampled in one
-        of them may not. Of those that decode, each step takes an even part, so that all stages have work."""
-        busy = np.zeros(self.limits.max_rows, bool)
-        for flight in self._flights:
-            busy[flight.rows[flight.sampled]] = True
-        decodes = (need == 1) & ~busy[rows]
-        most = -(-len(rows) // self.limits.stages)
-        return ~busy[rows] & (~decodes | (np.cumsum(decodes) <= most))
-
     def _grow_rows(self, rows: np.ndarray, tokens: np.ndarray) -> bool:
         """Blocks for these tokens; rows that must wait get none. True: blocks ran short, or sequences were preempted for them."""
         table, preemptions, short = self._running.rows, self.counters.preemptions, False
@@ -309,20 +334,6 @@ class Scheduler:
                 tokens[place] = 0
                 short = True
         return short or self.counters.preemptions > preemptions
-
-    def _share(self, rows: np.ndarray, need: np.ndarray, budget: int) -> tuple[list[int], _Ahead]:
-        """Running prompts cannot all be finished: tokens for each (fairness.py), and for waiting sequences that go ahead."""
-        self._running.promote_aged(self._step - self.limits.max_waiting_steps)
-        turns = [sequence.turn for row in rows.tolist() if (sequence := self._running.rows.sequences[row]) is not None]
-        prompts = [fairness.Prompt(turn.priority, turn.order, rest) for turn, rest in zip(turns, need.tolist(), strict=True)]
-        running = sorted(prompts)
-        cut = fairness.first_cut(running, budget)
-        assert cut is not None
-        places = self.admission.places(self.num_running, self.num_waiting) if self._waiting else 0
-        waiting = self._joining.go_ahead(running[cut], places)
-        ranked = sorted([*running, *(prompt for _, prompt in waiting)])
-        tokens = dict(zip(ranked, fairness.share(ranked, budget), strict=True))
-        return [tokens[prompt] for prompt in prompts], [(each, tokens[prompt]) for each, prompt in waiting if tokens[prompt]]
 
     def _budget(self, num_decodes: int, position: int) -> int:
         """Token budget of a step: the limit, or the decodes and as many prompt tokens as the step time allows. `position`: the
@@ -369,7 +380,7 @@ class Scheduler:
 
     def _plan(self, rows: np.ndarray, tokens: np.ndarray, drafts: DraftPlan | None) -> StepPlan:
         """Book the step as done, so that the next can be planned, and write it down as a delta."""
-        table, delta = self._running.rows, self._running.take_delta()
+        table = self._running.rows
         self._step += 1
         total = int(tokens.sum())
         starts = table.computed[rows]
@@ -393,17 +404,8 @@ class Scheduler:
             table.known[rows] += drafts.width
             drafts.num_positions = num_sampled + int(drafts.width.sum())
             drafts.plain = bool(table.answers.plain[rows[sampled]].all())
-        plan = StepPlan(
-            step=self._step,
-            removed=np.array(delta.removed, np.int32) if delta.removed else _NONE,
-            added=delta.added,
-            appended=np.array(delta.appended, np.int32) if delta.appended else _NO_BLOCKS,
-            rows=steady.plan_rows,
-            num_tokens=steady.num_tokens if drafts is None else tokens.astype(np.int32),
-            want=steady.want,
-            block_ops=delta.block_ops,
-            recomputed=recomputed,
-        )
+        counts = steady.num_tokens if drafts is None else tokens.astype(np.int32)
+        plan = self._running.take_plan(self._step, steady, counts, recomputed)
         if drafts is not None:
             plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
         self._book(rows, tokens, starts, ends, sampled, decodes, steady, drafts)
@@ -425,7 +427,7 @@ class Scheduler:
             sequence.prefill.done = True
         steady = Steady(
             rows, rows.astype(np.int32), tokens.astype(np.int32), want, sequences,
-            [(place, sequence) for place, sequence in enumerate(chosen) if sequence.matcher is not None],
+            [(place, sequence) for place, sequence in enumerate(chosen) if sequence.matcher is not None], sampled,
         )
         # Rows that decode now decode from now on: they have their prompts, and what they had lost.
         decode = int(tokens.sum()) == len(chosen) == len(rows) and not recomputed and not of_prompt.any()
@@ -448,6 +450,10 @@ class Scheduler:
             self._step, rows, self._running.rows.stay[rows], ends, sampled, steady, num_decodes, total - decode_tokens,
             num_pairs, drafts, num_scored,
         ))
+        self._count(total)
+
+    def _count(self, total: int) -> None:
+        """The step that was just planned, and its tokens."""
         self.manager.pool.submitted(self._step)
         table, counters = self._running.rows, self.counters
         table.num_used += total
@@ -476,7 +482,8 @@ class Scheduler:
     def update(self, result: StepResult) -> TokenDeltas:
         """Take in the oldest step in flight: token values, stops, full blocks."""
         flight = self._flights.popleft()
-        surplus = flight.check(result)
+        taken = self._answers.take_at_once(flight, result, self._flights)
+        surplus = flight.check(result) if taken is None else None
         counters = self.counters
         counters.useful_tokens += result.useful
         counters.wasted_tokens += result.recomputed
@@ -494,6 +501,8 @@ class Scheduler:
             # With drafts the host has more to do, which a small model does not hide.
             spent = max(seconds, result.wall_seconds - proposing) if seconds > 0 else seconds
             self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), spent)
+        if taken is not None:
+            return self._answers.tell(flight, result, taken)
         if flight.drafts is not None and surplus is not None:
             self._answers.settle(flight, flight.drafts, surplus, result, self._flights)
         return self._answers.take_in(flight, result)

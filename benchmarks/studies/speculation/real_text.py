@@ -15,11 +15,16 @@
 Every request of a block is another one, and so is that of the next pair: a piece of code, a kind of product, the hero of a story.
 Each case has one proposer and a controller that begins with nothing but the measured times of steps.
 
+Answers with drafts do not end together. Where a block has as many requests as the engine has rows, `--rounds` times as many are
+asked, so that others follow those that have ended, as in a server: else the figure is that of the slowest row, with the others
+long gone. `decode` is not measured there.
+
 Blocks with and without drafts alternate in one process. A case's figure is the median of the ratios of neighbours, in time for
 each token, prompts included. `decode`: the same from the last row's first token on. `equal`: the share of tokens that are the
 same on and off, 1.0 where rounding does not depend on the number of rows. `first_token`: the mean time to the first token of an
-answer, on against off. `cached`: prompt tokens found in the prefix cache, which is emptied before each block. Run it on a quiet
-machine, or on a busy one with `--cpu-time`: the processor time of this process, which is what a CPU engine's steps take.
+answer, waiting included, on against off. `cached`: prompt tokens found in the prefix cache, which is emptied before each block.
+Run it on a quiet machine, or on a busy one with `--cpu-time`: the processor time of this process, which is what a CPU engine's
+steps take.
 
 `--widen` writes a GGUF file as a directory with bfloat16 weights first, and runs that. The file itself may then be the draft
 model: it has the same tokens, and shows that the path works, not that it pays.
@@ -56,6 +61,7 @@ from ridgeline.draft_options import DRAFT_MODEL, draft_options
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.core.drafters import MAKE
 from ridgeline.messages import TokenDelta
+from ridgeline.ops.cpu import native
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.sampling_params import StructuredOutputs
@@ -208,7 +214,7 @@ class Study:
         drafter = self.llm.core.scheduler.drafter
         assert isinstance(drafter, Controller)
         self._whole, self._asked = drafter, draft_options(json.dumps(config))
-        self._pairs, self._end = args.pairs, args.end
+        self._pairs, self._end, self._rows, self._rounds = args.pairs, args.end, most, args.rounds
         self._step, self._began = self.llm.core.step, 0.0
         self._longest = 0.0                              # seconds of the newest block
         self._firsts: dict[str, float] = {}
@@ -229,13 +235,16 @@ class Study:
 
     def _drafter(self, names: tuple[str, ...]) -> tuple[Controller, Earlier | None]:
         """With these proposers, and the times of steps that are known."""
-        earlier = Earlier(self._asked.suffix_bytes) if "suffix" in names else None
+        earlier = None
+        if "suffix" in names:
+            earlier = Earlier(self._asked.suffix_bytes, getattr(native.if_built(), "suffix_drafts", None))
+        library = native.if_built()                      # as the engine's own controller has it
         proposers: list[Proposer] = [MAKE[name](self._asked) for name in names if name in MAKE and name != "suffix"]
         if earlier is not None:
             proposers.append(earlier)
         if DRAFT_MODEL in names:
             proposers += [each for each in self._whole.proposers if each.name == DRAFT_MODEL]
-        return Controller(proposers, self._whole.times, self._asked.num_speculative_tokens), earlier
+        return Controller(proposers, self._whole.times, self._asked.num_speculative_tokens, native=library), earlier
 
     def _answers(self, asks: list[Ask], earlier: bool = False) -> list[RequestOutput]:
         params = [ask.params for ask in asks]
@@ -267,7 +276,8 @@ class Study:
     def measure(self, case: Case, requests: int) -> dict[str, Any] | None:
         """None: there is no time left."""
         drafter, suffix = self._drafter(case.proposers)
-        warm = [case.ask(number % WARM) for number in range(requests)]
+        count = requests * (self._rounds if requests == self._rows else 1)
+        warm = [case.ask(number % WARM) for number in range(count)]
         for on in (True, False, True):                   # kernels and grammars are compiled, step times known
             if self._too_late(2):
                 return None
@@ -277,7 +287,7 @@ class Study:
         for number in range(self._pairs):
             if self._too_late(3 if suffix is not None else 2):
                 break
-            asks = [case.ask(WARM + number * requests + place) for place in range(requests)]
+            asks = [case.ask(WARM + number * count + place) for place in range(count)]
             if suffix is not None and asks[0].earlier:
                 suffix.learning, self.llm.core.scheduler.drafter, drafter.active = True, drafter, False
                 self._answers(asks, earlier=True)
@@ -297,7 +307,9 @@ def _figures(case: Case, requests: int, pairs: list[dict[bool, Block]]) -> dict[
     return {
         "case": case.name, "proposers": list(case.proposers), "requests": requests, "speed": statistics.median(ratios),
         "ratios": ratios, "equal": same / sum(max(len(off), len(on)) for off, on in both),
-        "decode": statistics.median(pair[False].decode / pair[True].decode for pair in pairs),
+        "asked": len(pairs[0][True].answers),
+        "decode": statistics.median(pair[False].decode / pair[True].decode for pair in pairs)
+        if len(pairs[0][True].answers) == requests else None,
         "first_token": statistics.median(pair[True].first / pair[False].first for pair in pairs),
         "cached_off": sum(pair[False].cached for pair in pairs), "cached_on": sum(pair[True].cached for pair in pairs),
         "off_tok_s": 1 / off_each, "on_tok_s": 1 / on_each,
@@ -318,7 +330,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["case                requests   speed  lowest highest  decode   equal  first token  drafts accepted  tokens/s (off)"]
     lines += [
         f"{row['case']:<18} {row['requests']:>9} {row['speed']:>6.2f}x {min(row['ratios']):>6.2f} {max(row['ratios']):>7.2f} "
-        f"{row['decode']:>6.2f}x "
+        f"{row['decode'] or math.nan:>6.2f}x "
         f"{row['equal']:>7.3f} {row['first_token']:>11.2f}x {row['drafts']:>7} {row['accepted']:>8}  "
         f"{row['on_tok_s']:.0f} ({row['off_tok_s']:.0f})"
         for row in rows
@@ -336,6 +348,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160, help="of a story or a copy; twice as many of an edit at most")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3, help="requests for each row of a full engine")
     parser.add_argument("--seconds", type=float, default=math.inf, help="it ends within that long")
     parser.add_argument("--prepare", type=float, default=30, help="seconds in which graphs may be captured before the first case")
     parser.add_argument("--cpu-time", action="store_true", help="processor time in the place of the clock")

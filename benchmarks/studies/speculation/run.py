@@ -51,6 +51,7 @@ from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.drafters import step_times
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.messages import Request, StepResult
+from ridgeline.ops.cpu import native
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows, Drafts, NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
@@ -211,7 +212,8 @@ class Cell:
     def measure(self, alpha: float, width: str, pairs: int, times: ShapeTimes, end: float) -> dict[str, Any]:
         """With fewer pairs, but one at least, if there is no time for all before `end`."""
         tape = Tape(self._truth, alpha, self._vocab)
-        drafter: Any = Controller([tape], times, MOST_DRAFTS) if width == AUTO else Fixed(tape, int(width))
+        library = native.if_built()                              # as the engine's own controller has it
+        drafter: Any = Controller([tape], times, MOST_DRAFTS, native=library) if width == AUTO else Fixed(tape, int(width))
         for _ in range(3 if width == AUTO else 1):               # graphs are captured, and the controller learns
             tape.renew()
             self.run(drafter)

@@ -28,6 +28,7 @@ from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.messages import Request, TokenDeltas
 from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.models.stages import stage_config
+from ridgeline.ops.cpu import native
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.thread_clock import ThreadClock
@@ -272,6 +273,7 @@ def make_scheduler(config: ResolvedConfig) -> Scheduler:
         use_priorities=options.scheduler.scheduling_policy == "priority",
         seed=options.model.seed,
         drafter=make_drafter(config),
+        native=native.if_built(),
     )
 
 

@@ -53,9 +53,23 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "ngram_drafts": ([_POINTER] * 6 + [_INT] * 4, None),                 # scheduler/drafts/ngram_table.py
     "suffix_drafts": ([_POINTER] * 6 + [_INT] * 5, None),                # scheduler/drafts/suffix.py
     "lay_out_guesses": ([_POINTER] * 6 + [_INT] * 6, _INT),              # runner/verify.py
-    "draft_outcome": ([_POINTER] * 14 + [_INT] * 6 + [_DOUBLE], None),   # scheduler/drafts/acceptance.py
+    "settle_drafts": ([_POINTER] * 13 + [_INT] * 4, _INT),               # runner/runner.py
+    "drafted_tokens": ([_POINTER] * 7 + [_INT] * 3, _INT),
+    "draft_outcome": ([_POINTER] * 15 + [_INT] * 6 + [_DOUBLE], None),   # scheduler/drafts/acceptance.py
     "draft_chances": ([_POINTER] * 5 + [_INT] * 3 + [_DOUBLE] * 3, None),
+    "send_drafts": ([_POINTER] * 9 + [_INT] * 4, _INT),
+    "arrange_offers": ([_POINTER] * 13 + [_INT] * 8, _INT),              # scheduler/drafts/weighing.py
+    "choose_drafts": ([_POINTER] * 8 + [_INT] * 6 + [_DOUBLE] * 4, _INT),
     "spread_rows": ([_POINTER] * 9 + [_INT] * 9, _INT),                  # runner/row_tables.py
+    "decode_again": ([_POINTER] * 4 + [_INT] * 4, _INT),                 # scheduler/decodes.py
+    "lay_drafts": ([_POINTER] * 5 + [_INT] * 4, _INT),
+    "book_decodes": ([_POINTER] * 4 + [_INT] * 2, _INT),
+    "take_in_decodes": ([_POINTER] * 15 + [_INT] * 6, _INT),
+}
+# They take a few microseconds, and keep Python's lock: another thread would not give it back as soon.
+_SHORT = {
+    "lay_out_guesses", "settle_drafts", "drafted_tokens", "draft_outcome", "draft_chances", "send_drafts", "arrange_offers",
+    "choose_drafts", "spread_rows", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes",
 }
 SPLIT = 128                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c
@@ -142,7 +156,7 @@ def load(built: Path, level: str) -> SimpleNamespace:
     """A build's functions of one level."""
     for runtime in _openmp_runtimes():
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-    loaded = ctypes.CDLL(str(built))
+    loaded, short = ctypes.CDLL(str(built)), ctypes.PyDLL(str(built))
     names = [each.name for each in native_build.levels()]
     lower = names[names.index(level) :]                  # a level may have some functions only, or be left out of the build
     found = SimpleNamespace()
@@ -151,7 +165,7 @@ def load(built: Path, level: str) -> SimpleNamespace:
         function.argtypes, function.restype = arguments, None
         setattr(found, name, function)
     for name, (types, result) in _PLAIN.items():
-        function = loaded[f"ridgeline_{name}"]
+        function = (short if name in _SHORT else loaded)[f"ridgeline_{name}"]
         function.argtypes, function.restype = types, result
         setattr(found, name, function)
     return found

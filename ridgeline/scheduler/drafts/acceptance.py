@@ -29,6 +29,7 @@ _LEAST_SPREAD = 0.1                  # … which is at least this
 _ROW_KEEPS = 0.95                    # of a row's counts with each drafted step …
 _ROW_FADES = 0.997                   # … and with each step without drafts: a row that was given up is tried again
 _FADES = _ROW_FADES ** np.arange(8192)                   # after n steps; the last is as good as nothing
+_FADES_AT = _FADES.ctypes.data
 _HONESTY_KEEPS = 0.97                # of the counts of a promise with each step …
 _HONESTY_WEIGHT = 4.0                # … and what the belief in the chances is worth, in tokens
 _IN_FLIGHT = 2                       # steps whose drafts of a row may be in flight at once
@@ -82,12 +83,15 @@ class Outcome:
     accepted: np.ndarray             # … and those that were accepted, too
     promised: float                  # drafts that were expected to survive …
     kept: int                        # … and how many of these rows' did
+    total: int                       # drafts of all rows …
+    right: int                       # … and those that were accepted, …
+    right_by: np.ndarray             # … by position: int64
 
 
 @dataclass(slots=True)
 class _Counts:
-    tried: np.ndarray                # by position
-    accepted: np.ndarray
+    tried: list[float]               # by position
+    accepted: list[float]
     rates: np.ndarray | None = None  # from these; None: not calculated yet
 
 
@@ -101,7 +105,7 @@ class RowRecords:
 
     def __init__(self, kinds: int, native: Any = None) -> None:
         """`native`: the library (ops/cpu), which the engine hands over; None: all is done in numpy."""
-        self._kinds, self.native = kinds, native
+        self.kinds, self.native = kinds, native
         self._slots: dict[Sequence, int] = {}
         self._free = list(range(_FIRST_SLOTS - 1, -1, -1))
         self._last: tuple[list[Sequence], np.ndarray] | None = None  # whose slots were asked for last, and which they are
@@ -114,6 +118,20 @@ class RowRecords:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    most_in_flight, num_fades = _IN_FLIGHT, len(_FADES)
+    weights = _ROW_WEIGHT, _BY_CHANCE, _LEAST_SPREAD
+
+    @property
+    def counted_at(self) -> tuple[int, ...]:
+        """Addresses, for native code: drafts tried and accepted, when they were counted, steps in flight; and how counts fade."""
+        tried, accepted, step, _, _, waiting = self._addresses
+        return tried, accepted, step, waiting, _FADES_AT
+
+    @property
+    def in_flight_at(self) -> list[int]:
+        """Addresses: sources, expected drafts, and steps in flight."""
+        return self._addresses[3:]
 
     def slots(self, sequences: list[Sequence]) -> np.ndarray:
         """Of each sequence; one that has none gets one. Steps that repeat have the same list, which is not looked up again."""
@@ -142,7 +160,7 @@ class RowRecords:
 
     def fade(self, slots: np.ndarray, kind: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         """Tried and accepted drafts, as they count in this step."""
-        cells = slots * self._kinds + kind
+        cells = slots * self.kinds + kind
         kept = _FADES.take(step - self._step.take(cells), mode="clip")
         return self.tried.take(cells) * kept, self.accepted.take(cells) * kept
 
@@ -172,23 +190,28 @@ class RowRecords:
         """The oldest drafts in flight of these rows have come back; slot -1: of none."""
         if self.native is None:
             return self.outcome_reference(slots, width, accepted, step)
-        source, sums = np.empty(len(slots), np.int64), np.empty(2)
-        counts = np.zeros((2, 2 * self._kinds, MOST_DRAFTS), np.int64)
+        rows, cells = len(slots), 2 * self.kinds * MOST_DRAFTS
+        numbers = np.zeros(2 * cells + MOST_DRAFTS + rows + 4, np.int64)         # the last four are doubles
+        at = numbers.ctypes.data
+        source_at = at + 8 * (2 * cells + MOST_DRAFTS)
         self.native.draft_outcome(
             slots.tobytes(), width.astype(np.int64).tobytes(), accepted.astype(np.int64).tobytes(), *self._addresses,
-            _FADES.ctypes.data, source.ctypes.data, counts.ctypes.data, counts[1].ctypes.data, sums.ctypes.data, len(slots),
-            self._kinds, _IN_FLIGHT, MOST_DRAFTS, step, len(_FADES), _ROW_KEEPS,
+            _FADES_AT, source_at, at, at + 8 * cells, at + 16 * cells, source_at + 8 * rows, rows, self.kinds, _IN_FLIGHT,
+            MOST_DRAFTS, step, len(_FADES), _ROW_KEEPS,
         )
-        promised, kept = sums.tolist()
-        return Outcome(source, counts[0], counts[1], promised, int(kept))
+        tried, own = numbers[: 2 * cells].reshape(2, 2 * self.kinds, MOST_DRAFTS)
+        right_by, source = numbers[2 * cells : 2 * cells + MOST_DRAFTS], numbers[-rows - 4 : -4]
+        promised, kept, total, right = numbers[-4:].view(np.float64).tolist()
+        return Outcome(source, tried, own, promised, int(kept), int(total), int(right), right_by)
 
     def outcome_reference(self, slots: np.ndarray, width: np.ndarray, accepted: np.ndarray, step: int) -> Outcome:
         """The same in numpy, where there is no native library."""
+        every = int(width.sum()), int(accepted.sum()), beyond(accepted, MOST_DRAFTS)
         there = (slots >= 0) & (self.waiting[slots] > 0)
         slots, width, accepted = slots[there], width[there], accepted[there]
-        source, counts = np.full(len(there), -1, np.int64), np.zeros((2, 2 * self._kinds, MOST_DRAFTS), np.int64)
+        source, counts = np.full(len(there), -1, np.int64), np.zeros((2, 2 * self.kinds, MOST_DRAFTS), np.int64)
         if not len(slots):
-            return Outcome(source, counts[0], counts[1], 0.0, 0)
+            return Outcome(source, counts[0], counts[1], 0.0, 0, *every)
         own, expected = self.arrive(slots)
         source[there] = own
         for number in set(own.tolist()):
@@ -197,7 +220,7 @@ class RowRecords:
             counts[1, number] = beyond(accepted[mine], MOST_DRAFTS)
         self.count(slots, own >> 1, width, accepted, step)
         kept = int(accepted[expected > 0].sum())
-        return Outcome(source, counts[0], counts[1], float(expected.cumsum()[-1]), kept)
+        return Outcome(source, counts[0], counts[1], float(expected.cumsum()[-1]), kept, *every)
 
     def _found_at(self) -> list[int]:
         tables = (self.tried, self.accepted, self._step, self._source, self._expected, self.waiting)
@@ -237,16 +260,19 @@ class Acceptance:
     def count(self, source: Source, tried: np.ndarray, accepted: np.ndarray) -> None:
         """Drafts have come back: by position, those whose predecessors were all accepted, and those that were accepted, too."""
         counts = self._of(source)
-        counts.tried += tried
-        counts.accepted += accepted
+        for place, (number, right) in enumerate(zip(tried.tolist(), accepted.tolist(), strict=True)):
+            if not number:                               # nor behind it
+                break
+            counts.tried[place] += number
+            counts.accepted[place] += right
         counts.rates = None
 
     def renew(self, source: Source, tried: float, accepted: float) -> None:
         """It has changed: of what was counted little is kept, and this comes to it, of the first position."""
         counts = self._of(source)
-        keep = min(1.0, _RENEWED / max(float(counts.tried[0]), 1e-9))
-        counts.tried *= keep
-        counts.accepted *= keep
+        keep = min(1.0, _RENEWED / max(counts.tried[0], 1e-9))
+        counts.tried = [keep * each for each in counts.tried]
+        counts.accepted = [keep * each for each in counts.accepted]
         counts.tried[0] += tried
         counts.accepted[0] += accepted
         counts.rates = None
@@ -255,9 +281,6 @@ class Acceptance:
         """float [positions]: the chance of each draft, given that those before it are accepted."""
         counts = self._of(source)
         if counts.rates is None:
-            full = counts.tried > _REMEMBERED
-            counts.tried[full] /= 2
-            counts.accepted[full] /= 2
             counts.rates = self._calculated(source, counts)
         return counts.rates
 
@@ -269,17 +292,21 @@ class Acceptance:
     def _of(self, source: Source) -> _Counts:
         counts = self._counts.get(source)
         if counts is None:
-            counts = self._counts[source] = _Counts(np.zeros(self._positions), np.zeros(self._positions))
+            counts = self._counts[source] = _Counts([0.0] * self._positions, [0.0] * self._positions)
         return counts
 
     def _calculated(self, source: Source, counts: _Counts) -> np.ndarray:
         rate, weight = _PRIORS.get(source.name, _BY_EVIDENCE)[source.evidence], _PRIOR_WEIGHT
-        rates, known = [], 1 + int(counts.tried.nonzero()[0].max(initial=0))
-        for tried, accepted in zip(counts.tried[:known].tolist(), counts.accepted[:known].tolist(), strict=True):
-            rate = (accepted + weight * rate) / (tried + weight)
+        rates = np.empty(self._positions)
+        for place, (tried, accepted) in enumerate(zip(counts.tried, counts.accepted, strict=True)):
+            if not tried and place:
+                rates[place:] = rate                     # where nothing was counted: as the one before
+                break
+            if tried > _REMEMBERED:
+                tried, accepted = counts.tried[place], counts.accepted[place] = tried / 2, accepted / 2
+            rates[place] = rate = (accepted + weight * rate) / (tried + weight)
             weight = _POSITION_WEIGHT
-            rates.append(rate)
-        return np.array(rates + [rate] * (self._positions - known))      # where nothing was counted: as the one before
+        return rates
 
 
 def survival(

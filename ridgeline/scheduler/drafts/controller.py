@@ -25,21 +25,24 @@ import numpy as np
 from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
-from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources, beyond, survival
-from ridgeline.scheduler.drafts.offer import EVIDENCE, Paths, Proposer
+from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources
+from ridgeline.scheduler.drafts.offer import Paths, Proposer
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.watch import Watch
+from ridgeline.scheduler.drafts.weighing import Offers, Weighing, best_of_each_row, by_chance, cut, joined
 from ridgeline.scheduler.sequence import Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
 _PROBE = 4                           # drafts of such a step, or …
 _PROBE_SHARE = 8                     # … one for each eighth row, …
 _PROBE_COST = 1.25                   # … if it takes no longer than that, relative to one without; one otherwise
-_FIRST = 2                           # drafts of a row before any came back, unless much speaks for them
 _LEAST_CHANCE = 0.02                 # a draft below it is not verified, even where padding makes it free
-_GAIN = 1.01                         # drafts must promise this much more than none
-_OFF_EVERY = 500                     # steps with drafts before one without is taken, to measure it again
+_GAIN = 1.02                         # drafts must promise this much more than none
+_OFF_SOON = 16                       # steps with drafts, at least, before some without are taken, to measure these again: …
+_OFF_RUN = 3                         # … that many, of which the last shows what steps without drafts take, …
+_OFF_COST = 0.003                    # … as soon as they cost no more of the time than that, but …
+_OFF_LATEST = 500                    # … no later than this
 _CURIOUS_EVERY = 32                  # steps: then sizes that were never measured …
 _CURIOSITY = 1.1                     # … are taken for that much faster, and so one after the other is tried
 _PATIENCE = 8                        # steps in vain, and again as many, and again …
@@ -63,7 +66,9 @@ class _Search:
     last_drafted: int = 0            # the step in which there were some …
     in_vain: int = 0                 # … and how often they were looked for since
     skipped: int = 0                 # steps in which they were not looked for, since they were
-    last_off: int = 0                # the step that was to measure one without drafts
+    last_off: int = 0                # the step that was to measure those without drafts, and …
+    off_left: int = 0                # … how many of these are to come
+    quiet: int = 0                   # plans since drafts were looked for
     probing: bool = False            # does the newest step with drafts have them only to learn?
     watch: Watch = field(default_factory=Watch)
 
@@ -92,6 +97,7 @@ class Controller:
         self._adaptive = adaptive
         self._sources = Sources(each.name for each in self.proposers)
         self._records = RowRecords(self._sources.kinds, native)
+        self._weighing = Weighing(self._records, self._sources, self.acceptance, native, adaptive)
         self._honesty = Honesty()
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
@@ -110,6 +116,7 @@ class Controller:
         """Looking for drafts takes the host's time. Where there were none for long, it does not look in every step."""
         if self._adaptive and not self._search.due():
             self._step += 1
+            self._search.quiet += 1
             return False
         return True
 
@@ -120,6 +127,7 @@ class Controller:
 
     def _plan(self, rows: DecodingRows) -> Drafts | None:
         self._step += 1
+        self._search.quiet += 1
         if rows.room <= 0 or not np.count_nonzero(rows.most):
             return None
         if self._adaptive and not self._knows_off(len(rows.sequences), rows.keys):
@@ -132,23 +140,25 @@ class Controller:
         if self._adaptive and not probing and not self._could_pay(rows):
             self._watch_some(rows)
             return None
+        self._search.quiet = 0
         offers = self._offers(rows, self.proposers)
         if offers is None:
             return None
-        chances = self._chances(offers)
         if len(self.proposers) > 1:
-            offers, chances = _best_of_each_row(offers, chances, self._pass_share(len(rows.sequences), rows.keys))
-        width = self._widths(rows, offers, chances, probing)
+            offers = best_of_each_row(offers, self._pass_share(len(rows.sequences), rows.keys))
+        width = self._widths(rows, offers, probing)
         self._watch_others(rows, offers, width)
         if not np.count_nonzero(width):
             self._honesty.count(0.0, 0)
             return None
         self._search.last_drafted = self._step
-        return self._drafts(rows, offers, chances, width)
+        if self._off_is_due(rows, offers, width):
+            self._search.off_left = _OFF_RUN
+        return self._drafts(rows, offers, width)
 
     def _offers(
         self, rows: DecodingRows, proposers: Several[Proposer], places: list[int] | None = None
-    ) -> _Offers | None:
+    ) -> Offers | None:
         """Of these proposers, for each row that may have drafts, or only those at `places`."""
         allowed = np.minimum(rows.most, self._most)
         if places is not None:
@@ -162,7 +172,7 @@ class Controller:
             if paths is None:
                 continue
             if rows.constrained:
-                _cut(paths, {place: rows.sequences[place] for place in rows.constrained})
+                cut(paths, {place: rows.sequences[place] for place in rows.constrained})
             pending = rows.pending[paths.places]
             enough = paths.ends > pending
             if np.count_nonzero(enough) < len(enough):
@@ -171,47 +181,42 @@ class Controller:
                 found.append((paths, self._sources.number(number, paths.evidence, pending > 0)))
         if not found:
             return None
-        paths, source = found[0] if len(found) == 1 else _joined(found)
-        return self._arranged(rows, allowed, paths, source)
+        paths, source = found[0] if len(found) == 1 else joined(found)
+        return self._weighing.weigh(rows, allowed, paths, source, self._step)
 
-    def _arranged(self, rows: DecodingRows, allowed: np.ndarray, paths: Paths, source: np.ndarray) -> _Offers:
-        records, places = self._records, paths.places
-        slots = records.slots(rows.sequences)
-        if len(places) < len(slots) or len(self.proposers) > 1:
-            slots, allowed, pending = slots[places], allowed[places], rows.pending[places]
-        else:
-            pending = rows.pending
-        if np.count_nonzero(pending) < len(pending):
-            records.waiting[slots[pending == 0]] = 0     # nothing is in flight: blocks were short, or memory ran out
-        tried, accepted = records.fade(slots, source >> 1, self._step)
-        length = np.minimum(paths.ends - pending, allowed)
-        on_device = source >= self._sources.first_on_device
-        if self._adaptive and np.count_nonzero(tried) < len(tried):      # a draft model is alike for all rows
-            new = (tried == 0) & (paths.evidence < EVIDENCE - 1) & ~on_device
-            length = np.where(new, np.minimum(length, _FIRST), length)
-        return _Offers(paths, length, source, slots, tried, accepted, on_device)
-
-    def _chances(self, offers: _Offers) -> np.ndarray:
-        """float [offers, positions]"""
-        positions, found = int(offers.length.max()), sorted(set(offers.source.tolist()))
-        rates = np.array([self.acceptance.rates(self._sources.listed[number])[:positions] for number in found])
-        rates = rates[np.searchsorted(found, offers.source)] if len(found) > 1 else rates
-        return survival(rates, offers.tried, offers.accepted, offers.length, self._records.native)
-
-    def _widths(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, probing: bool) -> np.ndarray:
+    def _widths(self, rows: DecodingRows, offers: Offers, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""
         count = len(rows.sequences)
         if not self._adaptive:
             lengths = np.zeros(count, np.int64)
             lengths[offers.places] = offers.length
             return np.minimum(lengths, np.maximum(0, rows.room - (np.cumsum(lengths) - lengths)))
-        chosen = self._best(chances, self._honesty.share, rows, self._made_for(rows, offers))
+        made_for = self._made_for(rows, offers)
+        if made_for is None and self._weighing.native is not None:
+            width = self._best_widths(offers, rows)
+            if not probing or np.count_nonzero(width):
+                self._search.probing = False
+                return width
+            chosen = np.zeros(0, np.int64)
+        else:
+            chosen = self._best(offers.chances, self._honesty.share, rows, made_for)
         self._search.probing = probing and not len(chosen)
         if self._search.probing:
-            order = _ordered(chances, 0.0)[: rows.room]
+            order = by_chance(offers.chances, 0.0)[: rows.room]
             chosen = order[: self._probe_size(count, rows.keys, len(order))]
             self.counters.probes += 1
-        return np.bincount(offers.places[chosen // chances.shape[1]], minlength=count)
+        return np.bincount(offers.places[chosen // offers.chances.shape[1]], minlength=count)
+
+    def _best_widths(self, offers: Offers, rows: DecodingRows) -> np.ndarray:
+        """_best() in one native call, where the draft model makes no drafts."""
+        count, times = len(rows.sequences), self.times
+        bounds = times.bounds(count, min(self._most, int(rows.most.max())) + 1)
+        curiosity = _CURIOSITY if self._step % _CURIOUS_EVERY == 0 else 1.0
+        promised = _GAIN * count / times.seconds(count, rows.keys)
+        tables = times.tables(bounds, rows.keys)
+        return self._weighing.best_widths(
+            offers, tables, count, rows.room, self._honesty.share, _LEAST_CHANCE, promised, curiosity
+        )
 
     def _probe_size(self, rows: int, keys: int, most: int) -> int:
         """Drafts of a probe: several, but one only where each costs much of a step."""
@@ -221,16 +226,18 @@ class Controller:
         return min(most, max(_PROBE, rows // _PROBE_SHARE), int(affordable[-1]) if len(affordable) else 1)
 
     def _best(
-        self, chances: np.ndarray, honesty: float, rows: DecodingRows, made_for: list[Sequence | None] | None = None
+        self, chances: np.ndarray, honesty: float, rows: DecodingRows, made_for: list[Sequence | None] | None = None,
+        curious: bool = False,
     ) -> np.ndarray:
         """The drafts that promise the most tokens a second, as places in the flat `chances` [offers, positions]; or none.
-        `made_for`: of each offer its row, if the draft model is to make the drafts; None: it makes none.
+        `made_for`: of each offer its row, if the draft model is to make the drafts; None: it makes none. `curious`: as in steps
+        that try what is not sure.
 
         A graph with room for many queries of a row takes longer. So for each bound of queries the best drafts within it
         compete. Padding is free: only numbers that fill a size are compared, and all drafts there are.
         """
         count, positions, times = len(rows.sequences), chances.shape[1], self.times
-        order, flat = _ordered(chances, _LEAST_CHANCE), honesty * chances.ravel()
+        order, flat = by_chance(chances, _LEAST_CHANCE), honesty * chances.ravel()
         best, promised = order[:0], _GAIN * count / times.seconds(count, rows.keys)
         for bound in times.bounds(count, min(self._most, int(rows.most.max())) + 1):
             kept = (order if bound > positions else order[order % positions < bound - 1])[: rows.room]
@@ -239,14 +246,16 @@ class Controller:
             if small is not None and made_for is not None:
                 choices = small.choices(count, made_for, kept, positions)
             for some, costs in choices:
-                number, rate = self._best_number(flat[some], count, table, costs)
+                number, rate = self._best_number(flat[some], count, table, costs, curious or self._step % _CURIOUS_EVERY == 0)
                 if rate > promised:
                     best, promised = some[:number], rate
             if bound > positions:
                 break
         return best
 
-    def _best_number(self, gained: np.ndarray, rows: int, table: Table, costs: np.ndarray | None) -> tuple[int, float]:
+    def _best_number(
+        self, gained: np.ndarray, rows: int, table: Table, costs: np.ndarray | None, curious: bool
+    ) -> tuple[int, float]:
         """How many of these drafts, and the tokens a second that they promise. `gained`: tokens expected of each; `costs`:
         seconds of a draft model for the first 1, 2, … of them."""
         first, last = table.sizes.searchsorted((rows + 1, rows + len(gained))).tolist()
@@ -257,14 +266,14 @@ class Controller:
         if costs is not None:
             seconds = seconds + costs[numbers - 1]
         rates = (rows + gained.cumsum()[numbers - 1]) / seconds
-        if self._step % _CURIOUS_EVERY == 0:
+        if curious:
             rates = np.where(table.sure[first : last + 1], rates, _CURIOSITY * rates)
         place = int(rates.argmax())
         return int(numbers[place]), float(rates[place])
 
-    def _made_for(self, rows: DecodingRows, offers: _Offers) -> list[Sequence | None] | None:
+    def _made_for(self, rows: DecodingRows, offers: Offers) -> list[Sequence | None] | None:
         """Of each offer its row, if the draft model is to make the drafts; None: it makes none."""
-        if not np.count_nonzero(offers.on_device):
+        if not offers.has_some_on_device:
             return None
         places, own = offers.places.tolist(), offers.on_device.tolist()
         return [rows.sequences[place] if mine else None for place, mine in zip(places, own, strict=True)]
@@ -275,11 +284,27 @@ class Controller:
         return 0.0 if small is None else small.pass_seconds(rows) / self.times.seconds(rows, keys)
 
     def _knows_off(self, rows: int, keys: int) -> bool:
-        """Was a step without drafts measured at this size, and not too long ago? All gains are relative to it."""
-        if self._step - self._search.last_off < _OFF_EVERY and self.times.measured(rows, keys):
+        """Were steps without drafts measured at this size, and not too long ago? All gains are relative to them."""
+        search = self._search
+        if not self.times.measured(rows, keys) or self._step - search.last_off >= _OFF_LATEST:
+            search.off_left = max(search.off_left, _OFF_RUN)
+        if not search.off_left:
             return True
-        self._search.last_off = self._step
+        search.last_off, search.off_left = self._step, search.off_left - 1
         return False
+
+    def _off_is_due(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> bool:
+        """A GPU's clock, and what else the host does, change the time of steps with and without drafts. Where drafts gain little,
+        steps without cost little, and are measured often."""
+        since, count = self._step - self._search.last_off, len(rows.sequences)
+        if not self._adaptive or since < _OFF_SOON:
+            return False
+        own = width[offers.places]
+        gained = self._honesty.share * float((offers.chances * (np.arange(offers.chances.shape[1]) < own[:, None])).sum())
+        table = self.times.table(self.times.bound(count, 1 + int(width.max())), rows.keys)
+        place = min(int(table.sizes.searchsorted(count + int(width.sum()))), len(table.sizes) - 1)
+        gain = (1 + gained / count) * self.times.seconds(count, rows.keys) / float(table.seconds[place])
+        return since * _OFF_COST >= _OFF_RUN * (1 - 1 / gain)
 
     def _could_pay(self, rows: DecodingRows) -> bool:
         """Would drafts pay if every row had as many as it may, all as good as the best that were counted? If not, no proposer is
@@ -293,9 +318,9 @@ class Controller:
         return pays
 
     def _would_pay(self, rows: DecodingRows, chance: float) -> bool:
-        """If each draft were right with this chance."""
+        """If each draft were right with this chance, and what is not sure as fast as it is hoped to be."""
         chances = chance ** np.arange(1, self._most + 1)
-        return len(self._best(np.tile(chances, (len(rows.sequences), 1)), 1.0, rows)) > 0
+        return len(self._best(np.tile(chances, (len(rows.sequences), 1)), 1.0, rows, curious=True)) > 0
 
     # -- learning without drafts -----------------------------------------------------------------------------------------
 
@@ -308,7 +333,7 @@ class Controller:
         if offers is not None:
             self._watch_others(rows, offers, np.zeros(len(rows.sequences), np.int64))
 
-    def _watch_others(self, rows: DecodingRows, offers: _Offers, width: np.ndarray) -> None:
+    def _watch_others(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> None:
         """Offers of rows that have no drafts in this step: each step begins with another, so that all have their turn."""
         watch = self._search.watch
         if not self._adaptive or watch.room <= 0 or np.count_nonzero(width) == len(offers.places):
@@ -344,30 +369,21 @@ class Controller:
             watch.forget(number)
             self._looked = 0, 0, 0, False
 
-    def _drafts(self, rows: DecodingRows, offers: _Offers, chances: np.ndarray, width: np.ndarray) -> Drafts:
+    def _drafts(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> Drafts:
         if self._search.watch.busy:
             self._search.watch.drop(rows.sequences[place] for place in np.flatnonzero(width).tolist())
-        own = width[offers.places]
-        if np.count_nonzero(own) < len(own):
-            some = own.nonzero()[0]
-            offers, chances, own = offers.of(some), chances[some], own[some]
-        if self._adaptive:
-            expected = (chances * (np.arange(chances.shape[1]) < own[:, None])).sum(axis=1)
-            expected *= offers.tried > 0                 # what is believed of a new row is no promise
-        else:
-            expected = np.zeros(len(own))
-        self._records.send(offers.slots, offers.source, expected)
-        reach = int((width + rows.pending).max())
-        tokens = offers.paths.tokens[:, :reach]
-        if len(own) < len(width) or tokens.shape[1] < reach:
+        self._weighing.send(offers, width, self._adaptive)
+        reach, tokens = int((width + rows.pending).max()), offers.paths.tokens
+        if len(offers.places) < len(width) or tokens.shape[1] < reach or offers.num_offering(width) < len(offers.places):
+            some = width[offers.places].nonzero()[0]
             tokens = np.full((len(width), reach), -1, np.int32)
-            tokens[offers.places, : offers.paths.tokens.shape[1]] = offers.paths.tokens[:, :reach]
+            tokens[offers.places[some], : offers.paths.tokens.shape[1]] = offers.paths.tokens[some, :reach]
         on_device = self._made_there(rows, offers, width)
         if on_device is not None and on_device[width > 0].all():
             return Drafts(width.astype(np.int32), None, on_device)
-        return Drafts(width.astype(np.int32), tokens, on_device)
+        return Drafts(width.astype(np.int32), tokens[:, :reach], on_device)
 
-    def _made_there(self, rows: DecodingRows, offers: _Offers, width: np.ndarray) -> np.ndarray | None:
+    def _made_there(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> np.ndarray | None:
         """bool [D]: rows whose drafts the draft model makes; None: it makes none."""
         small, made_for = self._small, self._made_for(rows, offers)
         if small is None or made_for is None:
@@ -384,16 +400,16 @@ class Controller:
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         counters, came = self.counters, self._records.outcome(self._records.known(sequences), width, accepted, self._step)
         counters.drafts += len(width)
-        counters.draft_tokens += int(width.sum())
-        counters.accepted_tokens += int(accepted.sum())
-        counters.accepted_per_position += beyond(accepted, MOST_DRAFTS)
+        counters.draft_tokens += came.total
+        counters.accepted_tokens += came.right
+        counters.accepted_per_position += came.right_by
         for number in came.tried[:, 0].nonzero()[0].tolist():
             known = self._sources.listed[number]
             self.acceptance.count(known, came.tried[number], came.accepted[number])
             if known.name == "prediction":
                 self._count_predicted(sequences, came.source == number, accepted, width - accepted)
         self._honesty.count(came.promised, came.kept)
-        if self._search.probing and len(width) and not np.count_nonzero(accepted != width):
+        if self._search.probing and len(width) and came.right == came.total:
             self._search.last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
 
     def _count_predicted(
@@ -404,7 +420,12 @@ class Controller:
             self._predicted[sequences[place]] = before[0] + int(accepted[place]), before[1] + int(rejected[place])
 
     def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
-        self.times.observe(rows, tokens, queries, keys, seconds)
+        """The time between two results has the host's work for the next step in it, and so the search for drafts. A step without
+        drafts tells what such steps take only if they were not looked for around it."""
+        if queries > 1 or self._search.quiet >= _OFF_RUN or not self.times.measured(rows, keys):
+            self.times.observe(rows, tokens, queries, keys, seconds)
+        else:
+            self.times.passed()
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
         if (small := self._small) is not None and result.typical:
@@ -420,73 +441,3 @@ class Controller:
         self._predicted.pop(sequence, None)
         for proposer in self.proposers:
             proposer.ended(sequence)
-
-
-@dataclass(slots=True)
-class _Offers:
-    """Proposers' offers; several of a row, where there are several proposers."""
-
-    paths: Paths
-    length: np.ndarray               # drafts that the row may verify of them
-    source: np.ndarray               # number of the Source
-    slots: np.ndarray                # of the row's record …
-    tried: np.ndarray                # … and what it says
-    accepted: np.ndarray
-    on_device: np.ndarray            # bool: the draft model is to make them
-
-    @property
-    def places(self) -> np.ndarray:
-        return self.paths.places
-
-    def of(self, chosen: np.ndarray) -> _Offers:
-        return _Offers(
-            self.paths.of(chosen), self.length[chosen], self.source[chosen], self.slots[chosen], self.tried[chosen],
-            self.accepted[chosen], self.on_device[chosen],
-        )
-
-
-def _cut(paths: Paths, constrained: dict[int, Sequence]) -> None:
-    """What a grammar refuses could never be accepted."""
-    for number, place in enumerate(paths.places.tolist()):
-        sequence = constrained.get(place)
-        if sequence is not None and sequence.matcher is not None:
-            end = paths.ends[number] = sequence.matcher.allowed(paths.tokens[number, : paths.ends[number]].tolist())
-            paths.tokens[number, end:] = -1
-
-
-def _joined(found: list[tuple[Paths, np.ndarray]]) -> tuple[Paths, np.ndarray]:
-    """Several proposers' offers, row by row; of a row in the order of the proposers."""
-    places = np.concatenate([paths.places for paths, _ in found])
-    reach = max(paths.tokens.shape[1] for paths, _ in found)
-    tokens, first = np.full((len(places), reach), -1, np.int32), 0
-    for paths, _ in found:
-        tokens[first : first + len(paths.places), : paths.tokens.shape[1]] = paths.tokens
-        first += len(paths.places)
-    ends, evidence = (np.concatenate([getattr(paths, name) for paths, _ in found]) for name in ("ends", "evidence"))
-    order = np.argsort(places, kind="stable")
-    return Paths(places, tokens, ends, evidence).of(order), np.concatenate([source for _, source in found])[order]
-
-
-def _best_of_each_row(offers: _Offers, chances: np.ndarray, pass_share: float) -> tuple[_Offers, np.ndarray]:
-    """The offer with the most drafts that are expected to survive; of equals the first proposer's. A draft model takes time: each
-    of its drafts costs `pass_share` of a token, which a step without drafts would say meanwhile."""
-    places = offers.places
-    if (places[1:] > places[:-1]).all():                 # one each
-        return offers, chances
-    survive, made = chances.sum(axis=1), offers.on_device
-    if made.any():
-        paid = np.cumsum(chances[made], axis=1) - pass_share * np.arange(1, chances.shape[1] + 1)
-        survive[made] = paid.max(axis=1)
-    order = np.lexsort((-survive, places))
-    ranked = places[order]
-    first = np.ones(len(order), bool)
-    first[1:] = ranked[1:] != ranked[:-1]
-    chosen = order[first]
-    return offers.of(chosen), chances[chosen]
-
-
-def _ordered(chances: np.ndarray, least: float) -> np.ndarray:
-    """Places in the flat array with a chance above `least`, the best first; of equals the earlier position: rows get prefixes."""
-    flat = chances.ravel()
-    order = (-flat).argsort(kind="stable")
-    return order[: int(np.count_nonzero(flat > least))]

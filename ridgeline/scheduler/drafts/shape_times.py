@@ -11,13 +11,15 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ridgeline.sizes.graph_shapes import GraphShapes, most_queries
 
 _REMEMBERED = 7                      # steps of each shape, whose median counts: a slow one (a graph captured) does not
+_STALE = 200                         # steps after which what a shape took is forgotten: a GPU's clock changes with its heat …
+_LOOK = 32                           # … and after which it is looked for what is to be forgotten
 _SURE = 3                            # steps after which a shape's time is believed: the first may have been slow by chance
 _SAME = 0.02                         # a median that changes by less is the same
 _EVERY = 32                          # without captured sizes each number of tokens up to it is a shape; beyond, an eighth more
@@ -30,7 +32,20 @@ _DIP = 0.95                          # between two sizes: of the line between th
 _STEEP = 0.1                         # below the smallest: growth with the size, at least
 
 Model = Callable[[int, int], float]  # (tokens, keys) -> seconds, roughly: only its proportions matter once steps were measured
-_Measured = dict[int, dict[int, deque[float]]]           # by bound of queries, then by size
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What steps of one shape took."""
+
+    newest: int = 0                  # the last step of this shape, counted among all steps
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    def median(self) -> float:
+        return sorted(self.seconds)[len(self.seconds) // 2]
+
+
+_Measured = dict[int, dict[int, _Shape]]                 # by bound of queries, then by size
 
 
 @dataclass(slots=True)
@@ -40,6 +55,18 @@ class Table:
     sizes: np.ndarray                # int64: tokens, ascending
     seconds: np.ndarray
     sure: np.ndarray                 # bool: measured, and more than once
+
+
+@dataclass(slots=True)
+class Tables:
+    """The tables of several bounds, as bytes, for native code."""
+
+    bounds: bytes
+    sizes: bytes                     # of all of them
+    seconds: bytes
+    sure: bytes
+    num_bounds: int
+    num_sizes: int
 
 
 class ShapeTimes:
@@ -52,28 +79,48 @@ class ShapeTimes:
         self._plain = graphs.decodes if graphs is not None else every
         self._drafted = graphs.draft_tokens if graphs is not None else every
         self._measured: dict[int, _Measured] = {}        # by keys (bits of their number)
+        self._steps = 0                                  # that have passed
         self._models: dict[tuple[int, bool], np.ndarray] = {}        # what the model says, by keys and whether there are drafts
         self._bounds: dict[tuple[int, int], list[int]] = {}          # what bounds() said, by rows and most
+        self._queries: dict[tuple[int, int], int] = {}   # what bound() said, by rows and queries
         self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
+        self._tables: dict[int, tuple[list[int], Tables]] = {}       # what tables() said last, by keys
 
     def observe(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
         """A step of so many rows and tokens, at most `queries` of a row."""
+        self.passed()
         bound = self.bound(rows, queries)
         sizes = self._sizes(bound)
         if seconds <= 0 or tokens > sizes[-1]:
             return
         bits, size = keys.bit_length(), _fitting(sizes, tokens)
-        measured = self._measured.setdefault(bits, {}).setdefault(bound, {}).setdefault(size, deque(maxlen=_REMEMBERED))
-        measured.append(seconds)
+        shape = self._measured.setdefault(bits, {}).setdefault(bound, {}).setdefault(size, _Shape())
+        if self._is_stale(shape):
+            shape.seconds.clear()
+        shape.newest = self._steps
+        shape.seconds.append(seconds)
         table = self._known.get(bits, {}).get(bound)
         place = bisect.bisect_left(sizes, size)
-        sure = len(measured) >= _SURE
-        if table is None or table.sure[place] != sure or abs(_median(measured) / table.seconds[place] - 1) > _SAME:
+        sure = len(shape.seconds) >= _SURE
+        if table is None or table.sure[place] != sure or abs(shape.median() / table.seconds[place] - 1) > _SAME:
             self._known.pop(bits, None)                  # what was estimated from it is wrong now
+            self._tables.clear()
+
+    def passed(self) -> None:
+        """A step has passed, measured or not."""
+        self._steps += 1
+        if self._steps % _LOOK == 0:
+            self._known.clear()
+            self._tables.clear()
 
     def bound(self, rows: int, queries: int) -> int:
         """The most queries of a row that the graph of such a step is made for."""
-        return PLAIN if queries == 1 or self._graphs is None else self._graphs.draft_queries(rows, queries)
+        if queries == 1 or self._graphs is None:
+            return PLAIN
+        known = self._queries.get((rows, queries))
+        if known is None:
+            known = self._queries[rows, queries] = self._graphs.draft_queries(rows, queries)
+        return known
 
     def bounds(self, rows: int, most: int) -> list[int]:
         """All that steps with drafts may have, at most `most` queries of a row; ascending."""
@@ -112,6 +159,19 @@ class ShapeTimes:
             known[bound] = self._estimated(bound, keys)
         return known[bound]
 
+    def tables(self, bounds: list[int], keys: int) -> Tables:
+        """Of bounds that steps with drafts may have."""
+        bits = keys.bit_length()
+        known = self._tables.get(bits)
+        if known is not None and known[0] == bounds:
+            return known[1]
+        found = [self.table(bound, keys) for bound in bounds]
+        seconds, sure = (b"".join(getattr(each, name).tobytes() for each in found) for name in ("seconds", "sure"))
+        sizes, listed = found[0].sizes.astype(np.int64), np.array(bounds, np.int64)
+        made = Tables(listed.tobytes(), sizes.tobytes(), seconds, sure, len(found), len(sizes))
+        self._tables[bits] = bounds, made
+        return made
+
     def _sizes(self, bound: int) -> list[int]:
         return self._plain if bound == PLAIN else self._drafted
 
@@ -127,16 +187,26 @@ class ShapeTimes:
                 return Table(sizes, model, np.zeros(len(sizes), bool))
             measured = self._measured[near]
             scale = model / self._modelled(bound, near)          # other keys: what the model says they change
-        points = {size: _median(each) for own in sorted(measured) if own <= bound for size, each in measured[own].items()}
+        measured = self._fresh(measured)
+        points = {size: each.median() for own in sorted(measured) if own <= bound for size, each in measured[own].items()}
         slower: dict[int, float] = {}
         for own in sorted(measured, reverse=True):
-            slower.update({size: _DIP * _median(each) for size, each in measured[own].items() if own > bound})
+            slower.update({size: _DIP * each.median() for size, each in measured[own].items() if own > bound})
         seconds = self._between(points or slower, sizes, model, bits)
         mine = measured.get(bound, {})
         for size in slower.keys() - mine.keys():
             seconds[sizes == size] = np.minimum(seconds[sizes == size], slower[size])
-        sure = _among(sizes, np.array(sorted(size for size, each in mine.items() if len(each) >= _SURE and not unsure)))
+        sure = _among(sizes, np.array(sorted(size for size, each in mine.items() if len(each.seconds) >= _SURE and not unsure)))
         return Table(sizes, seconds * scale, sure)
+
+    def _is_stale(self, shape: _Shape) -> bool:
+        """Without graphs, on a CPU, nothing is: there are hundreds of shapes, and to try them again costs more than it tells."""
+        return self._graphs is not None and self._steps - shape.newest > _STALE
+
+    def _fresh(self, measured: _Measured) -> _Measured:
+        """Without what is stale; all of it, if everything is."""
+        found = {bound: {size: each for size, each in own.items() if not self._is_stale(each)} for bound, own in measured.items()}
+        return found if any(found.values()) else measured
 
     def _between(self, points: dict[int, float], sizes: np.ndarray, model: np.ndarray, bits: int) -> np.ndarray:
         """By the sizes that were measured."""
@@ -180,7 +250,3 @@ def _geometric(most: int) -> list[int]:
     while sizes[-1] < most:
         sizes.append(sizes[-1] + sizes[-1] // 8)
     return sizes
-
-
-def _median(values: deque[float]) -> float:
-    return sorted(values)[len(values) // 2]

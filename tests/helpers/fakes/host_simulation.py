@@ -18,6 +18,7 @@ from fake_runner import FakeRunner, expected_answer, following, stamp
 from ridgeline.cache.manager import KVManager, SequenceBlocks
 from ridgeline.cache.prefix_cache import Node
 from ridgeline.messages import Request, StepPlan, TokenDelta
+from ridgeline.ops.cpu import native
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.policy import StaticBatching
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -47,6 +48,7 @@ class Setup:
     eos: frozenset[int] = frozenset({3})
     fail_tokens: tuple[int, ...] = ()
     alpha: float | None = None                           # chance that a draft is right; None: no drafts
+    native: bool = False                                 # steps that repeat are planned and taken in by native code
 
 
 class Simulation:
@@ -71,6 +73,7 @@ class Simulation:
             self.manager,
             setup.eos,
             admission=StaticBatching() if setup.static else None,
+            native=native.library() if setup.native else None,
         )
         if setup.alpha is not None:
             self.scheduler.drafter = DialDrafter(

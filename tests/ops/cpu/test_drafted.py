@@ -10,17 +10,20 @@ import pytest
 import torch
 
 from ridgeline.bench.workload.host_drafts import Dial
-from ridgeline.draft_options import MOST_DRAFTS
+from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
 from ridgeline.messages import Request, StepPlan
 from ridgeline.ops.cpu import native
 from ridgeline.runner.row_tables import Guesses, RowTables, spread_reference
-from ridgeline.runner.verify import Positions, lay_out_guesses
+from ridgeline.runner.verify import Planned, Positions, drafted_tokens, lay_out_guesses, take_back
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows
-from ridgeline.scheduler.drafts.acceptance import RowRecords, survival
+from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Sources, survival
 from ridgeline.scheduler.drafts.controller import Controller
+from ridgeline.scheduler.drafts.offer import Paths
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.weighing import Weighing, best_of_each_row
 from ridgeline.scheduler.sequence import Sequence, Turn
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes
 
 MAX_ROWS = 12
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
@@ -160,6 +163,107 @@ def test_chances_are_those_of_numpy(seed: int) -> None:
     accepted, lengths = tried * rng.random(offers), rng.integers(1, positions + 1, offers)
     found = survival(rates, tried, accepted, lengths, native.library())
     np.testing.assert_allclose(found, survival(rates, tried, accepted, lengths), rtol=1e-12)
+
+
+def offers_of(rng: np.random.Generator, rows: list[Sequence]) -> tuple[DecodingRows, np.ndarray, Paths, np.ndarray]:
+    """Of two proposers, so that a row may have two; some of them with tokens in flight."""
+    count = len(rows)
+    places = np.sort(rng.choice(np.repeat(np.arange(count), 2), int(rng.integers(1, 2 * count)), replace=False))
+    allowed, pending = rng.integers(1, MOST_DRAFTS + 1, count), rng.integers(0, 3, count)
+    ends = pending[places] + rng.integers(1, 9, len(places))
+    paths = Paths(places, np.full((len(places), int(ends.max())), 7, np.int32), ends, rng.integers(0, 4, len(places)))
+    source = 2 * (paths.evidence + 4 * rng.integers(0, 2, len(places))) + (pending[places] > 0)
+    return DecodingRows(rows, allowed, pending, 200, count, 640 * count), allowed, paths, source
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("seed", range(12))
+def test_offers_are_weighed_and_sent_as_in_numpy(seed: int, adaptive: bool) -> None:
+    rng, rows, sources = np.random.default_rng(seed), sequences(40), Sources(("ngram", DRAFT_MODEL))
+    both = []
+    for library in (native.library(), None):
+        records = RowRecords(sources.kinds, library)
+        both.append((records, Weighing(records, sources, Acceptance(MOST_DRAFTS), library, adaptive)))
+    for step in range(20):
+        asked, allowed, paths, source = offers_of(rng, rows)
+        found = [weighing.weigh(asked, allowed, paths, source, step) for _, weighing in both]
+        for name in ("length", "source", "slots", "tried", "accepted", "chances"):
+            one, other = (getattr(each, name) for each in found)
+            np.testing.assert_allclose(one, other, rtol=1e-12, err_msg=name)
+            assert one.dtype == other.dtype, name
+        chosen = [best_of_each_row(each, 0.1) for each in found]
+        np.testing.assert_array_equal(chosen[0].places, chosen[1].places)
+        width = np.zeros(len(rows), np.int64)
+        width[chosen[0].places] = rng.integers(0, chosen[0].length + 1)
+        width[chosen[0].places[0]] = 1
+        drafted = width.nonzero()[0]
+        accepted = rng.integers(0, width[drafted] + 1)
+        for (records, weighing), own in zip(both, chosen, strict=True):
+            weighing.send(own, width, adaptive)
+            if step % 3:                                 # else the next step is planned before: more are in flight
+                records.outcome(records.known([rows[place] for place in drafted.tolist()]), width[drafted], accepted, step)
+        for name in ("tried", "accepted", "_expected", "waiting", "_source", "_step"):
+            one, other = (getattr(records, name) for records, _ in both)
+            np.testing.assert_allclose(one, other, rtol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_drafts_are_those_of_numpy(seed: int) -> None:
+    rng, rows = np.random.default_rng(seed), sequences(int(np.random.default_rng(seed).integers(1, 60)))
+    times = ShapeTimes(lambda tokens, keys: 3e-3 + 1e-5 * tokens, GraphShapes(64, 8192, MOST_VERIFIED) if seed % 3 else None)
+    for _ in range(30):                                  # times go up and down
+        rows_then, queries = int(rng.integers(1, 64)), int(rng.integers(1, 5))
+        times.observe(rows_then, min(512, rows_then * queries), queries, 640, 1e-3 * (1 + float(rng.random())))
+    controller = Controller([Dial()], times, MOST_DRAFTS, native=native.library())
+    controller._step = 32 * int(seed % 2)                # curious or not
+    asked, allowed, paths, source = offers_of(rng, rows)
+    asked.room = int(rng.integers(1, 200))
+    offers = best_of_each_row(controller._weighing.weigh(asked, allowed, paths, source % 8, 1), 0.0)
+    chances = -np.sort(-rng.random(offers.chances.shape) ** (1 + seed % 4), axis=1)
+    offers.chances = np.round(chances, 1 + seed % 3)     # some are equal
+    offers.chances *= np.arange(offers.chances.shape[1]) < offers.length[:, None]
+    chosen = controller._best(offers.chances, controller._honesty.share, asked)
+    expected = np.bincount(offers.places[chosen // offers.chances.shape[1]], minlength=len(rows))
+    np.testing.assert_array_equal(controller._best_widths(offers, asked), expected)
+
+
+class Said:
+    """What a sampler counts of each row."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self.numbers = np.zeros(len(numbers), [("seed", np.int64), ("index", np.int64)])
+        self.numbers["index"] = numbers
+        index = self.numbers["index"]
+        self.said_at = index.ctypes.data, index.strides[0]
+
+    def said_ahead(self, rows: np.ndarray, counts: np.ndarray) -> None:
+        self.numbers["index"][rows] += counts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_step_brings_is_laid_out_as_in_numpy(seed: int) -> None:
+    found = []
+    for is_native in (True, False):
+        rng = np.random.default_rng(seed)
+        tables = row_tables(rng)
+        tables.native = tables.native if is_native else None
+        plan, places = drafted_plan(rng, tables.length)
+        _, positions = lay_out_guesses(plan, places, tables)
+        stays = tables.stay[plan.rows]
+        tables.stay += rng.random(MAX_ROWS) < 0.2        # other sequences have got these rows meanwhile
+        accepted = rng.integers(0, positions.width + 1)
+        ahead = None if seed % 3 == 0 else rng.random(len(places)) < 0.7
+        planned = Planned(places, positions, stays, rng.integers(50, 99, len(plan.rows)).astype(np.int32), ahead)
+        later = [(rng.permutation(MAX_ROWS)[:5].astype(np.int32), np.full(5, 90, np.int32)) for _ in range(seed % 3)]
+        said, tokens = Said(np.arange(100, 100 + MAX_ROWS)), rng.integers(0, 999, positions.count)
+        failed, counts = rng.random(positions.count) < 0.1, np.zeros(len(plan.rows), np.int32)
+        counts[places] = 1
+        take_back(tables, said, planned, accepted, later)                # type: ignore[arg-type]
+        laid = drafted_tokens(tables.native, planned, accepted, tokens, failed, counts)
+        found.append([tables.length, said.numbers["index"], planned.lengths, *(lengths for _, lengths in later), *laid])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.asarray(one).dtype == np.asarray(other).dtype
 
 
 def test_the_controller_chooses_the_same_with_and_without_native_code() -> None:

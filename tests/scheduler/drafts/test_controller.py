@@ -110,6 +110,29 @@ def test_on_other_staircases_too(rows: int, seconds: object) -> None:
     assert run.rate >= 0.97 * best_rate(rows, 0.8, seconds)      # type: ignore[arg-type]
 
 
+class Spells:
+    """Times as measured, but slower for a while, as of a GPU whose clock falls: all steps from `first` on, `length` of them."""
+
+    def __init__(self, first: int, length: int) -> None:
+        self._slow, self._step = range(first, first + length), 0
+
+    def __call__(self, rows: int, tokens: int, queries: int, context: int) -> float:
+        self._step += 1
+        return as_measured(rows, tokens, queries, context) * (1.25 if self._step in self._slow else 1.0)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.6])
+@pytest.mark.parametrize("first", [30, *(pytest.param(first, marks=pytest.mark.slow) for first in range(40, 200, 20))])
+def test_a_slow_spell_is_forgotten(first: int, alpha: float) -> None:
+    """What some shapes took meanwhile is not held against them, nor for them against steps without drafts."""
+    run = Dial(256, alpha, Spells(first, 12), careful, GRAPHS).run(450)
+    tokens, time = run.tokens, run.time
+    run.run(250)
+    rate = (run.tokens - tokens) / (run.time - time)
+    assert rate >= 0.97 * best_rate(256, alpha, as_measured)
+    assert rate >= 0.98 * expected_rate(256, alpha, 0, as_measured)
+
+
 @pytest.mark.parametrize("alpha", [0.6, 0.8])
 def test_rows_with_many_drafts_are_not_paid_for_by_all(alpha: float) -> None:
     """With 64 rows and their drafts equally good, a few rows with a fourth draft would make the whole step slower."""
