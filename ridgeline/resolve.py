@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.config import EngineConfig, require_text
-from ridgeline.context_room import budget_of, max_model_len_of
 from ridgeline.draft_checkpoint import DraftCheckpoint, draft_checkpoint
 from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
-from ridgeline.kv_options import kv_format
+from ridgeline.kv_options import budget_of, kv_format, max_model_len_of
 from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
 from ridgeline.models.model_config import ModelConfig, checkpoint_dtype, kv_groups, load_model_config
 from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes

@@ -33,6 +33,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import ConfigError
 from ridgeline.messages import Request, StepPlan, StepResult
+from ridgeline.ops.cpu import native
 from ridgeline.process import embedded
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.peaks import MachinePeaks
@@ -146,7 +147,7 @@ def host_step(running: int, steps: int, device: str = "cpu") -> dict[str, Any]:
     groups = [KVGroupSpec((0,), None, BLOCK_SIZE, RECORDED.kv_heads, RECORDED.head_dim)]
     blocks = running * -(-(PROMPT + ANSWER) // BLOCK_SIZE) + 1
     limits = SchedulerLimits(max_rows=running, max_step_tokens=running * PROMPT, max_model_len=PROMPT + ANSWER)
-    scheduler = Scheduler(limits, KVManager(groups, blocks))
+    scheduler = Scheduler(limits, KVManager(groups, blocks), native=native.if_built())
     on_gpu = device == "cuda"
     rows = DeviceRows(
         groups, running, limits.max_model_len, limits.max_step_tokens, int(on_gpu), torch.device(device), RECORDED.heads

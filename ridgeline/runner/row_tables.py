@@ -7,6 +7,7 @@ integers. One extra row is for padding. It has no blocks, so its writes go to bl
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ridgeline.messages import StepPlan
+from ridgeline.native_room import NativeRoom
 from ridgeline.ops.attention.late_positions import late_positions
 from ridgeline.ops.cpu import native
-from ridgeline.process.native_room import NativeRoom
 from ridgeline.runner.staging import Staging
 
 # Block ids in 16 bytes. Kernels have other variants for pointers that are not aligned to those, and none is launched directly.
@@ -39,8 +40,6 @@ class RowTables:
         self._on_cpu = device.type == "cpu"
         self.native = native.if_built()                  # None: what it does is done in numpy
         self._addresses = [each.ctypes.data for each in (self.length, self.num_given, self.blocks)]
-        self.settled_at = self.stay.ctypes.data, self._addresses[0]          # addresses: see verify.take_back
-        self.room = NativeRoom(max_rows)
         on_device = torch.from_numpy(self.blocks)        # on the CPU both are one memory
         self.place_on_device(on_device if self._on_cpu else on_device.to(device))
 
@@ -52,6 +51,11 @@ class RowTables:
     @property
     def num_groups(self) -> int:
         return len(self.blocks)
+
+    @functools.cached_property
+    def settling(self) -> tuple[int, int, NativeRoom]:
+        """For verify.take_back: addresses of stays and lengths, and room for a number of each row."""
+        return self.stay.ctypes.data, self._addresses[0], NativeRoom(len(self.stay))
 
     def apply(self, plan: StepPlan) -> None:
         blocks = self.blocks

@@ -167,7 +167,7 @@ class Runner:
 
     def _has_unknown_lengths(self, newest: _Step | None = None) -> bool:
         """Does the host not know yet what a step in flight before `newest` accepted? It is one step: `depth` is 0 or 1. In a
-        pipeline more are in flight, but none has a row of the next one (bookkeeping.free_rows)."""
+        pipeline more are in flight, but none has a row of the next one (InFlight.free_rows)."""
         if self.model.stage.count > 1:
             return False
         return any(step.work.positions is not None and not step.settled for step in self._steps if step is not newest)

@@ -113,11 +113,12 @@ def take_back(
     that were packed for rows of the largest length."""
     positions, places, ahead = planned.positions, planned.places, planned.at_once
     if tables.native is not None and len(later) < 2:
+        stay, length, room = tables.settling
         behind = (None, None) if not later else (later[0][0].tobytes(), later[0][1].ctypes.data)
         tables.native.settle_drafts(
             places.tobytes(), positions.rows.tobytes(), positions.width.tobytes(), accepted.tobytes(), planned.stays.tobytes(),
-            b"\1" * len(places) if ahead is None else ahead.tobytes(), *tables.settled_at, sampler.said_at[0],
-            planned.lengths.ctypes.data, *behind, tables.room.address, len(places), len(tables.stay), sampler.said_at[1],
+            b"\1" * len(places) if ahead is None else ahead.tobytes(), stay, length, sampler.said_at[0],
+            planned.lengths.ctypes.data, *behind, room.address, len(places), len(tables.stay), sampler.said_at[1],
             0 if not later else len(later[0][0]),
         )
         return

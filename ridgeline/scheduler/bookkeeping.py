@@ -121,6 +121,17 @@ class InFlight:
             if sequence.matcher is not None and not sequence.finished and tokens[place] not in sequence.stop_ids
         ]
 
+    @staticmethod
+    def free_rows(flights: Iterable[InFlight], rows: np.ndarray, need: np.ndarray, limits: SchedulerLimits) -> np.ndarray:
+        """bool [R], in a pipeline: rows that may compute although steps are in flight. A row whose newest token is sampled in
+        one of them may not. Of those that decode, each step takes an even part, so that all stages have work."""
+        busy = np.zeros(limits.max_rows, bool)
+        for flight in flights:
+            busy[flight.rows[flight.sampled]] = True
+        decodes = (need == 1) & ~busy[rows]
+        most = -(-len(rows) // limits.stages)
+        return np.asarray(~busy[rows] & (~decodes | (np.cumsum(decodes) <= most)))
+
     def samples(self, row: int, stay: np.ndarray) -> bool:
         """Does it bring tokens of the sequence that has this row now?"""
         place = np.flatnonzero(self.rows == row)
@@ -161,17 +172,6 @@ class InFlight:
         if not fits:
             raise AssertionError(f"step {self.step} computed or sampled something else than was planned")
         return surplus
-
-
-def free_rows(flights: Iterable[InFlight], rows: np.ndarray, need: np.ndarray, limits: SchedulerLimits) -> np.ndarray:
-    """bool [R], in a pipeline: rows that may compute although steps are in flight. A row whose newest token is sampled in one of
-    them may not. Of those that decode, each step takes an even part, so that all stages have work."""
-    busy = np.zeros(limits.max_rows, bool)
-    for flight in flights:
-        busy[flight.rows[flight.sampled]] = True
-    decodes = (need == 1) & ~busy[rows]
-    most = -(-len(rows) // limits.stages)
-    return np.asarray(~busy[rows] & (~decodes | (np.cumsum(decodes) <= most)))
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ridgeline.messages import StepResult
-from ridgeline.process.native_room import NativeRoom
+from ridgeline.native_room import NativeRoom
 from ridgeline.scheduler.bookkeeping import InFlight, Steady
 from ridgeline.scheduler.row_table import Rows
 from ridgeline.sizes.graph_shapes import most_queries

@@ -86,8 +86,8 @@ class Running:
         table.num_held += len(listed)
         return True
 
-    def take_plan(self, step: int, steady: Steady, tokens: np.ndarray, recomputed: int = 0) -> StepPlan:
-        """With what has changed since the plan before."""
+    def take_plan(self, step: int, steady: Steady, tokens: np.ndarray | None, recomputed: int = 0) -> StepPlan:
+        """With what has changed since the plan before. `tokens`: of each row, where that is not what `steady` says."""
         delta, self.delta = self.delta, Delta()
         return StepPlan(
             step=step,
@@ -95,7 +95,7 @@ class Running:
             added=delta.added,
             appended=np.array(delta.appended, np.int32) if delta.appended else NO_BLOCKS,
             rows=steady.plan_rows,
-            num_tokens=tokens,
+            num_tokens=steady.num_tokens if tokens is None else tokens,
             want=steady.want,
             block_ops=delta.block_ops,
             recomputed=recomputed,

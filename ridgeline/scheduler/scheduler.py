@@ -26,15 +26,7 @@ import numpy as np
 from ridgeline.cache.manager import KVManager
 from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDelta, TokenDeltas
 from ridgeline.scheduler.answers import Answers
-from ridgeline.scheduler.bookkeeping import (
-    Delta,
-    DraftPlan,
-    InFlight,
-    SchedulerCounters,
-    SchedulerLimits,
-    Steady,
-    free_rows,
-)
+from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady
 from ridgeline.scheduler.decodes import Again, Decodes
 from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted
 from ridgeline.scheduler.drafting import Drafter, NoDrafter
@@ -216,7 +208,7 @@ class Scheduler:
         again = self._decode_again()
         rows, tokens, budget, ahead = self._give_to_running() if again is None else again.given
         num_running = len(rows)
-        places = self.admission.places(self.num_running, self.num_waiting) if self._waiting and ahead is not None else 0
+        places = 0 if ahead is None else self._places
         if budget > 0 and places > 0:
             joined = Joined(self._step, self._num_decodes(rows), places, budget, budget)
             self._waiting.promote_aged(self._step - self.limits.max_waiting_steps)
@@ -258,13 +250,11 @@ class Scheduler:
         width = None if drafts is None else drafts.width
         ends, stays, total = self._decodes.book(steady, width)
         self._step += 1
-        plan = self._running.take_plan(self._step, steady, steady.num_tokens if width is None else width + np.int32(1))
+        plan = self._running.take_plan(self._step, steady, None if width is None else width + np.int32(1))
         if drafts is not None:
             drafts.num_positions, drafts.plain = total, steady.plain
             plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
-        self._flights.append(
-            InFlight(self._step, steady.rows, stays, ends, steady.sampled, steady, len(steady.rows), 0, 0, drafts)
-        )
+        self._flights.append(InFlight(self._step, steady.rows, stays, ends, steady.sampled, steady, len(ends), 0, 0, drafts))
         self._count(total)
         return plan
 
@@ -281,7 +271,7 @@ class Scheduler:
         # A row at its limit has all it may have; its last token needs no KV.
         ready = (need > 0) & (table.known[rows] < table.limit[rows])
         if self.limits.stages > 1:
-            ready &= free_rows(self._flights, rows, need, self.limits)
+            ready &= InFlight.free_rows(self._flights, rows, need, self.limits)
         if np.count_nonzero(ready) < len(rows):
             rows, need = rows[ready], need[ready]
         prefill = need > 1
@@ -299,9 +289,8 @@ class Scheduler:
             given = np.minimum(cost, np.maximum(0, budget - before))
             if self._joining.fair and num_decodes < budget < before[-1] + cost[-1]:
                 self._running.promote_aged(self._step - self.limits.max_waiting_steps)
-                places = self.admission.places(self.num_running, self.num_waiting) if self._waiting else 0
                 given[num_decodes:], ahead = self._joining.share(
-                    rows[num_decodes:], cost[num_decodes:], budget - num_decodes, places
+                    rows[num_decodes:], cost[num_decodes:], budget - num_decodes, self._places
                 )
             tokens = np.maximum(given * need // cost, given > 0)
 
@@ -342,6 +331,10 @@ class Scheduler:
         for_prompts = max(1, self._joining.time_model.prompt_tokens(num_decodes, position, most))
         self._joining.weigh(num_decodes, for_prompts)
         return min(most, num_decodes + for_prompts)
+
+    @property
+    def _places(self) -> int:
+        return self.admission.places(self.num_running, self.num_waiting) if self._waiting else 0
 
     @property
     def _most_tokens(self) -> int:
@@ -404,8 +397,7 @@ class Scheduler:
             table.known[rows] += drafts.width
             drafts.num_positions = num_sampled + int(drafts.width.sum())
             drafts.plain = bool(table.answers.plain[rows[sampled]].all())
-        counts = steady.num_tokens if drafts is None else tokens.astype(np.int32)
-        plan = self._running.take_plan(self._step, steady, counts, recomputed)
+        plan = self._running.take_plan(self._step, steady, None if drafts is None else tokens.astype(np.int32), recomputed)
         if drafts is not None:
             plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
         self._book(rows, tokens, starts, ends, sampled, decodes, steady, drafts)

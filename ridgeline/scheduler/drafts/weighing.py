@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ridgeline.draft_options import MOST_DRAFTS
-from ridgeline.process.native_room import NativeRoom
+from ridgeline.native_room import NativeRoom
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Sources, survival
 from ridgeline.scheduler.drafts.offer import EVIDENCE, Paths
