@@ -33,7 +33,8 @@ WALKS = {1: 24, 8: 12}               # by rows; 3 of more
 def matrices(kind: str, head: str) -> list[Matrix]:
     generator = torch.Generator().manual_seed(0)
     layer = [Matrix([random_part(generator, kind, outputs, inputs)]) for inputs, outputs in LAYER]
-    return [*layer, *(_copy(each) for _ in range(LAYERS - 1) for each in layer), Matrix([random_part(generator, head, *HEAD[::-1])])]
+    copies = [_copy(each) for _ in range(LAYERS - 1) for each in layer]
+    return [*layer, *copies, Matrix([random_part(generator, head, *HEAD[::-1])])]
 
 
 def _copy(matrix: Matrix) -> Matrix:
@@ -45,10 +46,10 @@ def _copy(matrix: Matrix) -> Matrix:
 def seconds(library: Any, weights: list[Matrix], rows: int) -> float:
     """Of one step. A prompt needs the head for its last row alone."""
     x = {each.inputs: torch.randn(rows, each.inputs) for each in weights}
-    out = torch.empty(rows * max(each.outputs for each in weights[: len(LAYER)])) if rows > 8 else torch.empty(rows * HEAD[1])
+    out = torch.empty(max(rows * LAYER[2][1], min(rows, 8) * HEAD[1]))
     began = time.thread_time()
     for each in weights:
-        tokens = rows if rows <= 8 or each.outputs < HEAD[1] else 0
+        tokens = rows if rows <= 8 or each.outputs < HEAD[1] else 1
         library.packed_linear(each.address, 1, x[each.inputs].data_ptr(), None, out.data_ptr(), tokens, each.inputs, each.outputs,
                               each.inputs, True)
     return time.thread_time() - began
@@ -63,7 +64,8 @@ def main() -> None:
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    weights, figures = matrices(*args.kinds), {}
+    weights = matrices(*args.kinds)
+    figures: dict[str, Any] = {}
     for level in args.levels:
         before, after = (native.load(build, level) for build in args.builds)
         for rows in args.rows:

@@ -28,6 +28,7 @@ ALWAYS Bytes load_bytes(const void *from) { return _mm256_loadu_si256(from); }
 ALWAYS Bytes masked(Bytes x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8((char)mask)); }
 ALWAYS Bytes up(Bytes x, int bits) { return _mm256_slli_epi16(x, bits); }
 ALWAYS Bytes down(Bytes x, int bits) { return _mm256_srli_epi16(x, bits); }
+ALWAYS Bytes upper(Bytes x) { return masked(down(x, 4), 15); }
 ALWAYS Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
 
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {

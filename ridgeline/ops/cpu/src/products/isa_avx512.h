@@ -30,6 +30,7 @@ ALWAYS Bytes load_bytes(const void *from) { return _mm512_loadu_si512(from); }
 ALWAYS Bytes masked(Bytes x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8((char)mask)); }
 ALWAYS Bytes up(Bytes x, int bits) { return _mm512_slli_epi16(x, bits); }        /* within 16 bits: mask afterwards */
 ALWAYS Bytes down(Bytes x, int bits) { return _mm512_srli_epi16(x, bits); }
+ALWAYS Bytes upper(Bytes x) { return masked(down(x, 4), 15); }                 /* the high halves of bytes */
 ALWAYS Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
 
 /* Byte `place` of every four, as numbers. */

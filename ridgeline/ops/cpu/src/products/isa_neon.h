@@ -31,6 +31,7 @@ ALWAYS Bytes load_bytes(const void *from) { return vld1q_u8(from); }
 ALWAYS Bytes masked(Bytes x, int mask) { return vandq_u8(x, vdupq_n_u8((uint8_t)mask)); }
 ALWAYS Bytes up(Bytes x, int bits) { return vshlq_u8(x, vdupq_n_s8((int8_t)bits)); }
 ALWAYS Bytes down(Bytes x, int bits) { return vshlq_u8(x, vdupq_n_s8((int8_t)-bits)); }
+ALWAYS Bytes upper(Bytes x) { return vshrq_n_u8(x, 4); }           /* shifts stay within bytes: nothing to mask */
 ALWAYS Bytes either(Bytes a, Bytes b) { return vorrq_u8(a, b); }
 
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {

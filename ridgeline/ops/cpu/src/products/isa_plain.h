@@ -48,6 +48,7 @@ ALWAYS Bytes load_bytes(const void *from) {
 ALWAYS Bytes masked(Bytes x, int mask) { return x & (uint8_t)mask; }
 ALWAYS Bytes up(Bytes x, int bits) { return x << bits; }
 ALWAYS Bytes down(Bytes x, int bits) { return x >> bits; }
+ALWAYS Bytes upper(Bytes x) { return x >> 4; }                     /* shifts stay within bytes: nothing to mask */
 ALWAYS Bytes either(Bytes a, Bytes b) { return a | b; }
 
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {

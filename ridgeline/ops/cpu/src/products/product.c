@@ -53,7 +53,7 @@ ALWAYS void unpack(int bits, const uint8_t *from, int part, Bytes codes[8]) {
     for (int c = 0; c < 4; c++) {
         Bytes both = load_bytes(from + 64 * c);
         codes[c] = masked(both, 15);
-        codes[c + 4] = masked(down(both, 4), 15);
+        codes[c + 4] = upper(both);
     }
     if (bits == 5) {
         Bytes fifths = load_bytes(from + 256);
