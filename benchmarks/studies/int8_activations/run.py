@@ -136,6 +136,7 @@ def main() -> None:
     answer = torch.tensor(asked[prompt:])
     figures: dict[str, Any] = {"float32": {"answer_chance": chance(asked_reference[prompt - 1 :], answer)}}
     print(f"float32: the answer's chance {figures['float32']['answer_chance']:.1%}")
+    setting = {"model": path.name, "slice": args.slice, "tokens": args.tokens, "context": 512}
     for name in args.variants:
         asked_model, model = scores(VARIANTS[name])
         losses = [-each.gather(1, following[:, None]).double() for each in (reference, model)]
@@ -150,8 +151,7 @@ def main() -> None:
         print(f"{name:30s} KL {figures[name]['kl']:.5f}, perplexity {figures[name]['perplexity_ratio'] - 1:+.2%} "
               f"± {figures[name]['perplexity_ratio_error']:.2%}, same likeliest {figures[name]['same_likeliest']:.1%}, "
               f"the answer's chance {figures[name]['answer_chance']:.1%}", flush=True)
-    setting = {"model": path.name, "slice": args.slice, "tokens": args.tokens, "context": 512}
-    write(record("int8_activations", setting, figures), Path(args.out))
+        write(record("int8_activations", setting, figures), Path(args.out))      # what is done stays, if the rest is stopped
 
 
 if __name__ == "__main__":
