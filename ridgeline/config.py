@@ -64,7 +64,7 @@ class ModelOptions:
     device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
     kernels: str = option("auto", "reference: run every op in plain torch, to find a faulty kernel", ("auto", "reference"))
     cpu_activations: str = option(
-        "int8", "what a CPU multiplies packed weights by: int8 (32 with a scale) or float32, which is exact", ("int8", "float32")
+        "int8", "what a CPU multiplies packed weights by: int8 (16 with a scale) or float32, which is exact", ("int8", "float32")
     )
     seed: int = option(0, "random seed for requests without a seed of their own, and for dummy weights", low=0)
 

@@ -107,6 +107,20 @@ def test_a_row_gives_the_same_in_any_company(kind: str, integers: bool) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K"])
+def test_a_large_activation_spoils_few_others(kind: str) -> None:
+    """Activations in 8 bits have a scale for each 16: those beside an outlier vanish, the other half of its tile stays exact."""
+    generator = torch.Generator().manual_seed(2)
+    matrix = Matrix([random_part(generator, kind, 32, 256)])
+    x = torch.zeros(2, 256)
+    x[:, 16:32] = torch.randint(-126, 127, (16,), generator=generator)
+    x[:, 16] = 127                                       # the scale of this half is 1: its numbers are codes
+    x[0, 8] = 1e6
+    found = block_linear_native(x, matrix, None, True)
+    without = found[0].double() - 1e6 * matrix.numbers()[:, 8].double()
+    assert torch.allclose(without, found[1].double(), atol=1e6 * 2**-20 * matrix.numbers().abs().max().item())
+
+
 def test_a_broken_row_shows_and_stays_alone() -> None:
     matrix = Matrix([random_part(torch.Generator().manual_seed(0), "Q4_1", 20, 96)])
     x = torch.randn(5, 96)

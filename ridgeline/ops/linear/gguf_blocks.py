@@ -1,7 +1,7 @@
 """The linear with weights that stay packed on a CPU: GGUF's blocks, codes with scales for groups, 16-bit numbers.
 
 A decode step on a CPU is bound by reading weights, so they are multiplied as they are stored (ops/cpu/matrix.py). Activations are
-float32, or integers: of every 32 the largest becomes 127, and products are sums of integers. With float32 activations the result
+float32, or integers: of every 16 the largest becomes 127, and products are sums of integers. With float32 activations the result
 is that of the stored numbers.
 """
 
@@ -18,7 +18,7 @@ from ridgeline.ops.cpu.matrix import BLOCKS, INTEGERS, NUMBERS, Matrix, Part
 from ridgeline.ops.registry import Implementation, Op, Tolerance
 from ridgeline.sizes.op_costs import BLOCK_BYTES, BLOCK_LINEAR_CASES, block_linear_cost
 
-GROUP = 32                           # activations that share a scale
+GROUP = 16                           # activations that share a scale; as SHARE in tiles.h
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -36,7 +36,7 @@ def block_linear_reference(x: Tensor, matrix: Matrix, bias: Tensor | None = None
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x as the 8-bit codes of each 32 say it. The codes are those of float32 numbers, whatever x's dtype."""
+    """x as the 8-bit codes of each 16 say it. The codes are those of float32 numbers, whatever x's dtype."""
     inputs = x.shape[-1]
     blocks = F.pad(x.float(), (0, -inputs % GROUP)).unflatten(-1, (-1, GROUP))
     scale = blocks.abs().amax(-1, keepdim=True) / 127

@@ -16,7 +16,7 @@
 /* Activations as integer kernels see them. */
 static double rounded(const float *x, int64_t inputs, int64_t k) {
     float largest = 0.0f;
-    for (int64_t i = k / 32 * 32; i < k / 32 * 32 + 32 && i < inputs; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+    for (int64_t i = k / 16 * 16; i < k / 16 * 16 + 16 && i < inputs; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
     float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     return nearbyint((double)x[k] * inverse) * scale;
 }

@@ -1,4 +1,4 @@
-/* Activations in 8 bits: of every 32, the largest becomes 127. */
+/* Activations in 8 bits: of every 16, the largest becomes 127. */
 
 #include "../lanes.h"
 
@@ -7,16 +7,17 @@ typedef int16_t Middle __attribute__((vector_size(2 * LANES)));
 
 #define SHIFT 12582912.0f            /* 1.5 * 2^23: added to a number, it leaves the number rounded in the lowest bits */
 
-static void quantise_tile(const float *from, int8_t *codes, int16_t *pairs, Facts *facts) {
-    Lanes x[DEEP / LANES], largest = {0}, bad = {0};
-    for (int i = 0; i < DEEP / LANES; i++) {
+/* Returns the scale of these numbers; *sum: of their codes. */
+ALWAYS float quantise(const float *from, int8_t *codes, int16_t *pairs, int32_t *sum) {
+    Lanes x[SHARE / LANES], largest = {0}, bad = {0};
+    for (int i = 0; i < SHARE / LANES; i++) {
         x[i] = ((const Lanes *)from)[i];
         largest = larger((Lanes)((Places)x[i] & 0x7fffffff), largest);
         bad += x[i] * 0.0f;                              /* NaN where x is not finite: a broken row must show */
     }
     float scale = largest_of(largest) / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    int32_t halves[2] = {0, 0};
-    for (int i = 0; i < DEEP / LANES; i++) {
+    *sum = 0;
+    for (int i = 0; i < SHARE / LANES; i++) {
 #if defined(__FMA__) || defined(__aarch64__)
         Places rounded = (Places)(x[i] * inverse + SHIFT) - 0x4b400000;      /* one operation: the exact product is rounded */
 #else
@@ -25,7 +26,7 @@ static void quantise_tile(const float *from, int8_t *codes, int16_t *pairs, Fact
 #endif
         Small small = __builtin_convertvector(rounded, Small);
         memcpy(codes + i * LANES, &small, sizeof small);
-        for (int j = 0; j < LANES; j++) halves[i * LANES >= DEEP / 2] += rounded[j];
+        for (int j = 0; j < LANES; j++) *sum += rounded[j];
         if (pairs) {
             Middle middle = __builtin_convertvector(rounded, Middle);
             Middle order;
@@ -34,8 +35,17 @@ static void quantise_tile(const float *from, int8_t *codes, int16_t *pairs, Fact
             memcpy(pairs + i * LANES, &middle, sizeof middle);
         }
     }
-    scale += sum_of(bad);
-    *facts = (Facts){scale, scale * (float)halves[0], scale * (float)halves[1], scale * (float)(halves[0] + halves[1])};
+    return scale + sum_of(bad);
+}
+
+static void quantise_tile(const float *from, int8_t *codes, int16_t *pairs, Facts *facts) {
+    facts->sum = 0.0f;
+    for (int h = 0; h < HALVES; h++) {
+        int32_t sum;
+        facts->scale[h] = quantise(from + h * SHARE, codes + h * SHARE, pairs ? pairs + h * SHARE : 0, &sum);
+        facts->sums[h] = facts->scale[h] * (float)sum;
+        facts->sum += facts->sums[h];
+    }
 }
 
 typedef struct {

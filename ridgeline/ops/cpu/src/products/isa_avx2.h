@@ -28,6 +28,7 @@ ALWAYS Bytes load_bytes(const void *from) { return _mm256_loadu_si256(from); }
 ALWAYS Bytes masked(Bytes x, int mask) { return _mm256_and_si256(x, _mm256_set1_epi8((char)mask)); }
 ALWAYS Bytes up(Bytes x, int bits) { return _mm256_slli_epi16(x, bits); }
 ALWAYS Bytes down(Bytes x, int bits) { return _mm256_srli_epi16(x, bits); }
+ALWAYS Bytes upper(Bytes x) { return masked(down(x, 4), 15); }
 ALWAYS Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
 
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
@@ -58,21 +59,21 @@ ALWAYS void widen(Bytes x, Bytes *even, Bytes *odd) {
 
 ALWAYS Floats dots_of_pairs(const Bytes *codes, const int16_t *x) {
     Bytes sum = _mm256_setzero_si256();
-    #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
+    #pragma GCC unroll 8
+    for (int i = 0; i < SHARE / 2; i++)
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(codes[i], _mm256_set1_epi32(((const int32_t *)x)[i])));
     return _mm256_cvtepi32_ps(sum);
 }
 
-/* Sums of 16 bits hold 8 products of 4-bit codes, 4 of 5-bit ones and 2 of 6-bit ones. */
-ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x, int quads) {
-    const int each = bits == 4 ? 8 : bits == 5 ? 4 : 2;
+/* Of 16 inputs. A sum of 16 bits holds 4 results of vpmaddubsw, two products each, of 4 or 5-bit codes and 2 of 6-bit ones. */
+ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x) {
+    const int each = bits == 6 ? 2 : 4;
     Bytes total = _mm256_setzero_si256();
-    #pragma GCC unroll 8
-    for (int i = 0; i < quads; i += each) {
+    #pragma GCC unroll 2
+    for (int i = 0; i < SHARE / 4; i += each) {
         Bytes sum = _mm256_maddubs_epi16(codes[i], four_of(x + 4 * i));
-        #pragma GCC unroll 7
-        for (int j = i + 1; j < (i + each < quads ? i + each : quads); j++)
+        #pragma GCC unroll 3
+        for (int j = i + 1; j < i + each; j++)
             sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes[j], four_of(x + 4 * j)));
         sum = _mm256_madd_epi16(sum, _mm256_set1_epi16(1));
         total = i == 0 ? sum : _mm256_add_epi32(total, sum);

@@ -30,6 +30,7 @@ ALWAYS Bytes load_bytes(const void *from) { return _mm512_loadu_si512(from); }
 ALWAYS Bytes masked(Bytes x, int mask) { return _mm512_and_si512(x, _mm512_set1_epi8((char)mask)); }
 ALWAYS Bytes up(Bytes x, int bits) { return _mm512_slli_epi16(x, bits); }        /* within 16 bits: mask afterwards */
 ALWAYS Bytes down(Bytes x, int bits) { return _mm512_srli_epi16(x, bits); }
+ALWAYS Bytes upper(Bytes x) { return masked(down(x, 4), 15); }                 /* the high halves of bytes */
 ALWAYS Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
 
 /* Byte `place` of every four, as numbers. */
@@ -60,21 +61,21 @@ ALWAYS void widen(Bytes x, Bytes *even, Bytes *odd) {
 
 ALWAYS Floats dots_of_pairs(const Bytes *codes, const int16_t *x) {
     Bytes sum = _mm512_setzero_si512();
-    #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
+    #pragma GCC unroll 8
+    for (int i = 0; i < SHARE / 2; i++)
         sum = _mm512_add_epi32(sum, _mm512_madd_epi16(codes[i], _mm512_set1_epi32(((const int32_t *)x)[i])));
     return _mm512_cvtepi32_ps(sum);
 }
 
-/* Sums of 16 bits hold 8 products of 4-bit codes, 4 of 5-bit ones and 2 of 6-bit ones. */
-ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x, int quads) {
-    const int each = bits == 4 ? 8 : bits == 5 ? 4 : 2;
+/* Of 16 inputs. A sum of 16 bits holds 4 results of vpmaddubsw, two products each, of 4 or 5-bit codes and 2 of 6-bit ones. */
+ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x) {
+    const int each = bits == 6 ? 2 : 4;
     Bytes total = _mm512_setzero_si512();
-    #pragma GCC unroll 8
-    for (int i = 0; i < quads; i += each) {
+    #pragma GCC unroll 2
+    for (int i = 0; i < SHARE / 4; i += each) {
         Bytes sum = _mm512_maddubs_epi16(codes[i], four_of(x + 4 * i));
-        #pragma GCC unroll 7
-        for (int j = i + 1; j < (i + each < quads ? i + each : quads); j++)
+        #pragma GCC unroll 3
+        for (int j = i + 1; j < i + each; j++)
             sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes[j], four_of(x + 4 * j)));
         sum = _mm512_madd_epi16(sum, _mm512_set1_epi16(1));
         total = i == 0 ? sum : _mm512_add_epi32(total, sum);
@@ -82,11 +83,11 @@ ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x, int quads) {
     return _mm512_cvtepi32_ps(total);
 }
 #else
-ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x, int quads) {
+ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x) {
     Bytes total = _mm512_setzero_si512();
     (void)bits;
-    #pragma GCC unroll 8
-    for (int i = 0; i < quads; i++) total = _mm512_dpbusd_epi32(total, codes[i], four_of(x + 4 * i));
+    #pragma GCC unroll 4
+    for (int i = 0; i < SHARE / 4; i++) total = _mm512_dpbusd_epi32(total, codes[i], four_of(x + 4 * i));
     return _mm512_cvtepi32_ps(total);
 }
 #endif

@@ -31,6 +31,7 @@ ALWAYS Bytes load_bytes(const void *from) { return vld1q_u8(from); }
 ALWAYS Bytes masked(Bytes x, int mask) { return vandq_u8(x, vdupq_n_u8((uint8_t)mask)); }
 ALWAYS Bytes up(Bytes x, int bits) { return vshlq_u8(x, vdupq_n_s8((int8_t)bits)); }
 ALWAYS Bytes down(Bytes x, int bits) { return vshlq_u8(x, vdupq_n_s8((int8_t)-bits)); }
+ALWAYS Bytes upper(Bytes x) { return vshrq_n_u8(x, 4); }           /* shifts stay within bytes: nothing to mask */
 ALWAYS Bytes either(Bytes a, Bytes b) { return vorrq_u8(a, b); }
 
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
@@ -56,11 +57,10 @@ ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
 }
 
 /* Codes of up to 7 bits and signed bytes are both signed numbers. */
-ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x, int quads) {
+ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x) {
     int32x4_t total = vdupq_n_s32(0);
     (void)bits;
-    #pragma GCC unroll 2
-    for (int i = 0; i < quads; i += 4) {
+    for (int i = 0; i < SHARE / 4; i += 4) {
         int8x16_t four = vld1q_s8(x + 4 * i);
         total = vdotq_laneq_s32(total, vreinterpretq_s8_u8(codes[i]), four, 0);
         total = vdotq_laneq_s32(total, vreinterpretq_s8_u8(codes[i + 1]), four, 1);

@@ -48,6 +48,7 @@ ALWAYS Bytes load_bytes(const void *from) {
 ALWAYS Bytes masked(Bytes x, int mask) { return x & (uint8_t)mask; }
 ALWAYS Bytes up(Bytes x, int bits) { return x << bits; }
 ALWAYS Bytes down(Bytes x, int bits) { return x >> bits; }
+ALWAYS Bytes upper(Bytes x) { return x >> 4; }                     /* shifts stay within bytes: nothing to mask */
 ALWAYS Bytes either(Bytes a, Bytes b) { return a | b; }
 
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
@@ -69,11 +70,11 @@ ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
     return (Floats){table[codes[place]], table[codes[4 + place]], table[codes[8 + place]], table[codes[12 + place]]};
 }
 
-ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x, int quads) {
+ALWAYS Floats dots(int bits, const Bytes *codes, const int8_t *x) {
     Words total = {0};
     (void)bits;
-    #pragma GCC unroll 8
-    for (int i = 0; i < quads; i++) {
+    #pragma GCC unroll 4
+    for (int i = 0; i < SHARE / 4; i++) {
         Words words = (Words)codes[i];
         total += (words << 24 >> 24) * x[4 * i] + (words << 16 >> 24) * x[4 * i + 1] + (words << 8 >> 24) * x[4 * i + 2]
                  + (words >> 24) * x[4 * i + 3];

@@ -53,7 +53,7 @@ ALWAYS void unpack(int bits, const uint8_t *from, int part, Bytes codes[8]) {
     for (int c = 0; c < 4; c++) {
         Bytes both = load_bytes(from + 64 * c);
         codes[c] = masked(both, 15);
-        codes[c + 4] = masked(down(both, 4), 15);
+        codes[c + 4] = upper(both);
     }
     if (bits == 5) {
         Bytes fifths = load_bytes(from + 256);
@@ -129,22 +129,27 @@ ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int
         for (int m = 0; m < count; m++) {
             const Facts *facts = x->facts + (row + m) * x->tiles + t;
             const int8_t *from = x->codes + ((row + m) * x->tiles + t) * DEEP;
-            Floats by = all(facts->scale);
-            if (style == K_SIGNED) {
-                sums[m] = plus_times(sums[m], times(dots(bits, codes, from, 4), by), scale.scale[0]);
-                sums[m] = plus_times(sums[m], scale.offset[0], all(facts->first));
-                sums[m] = plus_times(sums[m], times(dots(bits, codes + 4, from + 16, 4), by), scale.scale[1]);
-                sums[m] = plus_times(sums[m], scale.offset[1], all(facts->second));
-                continue;
-            }
+            Floats products[HALVES];
+            #pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) {
 #if defined(PAIRS)
-            if (bits == 8) {
                 const int16_t *pairs = x->pairs + ((row + m) * x->tiles + t) * DEEP;
-                sums[m] = plus_times(sums[m], times(dots_of_pairs(codes, pairs), by), scale.scale[0]);
+                if (bits == 8) products[h] = dots_of_pairs(codes + h * SHARE / 2, pairs + h * SHARE);
+                else
+#endif
+                products[h] = dots(bits, codes + h * SHARE / 4, from + h * SHARE);
+            }
+            products[0] = times(products[0], all(facts->scale[0]));
+            if (style == K_SIGNED) {
+                products[1] = times(products[1], all(facts->scale[1]));
+                #pragma GCC unroll 2
+                for (int h = 0; h < HALVES; h++) {
+                    sums[m] = plus_times(sums[m], products[h], scale.scale[h]);
+                    sums[m] = plus_times(sums[m], scale.offset[h], all(facts->sums[h]));
+                }
                 continue;
             }
-#endif
-            sums[m] = plus_times(sums[m], times(dots(bits, codes, from, 8), by), scale.scale[0]);
+            sums[m] = plus_times(sums[m], plus_times(products[0], products[1], all(facts->scale[1])), scale.scale[0]);
             if (has_offset(style, bits)) sums[m] = plus_times(sums[m], scale.offset[0], all(facts->sum));
 #if defined(UNSIGNED_WEIGHTS)
             if (bits == 8) sums[m] = plus_times(sums[m], shift, all(facts->sum));
@@ -430,7 +435,7 @@ static void multiply(Job *job) {
 #include "activations.h"
 
 /* out [rows, outputs] = x [rows, inputs] w^T + bias; x has a row stride. The parts of w, one below the other, are `segments`.
-   integers: x is rounded to 8 bits, each 32 with a scale. */
+   integers: x is rounded to 8 bits, each 16 with a scale. */
 void KERNEL(packed_linear)(const Segment *segments, int64_t count, const float *x, const float *bias, float *out, int64_t rows,
                            int64_t inputs, int64_t outputs, int64_t x_stride, int64_t integers) {
     int pairs = 0, codes = 0;

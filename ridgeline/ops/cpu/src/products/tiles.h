@@ -92,10 +92,14 @@ ALWAYS Group group_at(const Segment *segment, int64_t number) {
     return group;
 }
 
-/* A row of activations in 8 bits, with what belongs to 32 of them: number = scale * code, and scale * sum of codes over the
-   first and the second half and the whole, which offsets are multiplied by. `pairs` are the codes again in 16 bits, where
-   the machine multiplies 8-bit weights in 16 bits: of each four 0, 2, 1, 3. */
-typedef struct { float scale, first, second, sum; } Facts;
+/* A row of activations in 8 bits. Each 16 (SHARE) have a scale, number = scale * code: one large number spoils few others, and a
+   tile's two sums of integers cost two operations more than one. `sums` are scale * sum of codes over each 16, `sum` is that of
+   the whole tile, which offsets are multiplied by. `pairs` are the codes again in 16 bits, where the machine multiplies 8-bit
+   weights in 16 bits: of each four 0, 2, 1, 3. */
+#define SHARE 16                     /* as GROUP in ops/linear/gguf_blocks.py, and the inputs that share a scale of Q6_K */
+#define HALVES (DEEP / SHARE)
+
+typedef struct { float scale[HALVES], sums[HALVES], sum; } Facts;
 
 typedef struct {
     const int8_t *codes;             /* [rows][tiles * 32] */
