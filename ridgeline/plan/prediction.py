@@ -52,12 +52,11 @@ EXPERTS = PRODUCTS.index("experts")
 MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
-# The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time: e4m3
-# codes of gate and up at 4 rows (benchmarks/studies/fp8_linears), 4-bit integers, and MXFP4, whose numbers take more instructions
-# (both from one request of their records in benchmarks/h200). Blocks of a GGUF file have more scales and planes to unpack: from
-# one request of Q4_K_M.
-READ = {"fp8": 0.97, "fp8-block": 0.97, "int8": 0.97, "mxfp4": 0.57}
-NARROW_READ, BLOCKS_READ = 0.78, 0.61
+# The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time: all
+# from one request of their records in benchmarks/h200, those of fp8 and int4 between 8B and 70B. MXFP4's numbers take more
+# instructions than 4-bit integers, and blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
+READ = {"fp8": 0.90, "fp8-block": 0.85, "int8": 0.87, "mxfp4": 0.57}
+NARROW_READ, BLOCKS_READ = 0.72, 0.61
 # The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first
 # tokens of 128 prompts in their records.
 EIGHT_BIT_COMPUTE = {"fp8": 0.83, "fp8-block": 0.76, "int8": 0.86}
@@ -256,6 +255,8 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     # The head stays wide, but for a file's own.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
     rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.kept else wide]) * constants.linear_compute
+    if device.kind == "cuda":                            # codes of experts become numbers (ops/experts)
+        rates[EXPERTS] = wide * constants.linear_compute
     paced = np.broadcast_to(pace, len(steps))
     grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
