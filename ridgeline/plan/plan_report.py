@@ -43,6 +43,7 @@ from ridgeline.plan.search import (
     options,
     pareto,
     quality,
+    weight_formats,
 )
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.sizes import ledger
@@ -89,6 +90,7 @@ def answer(question: Question) -> dict[str, Any]:
         "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
         "formats": support(setup.device), "missing_formats": _missing_formats(setup),
+        "memory_formats": [name for name, faster in weight_formats(setup).items() if not faster],
         "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
         "fits": capacity.fits, "ledger": capacity.parts(largest or 1), "usable": capacity.memory.room,
         "kv_bytes_per_token": capacity.kv_bytes_per_token, "largest_batch": capacity.largest_batch(),
@@ -156,7 +158,8 @@ def objectives(question: Question) -> dict[str, Any]:
 
 def fronts(question: Question) -> dict[str, Any]:
     """Every candidate, and which are Pareto-optimal in latency and in quality."""
-    points = candidates(question.setup, question.traffic, question.most_ranks, True, question.utilization)
+    setup, traffic = question.setup, question.traffic
+    points = candidates(setup, traffic, question.most_ranks, True, question.utilization, question.any_engine)
     losses: dict[int, float | None] = {
         id(point): -quality(point.setup) if question.kl is None else measured_loss(point.setup, question.kl)
         for point in points
