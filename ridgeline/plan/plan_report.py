@@ -86,7 +86,8 @@ def answer(question: Question) -> dict[str, Any]:
         "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks, "devices": setup.devices,
         "stages": setup.stages, "nodes": setup.nodes, "division": _division(setup, traffic),
         "kv_heads": setup.model.config.num_kv_heads,
-        "weights": setup.weights, "kv": setup.kv, "kv_dtype": setup.kv_dtype, "dtype": setup.dtype, "sparse": setup.sparse,
+        "weights": setup.weights, "stored_weights": _stored(setup),
+        "kv": setup.kv, "kv_dtype": setup.kv_dtype, "dtype": setup.dtype, "sparse": setup.sparse,
         "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
         "formats": support(setup.device), "missing_formats": _missing_formats(setup),
@@ -179,6 +180,12 @@ def fronts(question: Question) -> dict[str, Any]:
     }
 
 
+def _stored(setup: Setup) -> str:
+    """What the weights are kept in: a CPU that computes in float32 leaves 16-bit numbers as they are."""
+    narrow = setup.shape.weight_bytes < WEIGHT_FORMATS[setup.dtype].bytes and setup.weights == setup.dtype
+    return f"{setup.model.config.dtype}, computed in {setup.dtype}" if narrow and not setup.sparse else setup.weights
+
+
 def _missing_formats(setup: Setup) -> list[str]:
     """Narrow formats of weights that this engine cannot use on this device."""
     plain = replace(setup, ranks=1, kv="auto", sparse=False, drafts=0)
@@ -225,7 +232,7 @@ def text(told: dict[str, Any]) -> str:
         *summary(told),
         "",
         f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['devices']} × {told['device']}: "
-        f"weights in {told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
+        f"weights in {told['stored_weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
         f"{told['kv_dtype'] if told['kv'] == 'auto' else told['kv']}"
         + (f", derated to {told['derate']:.0%}" if told["derate"] < 1 else ""),
         f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"

@@ -164,14 +164,19 @@ class Setup:
     def shape(self) -> DecoderShape:
         config = self.model.config
         used = self.kept or StoredWeights(
-            self.weights, weight_bytes(self.weights, self.sparse), WEIGHT_FORMATS[self.dtype].bytes,
-            weight_bytes(self.expert_weights, self.sparse),
+            self.weights, self._bytes(self.weights), self._bytes(self.dtype), self._bytes(self.expert_weights)
         )
         whole = decoder_shape(
             config, self.dtype, bytes_per_weight=used.linears, expert_bytes=used.experts, head_bytes=used.head
         )
         whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled), window_kv_bytes=None)
         return whole.shard(self.ranks) if self.ranks > 1 else whole
+
+    def _bytes(self, format: str) -> float:
+        """Of a weight. A CPU keeps 16-bit numbers as they are stored, unless ranks divide them."""
+        whole = self.device.kind == "cpu" and self.ranks == 1 and WEIGHT_FORMATS[format].bits >= 16
+        stored = self.model.config.dtype if whole else format
+        return weight_bytes(stored if stored in WEIGHT_FORMATS else format, self.sparse)
 
     @property
     def kept(self) -> StoredWeights | None:

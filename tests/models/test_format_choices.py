@@ -57,8 +57,9 @@ def facts(device: str) -> DeviceFacts:
 def resolved(folder: Path, device: str, stored: str = "16-bit", layers: int = 4, **options: Any) -> ResolvedConfig:
     """Llama-3.1-8B's shapes; a few layers are as good as all, and are resolved sooner."""
     folder.mkdir(exist_ok=True)
-    raw = dict(CONFIGS["llama-3.1-8b"], num_hidden_layers=layers) | ({} if STORED[stored] is None else {"quantization_config": STORED[stored]})
-    (folder / "config.json").write_text(json.dumps(raw | {"torch_dtype": "bfloat16"}))
+    raw = CONFIGS["llama-3.1-8b"] | {"num_hidden_layers": layers, "torch_dtype": "bfloat16"}
+    quantised = {} if STORED[stored] is None else {"quantization_config": STORED[stored]}
+    (folder / "config.json").write_text(json.dumps(raw | quantised))
     return resolve(EngineConfig.of(model=str(folder), max_model_len=4096, **options), facts(device))
 
 
@@ -77,7 +78,8 @@ def test_what_is_recommended_is_what_resolve_takes(tmp_path: Path, device: str, 
     assert set(config.narrower) == (HERE[device] if stored == "16-bit" else kv)
     for flag in config.narrower:
         each = BY_FLAG[flag]
-        taken = resolved(tmp_path / "m", device, stored, **{each.option: each.name})
+        option: dict[str, Any] = {each.option: each.name}
+        taken = resolved(tmp_path / "m", device, stored, **option)
         said = taken.reasons.get("quantization", "") if each.option == "quantization" else ""
         assert flag not in taken.narrower and "may be slower" not in said
     share = linear_share(decoder_shape(config.model, config.dtype))

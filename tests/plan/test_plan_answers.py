@@ -167,12 +167,23 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert fourth.startswith("what helps: at batch 1 --quantization fp8, 1."), "of long prompts 4 bits are slower"
     assert main(["plan", "llama-3.1-70b", "--gpu", "H100", "--most", "1"]) == 0
     head, ways, *_ = capsys.readouterr().out.splitlines()
-    assert head.startswith("DOES NOT FIT: it needs 13") and ways == "it fits with fp8 weights or with int8 weights or with int4 weights"
+    assert head.startswith("DOES NOT FIT: it needs 13")
+    assert ways == "it fits with fp8 weights or with int8 weights or with int4 weights"
 
 
 # -- this CPU ----------------------------------------------------------------------------------------------------------
 
 CPU = Device("CPU", 64e9, 20e9, {"float32": 100e9}, NO_LINK, kind="cpu")
+
+
+def test_a_cpu_reads_16_bit_numbers_as_they_are_stored() -> None:
+    """Two bytes of each weight, whatever it computes in; ranks divide them as float32."""
+    made = Setup(model=find_model("llama-3.2-1b"), device=CPU, dtype="float32", weights="float32")
+    assert made.model.config.dtype == "bfloat16"
+    assert (made.shape.weight_bytes, made.shape.head_element_bytes) == (2.0, 2.0)
+    assert replace(made, ranks=2).shape.weight_bytes == 4.0 and replace(made, weights="int8").shape.weight_bytes == 1.0
+    told = answer(Question(made, Traffic(64, 32), most_ranks=1))
+    assert "weights in bfloat16, computed in float32" in text(told)
 
 
 def test_a_cpus_memory_is_the_engines_own(tmp_path: Path) -> None:

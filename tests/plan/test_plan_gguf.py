@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentParser
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

@@ -40,10 +40,9 @@ def _setup(config: ResolvedConfig, peaks: MachinePeaks) -> Setup:
     flops = {SHEET_NAMES.get(name, name): rate for name, rate in peaks.flops_s.items()}
     sheet = data_sheet(config.device_name) if config.device == "cuda" else None
     device = sheet or Device(config.device_name or config.device, 0, peaks.read_bytes_s, flops, NO_LINK, kind=config.device)
-    asked, stored = config.options.model.quantization, config.model.dtype
-    wide = stored if config.device == "cpu" and stored in ("bfloat16", "float16") else config.dtype
+    asked = config.options.model.quantization
     return Setup(
         model=PlannedModel(str(config.model_path), config.model), device=device,
         ranks=config.options.parallel.tensor_parallel_size, dtype=config.dtype,
-        weights=asked if asked in WEIGHT_FORMATS else wide,
+        weights=asked if asked in WEIGHT_FORMATS else config.dtype,
     )
