@@ -119,7 +119,7 @@ def answer(question: Question) -> dict[str, Any]:
             draft_model=setup.draft_model, utilization=question.utilization,
         )
     ]
-    if question.slo is not None:
+    if question.slo is not None and question.slo != Slo():
         point = best_point(setup, traffic, question.slo, question.utilization)
         told["slo"] = {name: limit for name in ("ttft", "tpot") if (limit := getattr(question.slo, name)) < math.inf}
         told["within_slo"] = _point(point, question.price) if point is not None else None
@@ -182,8 +182,11 @@ def fronts(question: Question) -> dict[str, Any]:
 
 def _stored(setup: Setup) -> str:
     """What the weights are kept in: a CPU that computes in float32 leaves 16-bit numbers as they are."""
-    narrow = setup.shape.weight_bytes < WEIGHT_FORMATS[setup.dtype].bytes and setup.weights == setup.dtype
-    return f"{setup.model.config.dtype}, computed in {setup.dtype}" if narrow and not setup.sparse else setup.weights
+    narrow = setup.weights == setup.dtype and setup.shape.weight_bytes < WEIGHT_FORMATS[setup.dtype].bytes
+    if narrow and not setup.sparse:
+        return f"{setup.model.config.dtype}, computed in {setup.dtype}"
+    experts = f", of experts in {setup.expert_weights}" if setup.expert_weights != setup.weights else ""
+    return setup.weights + experts
 
 
 def _missing_formats(setup: Setup) -> list[str]:
@@ -466,7 +469,7 @@ def _techniques(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(f"{row['technique']:<20}{factors}{row['largest_batch']:>8,}  {'yes' if row['exact'] else 'no':<5}  "
                      f"{row['in_this_engine']}")
     if any(row["in_this_engine"] == MEMORY for row in rows):
-        lines.append(f"{MEMORY}: this GPU has no kernels for it here; general ones read it, which may be slower than 16 bits")
+        lines.append(f"{MEMORY}: there are no kernels of its own for it on this device; general ones may be slower than 16 bits")
     return lines
 
 

@@ -88,7 +88,8 @@ def effects(
             continue
         one, many = after
         here = YES if missing(new) <= missing(setup) else NOT_YET
-        if here == YES and new.weights != setup.weights and not weight_formats(setup)[new.weights]:
+        slow_weights = new.weights != setup.weights and not weight_formats(setup).get(new.weights)
+        if here == YES and (slow_weights or (new.kv != setup.kv and setup.device.kind == "cpu")):
             here = MEMORY
         if before is None:                               # only with it does the model fit
             found.append(Effect(name, here, exact, math.inf, math.inf, math.inf, many.batch, new, requests))
@@ -179,7 +180,7 @@ def missing(setup: Setup) -> set[str]:
     if setup.kept is None and narrow and setup.weights not in weight_formats(setup):
         found.add(f"{setup.weights} weights")
     kv = {each.rpartition("=")[2] for each in setup.kv.split(",")} - {"auto"}                # of K and V together or apart
-    if not kv <= set(faster_kv(device.kind, "fp8" in device.flops)):
+    if not kv <= set(faster_kv(device.kind, "fp8" in device.flops)) and device.kind != "cpu":    # there it saves memory
         found.add(f"{setup.kv} KV")
     if kv and setup.context_parallel:
         found.add("quantised KV with divided contexts")
@@ -288,8 +289,10 @@ def helps(points: Sequence[Point], traffic: Traffic, own_format: bool) -> list[d
         changed = [replace(point.setup, weights=each) for each in weights] + [replace(point.setup, kv=each) for each in kvs]
         most = max((operate(each, point.batch, traffic) for each in changed), key=lambda each: each.tok_s, default=None)
         if most is not None and most.tok_s >= (1 + WORTH) * point.tok_s:
-            found.append({"batch": point.batch, "options": options(most.setup, 1, own_format), "gain": most.tok_s / point.tok_s,
-                          "losses": losses(most.setup, own_format)})
+            same_weights = most.setup.weights == point.setup.weights
+            changed_alone = replace(most.setup, ranks=1, stages=1, nodes=1, expert_parallel=False, context_parallel=False)
+            found.append({"batch": point.batch, "options": options(changed_alone, 1, own_format or same_weights),
+                          "gain": most.tok_s / point.tok_s, "losses": losses(most.setup, own_format or same_weights)})
     return found
 
 

@@ -186,6 +186,17 @@ def test_a_gain_that_may_be_noise_is_no_reason_to_mix() -> None:
     assert refined(costs, SPACE, lambda units: mixed, lambda recipes: [0.45], lambda line: None)[1] == mixed
 
 
+def test_where_hardly_any_bytes_can_be_moved_a_mixture_must_gain_more() -> None:
+    """As at the size of int4-awq on the embedded model: what a few linears gained on the search's text, the card's did not show."""
+    costs = Costs(UNITS, [0.9, 0.473, 0.49, 0.45, 0.4, 0.3, 0.25, 0.2, 0.1, 0.008])
+    mixed, size = [1] * (len(UNITS) - 1) + [0], sum(unit.sizes[1] for unit in UNITS)
+    for room, kl, expected in (
+        (1.002 * size, 0.410, [1] * len(UNITS)), (1.002 * size, 0.37, mixed), (1.02 * size, 0.410, mixed), (0.0, 0.410, mixed),
+    ):
+        found = refined(costs, SPACE, lambda units: mixed, lambda recipes, kl=kl: [kl], lambda line: None, room)  # type: ignore[misc]
+        assert found[1] == expected, (room, kl)
+
+
 def test_a_uniform_recipe_that_fills_the_room_is_a_rival() -> None:
     """Also where the choice has left some of the bytes that it may take."""
     costs = Costs(UNITS, [0.9, 0.5, 0.49, 0.45, 0.4, 0.3, 0.25, 0.2, 0.1, 0.008])
