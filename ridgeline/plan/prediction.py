@@ -260,8 +260,6 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     # The head stays wide, but for a file's own.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
     rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.kept else wide]) * constants.linear_compute
-    if device.kind == "cuda":                            # codes of experts become numbers (ops/experts)
-        rates[EXPERTS] = wide * constants.linear_compute
     paced = np.broadcast_to(pace, len(steps))
     grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
@@ -279,7 +277,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
         if WEIGHT_FORMATS[setup.expert_weights].bits == 4:
             products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
         else:
-            seconds = flops[:, EXPERTS] / (rates[EXPERTS] * paced)
+            seconds = flops[:, EXPERTS] / (wide * constants.linear_compute * paced)      # codes become numbers (ops/experts)
             products[:, EXPERTS] = _tiled_experts(setup, steps, bytes_read[:, EXPERTS] / reads[EXPERTS], seconds)
         products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * kernel
     reads_kv, computes_kv = _kv_factors(setup)

@@ -138,11 +138,14 @@ def refined(
     same = costs.best_uniform(size) if space.fastest is None else None   # fewer bytes are not always faster
     rival = "none" if same is None else f"{space.options[same]} with {costs.uniform[same]:.3f}"
     say(f"KL on the search's text: {least:.3f}; the best uniform recipe of no more bytes: {rival}")
-    if same is not None:
-        is_full = bool(room) and sum(unit.sizes[same] for unit in units) > (1 - LEFT) * room
-        if costs.uniform[same] * (CLEAR_IF_FULL if is_full else CLEAR) < least:
-            return units, [same] * len(units)
+    if same is not None and costs.uniform[same] * _clear(units, same, room) < least:
+        return units, [same] * len(units)
     return units, choice
+
+
+def _clear(units: list[Unit], uniform: int, room: float) -> float:
+    """Of that uniform recipe's KL, what a mixture must reach."""
+    return CLEAR_IF_FULL if room and sum(unit.sizes[uniform] for unit in units) > (1 - LEFT) * room else CLEAR
 
 
 def within_bytes(units: list[Unit], most: float) -> list[int] | None:
