@@ -194,8 +194,8 @@ def test_where_hardly_any_bytes_can_be_moved_a_mixture_must_gain_more() -> None:
     for room, kl, expected in (
         (1.002 * size, 0.410, [1] * len(UNITS)), (1.002 * size, 0.37, mixed), (1.02 * size, 0.410, mixed), (0.0, 0.410, mixed),
     ):
-        measured = partial(lambda found, recipes: [found], kl)
-        found = refined(costs, SPACE, lambda units: mixed, measured, lambda line: None, room)
+        kl_of = partial(lambda found, recipes: [found], kl)
+        found = refined(costs, SPACE, lambda units: mixed, kl_of, lambda line: None, room)
         assert found[1] == expected, (room, kl)
 
 
