@@ -91,6 +91,8 @@ class RooflineStats:
     measured: str = ""
     weight_bytes: float = 0.0        # per element, as a step of one row reads them
     kv_bytes: float = 0.0
+    faster: dict[str, list[tuple[float, float]]] = field(default_factory=dict)   # narrower formats (verdict.Factors) …
+    linear_share: float = 1.0        # … and the share of the weights that they narrow
     # The KV cache as a row of cells, in percent of their blocks: held by sequences, and kept by the prefix cache alone.
     # Empty: as last reported.
     held: list[int] = field(default_factory=list)

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ridgeline.choices.draft_checkpoint import DraftCheckpoint, draft_checkpoint
+from ridgeline.choices.format_choices import check_formats, narrower_formats
+from ridgeline.choices.kv_options import budget_of, max_model_len_of
 from ridgeline.config import EngineConfig, require_text
-from ridgeline.draft_checkpoint import DraftCheckpoint, draft_checkpoint
 from ridgeline.draft_options import draft_options
 from ridgeline.errors import ConfigError
-from ridgeline.kv_options import budget_of, kv_format, max_model_len_of
-from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
+from ridgeline.models.checkpoints.quantisation_check import product_dtype, quantised_memory
 from ridgeline.models.model_config import ModelConfig, checkpoint_dtype, kv_groups, load_model_config
 from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes
 from ridgeline.ops.kernel_table import H200
@@ -79,6 +80,8 @@ class ResolvedConfig:
     reasons: dict[str, str] = field(default_factory=dict)        # option -> why it has its value
     device_name: str = ""
     draft: DraftCheckpoint | None = None                         # the draft model
+    linear_dtype: str = ""           # of most products of a layer, as measured rates name it
+    narrower: tuple[str, ...] = ()   # options of narrower formats that are faster on this device (choices/format_choices.py)
 
     @property
     def kv_dtype(self) -> str:
@@ -122,8 +125,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         model, config.cache.block_size, config.parallel.tensor_parallel_size, config.parallel.decode_context_parallel_size
     )
     draft = draft_checkpoint(config, path, model, groups, device.kind, dtype)
-    stored = kv_format(config, model, path, device.kind, dtype, reasons)
-    _check_context(config, stored)
+    stored = check_formats(config, model, path, device.kind, dtype, device.kernels, reasons)
     longest = _longest(config, model)
 
     flat = {name: value for part in dataclasses.asdict(config).values() for name, value in part.items()}
@@ -132,12 +134,6 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         if technique.name in off:
             reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
     graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
-    check_quantization(
-        model, config.model.quantization, device.kind, dtype, config.parallel.tensor_parallel_size,
-        config.execution.deterministic, reasons, device.kernels,
-    )
-    if config.execution.deterministic and device.kind == "cuda":
-        _check_deterministic(config, dtype, model)
 
     def memory_of(most_tokens: int) -> Memory:
         memory = Memory.of(config, device, model, dtype, groups, stored, longest, graphs, most_tokens)
@@ -160,20 +156,9 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
-        draft=draft,
+        draft=draft, linear_dtype=_linear_dtype(config, model, device, dtype),
+        narrower=narrower_formats(config, model, path, device.kind, dtype, device.kernels),
     )
-
-
-def _check_context(config: EngineConfig, stored: KVFormat) -> None:
-    """Can ranks divide contexts as is asked?"""
-    parallel = config.parallel
-    if parallel.decode_context_parallel_size not in (1, parallel.tensor_parallel_size):
-        raise ConfigError(
-            f"decode_context_parallel_size {parallel.decode_context_parallel_size} must be 1 or tensor_parallel_size, which is "
-            f"{parallel.tensor_parallel_size}"
-        )
-    if parallel.decode_context_parallel_size > 1 and stored.quantised:
-        raise ConfigError("decode_context_parallel_size needs a KV cache that is not quantised; set kv_cache_dtype auto")
 
 
 def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: dict[str, str]) -> bool:
@@ -423,16 +408,11 @@ def _has_kernels(config: EngineConfig, model: ModelConfig, dtype: str) -> bool:
     return config.model.kernels == "auto" and dtype != "float64" and model.head_dim <= 256
 
 
-def _check_deterministic(config: EngineConfig, dtype: str, model: ModelConfig) -> None:
-    if model.latent is not None:
-        raise ConfigError(
-            "deterministic does not work with latent attention: a prompt's result depends on how it was cut into chunks, in its "
-            "last bits; leave it off"
-        )
-    if dtype not in ("bfloat16", "float16"):
-        raise ConfigError(f"deterministic has no kernels for {dtype}; use dtype bfloat16 or float16")
-    if config.parallel.tensor_parallel_size > 1:
-        raise ConfigError("deterministic needs tensor_parallel_size 1: NCCL decides in which order ranks are summed")
+def _linear_dtype(config: EngineConfig, model: ModelConfig, device: DeviceFacts, dtype: str) -> str:
+    return product_dtype(
+        model, config.model.quantization, device.kind, dtype, config.parallel.tensor_parallel_size, device.kernels,
+        config.model.cpu_activations == "int8",
+    )
 
 
 def _step_seconds(config: EngineConfig, device: DeviceFacts) -> float:

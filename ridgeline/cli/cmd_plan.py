@@ -170,7 +170,7 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
     return plan_report.Question(
         setup, traffic, most, args.gpu_memory_utilization, args.price, slo, args.rate, args.parameters,
         args.hit_rate or 0.5, args.drafts or 4, args.acceptance, objective, (args.input, args.output),
-        parse_kl(args.kl) if args.kl else None, args.any_engine,
+        parse_kl(args.kl) if args.kl else None, args.any_engine, not args.weights and setup.weights != setup.dtype,
     )
 
 

@@ -12,7 +12,7 @@ time that does not. No model runs here, and only the change `kernels=auto` assum
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from ridgeline.roofline.remedies import Planned
 from ridgeline.roofline.step_cost import kv_element_bytes
 from ridgeline.roofline.vectorised import ManyCosts, StepCosts
 from ridgeline.runner.worker import device_facts
-from ridgeline.sizes.abilities import KV_FORMATS, available, distinct
+from ridgeline.sizes.abilities import BY_FLAG
 
 _CLEAR = 0.8                         # of a part's floor: what binds the step's part is clear
 _TIMES = (2, 4, 8)                   # rows to try
@@ -146,8 +146,8 @@ class Case:
     kv_dtype: str = ""
 
 
-def cases(config: ResolvedConfig, load: Load, preemptions: int, native: Collection[str] = ()) -> Iterator[Case]:
-    """Changes that this engine's settings do not include yet. `native`: names of the device's matrix rates."""
+def cases(config: ResolvedConfig, load: Load, preemptions: int) -> Iterator[Case]:
+    """Changes that this engine's settings do not include yet."""
     options = config.options
     demand, rows = load.at_once, config.max_num_seqs
     later = "time per output token of each request"
@@ -179,10 +179,10 @@ def cases(config: ResolvedConfig, load: Load, preemptions: int, native: Collecti
         yield Case("kernels", f"kernels=auto: every op at {REACHED:.0%} of its roof, if the kernels are good",
                    "none; verify with `bench ops`", {"kernels": "auto"}, speeds=_good_kernels)
     if config.device == "cuda":
-        yield from _gpu_cases(config, native)
+        yield from _gpu_cases(config)
 
 
-def _gpu_cases(config: ResolvedConfig, native: Collection[str]) -> Iterator[Case]:
+def _gpu_cases(config: ResolvedConfig) -> Iterator[Case]:
     if config.depth == 0:
         yield Case("overlap", "async_scheduling: plan a step while the one before it runs",
                    "a stop is noticed one step late", {"async_scheduling": True},
@@ -190,9 +190,9 @@ def _gpu_cases(config: ResolvedConfig, native: Collection[str]) -> Iterator[Case
     if config.options.execution.enforce_eager:
         yield Case("graphs", "CUDA graphs (leave enforce_eager off)", "memory of the graphs", {"enforce_eager": False},
                    speeds=lambda speeds: replace(speeds, beside=min(speeds.beside, speeds.recorded)))
-    if config.options.cache.kv_cache_dtype == "auto":
-        for narrow in distinct(available(KV_FORMATS, config.device, native, config.dtype)):
-            yield Case(narrow.flag, f"{narrow.flag}: fewer bytes of the cache", "quality: `ridgeline eval`",
+    for narrow in (BY_FLAG[flag] for flag in config.narrower):
+        if narrow.option == "kv_cache_dtype":
+            yield Case(narrow.flag, f"{narrow.flag}: fewer bytes of the cache", narrow.trade_off,
                        {narrow.option: narrow.name}, speeds=_narrow_pages, kv_dtype=narrow.name)
 
 
@@ -248,10 +248,10 @@ class WhatIf:
         config = resolve(changed, emptied(device_facts(changed), self.config)) if case.options else self.config
         return self.seconds / self._price(config, case.load or self.load, case.speeds(self.speeds), case.kv_dtype)
 
-    def changes(self, preemptions: int, native: Collection[str] = ()) -> list[Planned]:
+    def changes(self, preemptions: int) -> list[Planned]:
         """Each kind of change once: its smallest variant that brings nearly all of the gain."""
         found: dict[str, list[Planned]] = {}
-        for case in cases(self.config, self.load, preemptions, native):
+        for case in cases(self.config, self.load, preemptions):
             try:
                 gain = self.gain(case)
             except RidgelineError:                       # it does not fit, or does not work here

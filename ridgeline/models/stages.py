@@ -24,6 +24,13 @@ def stage_config(config: ModelConfig, layers: range) -> ModelConfig:
     )
 
 
+def first_layers(config: ModelConfig) -> ModelConfig:
+    """As many layers as have all of its kinds of linears: what is asked of every layer is answered by these."""
+    dense = config.experts.dense if config.experts is not None else ()
+    needed = next((number for number in range(config.num_layers) if number not in dense), 0) + 1
+    return stage_config(config, range(min(needed, config.num_layers)))
+
+
 def stage_parameters(config: ModelConfig, stage: int, stages: int) -> int:
     """Weights and biases of a stage. A head that shares the embedding is a second copy of it, on the last stage."""
     found = stage_config(config, stage_layers(config.num_layers, stage, stages)).num_parameters

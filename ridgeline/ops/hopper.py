@@ -90,8 +90,8 @@ def compile_time(function: Callable[..., Any]) -> Any:
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """TMA and wgmma came with compute capability 9; later GPUs have no wgmma."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    """TMA and wgmma came with compute capability 9; later GPUs have no wgmma. Some of AMD's GPUs have a number 9, too."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

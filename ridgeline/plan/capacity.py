@@ -13,9 +13,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
+from ridgeline.choices.draft_checkpoint import draft_pages
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.sharding import head_shards
-from ridgeline.draft_checkpoint import draft_pages
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import kv_groups
 from ridgeline.models.stages import fullest_page_bytes, fullest_weight_bytes, stage_config, stage_parameters

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ridgeline.plan.plan_report import TAKEN, divided, summary, text
+from ridgeline.plan.search import MEMORY, NOT_YET, YES
 from ridgeline.process import platform
 from ridgeline.report import web_page
 from ridgeline.report.plots import Limit, Series, axis, plot, plot_grid
@@ -153,10 +154,11 @@ def _ranks(row: Row) -> dict[str, str]:
 
 
 def _technique(row: Row) -> dict[str, str]:
-    factors = {title: "fits" if row[name] is None else f"{row[name]:.2f}×"
+    known = row["in_this_engine"] != MEMORY              # such kernels have not been timed
+    factors = {title: "fits" if row[name] is None else f"{row[name]:.2f}×" if known else "?"
                for name, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("tok_s", "tok/s"))}
     return {"technique": row["technique"], **factors, "largest batch": f"{row['largest_batch']:,}",
-            "exact": "yes" if row["exact"] else "no", "in this engine": "yes" if row["here"] else "not yet"}
+            "exact": "yes" if row["exact"] else "no", "in this engine": row["in_this_engine"]}
 
 
 def _use(name: str, found: Row) -> dict[str, str]:
@@ -164,12 +166,13 @@ def _use(name: str, found: Row) -> dict[str, str]:
     said = {"use": name, "wanted": f"{found['what']} ({found['tokens_in']:,} tokens in, {found['tokens_out']:,} out)"}
     if best is None:
         return said | {"setup": "no setup meets it"}
-    return said | _setup(best) | {key: value for key, value in _point(best).items() if key not in ("tok/s", "requests/s")}
+    figures = {key: value for key, value in _point(best).items() if key not in ("tok/s", "requests/s")}
+    return said | _setup(best) | figures | {"options": found["options"]}
 
 
 def _format(told: Row, name: str, how: str) -> dict[str, str]:
-    lacking = name in told["missing_formats"]
-    return {"weights in": name, f"on {told['device']}": how, "in this engine": "not yet" if lacking else "yes"}
+    here = NOT_YET if name in told["missing_formats"] else MEMORY if name in told["memory_formats"] else YES
+    return {"weights in": name, f"on {told['device']}": how, "in this engine": here}
 
 
 def _rate(tok_s: float) -> str:

@@ -27,18 +27,27 @@ from ridgeline.plan.operation import (
 from ridgeline.plan.precision import WEIGHT_FORMATS, support
 from ridgeline.plan.prediction import MOST_ROWS, Setup, proposal_seconds, stage_bubble, step_parts
 from ridgeline.plan.search import (
+    MEMORY,
+    NOT_YET,
     OBJECTIVES,
+    YES,
     Objective,
     best,
     candidates,
     effects,
+    gain,
+    helps,
+    losses,
     measured_loss,
     missing,
+    options,
     pareto,
     quality,
+    weight_formats,
 )
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.sizes import ledger
+from ridgeline.sizes.abilities import QUALITY_MODEL
 from ridgeline.sizes.ledger import GIB
 
 TAKEN = 0.1                          # of the cores: more and a CPU is called busy
@@ -63,6 +72,7 @@ class Question:
     given: tuple[int | None, int | None] = (None, None)  # tokens in and out that were asked for; None: an objective's own
     kl: dict[str, float] | None = None                   # measured by `ridgeline eval`, by format; "kv-fp8" is the cache's
     any_engine: bool = False         # recommend also what this engine cannot do yet
+    own_format: bool = False         # the weights' format is the checkpoint's, not an option's
 
 
 def answer(question: Question) -> dict[str, Any]:
@@ -76,10 +86,12 @@ def answer(question: Question) -> dict[str, Any]:
         "device": setup.device.name, "kind": setup.device.kind, "ranks": setup.ranks, "devices": setup.devices,
         "stages": setup.stages, "nodes": setup.nodes, "division": _division(setup, traffic),
         "kv_heads": setup.model.config.num_kv_heads,
-        "weights": setup.weights, "kv": setup.kv, "kv_dtype": setup.kv_dtype, "dtype": setup.dtype, "sparse": setup.sparse,
+        "weights": setup.weights, "stored_weights": _stored(setup),
+        "kv": setup.kv, "kv_dtype": setup.kv_dtype, "dtype": setup.dtype, "sparse": setup.sparse,
         "derate": setup.derate,
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
         "formats": support(setup.device), "missing_formats": _missing_formats(setup),
+        "memory_formats": [name for name, faster in weight_formats(setup).items() if not faster],
         "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
         "fits": capacity.fits, "ledger": capacity.parts(largest or 1), "usable": capacity.memory.room,
         "kv_bytes_per_token": capacity.kv_bytes_per_token, "largest_batch": capacity.largest_batch(),
@@ -91,6 +103,7 @@ def answer(question: Question) -> dict[str, Any]:
         points = table(setup, traffic, largest)
         told["batches"] = [_point(point, question.price) for point in points]
         told["saturation_batch"] = saturation_batch(points)
+        told["helps"] = helps(points[:: max(1, len(points) - 1)], traffic, question.own_format)
         told["step_parts"] = {str(batch): _parts(setup, batch, traffic) for batch in dict.fromkeys((1, largest))}
     told["by_ranks"] = [
         {"ranks": one.setup.ranks, "stages": one.setup.stages, "experts": one.setup.expert_parallel,
@@ -98,14 +111,15 @@ def answer(question: Question) -> dict[str, Any]:
         for one, many in by_ranks(setup, traffic, question.most_ranks, question.utilization)
     ]
     told["techniques"] = [
-        {"technique": effect.technique, "here": effect.here, "exact": effect.exact, "tpot": _finite(effect.tpot),
-         "tok_s": _finite(effect.tok_s), "ttft": _finite(effect.ttft), "largest_batch": effect.batch}
+        {"technique": effect.technique, "here": effect.here == YES, "in_this_engine": effect.here, "exact": effect.exact,
+         "tpot": _finite(effect.tpot), "tok_s": _finite(effect.tok_s), "ttft": _finite(effect.ttft),
+         "largest_batch": effect.batch}
         for effect in effects(
             setup, traffic, hit_rate=question.hit_rate, drafts=question.drafts, acceptance=question.acceptance,
             draft_model=setup.draft_model, utilization=question.utilization,
         )
     ]
-    if question.slo is not None:
+    if question.slo is not None and question.slo != Slo():
         point = best_point(setup, traffic, question.slo, question.utilization)
         told["slo"] = {name: limit for name in ("ttft", "tpot") if (limit := getattr(question.slo, name)) < math.inf}
         told["within_slo"] = _point(point, question.price) if point is not None else None
@@ -135,12 +149,18 @@ def objectives(question: Question) -> dict[str, Any]:
             "what": objective.what, "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out,
             "hit_rate": traffic.hit_rate, "best": _point(point, question.price) if point else None,
         }
+        if point is not None:
+            found[objective.name] |= {
+                "options": options(point.setup, point.batch, question.own_format),
+                "losses": losses(point.setup, question.own_format), "gain": gain(known[key], objective, point, question.setup),
+            }
     return found
 
 
 def fronts(question: Question) -> dict[str, Any]:
     """Every candidate, and which are Pareto-optimal in latency and in quality."""
-    points = candidates(question.setup, question.traffic, question.most_ranks, True, question.utilization)
+    setup, traffic = question.setup, question.traffic
+    points = candidates(setup, traffic, question.most_ranks, True, question.utilization, question.any_engine)
     losses: dict[int, float | None] = {
         id(point): -quality(point.setup) if question.kl is None else measured_loss(point.setup, question.kl)
         for point in points
@@ -158,6 +178,15 @@ def fronts(question: Question) -> dict[str, Any]:
             for point in points
         ],
     }
+
+
+def _stored(setup: Setup) -> str:
+    """What the weights are kept in: a CPU that computes in float32 leaves 16-bit numbers as they are."""
+    narrow = setup.weights == setup.dtype and setup.shape.weight_bytes < WEIGHT_FORMATS[setup.dtype].bytes
+    if narrow and not setup.sparse:
+        return f"{setup.model.config.dtype}, computed in {setup.dtype}"
+    experts = f", of experts in {setup.expert_weights}" if setup.expert_weights != setup.weights else ""
+    return setup.weights + experts
 
 
 def _missing_formats(setup: Setup) -> list[str]:
@@ -206,7 +235,7 @@ def text(told: dict[str, Any]) -> str:
         *summary(told),
         "",
         f"{told['model']}, {told['parameters'] / 1e9:.2f} G parameters{_active(told)}, on {told['devices']} × {told['device']}: "
-        f"weights in {told['weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
+        f"weights in {told['stored_weights']}{', 2:4 sparse' if told['sparse'] else ''}, KV in "
         f"{told['kv_dtype'] if told['kv'] == 'auto' else told['kv']}"
         + (f", derated to {told['derate']:.0%}" if told["derate"] < 1 else ""),
         f"requests of {told['tokens_in']:,} tokens in and {told['tokens_out']:,} out"
@@ -233,22 +262,23 @@ def text(told: dict[str, Any]) -> str:
         lines += ["", *_deployments(told["deployments"])]
     for name, found in told.get("objectives", {}).items():
         lengths = f"({found['tokens_in']:,} tokens in, {found['tokens_out']:,} out)"
-        lines += ["", f"{name}: {found['what']} {lengths}", f"  {_one_line(found['best'])}"]
+        lines += ["", f"{name}: {found['what']} {lengths}", f"  {_one_line(found['best'])}", *_advised(found)]
     if told.get("objectives") and not any(found["best"] for found in told["objectives"].values()):
         lines += ["", "`--any-engine` also considers what this engine cannot do yet"]
     emulated = [f"{name} ({how})" for name, how in told["formats"].items() if how != "native"]
     native = [name for name, how in told["formats"].items() if how == "native"]
-    lines += ["", f"native on {told['device']}: {', '.join(native)}; {'; '.join(emulated)}"]
+    lacks = f"; not in this engine here: {', '.join(told['missing_formats'])}" if told["missing_formats"] else ""
+    lines += ["", f"native on {told['device']}: {', '.join(native)}; {'; '.join(emulated)}{lacks}"]
     return "\n".join(lines)
 
 
 def summary(told: dict[str, Any]) -> list[str]:
-    """The three lines that answer most questions: does it fit, how fast is it, what limits it."""
+    """The lines that answer most questions: does it fit, how fast is it, what limits it, what helps."""
     context = told["tokens_in"] + told["tokens_out"]
     if "batches" not in told:
         need = sum(told["ledger"].values())
         return [f"DOES NOT FIT: it needs {need / GIB:.1f} GiB with one request of {context:,} tokens, and "
-                f"{told['usable'] / GIB:.1f} are usable"]
+                f"{told['usable'] / GIB:.1f} are usable", *_fitting(told)]
     one, many = told["batches"][0], told["batches"][-1]
     weights = told["ledger"][ledger.WEIGHTS]
     lines = [
@@ -262,7 +292,34 @@ def summary(told: dict[str, Any]) -> list[str]:
         point["batch"]: _binds(told["step_parts"][str(point["batch"])], point, told["compute_limited_batch"], told["stages"])
         for point in (one, many)
     }
-    return [*lines, "what binds: " + "; ".join(f"at batch {batch} {what}" for batch, what in bound.items())]
+    lines.append("what binds: " + "; ".join(f"at batch {batch} {what}" for batch, what in bound.items()))
+    helping = [f"at batch {each['batch']} {each['options']}, {each['gain']:.2f} × the tokens" for each in told["helps"]]
+    lost = {name: kl for each in told["helps"] for name, kl in each["losses"].items()}
+    return [*lines, *([f"what helps: {'; '.join(helping)} ({_lost(lost)})"] * bool(helping))]
+
+
+def _fitting(told: dict[str, Any]) -> list[str]:
+    """What makes it fit, of what this engine has."""
+    narrow = [
+        row["technique"] + (" (general kernels, not timed)" if row["in_this_engine"] == MEMORY else "")
+        for row in told["techniques"] if row["tok_s"] is None and row["in_this_engine"] != NOT_YET
+    ]
+    more = min((row["ranks"] * row["stages"] for row in told["by_ranks"]), default=0)
+    ways = narrow + [f"{more} × {told['device']}"] * (more > told["devices"])
+    return [f"it fits with {' or with '.join(ways)}" if ways else "nothing that this engine has makes it fit"]
+
+
+def _lost(losses: Mapping[str, float]) -> str:
+    """What formats cost, where it was measured."""
+    found = ", ".join(f"{name} KL {kl:.2g}" for name, kl in losses.items())
+    return f"loss with {QUALITY_MODEL}: {found}; measure your model with `ridgeline eval`"
+
+
+def _advised(found: Mapping[str, Any]) -> list[str]:
+    """Below an objective's best setup: how to have it, what it gains and what it costs."""
+    lines = [f"  ridgeline serve MODEL {found['options']}"] if found.get("options") else []
+    gained = [f"{found['gain']:.2f} × what it is with the formats as given"] if found.get("gain") else []
+    return lines + ([f"  {'; '.join([*gained, _lost(found['losses'])])}"] if found.get("losses") else [])
 
 
 def _binds(parts: dict[str, float], point: dict[str, Any], compute_limited: int, stages: int) -> str:
@@ -404,9 +461,15 @@ def _techniques(rows: Sequence[dict[str, Any]]) -> list[str]:
         return ["no single technique makes it fit"]
     lines = [f"{'technique':<20}{'TTFT':>7}{'TPOT':>7}{'tok/s':>7}{'batch':>8}  exact  in this engine"]
     for row in rows:
-        factors = "".join(f"{'fits':>7}" if row[name] is None else f"{row[name]:>6.2f}×" for name in ("ttft", "tpot", "tok_s"))
+        known = row["in_this_engine"] != MEMORY          # the kernels that serve such a format have not been timed
+        factors = "".join(
+            f"{'fits':>7}" if row[name] is None else f"{row[name]:>6.2f}×" if known else f"{'?':>7}"
+            for name in ("ttft", "tpot", "tok_s")
+        )
         lines.append(f"{row['technique']:<20}{factors}{row['largest_batch']:>8,}  {'yes' if row['exact'] else 'no':<5}  "
-                     f"{'yes' if row['here'] else 'not yet'}")
+                     f"{row['in_this_engine']}")
+    if any(row["in_this_engine"] == MEMORY for row in rows):
+        lines.append(f"{MEMORY}: there are no kernels of its own for it on this device; general ones may be slower than 16 bits")
     return lines
 
 

@@ -88,7 +88,7 @@ def compute_format(device: Device, weights: str, dtype: str) -> str:
     """The format of matrix products: the weights' own if native, otherwise the activations', or the chip's wide one. A CPU has
     a rate for packed weights once its native kernels were measured."""
     found = WEIGHT_FORMATS[weights]
-    if weights == "fp8-block" and device.kind == "cuda" and "fp8" in device.flops:
+    if weights == "fp8-block" and device.hopper:         # elsewhere each product expands them
         return "fp8"
     if weights in device.flops and (found.computes or device.kind == "cpu"):     # a CPU's activations become integers, too
         return weights

@@ -52,12 +52,11 @@ EXPERTS = PRODUCTS.index("experts")
 MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
-# The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time: e4m3
-# codes of gate and up at 4 rows (benchmarks/studies/fp8_linears), 4-bit integers, and MXFP4, whose numbers take more instructions
-# (both from one request of their records in benchmarks/h200). Blocks of a GGUF file have more scales and planes to unpack: from
-# one request of Q4_K_M.
-READ = {"fp8": 0.97, "fp8-block": 0.97, "int8": 0.97, "mxfp4": 0.57}
-NARROW_READ, BLOCKS_READ = 0.78, 0.61
+# The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time: all
+# from one request of their records in benchmarks/h200, those of fp8 and int4 between 8B and 70B. MXFP4's numbers take more
+# instructions than 4-bit integers, and blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
+READ = {"fp8": 0.90, "fp8-block": 0.85, "int8": 0.87, "mxfp4": 0.57}
+NARROW_READ, BLOCKS_READ = 0.72, 0.61
 # The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first
 # tokens of 128 prompts in their records.
 EIGHT_BIT_COMPUTE = {"fp8": 0.83, "fp8-block": 0.76, "int8": 0.86}
@@ -165,14 +164,19 @@ class Setup:
     def shape(self) -> DecoderShape:
         config = self.model.config
         used = self.kept or StoredWeights(
-            self.weights, weight_bytes(self.weights, self.sparse), WEIGHT_FORMATS[self.dtype].bytes,
-            weight_bytes(self.expert_weights, self.sparse),
+            self.weights, self._bytes(self.weights), self._bytes(self.dtype), self._bytes(self.expert_weights)
         )
         whole = decoder_shape(
             config, self.dtype, bytes_per_weight=used.linears, expert_bytes=used.experts, head_bytes=used.head
         )
         whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled), window_kv_bytes=None)
         return whole.shard(self.ranks) if self.ranks > 1 else whole
+
+    def _bytes(self, format: str) -> float:
+        """Of a weight. A CPU keeps 16-bit numbers as they are stored, unless ranks divide them."""
+        whole = self.device.kind == "cpu" and self.ranks == 1 and WEIGHT_FORMATS[format].bits >= 16
+        stored = self.model.config.dtype if whole else format
+        return weight_bytes(stored if stored in WEIGHT_FORMATS else format, self.sparse)
 
     @property
     def kept(self) -> StoredWeights | None:
@@ -273,7 +277,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
         if WEIGHT_FORMATS[setup.expert_weights].bits == 4:
             products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
         else:
-            seconds = flops[:, EXPERTS] / (rates[EXPERTS] * paced)
+            seconds = flops[:, EXPERTS] / (wide * constants.linear_compute * paced)      # codes become numbers (ops/experts)
             products[:, EXPERTS] = _tiled_experts(setup, steps, bytes_read[:, EXPERTS] / reads[EXPERTS], seconds)
         products[:, EXPERTS] += steps.product_calls[:, EXPERTS] * kernel
     reads_kv, computes_kv = _kv_factors(setup)

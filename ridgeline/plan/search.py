@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ridgeline.plan.capacity import Capacity
+from ridgeline.models.checkpoints.quantisation_check import made_formats
+from ridgeline.ops.kernel_table import DeviceFacts
+from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.operation import Point, Slo, Traffic, batches, layouts, operate
+from ridgeline.plan.precision import WEIGHT_FORMATS as PLANNED_FORMATS
 from ridgeline.plan.precision import signal_to_noise
-from ridgeline.plan.prediction import MOST_ROWS, Setup
+from ridgeline.plan.prediction import MOST_ROWS, Setup, step_parts
 from ridgeline.plan.public_models import PlannedModel
-from ridgeline.sizes import abilities
-from ridgeline.sizes.abilities import MOST_RANKS, available
+from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
+from ridgeline.sizes.abilities import KV_FORMATS, MOST_RANKS, WEIGHT_FORMATS, distinct, faster_kv
+
+# ── what this engine has ─────────────────────────────────────────────────────────────────────────────────────────────
+
+YES, MEMORY, NOT_YET = "yes", "memory only", "not yet"
+
+
+@functools.cache
+def _made(model: PlannedModel, kind: str, dtype: str, ranks: int, facts: DeviceFacts) -> dict[str, bool]:
+    return made_formats(model.config, kind, dtype, ranks, facts=facts) if kind in MOST_RANKS else {}
+
+
+def weight_formats(setup: Setup) -> dict[str, bool]:
+    """Formats that the engine makes of this model's 16-bit weights on this device. True: faster, not only smaller."""
+    return _made(setup.model, setup.device.kind, setup.dtype, setup.ranks, kernel_facts(setup.device))
+
+
+def recommended(setup: Setup) -> tuple[list[str], list[str]]:
+    """Narrower formats of weights and of the KV cache to consider. A quantised checkpoint's weights stay as they are."""
+    made, device = weight_formats(setup), setup.device
+    plain = PLANNED_FORMATS[setup.weights].bits >= 16 and not setup.model.expert_format
+    weights = distinct(each for each in WEIGHT_FORMATS if plain and made.get(each.name))
+    has_kv = () if setup.context_parallel else faster_kv(device.kind, "fp8" in device.flops)
+    kv = distinct(each for each in KV_FORMATS if setup.kv == "auto" and each.name in has_kv)
+    return [each.name for each in weights], [each.name for each in kv]
+
 
 # ── techniques ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -22,7 +52,7 @@ class Effect:
     """A technique by itself, against the setup without it."""
 
     technique: str
-    here: bool                       # has this engine got it?
+    here: str                        # has this engine got it? YES, MEMORY: it saves memory, and may be slower, or NOT_YET
     exact: bool
     tpot: float                      # of one request …
     tok_s: float                     # … and throughput at the largest batch: factors, 2 is twice as good
@@ -39,10 +69,9 @@ def effects(
     """Every technique that is not on already."""
     hits = replace(traffic, hit_rate=hit_rate)
     speculative = replace(setup, drafts=drafts, acceptance=acceptance, draft_model=draft_model)
+    narrower = () if _is_quantised(setup) else ("fp8", "int8", "int4")
     changed: list[tuple[str, bool, Setup, Traffic]] = [
-        ("fp8 weights", False, replace(setup, weights="fp8"), traffic),
-        ("int8 weights", False, replace(setup, weights="int8"), traffic),
-        ("int4 weights", False, replace(setup, weights="int4"), traffic),
+        *((f"{name} weights", False, replace(setup, weights=name), traffic) for name in narrower),
         ("2:4 sparsity", False, replace(setup, sparse=True), traffic),
         ("fp8 KV", False, replace(setup, kv="fp8"), traffic),
         ("int8 KV", False, replace(setup, kv="int8"), traffic),
@@ -58,7 +87,10 @@ def effects(
         if after is None:
             continue
         one, many = after
-        here = missing(new) <= missing(setup)
+        here = YES if missing(new) <= missing(setup) else NOT_YET
+        slow_weights = new.weights != setup.weights and not weight_formats(setup).get(new.weights)
+        if here == YES and (slow_weights or (new.kv != setup.kv and setup.device.kind == "cpu")):
+            here = MEMORY
         if before is None:                               # only with it does the model fit
             found.append(Effect(name, here, exact, math.inf, math.inf, math.inf, many.batch, new, requests))
             continue
@@ -67,6 +99,11 @@ def effects(
             before[0].ttft / one.ttft, many.batch, new, requests,
         ))
     return found
+
+
+def _is_quantised(setup: Setup) -> bool:
+    """A checkpoint of codes: others would be made by rounding them a second time."""
+    return setup.kept is not None or bool(setup.model.expert_format)
 
 
 def _ends(setup: Setup, traffic: Traffic, utilization: float) -> tuple[Point, Point] | None:
@@ -83,21 +120,32 @@ class Objective:
     traffic: Traffic
     slo: Slo
     lossy: bool                      # may formats be narrowed?
-    score: Callable[[Point], float]  # less is better
+    score: Callable[[Point], tuple[float, ...]]          # less is better
     what: str
+
+
+def _fewest_dollars(point: Point) -> tuple[float, ...]:
+    return (-point.tok_s_device,)
+
+
+def _one_user(point: Point) -> tuple[float, ...]:
+    """The fastest answer on as few devices as can."""
+    return point.setup.devices, point.tpot
 
 
 OBJECTIVES = {
     each.name: each
     for each in (
-        Objective("chat", Traffic(1024, 256), Slo(0.5, 0.05), True, lambda point: -point.tok_s_device,
+        Objective("one-user", Traffic(1024, 256), Slo(), True, _one_user,
+                  "the least time per token of one request, on as few devices as hold the model"),
+        Objective("chat", Traffic(1024, 256), Slo(0.5, 0.05), True, _fewest_dollars,
                   "the most tokens per device with a first token in 500 ms and the next every 50"),
-        Objective("speech", Traffic(256, 128), Slo(0.2, 0.03), True, lambda point: -point.tok_s_device,
+        Objective("speech", Traffic(256, 128), Slo(0.2, 0.03), True, _fewest_dollars,
                   "the most tokens per device with a first token in 200 ms and the next every 30"),
-        Objective("batch", Traffic(1024, 512), Slo(), True, lambda point: -point.tok_s_device,
+        Objective("batch", Traffic(1024, 512), Slo(), True, _fewest_dollars,
                   "the most tokens per device, whatever the latency"),
-        Objective("quality-first", Traffic(1024, 256), Slo(1.0, 0.1), False, lambda point: point.tpot,
-                  "the least time per token without any lossy technique"),
+        Objective("quality-first", Traffic(1024, 256), Slo(1.0, 0.1), False, lambda point: (point.tpot,),
+                  "the least time per token of one request without any lossy technique, on as many devices as help"),
     )
 }
 
@@ -127,15 +175,15 @@ def missing(setup: Setup) -> set[str]:
     device, found = setup.device, set()
     if device.kind not in MOST_RANKS:
         found.add(f"{device.name} as a device")
-    weights, kv = (
-        {each.name for each in available(formats, device.kind, device.flops, setup.dtype)}
-        for formats in (abilities.WEIGHT_FORMATS, abilities.KV_FORMATS)
-    )
-    # A file's own codes are read as it stores them. On a CPU no other format is.
-    if setup.kept is None and setup.weights not in (setup.dtype, *weights) and device.kind != "cpu":
+    # A file's own codes are read as it stores them.
+    narrow = PLANNED_FORMATS[setup.weights].bits < 16
+    if setup.kept is None and narrow and setup.weights not in weight_formats(setup):
         found.add(f"{setup.weights} weights")
-    if not kv >= {each.rpartition("=")[2] for each in setup.kv.split(",")} - {"auto"}:       # of K and V together or apart
+    kv = {each.rpartition("=")[2] for each in setup.kv.split(",")} - {"auto"}                # of K and V together or apart
+    if not kv <= set(faster_kv(device.kind, "fp8" in device.flops)) and device.kind != "cpu":    # there it saves memory
         found.add(f"{setup.kv} KV")
+    if kv and setup.context_parallel:
+        found.add("quantised KV with divided contexts")
     if setup.sparse:
         found.add("2:4 sparsity")
     if setup.drafts and setup.draft_model is not None and setup.stages > 1:
@@ -152,11 +200,12 @@ def candidates(
     was asked for."""
     formats = [(setup.weights, setup.kv)]
     if lossy:
-        formats += [(weights, kv) for weights in (setup.weights, "fp8", "int4") for kv in (setup.kv, "fp8")]
+        weights, kvs = (["fp8", "int4"], ["fp8"]) if any_engine else recommended(setup)
+        formats += [(each, kv) for each in (setup.weights, *weights) for kv in (setup.kv, *kvs)]
     found = []
     for divided in layouts(setup, most_ranks):
-        for weights, kv in dict.fromkeys(formats):
-            made = replace(divided, weights=weights, kv=kv)
+        for each, kv in dict.fromkeys(formats):
+            made = replace(divided, weights=each, kv=kv)
             if not any_engine and not missing(made) <= missing(setup):
                 continue
             largest = min(Capacity.of(made, traffic.context, utilization).largest_batch(MOST_ROWS), MOST_ROWS)
@@ -164,9 +213,87 @@ def candidates(
     return found
 
 
+WORTH = 0.02                         # of what an objective looks for: formats that gain less are not worth their loss
+
+
 def best(points: Sequence[Point], objective: Objective) -> Point | None:
+    """Of those that are nearly as good as the best, the one that loses least."""
     meeting = [point for point in points if point.meets(objective.slo) and (objective.lossy or not point.setup.lossy)]
-    return min(meeting, key=objective.score) if meeting else None
+    if not meeting:
+        return None
+    *first, least = min(objective.score(point) for point in meeting)
+    near = [point for point in meeting if [*objective.score(point)[:-1]] == first
+            and objective.score(point)[-1] <= least + WORTH * abs(least)]
+    return min(near, key=lambda point: (-quality(point.setup), len(point.setup.lossy), objective.score(point)))
+
+
+# ── single parts of a step ───────────────────────────────────────────────────────────────────────────────────────────
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+
+
+def weight_factors(setup: Setup, weights: str) -> list[tuple[float, float]]:
+    """(rows, time of the layers' products with such weights over that with the setup's own), kernels' own times included."""
+    found = []
+    for each in (setup, replace(setup, weights=weights)):
+        shape = each.shape
+        steps = gather(shape, [count_rows(shape, decode_rows(rows, 512)) for rows in _ROWS], each.model)
+        found.append(step_parts(each, steps)["linears"])
+    return [(rows, float(narrow / wide)) for rows, wide, narrow in zip(_ROWS, *found, strict=True)]
+
+
+def kv_factor(setup: Setup, kv: str) -> float:
+    """Time of attention that reads such a KV cache, over that of the setup's own."""
+    shape, narrow = setup.shape, replace(setup, kv=kv)
+    return narrow.shape.kv_bytes / shape.kv_bytes / setup.used.narrow_kv_read
+
+
+# ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def options(setup: Setup, batch: int, own_format: bool) -> str:
+    """What `ridgeline serve` is to be told. `own_format`: the weights' format is the checkpoint's."""
+    words = [f"--quantization {setup.weights}"] * (PLANNED_FORMATS[setup.weights].bits < 16 and not own_format)
+    words += [f"--kv-cache-dtype {setup.kv}"] * (setup.kv != "auto")
+    words += [f"--tensor-parallel-size {setup.ranks}"] * (setup.ranks > 1)
+    words += [f"--pipeline-parallel-size {setup.stages}"] * (setup.stages > 1)
+    words += ["--enable-expert-parallel"] * setup.expert_parallel
+    words += [f"--decode-context-parallel-size {setup.ranks}"] * setup.context_parallel
+    return " ".join(words + [f"--max-num-seqs {batch}"] * (batch > 1))
+
+
+def losses(setup: Setup, own_format: bool) -> dict[str, float]:
+    """By format: nats per token, measured with abilities.QUALITY_MODEL. A checkpoint's own loss is on its card."""
+    found = {f"{each.name} weights": each.kl for each in WEIGHT_FORMATS if setup.weights == each.name and not own_format}
+    return found | {f"{each.name} KV": each.kl for each in KV_FORMATS if setup.kv == each.name}
+
+
+def gain(points: Sequence[Point], objective: Objective, chosen: Point, asked: Setup) -> float | None:
+    """Of what the objective looks for, over the best with the formats that were asked for; None: these are chosen, or none of
+    them meets it on as many devices."""
+    plain = best([
+        each for each in points
+        if (each.setup.weights, each.setup.kv, each.setup.devices) == (asked.weights, asked.kv, chosen.setup.devices)
+    ], objective)
+    if plain is None or (chosen.setup.weights, chosen.setup.kv) == (asked.weights, asked.kv):
+        return None
+    ours, theirs = objective.score(chosen)[-1], objective.score(plain)[-1]
+    return ours / theirs if ours < 0 else theirs / ours
+
+
+def helps(points: Sequence[Point], traffic: Traffic, own_format: bool) -> list[dict[str, Any]]:
+    """At each of these points: the option of a narrower format that gains most tokens per second, if one is worth its loss."""
+    found: list[dict[str, Any]] = []
+    for point in points:
+        weights, kvs = recommended(point.setup)
+        changed = [replace(point.setup, weights=each) for each in weights] + [replace(point.setup, kv=each) for each in kvs]
+        most = max((operate(each, point.batch, traffic) for each in changed), key=lambda each: each.tok_s, default=None)
+        if most is not None and most.tok_s >= (1 + WORTH) * point.tok_s:
+            same_weights = most.setup.weights == point.setup.weights
+            changed_alone = replace(most.setup, ranks=1, stages=1, nodes=1, expert_parallel=False, context_parallel=False)
+            found.append({"batch": point.batch, "options": options(changed_alone, 1, own_format or same_weights),
+                          "gain": most.tok_s / point.tok_s, "losses": losses(most.setup, own_format or same_weights)})
+    return found
 
 
 def pareto(points: Sequence[Point], cost: Callable[[Point], float]) -> list[Point]:

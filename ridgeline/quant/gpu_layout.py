@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, block_bytes, four_bit_bytes, packs
-from ridgeline.quant.format import ORDER, TensorSpec, WeightFormat, quantises_rows
+from ridgeline.quant.format import ORDER, TensorSpec, WeightFormat, is_fp8_rows, quantises_rows
 
 STORED, FOUR_BITS, BLOCKS = "stored", "four bits", "blocks"
+# What multiplies: kernels made and timed for the format; cuBLAS with fp8 units; or what serves every format on every GPU
+# (ops/quantised, cuBLAS with integers), which saves memory and may be slower than 16 bits.
+OWN, LIBRARY, GENERAL = "own", "library", "general"
 FOUR_BIT_GRIDS = ("uint4", "e2m1")
 _EXACT = ("bfloat16", "float16", "e8m0", "float8_e4m3fn")        # dtypes of scales whose numbers 16 bits hold
 
@@ -56,9 +59,12 @@ def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, devi
     return packed if found == FOUR_BITS else max(stored, packed)
 
 
-def has_kernels(format: WeightFormat, device: DeviceFacts) -> bool:
-    """Whether a GPU has kernels made for this format. Otherwise ops/quantised serves it, as every format."""
-    return quantises_rows(format) or (device.hopper and (bool(block_form_of(format)) or _is_exact(format)))
+def served(format: WeightFormat, device: DeviceFacts) -> str:
+    """By what a GPU multiplies by weights of this format: resolve, the verdict, `diagnose` and `plan` ask here. Only a Hopper GPU
+    has kernels of ours for narrow weights (TMA, wgmma), and only there has any of it been timed."""
+    if device.hopper and (quantises_rows(format) or bool(block_form_of(format)) or _is_exact(format)):
+        return OWN
+    return LIBRARY if is_fp8_rows(format) and device.fp8 else GENERAL
 
 
 def block_form_of(format: WeightFormat) -> str:

@@ -37,6 +37,9 @@ FIRST = 0.5                          # of a limit of KL, that the first try may 
 CLOSE = 0.85                         # a result that uses this much of a limit is not tried to be made smaller
 MARGIN = 0.93                        # of the limit that the next try aims at
 CLEAR = 0.95                         # of a uniform recipe's KL, that a mixture must reach: a smaller gain may be noise
+# Where the uniform recipe leaves less than this part of the bytes that a choice may take, there are hardly any to move, and a
+# mixture must gain more: one with 0.87 of AWQ's KL on the search's text had 1.004 of it on the card's (docs/quantize.md).
+LEFT, CLEAR_IF_FULL = 0.01, 0.8
 TRUSTS = (1.0, 0.7, 0.4)             # powers of what a linear costs alone, beside the mean of its kind: little text makes noise
 
 
@@ -135,9 +138,14 @@ def refined(
     same = costs.best_uniform(size) if space.fastest is None else None   # fewer bytes are not always faster
     rival = "none" if same is None else f"{space.options[same]} with {costs.uniform[same]:.3f}"
     say(f"KL on the search's text: {least:.3f}; the best uniform recipe of no more bytes: {rival}")
-    if same is not None and costs.uniform[same] * CLEAR < least:
+    if same is not None and costs.uniform[same] * _clear(units, same, room) < least:
         return units, [same] * len(units)
     return units, choice
+
+
+def _clear(units: list[Unit], uniform: int, room: float) -> float:
+    """Of that uniform recipe's KL, what a mixture must reach."""
+    return CLEAR_IF_FULL if room and sum(unit.sizes[uniform] for unit in units) > (1 - LEFT) * room else CLEAR
 
 
 def within_bytes(units: list[Unit], most: float) -> list[int] | None:

@@ -11,6 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, processors
 
+from ridgeline.config import ModelOptions
+from ridgeline.engine.client.sampling_defaults import load_sampling_defaults
 from ridgeline.errors import ModelError
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
@@ -32,7 +34,7 @@ def write_small_files(path: Path, config: ModelConfig, quantization: dict[str, A
         with GGUFFile(path) as file:
             raw = gguf_config(config, file)
             vocabulary = gguf_vocabulary(file.metadata, path.name)
-        _write_json(folder / "generation_config.json", _generation(config, vocabulary))
+        _write_json(folder / "generation_config.json", _generation(path, config, vocabulary))
         write_tokenizer(vocabulary, folder)
     else:
         raw = read_json(path / "config.json")
@@ -76,8 +78,11 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
     return {"rope_type": "linear", "factor": rope.divisors[0]} if rope.divisors else None
 
 
-def _generation(config: ModelConfig, vocabulary: Vocabulary) -> dict[str, Any]:
-    return {"bos_token_id": vocabulary.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
+def _generation(path: Path, config: ModelConfig, vocabulary: Vocabulary) -> dict[str, Any]:
+    """With what the file itself is served with where a request gives nothing: at temperature 1 small models talk nonsense."""
+    found = load_sampling_defaults(ModelOptions(), path)
+    sampling = {"do_sample": True, **found} if found else {}
+    return {"bos_token_id": vocabulary.bos_token_id, "eos_token_id": list(config.eos_token_ids), **sampling}
 
 
 def write_tokenizer(vocabulary: Vocabulary, folder: Path) -> None:

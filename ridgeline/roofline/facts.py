@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from ridgeline.roofline.trace import Span, Trace, Work, own_times
-from ridgeline.sizes.abilities import NarrowFormat
+from ridgeline.sizes.abilities import Factors
 
 MICRO = 1e-6
 _OVERLAPS = 0.3                      # of a gap that a call must cover to be its cause
@@ -73,7 +73,8 @@ class Facts:
     kv_usage: float = 0.0
     rows: float = 0.0                # sequences in a step
     lost: float = 0.0                # share of the time in which other programs had the CPU; not in `seconds`
-    formats: Sequence[NarrowFormat] = ()                 # of weights and KV that the engine could still use on this device
+    faster: Factors = field(default_factory=dict)        # narrower formats that the engine could still use on this device …
+    linear_share: float = 1.0        # … and the share of the weights that they narrow
 
     @property
     def gaps(self) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ridgeline.roofline.facts import Facts, PartFacts
+from ridgeline.sizes.abilities import BY_FLAG, factor_at
 
 WORTH = 0.1                          # of the time: less is not worth a change
 SHORT = 25e-6                        # a kernel that takes no longer than a few launches
@@ -81,11 +82,18 @@ def find_patterns(facts: Facts) -> list[Finding]:
 
 
 def _advice(remedy: Remedy, facts: Facts) -> list[Advice]:
-    predicted = gain(facts, remedy.saves(facts))
+    """Of narrower formats one for each that gains. Of those of weights, what `saves` is the time that they scale."""
     if not remedy.option:
-        return [Advice(remedy.what, predicted, remedy.trade_off, remedy.key, remedy.is_code)]
-    found = [each for each in facts.formats if each.option == remedy.option]
-    return [Advice(f"{each.flag}: {remedy.what}", predicted, remedy.trade_off, each.flag) for each in found]
+        return [Advice(remedy.what, gain(facts, remedy.saves(facts)), remedy.trade_off, remedy.key, remedy.is_code)]
+    found = []
+    for each in (BY_FLAG[flag] for flag in facts.faster if BY_FLAG[flag].option == remedy.option):
+        saved = remedy.saves(facts)
+        if remedy.option == "quantization":
+            saved *= facts.linear_share * (1 - factor_at(facts.faster[each.flag], facts.rows))
+        predicted = gain(facts, saved)
+        if predicted >= 1:
+            found.append(Advice(f"{each.flag}: {remedy.what}", predicted, each.trade_off, each.flag))
+    return found
 
 
 def gain(facts: Facts, saved: float) -> float:
@@ -299,7 +307,7 @@ PATTERNS = (
     Pattern("low FLOP/s at high bandwidth", "weight_bandwidth", _reads_without_computing, _weights_only(1.0), (
         Remedy("more requests in a step: they share each read of the weights", _weights_only(0.5),
                "time per output token of each request", "rows"),
-        Remedy("narrower weights", _weights_only(0.5), "quality: `ridgeline eval`", option="quantization"),
+        Remedy("narrower weights", _weights_only(1.0), "quality", option="quantization"),
     )),
     Pattern("attention below its bandwidth", "implementation", _attention_below, _excess("attention"), (
         Remedy("split-KV: cut the context into shares that keep every SM busy", _excess("attention"),
@@ -328,7 +336,7 @@ PATTERNS = (
                "fairness between requests", "scheduler", is_code=True),
     )),
     Pattern("preemptions", "queue", _preempts, _recomputed, (
-        Remedy("more tokens in the same memory", _recomputed, "quality: `ridgeline eval`", option="kv_cache_dtype"),
+        Remedy("more tokens in the same memory", _recomputed, "quality", option="kv_cache_dtype"),
         Remedy("admit fewer requests: set max_num_seqs to what the cache holds", _recomputed, "time in the queue", "admission"),
         Remedy("more KV blocks: gpu_memory_utilization, kv_cache_memory_bytes", _recomputed, "other users of the memory",
                "blocks"),

@@ -25,7 +25,7 @@ REMEMBERED = 512                     # points kept; and steps noted before they 
 _EVERY_HIDDEN = np.int8(Want.PROMPT_LOGPROBS | Want.HIDDEN | Want.HIDDEN_SUM)
 _IS_LINEAR = np.array([name in LINEARS for name in OPS])
 _IS_PACKED = np.array([name in (*LINEARS, "head") for name in OPS])
-_PACKED = ("int4", "int8")           # products of a CPU with packed weights: of the head, too
+_PACKED = ("int4", "int8")           # products of a CPU with packed weights, which computes in float32: of the head, too
 _IS_MATRIX = np.array([float(name in (*LINEARS, "experts", "attention", "head")) for name in OPS])
 # Norms and activations are part of their neighbours' kernels wherever launching matters.
 _IS_LAUNCHED = np.array([float(name not in ("norms", "activation")) for name in OPS])
@@ -239,7 +239,7 @@ class StepRecorder:
 
     def rates(self, peaks: MachinePeaks) -> np.ndarray:
         """FLOP/s by op."""
-        narrow = _IS_PACKED if self.linear_dtype in _PACKED else _IS_LINEAR
+        narrow = _IS_PACKED if self.linear_dtype in _PACKED and self.dtype == "float32" else _IS_LINEAR
         return np.where(narrow, peaks.flops_s.get(self.linear_dtype, peaks.rate(self.dtype)), peaks.rate(self.dtype))
 
     def _keep_points(self, at: np.ndarray, phases: np.ndarray, table: np.ndarray) -> None:

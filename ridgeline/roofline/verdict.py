@@ -12,15 +12,16 @@ The roof is divided by each op's bound: compute, or memory traffic of weights, K
 launch and communication come first: an overhead of a quarter of the time is the bottleneck. Then come admission, kernels far
 below their roofs, and last the roofs themselves. Where the engine lacks work, the front end's process may be the bottleneck.
 
-Changes are recommended only if this engine can make them on this device (sizes/abilities.py).
+Changes are recommended only if this engine can make them on this device. Narrower formats come as data: those that resolve would
+take (choices/format_choices.py), with what `plan`'s cost model predicts of them (engine/core/what_helps.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ridgeline.sizes.abilities import KV_FORMATS, WEIGHT_FORMATS, NarrowFormat, available, distinct
+from ridgeline.sizes.abilities import BY_FLAG, Factors, factor_at
 
 IO, SHARED, HOST, LAUNCH, COMMUNICATION = "io", "shared_machine", "host", "launch", "communication"
 IDLE, FRONT_END, TOKENISER = "idle", "front_end", "tokeniser"
@@ -33,7 +34,7 @@ BINDS = 0.25                         # of the busy time: an overhead of that sha
 BUSY = 0.5                           # of the whole time: with less work than that, arrivals limit the throughput
 NEAR = 0.5                           # of the device's time at the roof: with less, the implementation is the bottleneck
 FULL = 0.9                           # of the rows or of the KV blocks: no further request is admitted
-_NARROWER = 0.75                     # of the bytes: a format that saves less is not recommended
+_WORTH = 1.02                        # a format that gains less is not recommended
 LOOP_FULL = 0.85                     # of the time that the front end's event loop computes: more it cannot take
 
 
@@ -104,24 +105,13 @@ class Setting:
     max_rows: int = 0                # 0: no limit is known
     kv_usage: float = 0.0            # part of the KV blocks that sequences hold
     preemptions: int = 0             # in the window
-    weight_bytes: float = 2.0        # per element
-    kv_bytes: float = 2.0
     graphs: bool = True
     overlap: bool = True
     prefix_caching: bool = True
     speculation: bool = True
     ranks: int = 1
-    dtype: str = "bfloat16"
-    native: tuple[str, ...] = ("fp8",)                   # names of the device's narrow matrix rates
-
-    @property
-    def narrower(self) -> list[NarrowFormat]:
-        return self.formats(WEIGHT_FORMATS, self.weight_bytes) + self.formats(KV_FORMATS, self.kv_bytes)
-
-    def formats(self, known: tuple[NarrowFormat, ...], element_bytes: float) -> list[NarrowFormat]:
-        """Those that are available and clearly narrower than what is used."""
-        found = distinct(available(known, self.device, self.native, self.dtype))
-        return [each for each in found if each.element_bytes <= _NARROWER * element_bytes]
+    faster: Factors = field(default_factory=dict)        # narrower formats that are left to choose
+    linear_share: float = 1.0        # of the weights that are read, those that a format narrows: not the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,29 +244,21 @@ def _larger_batch(window: Window, setting: Setting) -> float:
     return 0.5 * window.parts()[WEIGHTS]
 
 
-_QUALITY = "quality: `ridgeline eval`"
-
-
 def _narrower(term: str, window: Window, setting: Setting) -> list[Change]:
-    """Formats of weights and KV that this engine has for this device."""
-    weights, kv = setting.formats(WEIGHT_FORMATS, setting.weight_bytes), setting.formats(KV_FORMATS, setting.kv_bytes)
-    parts = window.parts()
-
-    def saved(part: str, each: NarrowFormat, now: float) -> float:
-        return _gain(window, parts[part] * (1 - each.element_bytes / now))
-
-    if term == WEIGHTS:
-        return [Change(f"{each.flag}: {8 * each.element_bytes:.0f}-bit weights", saved(WEIGHTS, each, setting.weight_bytes),
-                       _QUALITY) for each in weights]
-    if term == COMPUTE:
-        return [Change(f"{each.flag}: matrix products at twice the rate", _gain(window, 0.45 * parts[COMPUTE]), _QUALITY)
-                for each in weights if each.matrix_dtype]
-    if term == KV:
-        return [Change(f"{each.flag}: fewer bytes of the cache", saved(KV, each, setting.kv_bytes), _QUALITY) for each in kv]
-    if term == QUEUE and setting.kv_usage >= FULL:
-        return [Change(f"{each.flag}: more sequences in the same memory", _gain(window, _larger_batch(window, setting)), _QUALITY)
-                for each in kv]
-    return []
+    """Formats of weights and KV that this engine has for this device. Those of weights change decode and prompts: 4 bits are read
+    fast and multiplied slowly."""
+    parts, found = window.parts(), []
+    for flag, points in setting.faster.items():
+        each, few = BY_FLAG[flag], factor_at(points, window.running)
+        if each.option == "quantization" and term in (WEIGHTS, COMPUTE):
+            saved = setting.linear_share * (1 - few) * parts[WEIGHTS] + (1 - points[-1][1]) * parts[COMPUTE]
+            found.append(Change(f"{flag}: {each.bits}-bit weights", _gain(window, saved), each.trade_off))
+        elif each.option == "kv_cache_dtype" and term == KV:
+            found.append(Change(f"{flag}: fewer bytes of the cache", _gain(window, (1 - few) * parts[KV]), each.trade_off))
+        elif each.option == "kv_cache_dtype" and term == QUEUE and setting.kv_usage >= FULL:
+            gain = _gain(window, _larger_batch(window, setting))
+            found.append(Change(f"{flag}: more sequences in the same memory", gain, each.trade_off))
+    return [change for change in found if change.gain >= _WORTH]
 
 
 REMEDIES = (

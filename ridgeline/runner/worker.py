@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
+from ridgeline.choices.draft_checkpoint import DraftCheckpoint
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
-from ridgeline.draft_checkpoint import DraftCheckpoint
 from ridgeline.draft_options import draft_options
 from ridgeline.early_check import cpu_facts, no_gpu
 from ridgeline.models.checkpoints.linear_formats import LinearFormats

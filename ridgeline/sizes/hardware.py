@@ -102,7 +102,7 @@ DEVICES: dict[str, Device] = {
         Device("B200", 180 * GB, 8.0 * TB, _rates(bfloat16=2250, float16=2250, fp8=4500, int8=4500, fp4=9000, float32=80),
                NVLINK5, True, torch_names=("NVIDIA B200",)),
         Device("MI300X", 192 * GB, 5.3 * TB, _rates(bfloat16=1307, float16=1307, fp8=2615, int8=2615, float32=163), XGMI,
-               True, torch_names=("AMD Instinct MI300X", "AMD Instinct MI300X OAM")),
+               True, kind="rocm", torch_names=("AMD Instinct MI300X", "AMD Instinct MI300X OAM")),
         Device("T4", 16 * GB, 0.32 * TB, _rates(float16=65, int8=130, float32=8.1), PCIE3, torch_names=("Tesla T4",),
                inline_ecc=True),
         Device("A10", 24 * GB, 0.6 * TB, _rates(bfloat16=125, float16=125, int8=250, float32=31.2), PCIE4, True,

@@ -192,9 +192,9 @@ def test_recorded_graphs_leave_a_launch_for_every_kernel(model: Path) -> None:
 def test_narrow_pages_are_read_as_fast_as_their_kernels_do(model: Path) -> None:
     """Half of the bytes are no half of the time where a kernel widens them: a gain is promised only as far as it is known."""
     config = what_if(model, Load(1, 8, 8)).config
-    on_gpu = replace(config, device="cuda", dtype="bfloat16")
-    [kv8] = [case for case in cases(on_gpu, Load(1, 8, 8), 0, ("fp8",)) if case.key == "--kv-cache-dtype fp8"]
-    assert not any("fp8" in case.what for case in cases(on_gpu, Load(1, 8, 8), 0, ("bfloat16", "int8"))), "an A100 has none"
+    on_gpu = replace(config, device="cuda", dtype="bfloat16", narrower=("--quantization fp8", "--kv-cache-dtype fp8"))
+    [kv8] = [case for case in cases(on_gpu, Load(1, 8, 8), 0) if case.key == "--kv-cache-dtype fp8"]
+    assert not any("fp8" in case.what for case in cases(replace(on_gpu, narrower=()), Load(1, 8, 8), 0)), "an A100 has none"
     slow = kv8.speeds(Speeds(1e9, 1e15, {}, {"attention": 1.5}, {}, 0.0, 0.0))
     assert slow.reading["attention"] == pytest.approx(1.5 / fitted().narrow_kv_read)
     assert slow.computing["attention"] == pytest.approx(1 / fitted().narrow_kv_compute)

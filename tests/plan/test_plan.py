@@ -495,8 +495,11 @@ def test_mixtures_beside_dense_models() -> None:
     few, many = (decode_seconds(mixture, batch, 512) / decode_seconds(dense, batch, 512) for batch in (1, 64))
     assert 1.5 < few < 2.2 < many                        # two experts of eight at batch 1, all of them at 64
     # A prompt computes with the active parameters, 37.55 G against 70.55, in tiles that are not full and more slowly.
-    huge, large = (setup(name, ranks=8, weights="fp8") for name in ("deepseek-v3", "llama-3.1-70b"))
-    assert 0.4 < prefill_seconds(huge, 8192) / prefill_seconds(large, 8192) < 1.0
+    wide, narrow = (
+        prefill_seconds(setup("deepseek-v3", ranks=8, weights=format), 8192)
+        / prefill_seconds(setup("llama-3.1-70b", ranks=8, weights=format), 8192) for format in ("bfloat16", "fp8")
+    )
+    assert 0.4 < wide < 1.0 and wide < narrow < 1.5      # codes of experts become 16-bit numbers: no fp8 rate for them
     assert compute_limited_batch(mixture) == pytest.approx(4 * compute_limited_batch(dense), abs=4)
 
 
@@ -946,7 +949,7 @@ def test_the_command_answers_as_text_json_and_page(tmp_path: Path, capsys: pytes
     assert "best for latency: " in printed and "for throughput per device: " in printed and "$/M tokens" in printed
     drawn = page.read_text()
     assert drawn.count("<figure") == 2 and "<circle" in drawn and "http:" not in drawn and "<script" not in drawn
-    assert "SLO TPOT 50 ms" in drawn and re.search(r"int4 weights[^()]*: not in this engine yet", drawn)
+    assert "SLO TPOT 50 ms" in drawn and "int4 weights" in drawn and not re.search(r"int4 weights[^()]*: not in this", drawn)
     assert main([*words, "--weights", "int4", "--kv-cache-dtype", "int8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["textbook"]["batch"] == 901

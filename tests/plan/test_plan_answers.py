@@ -22,7 +22,7 @@ from ridgeline.plan.plan_report import Question, answer, objectives, text
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, step_parts
 from ridgeline.plan.public_models import cpu_weights, find_model, packed_format
-from ridgeline.plan.search import candidates, effects, missing
+from ridgeline.plan.search import MEMORY, NOT_YET, YES, candidates, effects, missing, recommended, weight_formats
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.process.platform import CoreSeconds
 from ridgeline.resolve import DeviceFacts, resolve
@@ -61,26 +61,64 @@ def test_others_prompts_are_in_a_users_steps() -> None:
 FP8 = {"fp8 weights", "fp8 KV"}
 
 
-@pytest.mark.parametrize(("gpu", "formats"), [("H100", FP8), ("L4", FP8), ("A100", set())])
+@pytest.mark.parametrize(("gpu", "formats"), [
+    ("H100", FP8 | {"int4 weights"}), ("L4", FP8), ("RTX4090", FP8), ("A100", {"int8 KV"}), ("B200", FP8),
+])
 def test_objectives_take_only_what_this_engine_has_here(gpu: str, formats: set[str]) -> None:
+    """Weights of 4 bits where kernels are made for them, which is on Hopper; elsewhere they save memory, and no speed is said."""
     made = setup(gpu=gpu)
     points = candidates(made, Traffic(512, 128), 2, any_engine=False)
     assert {name for point in points for name in point.setup.lossy} == formats
     assert {point.setup.ranks for point in points} == {1, 2}
     assert not any(missing(point.setup) for point in points)
-    more = candidates(made, Traffic(512, 128), 2, any_engine=True)
-    assert {"int4 weights"} <= {name for point in more for name in missing(point.setup)}
-    here = {effect.technique for effect in effects(made, Traffic(512, 128)) if effect.here}
-    assert here == formats | {"int8 KV", "prefix hits 50%", "4 drafts, α = 0.7"}
+    found = {effect.technique: effect.here for effect in effects(made, Traffic(512, 128))}
+    own = formats | {"int8 KV", "prefix hits 50%", "4 drafts, α = 0.7"} | ({"int8 weights"} if gpu == "H100" else set())
+    assert {name for name, here in found.items() if here == YES} == own
+    assert {name for name, here in found.items() if here == MEMORY} == {
+        "fp8 weights", "int8 weights", "int4 weights"} - own
+    assert found["2:4 sparsity"] == NOT_YET
+
+
+def test_a_device_that_the_engine_does_not_run_on() -> None:
+    """AMD's GPUs can be planned: nothing is in this engine there, and nothing is recommended."""
+    made = setup(gpu="MI300X")
+    assert missing(made) == {"MI300X as a device"} and weight_formats(made) == {} and recommended(made) == ([], [])
+    assert {point.setup.weights for point in candidates(made, Traffic(512, 128), 2, any_engine=False)} == {"bfloat16"}
+    assert not any(effect.here == YES for effect in effects(made, Traffic(512, 128)) if not effect.exact)
+
+
+@pytest.mark.parametrize("gpu", ["H200", "L4", "A100"])
+@pytest.mark.parametrize("stored", ["fp8", "int4", "mxfp4"])
+def test_the_codes_of_a_checkpoint_are_not_rounded_again(gpu: str, stored: str) -> None:
+    made = replace(setup(gpu=gpu), weights=stored)
+    assert recommended(made)[0] == [] and recommended(setup("gpt-oss-20b", gpu))[0] == []
+    told = objectives(Question(made, Traffic(512, 128), most_ranks=1, own_format=True))
+    said = [found.get("options", "") for found in told.values()]
+    assert not any("--quantization" in each for each in said)
+
+
+def test_recommendations_have_options_gain_and_loss() -> None:
+    question = Question(setup(gpu="H200"), Traffic(512, 128), most_ranks=1)
+    told = answer(question) | {"objectives": objectives(question)}
+    one, many = told["helps"]
+    assert (one["batch"], one["options"]) == (1, "--quantization int4") and one["losses"] == {"int4 weights": 0.4905}
+    assert many["options"] == "--quantization fp8" and 1.2 < many["gain"] < 1.6 < one["gain"] < 2.1
+    alone, batch = (told["objectives"][name] for name in ("one-user", "batch"))
+    assert alone["options"] == "--quantization int4", "a KV cache of 8 bits gains nothing with one short request"
+    assert batch["options"].startswith("--quantization fp8 --kv-cache-dtype fp8 --max-num-seqs ") and batch["gain"] > 1.5
+    assert told["objectives"]["quality-first"]["options"] == "" and not told["objectives"]["quality-first"]["losses"]
+    said = text(told)
+    assert "ridgeline serve MODEL --quantization int4" in said and "loss with SmolLM2-135M: int4 weights KL 0.49" in said
 
 
 def test_what_is_not_there_is_marked() -> None:
     question = Question(setup("qwen3-32b", "RTX4090"), Traffic(512, 128), most_ranks=1)
-    assert not any(each["best"] for each in objectives(question).values()), "it fits on one of them in no format that exists"
+    assert not any(each["best"] for each in objectives(question).values()), "it fits on one of them in no format that is fast"
     told = answer(question) | {"objectives": objectives(question)}
     assert "`--any-engine` also considers" in text(told)
-    told["objectives"] = objectives(replace(question, any_engine=True))
-    assert re.search(r"not in this engine yet: .*int4 weights", text(told))
+    assert "it fits with int4 weights (general kernels, not timed)" in text(told)
+    question = replace(question, setup=setup("qwen3-32b", "A100"), any_engine=True)
+    assert re.search(r"not in this engine yet: .*fp8 KV", text(answer(question) | {"objectives": objectives(question)}))
     found = devices_for(setup(), Traffic(512, 128), Slo(), 5, 4, any_engine=False)
     assert {each.point.setup.ranks for each in found} == {1, 2, 4}
 
@@ -122,17 +160,30 @@ def test_help_has_no_empty_choice(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama-3.1-8b", "--gpu", "H100", "--input", "8192", "--output", "64", "--most", "1"]) == 0
-    first, second, third, empty, *_ = capsys.readouterr().out.splitlines()
+    first, second, third, fourth, empty, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("fits: 15.0 GiB of weights in ") and "53 requests of 8,256 tokens" in first
     assert re.match(r"how fast: one user waits \d+ ms for the first token, then 5\.\d ms for each", second)
     assert "at batch 1 reading the weights" in third and "at batch 53 computing prompts" in third and not empty
+    assert fourth.startswith("what helps: at batch 1 --quantization fp8, 1."), "of long prompts 4 bits are slower"
     assert main(["plan", "llama-3.1-70b", "--gpu", "H100", "--most", "1"]) == 0
-    assert capsys.readouterr().out.startswith("DOES NOT FIT: it needs 13")
+    head, ways, *_ = capsys.readouterr().out.splitlines()
+    assert head.startswith("DOES NOT FIT: it needs 13")
+    assert ways == "it fits with fp8 weights or with int8 weights or with int4 weights"
 
 
 # -- this CPU ----------------------------------------------------------------------------------------------------------
 
 CPU = Device("CPU", 64e9, 20e9, {"float32": 100e9}, NO_LINK, kind="cpu")
+
+
+def test_a_cpu_reads_16_bit_numbers_as_they_are_stored() -> None:
+    """Two bytes of each weight, whatever it computes in; ranks divide them as float32."""
+    made = Setup(model=find_model("llama-3.2-1b"), device=CPU, dtype="float32", weights="float32")
+    assert made.model.config.dtype == "bfloat16"
+    assert (made.shape.weight_bytes, made.shape.head_element_bytes) == (2.0, 2.0)
+    assert replace(made, ranks=2).shape.weight_bytes == 4.0 and replace(made, weights="int8").shape.weight_bytes == 1.0
+    told = answer(Question(made, Traffic(64, 32), most_ranks=1))
+    assert "weights in bfloat16, computed in float32" in text(told)
 
 
 def test_a_cpus_memory_is_the_engines_own(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ridgeline.plan.operation import Traffic, by_ranks, operate
 from ridgeline.plan.precision import weight_bytes
 from ridgeline.plan.prediction import Setup, hop_seconds, stage_bubble, step_parts
 from ridgeline.plan.public_models import find_model
-from ridgeline.plan.search import candidates, effects, missing
+from ridgeline.plan.search import YES, candidates, effects, missing
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.scheme import Unquantised
@@ -120,7 +120,7 @@ def test_all_devices_of_a_pipeline_count() -> None:
 
 def test_drafts_run_in_a_pipeline() -> None:
     found = effects(setup("llama-3.1-8b", 2), TRAFFIC, hit_rate=0.5, drafts=3, acceptance=0.7)
-    assert [each.here for each in found if "drafts" in each.technique] == [True]
+    assert [each.here for each in found if "drafts" in each.technique] == [YES]
 
 
 # -- what waits for what -----------------------------------------------------------------------------------------------

@@ -31,12 +31,14 @@ from ridgeline.quant.format import MXFP4, Scales, WeightFormat, common, uint4
 from ridgeline.quant.gpu_layout import (
     BLOCKS,
     FOUR_BITS,
+    GENERAL,
+    OWN,
     STORED,
     block_form_of,
     gpu_bytes,
     gpu_layout,
-    has_kernels,
     may_pack,
+    served,
 )
 from ridgeline.quant.packed import Packed
 from ridgeline.quant.quantised import TENSORS, Quantised
@@ -112,8 +114,8 @@ def test_numbers_decide_only_where_16_bits_may_not_hold_a_scale() -> None:
     assert gpu_bytes(wide, 64, 512, False, H200) == wide.nbytes(64, 512)         # the larger one
     assert gpu_bytes(wide, 64, 128, False, H200) > wide.nbytes(64, 128)          # padding makes the packed one larger
     for format in (uint4(128), uint4(64, "bfloat16", "code"), MXFP4, NVFP4):
-        assert not may_pack(format) and gpu_layout(format, 64, 512, True, H200) == FOUR_BITS and has_kernels(format, H200)
-        assert not has_kernels(format, OTHER)
+        assert not may_pack(format) and gpu_layout(format, 64, 512, True, H200) == FOUR_BITS and served(format, H200) == OWN
+        assert served(format, OTHER) == GENERAL
     assert gpu_layout(uint4(128), 72, 512, True, H200) == STORED                 # gates and partners share strips of 16
     assert gpu_layout(uint4(24), 64, 480, False, H200) == STORED
 

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,18 @@ def test_a_gain_that_may_be_noise_is_no_reason_to_mix() -> None:
     mixed = [number % 2 for number in range(len(UNITS))]
     assert refined(costs, SPACE, lambda units: mixed, lambda recipes: [0.489], lambda line: None)[1] == [1] * len(UNITS)
     assert refined(costs, SPACE, lambda units: mixed, lambda recipes: [0.45], lambda line: None)[1] == mixed
+
+
+def test_where_hardly_any_bytes_can_be_moved_a_mixture_must_gain_more() -> None:
+    """As at the size of int4-awq on the embedded model: a gain on the search's text was none on the card's."""
+    costs = Costs(UNITS, [0.9, 0.473, 0.49, 0.45, 0.4, 0.3, 0.25, 0.2, 0.1, 0.008])
+    mixed, size = [1] * (len(UNITS) - 1) + [0], sum(unit.sizes[1] for unit in UNITS)
+    for room, kl, expected in (
+        (1.002 * size, 0.410, [1] * len(UNITS)), (1.002 * size, 0.37, mixed), (1.02 * size, 0.410, mixed), (0.0, 0.410, mixed),
+    ):
+        kl_of = partial(lambda found, recipes: [found], kl)
+        found = refined(costs, SPACE, lambda units: mixed, kl_of, lambda line: None, room)
+        assert found[1] == expected, (room, kl)
 
 
 def test_a_uniform_recipe_that_fills_the_room_is_a_rival() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from test_weights import save_gguf
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
+from ridgeline.config import ModelOptions
+from ridgeline.engine.client.sampling_defaults import load_sampling_defaults
 from ridgeline.errors import ModelError
 from ridgeline.evaluate.task import Task
 from ridgeline.models.gguf import GGUFFile
@@ -22,7 +25,7 @@ from ridgeline.quant.format import SCALE, WEIGHT, ZERO
 from ridgeline.quant.quality_card import find_card
 from ridgeline.quantize import quantize_model
 from ridgeline.quantize.ct_writer import Linear, quantization_config
-from ridgeline.quantize.hf_files import gguf_config, write_tokenizer
+from ridgeline.quantize.hf_files import _generation, gguf_config, write_tokenizer
 from ridgeline.quantize.methods.rounding import rounded
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
@@ -168,3 +171,13 @@ def test_a_gguf_file_that_config_json_cannot_describe_is_refused(tmp_path: Path)
     model.close()
     with pytest.raises(ModelError, match="GGUF files of phi3 cannot be written"):
         PlainModel(save_gguf(save_checkpoint("phi3", tmp_path / "phi3"), "phi3", {}, {}))
+
+
+def test_a_gguf_files_sampling_defaults_are_kept() -> None:
+    """At temperature 1, which a directory without defaults is served with, small models talk nonsense."""
+    file = next(GOLDEN.glob("*.gguf"))
+    with GGUFFile(file) as opened:
+        vocabulary = gguf_vocabulary(opened.metadata, file.name)
+    written = _generation(file, SimpleNamespace(eos_token_ids=(2,)), vocabulary)  # type: ignore[arg-type]
+    served = load_sampling_defaults(ModelOptions(), file)
+    assert served and {name: written[name] for name in served} == dict(served) and written["eos_token_id"] == [2]

@@ -24,7 +24,6 @@ from ridgeline.roofline.step_cost import DecoderShape
 from ridgeline.roofline.trace import Work, part_of, read_trace, trace_of_steps
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.roofline.verdict import REMEDIES
-from ridgeline.sizes.abilities import KV_FORMATS, WEIGHT_FORMATS
 
 
 @functools.cache
@@ -220,10 +219,14 @@ def test_the_verdicts_changes_have_keys() -> None:
 def test_narrower_formats_come_from_what_the_engine_has() -> None:
     case = next(each for each in PLANTED if each.name.startswith("one chat"))
     seen = facts(case)
-    without, with_fp8 = ([one.what for each in find_patterns(replace(seen, formats=formats)) for one in each.advice]
-                         for formats in ((), (WEIGHT_FORMATS[0], KV_FORMATS[0])))
+    factors = {"--quantization fp8": [(1, 0.6)], "--quantization int4": [(1, 0.4), (100, 1.1)]}
+    without, few, many = (
+        {one.what: one.gain for each in find_patterns(replace(seen, faster=known, rows=rows)) for one in each.advice}
+        for known, rows in (({}, 1), (factors, 1), (factors, 100))
+    )
     assert not any("weights" in what and "--" in what for what in without)
-    assert "--quantization fp8: narrower weights" in with_fp8
+    assert few["--quantization int4: narrower weights"] > few["--quantization fp8: narrower weights"] > 1.2
+    assert [what for what in many if what.startswith("--")] == ["--quantization fp8: narrower weights"]
 
 
 def test_work_on_the_code_is_told_apart() -> None:

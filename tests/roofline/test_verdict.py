@@ -14,9 +14,12 @@ from verdict_cases import CASES, H200, LLAMA_8B, Planted, decode
 from ridgeline.roofline.remedies import key_of
 from ridgeline.roofline.step_cost import step_cost
 from ridgeline.roofline.verdict import COMPUTE, KV, OVERHEADS, REMEDIES, TERMS, WEIGHTS, Setting, Verdict, Window, judge
-from ridgeline.sizes.abilities import matrix_dtype
+from ridgeline.sizes.abilities import BY_FLAG
 
 STEPS = 100
+# As an H200 has them: 4 bits are read fast, and multiplied slowly.
+INT4, FP8, FP8_KV = "--quantization int4", "--quantization fp8", "--kv-cache-dtype fp8"
+FASTER = {INT4: [(1, 0.4), (16, 0.45), (64, 0.65), (128, 1.05), (4096, 1.2)], FP8: [(1, 0.6), (4096, 0.6)], FP8_KV: [(1, 0.62)]}
 
 
 def window(case: Planted) -> Window:
@@ -42,8 +45,7 @@ def window(case: Planted) -> Window:
 
 
 def verdict(case: Planted) -> Verdict:
-    shape = case.shape
-    return judge(window(case), Setting(weight_bytes=shape.weight_bytes, kv_bytes=shape.kv_bytes, **case.setting))
+    return judge(window(case), Setting(faster=FASTER, **case.setting))
 
 
 def test_planted_cases_are_judged_right() -> None:
@@ -90,38 +92,35 @@ def test_nothing_is_idle() -> None:
 
 def test_changes_follow_the_setting() -> None:
     chat = window(CASES[0])
-    wide = [change.what for change in judge(chat, Setting(weight_bytes=2)).changes]
-    narrow = [change.what for change in judge(chat, Setting(weight_bytes=0.5625)).changes]
-    assert "--quantization fp8: 8-bit weights" in wide and not any("--quantization" in what for what in narrow)
+    said = {change.what: change for change in judge(chat, Setting(faster=FASTER, linear_share=0.9)).changes}
+    assert not any(what.startswith("--") for what in (change.what for change in judge(chat, Setting()).changes))
     eager = next(case for case in CASES if case.name == "0.5B eager")
     assert "CUDA graphs" in verdict(eager).next
     assert not any("recorded" in change.what for change in judge(window(eager), Setting(graphs=True)).changes)
-    # Half of the weights' bytes: what is left of the time is the roof's other half and all that is not the weights.
-    [eight] = [change for change in judge(chat, Setting()).changes if change.what.startswith("--quantization")]
-    assert eight.gain == pytest.approx(chat.busy / (chat.busy - chat.on_weights / 2))
+    # Of the weights nine tenths are narrowed. What is left of the time is their new share and all that is not the weights.
+    eight, four = said[f"{FP8}: 8-bit weights"], said[f"{INT4}: 4-bit weights"]
+    assert eight.gain == pytest.approx(chat.busy / (chat.busy - 0.9 * 0.4 * chat.on_weights - 0.4 * chat.on_compute))
+    assert four.gain > eight.gain and judge(chat, Setting(faster=FASTER)).next == f"{INT4}: 4-bit weights"
+    assert "KL 0.49 with SmolLM2-135M" in four.trade_off and "ridgeline eval" in four.trade_off
 
 
-@pytest.mark.parametrize(("setting", "expected"), [
-    (Setting(native=("bfloat16", "float8_e4m3fn")), {"--quantization fp8", "--kv-cache-dtype fp8"}),     # as measured
-    (Setting(native=("bfloat16", "fp8", "int8")), {"--quantization fp8", "--kv-cache-dtype fp8"}),       # as in a data sheet
-    (Setting(native=("bfloat16", "int8")), {"--kv-cache-dtype int8"}),   # an A100 has no fp8
-    (Setting(dtype="float16"), {"--kv-cache-dtype fp8"}),                # fp8 weights need bfloat16
-    (Setting(weight_bytes=1.0, kv_bytes=1.03), set()),                   # both are in use
-    (Setting(device="cpu", weight_bytes=4, kv_bytes=4, dtype="float32"), set()),
-], ids=["measured", "sheet", "A100", "float16", "in use", "cpu"])
-def test_only_formats_of_this_engine_on_this_device_are_recommended(setting: Setting, expected: set[str]) -> None:
-    """For every planted case, whatever binds: no other bits, no drafts, nothing that takes work on the code."""
-    said = {change.what for case in CASES for change in judge(window(case), replace(setting, **case.setting)).changes}
-    assert {what.split(":")[0] for what in said if what.startswith("--")} == expected
-    for word in ("4-bit", "speculative", "fuse", "overlap collectives"):
-        assert not any(word in what for what in said), word
+@pytest.mark.parametrize(("rows", "best"), [(1, INT4), (16, INT4), (256, FP8)])
+def test_the_format_depends_on_the_rows(rows: int, best: str) -> None:
+    """4 bits for a few, 8 for many, where 4 would lose."""
+    busy = Window(1.0, 1.0, 1.0, on_weights=0.8, on_compute=0.1, running=rows, steps=STEPS)
+    changes = [change for change in judge(busy, Setting(faster=FASTER, speculation=True)).changes if "-bit" in change.what]
+    assert changes[0].what.startswith(best) and all(change.gain > 1.02 for change in changes)
+    assert (len(changes) == 2) == (rows < 128)
 
 
-def test_products_of_8_bit_weights_are_measured_against_their_own_rate() -> None:
-    """Against that of 16 bits they would reach more than all of it."""
-    found = [matrix_dtype(name, "cuda", "bfloat16") for name in ("none", "fp8", "fp8-block", "int8", "int4")]
-    assert found == ["bfloat16", "float8_e4m3fn", "float8_e4m3fn", "int8", "bfloat16"]
-    assert matrix_dtype("int8", "cpu", "float32") == "float32"
+def test_only_formats_of_this_engine_on_this_device_are_recommended() -> None:
+    """For every planted case, whatever binds: what is given as data, and nothing that takes work on the code."""
+    for known in ({}, {FP8: FASTER[FP8]}, FASTER):
+        setting = Setting(faster=known)
+        said = {change.what for case in CASES for change in judge(window(case), replace(setting, **case.setting)).changes}
+        assert {what.split(":")[0] for what in said if what.startswith("--")} == set(known) <= set(BY_FLAG)
+        for word in ("fuse", "overlap collectives"):
+            assert not any(word in what for what in said), word
 
 
 def test_drafts_are_recommended_where_reading_the_weights_binds() -> None:
@@ -138,7 +137,7 @@ def test_every_term_has_a_remedy_that_always_applies() -> None:
     """A verdict without advice would be half a verdict, unless there is nothing to do."""
     for term in (each for each in TERMS if each != "idle"):
         own = [remedy for remedy in REMEDIES if remedy.term == term]
-        full = Setting(device="cpu", weight_bytes=0.5, kv_bytes=1, ranks=1, kv_usage=0.95)
+        full = Setting(device="cpu", ranks=1, kv_usage=0.95)
         for setting in (Setting(), full):
             assert any(remedy.applies(Window(1.0, 1.0, 1.0, running=100), setting) for remedy in own), term
     assert set(OVERHEADS) | {WEIGHTS, KV, COMPUTE} < set(TERMS)

@@ -41,7 +41,6 @@ from ridgeline.runner.worker import device_facts
 from ridgeline.scheduler.policy import ContinuousBatching, StaticBatching
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 from ridgeline.scheduler.step_time import FEWEST, MeasuredStepTime, NoTimeModel, StepTimeModel, keys_like_a_token
-from ridgeline.sizes.abilities import matrix_dtype, packed_width
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.kv_spec import common_block_size
 from ridgeline.sizes.mesh_shape import stage_layers
@@ -312,11 +311,8 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
     )
     runner = getattr(executor, "runner", None)
     reads = runner.model.weight_reads if runner is not None else None
-    linear_dtype = matrix_dtype(config.options.model.quantization, config.device, config.dtype)
-    if config.device == "cpu" and config.model.packed and config.options.model.cpu_activations == "int8":
-        packed = config.model.packed
-        linear_dtype = packed_width(8 * sum(each.nbytes for each in packed) / sum(each.weights for each in packed))
-    return StepRecorder(shape.shard(ranks) if ranks > 1 else shape, config.dtype, reads, linear_dtype, ThreadClock().waiting)
+    here = shape.shard(ranks) if ranks > 1 else shape
+    return StepRecorder(here, config.dtype, reads, config.linear_dtype, ThreadClock().waiting)
 
 
 def make_grammars(

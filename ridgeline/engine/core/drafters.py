@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ridgeline.draft_checkpoint import DraftCheckpoint
+from ridgeline.choices.draft_checkpoint import DraftCheckpoint
 from ridgeline.draft_options import DraftOptions, draft_options
 from ridgeline.ops.cpu import native
 from ridgeline.process.log import get_logger

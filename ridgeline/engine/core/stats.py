@@ -18,6 +18,7 @@ import torch
 
 from ridgeline.cache.block_pool import CACHED, HELD
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.what_helps import factors, linear_share
 from ridgeline.metrics import HAPPENED, EngineStats, RooflineStats, Step, StepWatch
 from ridgeline.process.log import get_logger
 from ridgeline.process.thread_clock import ThreadClock
@@ -28,7 +29,7 @@ from ridgeline.roofline.steps import PHASES
 from ridgeline.roofline.verdict import IDLE, Setting
 from ridgeline.runner.start.measure_peaks import PeakMeter
 from ridgeline.scheduler.drafts.controller import Controller
-from ridgeline.sizes.abilities import SHEET_NAMES
+from ridgeline.sizes.abilities import SHEET_NAMES, Factors
 from ridgeline.sizes.hardware import data_sheet
 from ridgeline.techniques import TECHNIQUES, turned_off
 
@@ -247,9 +248,15 @@ class RooflineReporter:
         self._sent = 0                                   # points
         self._pictured = 0.0
         self._lined = 0.0
+        self._faster: Factors = {}
+        self._linear_share = linear_share(self._recorder.shape)
         known = self._meter.peaks or _sheet_peaks(core.config.device, self._meter.device)
         if known is not None:
-            self._recorder.use(known)
+            self._use(known)
+
+    def _use(self, peaks: MachinePeaks) -> None:
+        self._recorder.use(peaks)
+        self._faster = factors(self._core.config, peaks)
 
     def measure(self, now: float) -> bool:
         if now - self._worked < _QUIET_SECONDS:
@@ -257,7 +264,7 @@ class RooflineReporter:
         if not self._meter.prepare():
             return False
         if self._meter.peaks is not None:
-            self._recorder.use(self._meter.peaks)
+            self._use(self._meter.peaks)
         return True
 
     def report(self, now: float) -> RooflineStats | None:
@@ -278,7 +285,8 @@ class RooflineReporter:
         self._worked = now if new else self._worked
         stats = RooflineStats(sums, list(recorder.points)[len(recorder.points) - new :], dtype=self._dtype)
         stats.device, stats.kv_bytes = self._meter.device, recorder.shape.kv_bytes
-        stats.weight_bytes = recorder.weight_bytes
+        stats.weight_bytes, stats.linear_share = recorder.weight_bytes, self._linear_share
+        stats.faster = {flag: list(points) for flag, points in self._faster.items()}
         if recorder.peaks is not None:
             peaks = recorder.peaks
             stats.read_bytes_s, stats.flops_s, stats.measured = peaks.read_bytes_s, peaks.flops_s, peaks.measured
@@ -313,10 +321,9 @@ class RooflineReporter:
         return Setting(
             device=config.device, max_rows=config.max_num_seqs,
             kv_usage=1 - scheduler.manager.num_free / max(1, config.num_blocks - 1),
-            weight_bytes=self._recorder.weight_bytes, kv_bytes=self._recorder.shape.kv_bytes, graphs=config.graphs,
-            overlap=config.depth > 0, prefix_caching=config.prefix_caching, speculation=scheduler.drafter.active,
-            ranks=config.options.parallel.num_ranks, dtype=config.dtype,
-            native=tuple(self._recorder.peaks.flops_s) if self._recorder.peaks is not None else (),
+            graphs=config.graphs, overlap=config.depth > 0, prefix_caching=config.prefix_caching,
+            speculation=scheduler.drafter.active, ranks=config.options.parallel.num_ranks, faster=self._faster,
+            linear_share=self._linear_share,
         )
 
 

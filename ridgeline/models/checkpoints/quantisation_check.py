@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ridgeline.errors import ConfigError
-from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, expert_matrices, linears
+from ridgeline.models.stages import first_layers
 from ridgeline.ops.kernel_table import H200, MOST_CODE_ROWS, DeviceFacts, bands
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
 from ridgeline.quant.format import WeightFormat, is_fp8_rows, quantises_rows
-from ridgeline.quant.gpu_layout import has_kernels
+from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, served
 from ridgeline.quant.layout import format_kind
-
-MOST_INT8_ROWS = 128                 # beyond them a kernel runs that has not been timed; cuBLAS was slower than in 16 bits
+from ridgeline.sizes.abilities import WEIGHT_FORMATS, packed_width
 
 if TYPE_CHECKING:
     from ridgeline.models.model_config import ModelConfig
@@ -83,12 +83,15 @@ def _on_a_cpu(formats: LinearFormats, dtype: str) -> str:
 
 def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: DeviceFacts) -> str:
     """Where these formats are slower than they look."""
-    slow = sorted({format.name for format in kept if not has_kernels(format, facts)})
+    by = {format.name: served(format, facts) for format in kept}
+    slow = sorted(name for name, what in by.items() if what == GENERAL)
     if slow:
         return (
-            f"kept packed as {', '.join(slow)}, which saves memory; the kernels of these formats are simple ones, and "
-            f"steps of more than {MOST_CODE_ROWS} rows expand each weight first: they may be slower than in {dtype}"
+            f"kept packed as {', '.join(slow)}, which saves memory; this GPU has no kernels of their own for these formats, and "
+            f"steps of more than {MOST_CODE_ROWS} rows may expand each weight first: they may be slower than in {dtype}"
         )
+    if LIBRARY in by.values():
+        return f"multiplied by cuBLAS, at twice the rate of {dtype}; decode has not been timed on this kind of GPU"
     if not any(quantises_rows(format) for format in kept):
         return (
             f"kept in 4 to 6 bits; decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, slower: "
@@ -99,9 +102,68 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: Device
             f"linears with fewer than {FEWEST_RING_INPUTS} inputs have no decode kernels of their own, "
             "and decode may be slower than in bfloat16"
         )
-    if any(format.grid == "int8" for format in kept):
-        return f"steps of more than {MOST_INT8_ROWS} rows, and prompts, may be slower than in {dtype}; use fp8 where they count"
     return ""
+
+
+# ── what to recommend ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def made_formats(
+    model: ModelConfig, device: str, dtype: str, ranks: int = 1, deterministic: bool = False, facts: DeviceFacts = H200
+) -> dict[str, bool]:
+    """The values of `quantization` that resolve takes and that narrow this model's weights. True: steps are faster at some number
+    of rows, because kernels on this device are made for it; otherwise it saves memory."""
+    few, found = first_layers(model), {}
+    for each in WEIGHT_FORMATS:
+        try:
+            check_quantization(few, each.name, device, dtype, ranks, deterministic, {}, facts)
+        except ConfigError:
+            continue
+        formats = LinearFormats(few, each.name, device, ranks, dtype)
+        kept = list(formats.experts() if model.experts is not None else formats.shapes())        # experts are most of the weights
+        if device == "cpu":
+            kept = [(shape, format) for shape, format in kept if dtype == "float32" and format_kind(format, shape.share)]
+        if kept:
+            found[each.name] = device in each.kinds and _is_faster(model, [format for _, format in kept], device, facts)
+    return found
+
+
+def _is_faster(model: ModelConfig, kept: list[WeightFormat], device: str, facts: DeviceFacts) -> bool:
+    if device == "cpu":
+        return True
+    if model.experts is not None:
+        return facts.hopper
+    small = model.hidden_size < FEWEST_RING_INPUTS and any(quantises_rows(format) for format in kept)
+    return not small and not any(served(format, facts) == GENERAL for format in kept)
+
+
+def product_dtype(
+    model: ModelConfig, quantization: str, device: str, dtype: str, ranks: int, facts: DeviceFacts, integers: bool = True
+) -> str:
+    """What most products of a layer are computed in, as measured rates name it: with a checkpoint's own formats, or with those
+    that are made. `integers`: on a CPU, activations become integers, too."""
+    if (device == "cpu" and not integers) or (model.quantisation is None and quantization == "none"):
+        return dtype
+    formats = LinearFormats(model, quantization, device, ranks, dtype)
+    kept = {shape.path: format for shape, format in formats.shapes()}
+    shares: dict[str, int] = {}
+    for shape in (*linears(model, ranks), *expert_matrices(model, ranks)):       # codes of experts become numbers
+        format = kept.get(shape.path)
+        computed = "" if format is None or shape.path == HEAD else _computed(format, shape.share, device, facts)
+        shares[computed] = shares.get(computed, 0) + shape.count * shape.outputs * shape.share
+    if device == "cpu" and model.packed and not formats.rules:       # the blocks of a GGUF file are no format of a linear
+        found = packed_width(8 * sum(each.nbytes for each in model.packed) / sum(each.weights for each in model.packed))
+        return found or dtype
+    return max(shares, key=lambda name: shares[name]) or dtype
+
+
+def _computed(format: WeightFormat, inputs: int, device: str, facts: DeviceFacts) -> str:
+    """Empty: codes become numbers of the engine's dtype."""
+    if device == "cpu":
+        return {"INT8": "int8", "INT4": "int4"}.get((format_kind(format, inputs) or ("", 0))[0], "")
+    if not quantises_rows(format):
+        return ""
+    return "int8" if format.grid == "int8" else "float8_e4m3fn" if served(format, facts) != GENERAL else ""
 
 
 def _refuse(kept: list[WeightFormat], name: str, quantization: str, dtype: str, deterministic: bool) -> None:

@@ -38,9 +38,9 @@ def setting(llm: AsyncLLM) -> Setting:
     on = set(ready.techniques)
     return Setting(
         device=ready.device, max_rows=ready.max_num_seqs, kv_usage=1 - llm.free_blocks / max(1, ready.num_blocks),
-        weight_bytes=stats.weight_bytes, kv_bytes=stats.kv_bytes, graphs="CUDA graphs" in on,
-        overlap="overlap" in on, prefix_caching="prefix caching" in on, speculation="speculation" in on,
-        ranks=llm.config.parallel.num_ranks, dtype=ready.dtype, native=tuple(stats.flops_s),
+        graphs="CUDA graphs" in on, overlap="overlap" in on, prefix_caching="prefix caching" in on,
+        speculation="speculation" in on, ranks=llm.config.parallel.num_ranks, faster=stats.faster,
+        linear_share=stats.linear_share,
     )
 
 
