@@ -62,7 +62,8 @@ def give_drafts(
         most[place] *= sequences[place].prefill.logprobs_sent
     arrived = table.answers.arrived[decoding]
     keys = int(table.computed[decoding].sum())
-    asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), keys, with_grammar)
+    prompts = len(rows) - len(decoding)
+    asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), keys, with_grammar, prompts)
     found = asking.drafter.plan(asked)
     if found is None:
         return rows, tokens, None

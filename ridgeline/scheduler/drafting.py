@@ -27,6 +27,7 @@ class DecodingRows:
     num_tokens: int                  # what the step computes without drafts, prompts included
     keys: int                        # tokens of these rows that have their KV, all together
     constrained: list[int] = field(default_factory=list)                 # places of rows with a grammar
+    num_prompts: int = 0             # rows of the step that do not decode
 
 
 @dataclass(slots=True)

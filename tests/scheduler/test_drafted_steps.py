@@ -200,6 +200,20 @@ def test_drafts_do_not_hold_up_prompts() -> None:
     simulation.drain()
 
 
+def test_a_drafter_is_told_of_prompts_beside_its_rows() -> None:
+    simulation, told = with_drafts(ROOMY, 2), []
+    plan = simulation.scheduler.drafter.plan
+    simulation.scheduler.drafter.plan = lambda rows: told.append((rows.num_prompts, rows.num_tokens)) or plan(rows)  # type: ignore
+    simulation.ask("a", [1, 2, 3], 20, ignore_eos=True)
+    simulation.step()
+    simulation.ask("b", [4, 5, 6, 7], 9, ignore_eos=True)
+    simulation.ask("c", [7, 8, 9], 9, ignore_eos=True)
+    for _ in range(2):
+        simulation.step()
+    assert told == [(2, 8), (0, 3)]
+    simulation.drain()
+
+
 def test_plans_put_rows_of_a_kind_together() -> None:
     simulation = with_drafts(ROOMY, 2)
     simulation.ask("a", [1, 2, 3], 2, ignore_eos=True)   # one token is left after its prompt: no room for a draft

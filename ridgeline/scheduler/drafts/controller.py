@@ -121,6 +121,13 @@ class Controller:
         return True
 
     def plan(self, rows: DecodingRows) -> Drafts | None:
+        """With a prompt beside them, rows have no drafts if a graph holds the step: there is none for both, and to launch one
+        kernel after the other takes the host longer than drafts gain."""
+        decodes = len(rows.sequences)
+        if rows.num_prompts and self.times.has_graph(decodes, rows.num_prompts, rows.num_tokens - decodes):
+            self._step += 1
+            self._search.quiet += 1
+            return None
         found = self._plan(rows)
         self._search.in_vain = 0 if found is not None else self._search.in_vain + 1
         return found

@@ -122,6 +122,10 @@ class ShapeTimes:
             known = self._queries[rows, queries] = self._graphs.draft_queries(rows, queries)
         return known
 
+    def has_graph(self, decodes: int, prompts: int, prompt_tokens: int) -> bool:
+        """Of a step without drafts."""
+        return self._graphs is not None and self._graphs.fit(decodes, prompts, prompt_tokens) is not None
+
     def bounds(self, rows: int, most: int) -> list[int]:
         """All that steps with drafts may have, at most `most` queries of a row; ascending."""
         if self._graphs is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from draft_dial import CONTEXT, Dial, best_rate, expected_rate, make_sequence
@@ -262,6 +264,20 @@ def asked(sequences: list[Sequence], most: int = MOST_DRAFTS, pending: int = 0, 
     count = len(sequences)
     constrained = [place for place, sequence in enumerate(sequences) if sequence.matcher is not None]
     return DecodingRows(sequences, np.full(count, most), np.full(count, pending), room, count, CONTEXT * count, constrained)
+
+
+@pytest.mark.parametrize(("graphs", "prompt", "drafted"), [
+    (GRAPHS, 0, True), (GRAPHS, 300, False), (GRAPHS, 6000, True), (None, 300, True),
+])
+def test_no_drafts_beside_a_prompt_that_a_graph_holds(graphs: GraphShapes | None, prompt: int, drafted: bool) -> None:
+    """There are no graphs of drafts and prompts. A prompt that is too long for one keeps the device busy anyway."""
+    controller, rows = Controller([Scripted()], ShapeTimes(bold, graphs), 4), asked([make_sequence(each) for each in range(8)])
+    controller.timed(8, 8, 1, rows.keys, 3e-3)
+    for _ in range(8):                                   # the first ones measure steps without drafts
+        assert controller.plan(rows) is not None or controller._search.off_left < 3
+    beside = replace(rows, num_prompts=bool(prompt), num_tokens=8 + prompt)
+    assert (controller.plan(beside) is not None) == drafted
+    assert controller.plan(rows) is not None
 
 
 class Scripted(RowByRow):
