@@ -38,15 +38,18 @@ def pytest_configure(config: pytest.Config) -> None:
     number = int(config.workerinput["workerid"].removeprefix("gw"))  # type: ignore[attr-defined]
     folders = {(config.invocation_params.dir / each).absolute() for each in config.args}
     files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
-    with suppress(ImportError, AttributeError, TypeError):       # in another pytest, where each worker rewrites all
-        from _pytest.assertion import rewrite
+    for file in files[number::workers]:
+        with suppress(Exception):                        # in another pytest, without rewriting, or in a file that is no Python
+            _rewrite(file, config)
 
-        state = config.stash[rewrite.assertstate_key]
-        for file in files[number::workers]:
-            kept = rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)
-            if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(file, kept) is None:
-                made = rewrite._rewrite_test(file, config)
-                rewrite._write_pyc(state, made[1], made[0], kept)
+
+def _rewrite(file: Path, config: pytest.Config) -> None:
+    from _pytest.assertion import rewrite
+
+    kept = rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)
+    if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(file, kept) is None:
+        made = rewrite._rewrite_test(file, config)
+        rewrite._write_pyc(config.stash[rewrite.assertstate_key], made[1], made[0], kept)
 
 
 @pytest.hookimpl(tryfirst=True)      # before -m chooses

@@ -93,6 +93,8 @@ class FramedChild:
 
         A caller that is not `patient` only gives up waiting: the child stays, and its late answer is dropped.
         """
+        if not self.end.alive:                           # the numbers of its pipes may be another file's by now
+            raise EOFError
         deadline = time.monotonic() + seconds
         parts = [frame] if isinstance(frame, bytes) else frame
         self._unwritten += map(memoryview, (_LENGTH.pack(sum(map(len, parts))), *filter(None, parts)))
@@ -112,8 +114,9 @@ class FramedChild:
 
     def unasked(self) -> bytes | None:
         """A frame that the child sends of itself, as when it is ready; None: not yet, or it is gone. Does not wait."""
-        with suppress(EOFError):
-            self._receive()
+        if self.end.alive:
+            with suppress(EOFError):
+                self._receive()
         return self._complete()
 
     def _next_answer(self, deadline: float, patient: bool) -> bytes:

@@ -33,6 +33,7 @@ class RowTables:
         self.num_prompt = np.zeros(max_rows + 1, np.int64)
         self.stay = np.zeros(max_rows, np.int64)             # grows with each sequence that gets the row
         max_blocks = -(-max_model_len // block_size)
+        self.most_tokens = max_blocks * block_size           # of a row
         max_blocks += -max_blocks % _WHOLE               # every group's tables begin at a multiple of 16 bytes
         self.blocks = np.zeros((num_groups, max_rows + 1, max_blocks), np.int32)
         self.most_changes = 2 * num_groups * max_rows + max_blocks
@@ -99,7 +100,7 @@ class RowTables:
         out = np.empty(ints + count + 1, np.int64)       # the last: two int32 for each row
         given = self.native.spread_rows(
             rows.tobytes(), counts.tobytes(), *self._addresses, *parts, out.ctypes.data, count, num_decodes, num_tokens, number,
-            padding, groups, table_rows, width, self.block_size,
+            padding, groups, table_rows, width, self.block_size, self.most_tokens,
         )
         if given < 0:
             raise AssertionError("a row has more tokens than its table has room for")

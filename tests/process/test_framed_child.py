@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -42,6 +43,27 @@ def test_a_child_that_stands_still_is_ended_at_the_deadline(child: FramedChild, 
     with pytest.raises(TimeoutError):
         child.ask(question("a" * size), 0.2)
     assert child.process.poll() == -signal.SIGKILL
+
+
+@pytest.mark.reliability("R-13")
+def test_the_files_that_follow_on_an_ended_child_are_left_alone(child: FramedChild) -> None:
+    """Its pipes are closed, and the next files get their numbers."""
+    child.process.kill()
+    with pytest.raises(EOFError):
+        child.ask(question("first"), 60)
+    others = [socket.socketpair() for _ in range(2)]
+    for each in (one for pair in others for one in pair):
+        each.setblocking(False)
+    others[0][0].send(b"not for the child")
+    with pytest.raises(EOFError):
+        child.ask(question("second"), 60)
+    assert child.unasked() is None
+    assert others[0][1].recv(1000) == b"not for the child"
+    for each in (others[0][0], *others[1]):
+        with pytest.raises(BlockingIOError):             # nothing was written into the other end
+            each.recv(1000)
+    for each in (one for pair in others for one in pair):
+        each.close()
 
 
 @pytest.mark.reliability("R-13")

@@ -79,7 +79,7 @@ def compare(case: str, other: Path, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--other", type=Path, help="the other checkout, with its native library")
+    parser.add_argument("--other", type=Path, required="--work" not in sys.argv, help="another checkout, with its native library")
     parser.add_argument("--other-commit", default="")
     parser.add_argument("--cases", nargs="+", default=["256:0", "256:1", "64:3", "32:4"], metavar="ROWS:EACH")
     parser.add_argument("--rounds", type=int, default=20)

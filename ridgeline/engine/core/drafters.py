@@ -54,7 +54,8 @@ def make_drafter(config: ResolvedConfig) -> Drafter:
     proposers: list[Proposer] = [MAKE[name](asked) for name in asked.methods if name in MAKE]
     if config.draft is not None:
         proposers.append(_small_model(config, config.draft, asked))
-    return Controller(proposers, step_times(config), asked.num_speculative_tokens, asked.adaptive, native.if_built())
+    stages = config.options.parallel.pipeline_parallel_size
+    return Controller(proposers, step_times(config), asked.num_speculative_tokens, asked.adaptive, native.if_built(), stages)
 
 
 def _small_model(config: ResolvedConfig, draft: DraftCheckpoint, asked: DraftOptions) -> SmallModel:

@@ -60,16 +60,16 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "send_drafts": ([_POINTER] * 9 + [_INT] * 4, _INT),
     "arrange_offers": ([_POINTER] * 13 + [_INT] * 8, _INT),              # scheduler/drafts/weighing.py
     "choose_drafts": ([_POINTER] * 8 + [_INT] * 6 + [_DOUBLE] * 4, _INT),
-    "spread_rows": ([_POINTER] * 9 + [_INT] * 9, _INT),                  # runner/row_tables.py
+    "spread_rows": ([_POINTER] * 9 + [_INT] * 10, _INT),                 # runner/row_tables.py
     "decode_again": ([_POINTER] * 4 + [_INT] * 4, _INT),                 # scheduler/decodes.py
     "lay_drafts": ([_POINTER] * 5 + [_INT] * 4, _INT),
     "book_decodes": ([_POINTER] * 4 + [_INT] * 2, _INT),
     "take_in_decodes": ([_POINTER] * 15 + [_INT] * 6, _INT),
 }
-# They take a few microseconds, and keep Python's lock: another thread would not give it back as soon.
+# They take microseconds, whatever the prompts, and keep Python's lock: another thread would not give it back as soon.
 _SHORT = {
     "lay_out_guesses", "settle_drafts", "drafted_tokens", "draft_outcome", "draft_chances", "send_drafts", "arrange_offers",
-    "choose_drafts", "spread_rows", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes",
+    "choose_drafts", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes",
 }
 SPLIT = 128                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c

@@ -70,7 +70,8 @@ def file_name() -> str:
     """Made of sources, flags and architecture: changed sources never use an old build. Not `.so`: Python would take it for a
     module of the package."""
     # Without the sets of features: their order differs from process to process.
-    key = hashlib.sha256(repr((platform.machine(), FLAGS, [level[:2] for level in levels()])).encode())
+    flags = FLAGS, HOST, PRODUCTS, [level[:2] for level in levels()]
+    key = hashlib.sha256(repr((platform.machine(), flags)).encode())
     for path in sources():
         key.update(path.relative_to(SOURCES).as_posix().encode() + path.read_bytes())
     return f"native-{key.hexdigest()[:16]}.native"

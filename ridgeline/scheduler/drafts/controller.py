@@ -67,7 +67,8 @@ class _Search:
     in_vain: int = 0                 # … and how often they were looked for since
     skipped: int = 0                 # steps in which they were not looked for, since they were
     last_off: int = 0                # the step that was to measure those without drafts, and …
-    off_left: int = 0                # … how many of these are to come
+    off_run: int = _OFF_RUN          # … how many these are, …
+    off_left: int = 0                # … and are to come
     quiet: int = 0                   # plans since drafts were looked for
     probing: bool = False            # does the newest step with drafts have them only to learn?
     watch: Watch = field(default_factory=Watch)
@@ -82,12 +83,13 @@ class _Search:
 
 class Controller:
     """A Drafter. `most` drafts of a row at most; `adaptive` False: each row verifies all it is offered (to measure with);
-    `native`: see RowRecords."""
+    `native`: see RowRecords; `stages`: of the pipeline."""
 
     active = True
 
     def __init__(
-        self, proposers: Several[Proposer], times: ShapeTimes, most: int, adaptive: bool = True, native: Any = None
+        self, proposers: Several[Proposer], times: ShapeTimes, most: int, adaptive: bool = True, native: Any = None,
+        stages: int = 1,
     ) -> None:
         self.counters = DraftCounters()
         self.times = times
@@ -101,7 +103,7 @@ class Controller:
         self._honesty = Honesty()
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
-        self._search = _Search()
+        self._search = _Search(off_run=_OFF_RUN + stages - 1)            # results come that much later
         self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
 
     @property
@@ -124,7 +126,7 @@ class Controller:
         """With a prompt beside them, rows have no drafts if a graph holds the step: there is none for both, and to launch one
         kernel after the other takes the host longer than drafts gain."""
         decodes = len(rows.sequences)
-        if rows.num_prompts and self.times.has_graph(decodes, rows.num_prompts, rows.num_tokens - decodes):
+        if self._adaptive and rows.num_prompts and self.times.has_graph(decodes, rows.num_prompts, rows.num_tokens - decodes):
             self._step += 1
             self._search.quiet += 1
             return None
@@ -160,7 +162,7 @@ class Controller:
             return None
         self._search.last_drafted = self._step
         if self._off_is_due(rows, offers, width):
-            self._search.off_left = _OFF_RUN
+            self._search.off_left = self._search.off_run
         return self._drafts(rows, offers, width)
 
     def _offers(
@@ -294,7 +296,7 @@ class Controller:
         """Were steps without drafts measured at this size, and not too long ago? All gains are relative to them."""
         search = self._search
         if not self.times.measured(rows, keys) or self._step - search.last_off >= _OFF_LATEST:
-            search.off_left = max(search.off_left, _OFF_RUN)
+            search.off_left = max(search.off_left, search.off_run)
         if not search.off_left:
             return True
         search.last_off, search.off_left = self._step, search.off_left - 1
@@ -311,7 +313,7 @@ class Controller:
         table = self.times.table(self.times.bound(count, 1 + int(width.max())), rows.keys)
         place = min(int(table.sizes.searchsorted(count + int(width.sum()))), len(table.sizes) - 1)
         gain = (1 + gained / count) * self.times.seconds(count, rows.keys) / float(table.seconds[place])
-        return since * _OFF_COST >= _OFF_RUN * (1 - 1 / gain)
+        return since * _OFF_COST >= self._search.off_run * (1 - 1 / gain)
 
     def _could_pay(self, rows: DecodingRows) -> bool:
         """Would drafts pay if every row had as many as it may, all as good as the best that were counted? If not, no proposer is

@@ -266,6 +266,25 @@ def asked(sequences: list[Sequence], most: int = MOST_DRAFTS, pending: int = 0, 
     return DecodingRows(sequences, np.full(count, most), np.full(count, pending), room, count, CONTEXT * count, constrained)
 
 
+@pytest.mark.parametrize("late", [1, 2, 4])
+def test_steps_without_drafts_are_measured_where_results_come_late(late: int) -> None:
+    """As in a pipeline of so many stages: its steps are planned ahead."""
+    controller, rows = Controller([Scripted()], ShapeTimes(bold), 4, stages=late), asked([make_sequence()], room=4)
+    controller.timed(1, 1, 1, rows.keys, 3e-3)
+    taken, measured = controller.times.observe, []
+    controller.times.observe = lambda *step: measured.append(step[2]) or taken(*step)    # type: ignore[method-assign]
+    widths: list[int] = []
+    for _ in range(700):
+        planned = controller.plan(rows) if controller.awake() else None
+        widths.append(0 if planned is None else int(planned.width.sum()))
+        if len(widths) > late:
+            width = widths[-1 - late]
+            controller.timed(1, 1 + width, 1 + width, rows.keys, 3e-3 * (1 + width))
+            if width:
+                controller.observe(rows.sequences, np.array([width]), np.array([width]), 3e-3)
+    assert measured.count(1) >= 2 and len(measured) > measured.count(1)
+
+
 @pytest.mark.parametrize(("graphs", "prompt", "drafted"), [
     (GRAPHS, 0, True), (GRAPHS, 300, False), (GRAPHS, 6000, True), (None, 300, True),
 ])

@@ -94,7 +94,7 @@ int64_t ridgeline_take_in_decodes(const int64_t *rows, const int64_t *stays, con
     int64_t rejected = 0;
     for (int64_t r = 0; r < count; r++) {
         int64_t own = width ? width[r] : 0, surplus = 1 + own - num_new[r];
-        if (surplus < 0 || surplus > own || lengths[r] != ends[r] - surplus)
+        if (surplus < 0 || surplus > own || num_new[r] > across || lengths[r] != ends[r] - surplus)
             return -1;
         rejected += surplus;
     }

@@ -60,7 +60,7 @@ int64_t ridgeline_lay_out_guesses(const int32_t *width, const int32_t *from, con
 int64_t ridgeline_spread_rows(const int64_t *rows, const int64_t *counts, const int64_t *length, const int64_t *num_given,
                               const int32_t *blocks, const int64_t *number, const int64_t *offset, const int64_t *guessed, int64_t *out,
                               int64_t num_rows, int64_t decodes, int64_t num_tokens, int64_t guesses, int64_t padding, int64_t groups,
-                              int64_t table_rows, int64_t table_width, int64_t block_size) {
+                              int64_t table_rows, int64_t table_width, int64_t block_size, int64_t most) {
     int64_t *positions = out, *owner = positions + num_tokens, *ids = owner + num_tokens, *newest = ids + num_tokens;
     int64_t *slots = newest + num_tokens, *where = slots + groups * num_tokens, *ends = where + guesses;
     int32_t *borders = (int32_t *)(ends + num_rows), *kv_len = borders + num_rows + 1;
@@ -71,7 +71,7 @@ int64_t ridgeline_spread_rows(const int64_t *rows, const int64_t *counts, const 
         borders[r] = (int32_t)token;
         ends[r] = start + counts[r];
         kv_len[r] = row == padding ? 0 : (int32_t)ends[r];
-        if (ends[r] > table_width * block_size)
+        if (ends[r] > most)                              /* the table may be wider */
             return -1;
         for (int64_t i = 0; i < counts[r]; i++, token++) {
             int64_t position = start + i, block = position / block_size;
