@@ -22,7 +22,7 @@ from typing import Any
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.peak_memory import own_peak
 from ridgeline.bench.lab.record import record, write
-from ridgeline.bench.lab.sweep import check_runs, cross, figure, settings
+from ridgeline.bench.lab.sweep import check_runs, cross, figure, parse_options, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
 from ridgeline.metrics import HAPPENED
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> None:
     )
     head_start.imported()
     start_phases.until_now("process and imports")
-    engine = bench_engine.Engine(argv[0], **bench_engine.parse_options(argv[1:]))
+    engine = bench_engine.Engine(argv[0], **parse_options(argv[1:]))
     ready = start_phases.since_start()
     with start_phases.phase("first token"):
         engine.serve([([1, 2, 3], 1)])

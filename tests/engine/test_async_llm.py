@@ -633,7 +633,7 @@ class FaultyCore:
         manager = SimpleNamespace(num_free=5, counters=CacheCounters(), pool=BlockPool(6, lambda block: None))
         counts = {"num_running": 0, "num_arrived": 0, "num_waiting": 0}
         self.scheduler = SimpleNamespace(**counts, counters=SchedulerCounters(), manager=manager, drafter=NoDrafter())
-        self.config = SimpleNamespace(device="cpu")
+        self.config = SimpleNamespace(device="cpu", narrower=())
         self.executor = SimpleNamespace()
         self.recorder = StepRecorder(DecoderShape(8, 8, 1, 1, 8, 1, 8), "float32")
 
