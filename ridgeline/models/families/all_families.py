@@ -108,7 +108,7 @@ def family_inside(architecture: str, text: Mapping[str, Any], where: str) -> Fam
         inner = named[0] if isinstance(named, list) and named else kind
         raise ModelError(f"{where}: the language model {inner!r} of {architecture} is not supported{_reason(inner)}")
     found = replace(
-        found, prefixes=TEXT_PREFIXES, ignored=(*found.ignored, NOT_TEXT),
+        found, prefixes=TEXT_PREFIXES, not_text=NOT_TEXT,
         defaults={**USUAL_SIZES.get(found.name, {}), **found.defaults, **({"head_dim": None} if kind == "glm4v_text" else {})},
     )
     if kind != "qwen3_vl_moe_text":

@@ -41,8 +41,8 @@ GPT2 = Family(
     gguf_names=GGUF_PLAIN_MLP_NAMES | {"position_embd": "positions"},
     # OpenAI's own checkpoints leave the first part of the names out.
     prefixes={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."},
-    transposed=r"(transformer\.)?h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",
-    ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),    # masks
+    transposed=r"transformer\.h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",
+    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),    # masks
 )
 
 GPT_BIGCODE = replace(
