@@ -15,7 +15,7 @@ from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.formats.argument_types import ANY, ArgumentTypes, as_json
 from ridgeline.server.parse.formats.known_formats import FREE, THOUGHTS, tool_format
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
-from ridgeline.server.parse.tools import reading, tool_use
+from ridgeline.server.parse.tools import ToolUse, reading, tool_use
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -362,6 +362,20 @@ def test_a_request_gives_its_schemas_to_the_formats_that_need_them() -> None:
 
     assert read(make, [text]) == read(make, text) == ("", "Hm.", [("f", '{"days": 3}')])
     assert reading(use, SamplingParams(), ServerOptions(tool_call_parser="hermes"), vocabulary).schemas == {"f": {}}
+
+
+@pytest.mark.parametrize("use", [tool_use(None, None, True), tool_use([tool("f")], "none", True)])
+def test_an_answer_without_tools_does_not_show_who_it_is_for(use: ToolUse) -> None:
+    vocabulary: Any = Vocabulary("{{ '>>>all\\n' }}{{ tools }}")
+    made = reading(use, SamplingParams(), ServerOptions(), vocabulary)
+
+    def make() -> MessageParser:
+        parser = made.parser()
+        assert parser is not None
+        return parser
+
+    assert read(make, ["all\nHello"]) == read(make, "all\nHello") == ("Hello", "", [])
+    assert read(make, 'f\n{"days": 3}') == ('f\n{"days": 3}', "", [])
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
