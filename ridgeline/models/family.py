@@ -59,6 +59,8 @@ GGUF_NAMES = {
 
 # llama.cpp calls the norm before the MLP by what it comes behind, in some families.
 GGUF_NORM_BEHIND = {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}
+# Where attention and MLP stand side by side and each has a norm (Falcon 40B, 180B), the second one is attention's.
+GGUF_SECOND_NORM = {"blk.{}.attn_norm": "layers.{}.mlp_norm", "blk.{}.attn_norm_2": "layers.{}.attention_norm"}
 
 # Rope frequencies come from the config. Some checkpoints of a language model alone still have what it saw with.
 UNUSED_TENSORS = (
