@@ -59,6 +59,8 @@ GGUF_NAMES = {
 
 # llama.cpp calls the norm before the MLP by what it comes behind, in some families.
 GGUF_NORM_BEHIND = {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}
+# Where attention and MLP stand side by side and each has a norm (Falcon 40B, 180B), the second one is attention's.
+GGUF_SECOND_NORM = {"blk.{}.attn_norm": "layers.{}.mlp_norm", "blk.{}.attn_norm_2": "layers.{}.attention_norm"}
 
 # Rope frequencies come from the config. Some checkpoints of a language model alone still have what it saw with.
 UNUSED_TENSORS = (
@@ -120,7 +122,7 @@ class FusedExperts:
 GGUF_STACKED = FusedExperts(r"(blk\.\d+)\.(ffn_\w+_exps)\.(weight|bias)", r"\1.experts.{}.\2.\3")
 # As transformers 5 and llama.cpp write them.
 FUSED_EXPERTS = (
-    FusedExperts(r"((?:\w+\.)+layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight"),
+    FusedExperts(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight"),
     GGUF_STACKED,
 )
 
@@ -204,10 +206,12 @@ class Family:
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, hash=False, repr=False)
     gguf_names: Mapping[str, str] = field(default_factory=lambda: GGUF_NAMES, hash=False, repr=False)
     gguf_permuted: bool = False      # GGUF stores the q and k rows of this family interleaved
-    # Beginnings of names in a checkpoint that also has other modalities, and what they stand for.
+    # Beginnings of names in a checkpoint that also has other modalities, and what they stand for. All patterns below are of names
+    # with such a beginning replaced; only `not_text` is of the names as stored.
     prefixes: Mapping[str, str] = field(default_factory=lambda: PREFIXES, hash=False, repr=False)
     fused_experts: tuple[FusedExperts, ...] = FUSED_EXPERTS
     transposed: str = ""             # pattern of tensors that are stored as [inputs, outputs]
     by_head: str = ""                # pattern of tensors whose rows are q, k and v of the first KV head, then of the second …
     head_groups: int = 0             # … or in this many groups, each with its queries, values and keys
+    not_text: str = ""               # pattern of the tensors of other modalities
     ignored: tuple[str, ...] = UNUSED_TENSORS  # patterns of checkpoint tensors that are not loaded; {num_layers} is filled in

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from ridgeline.models.config_fields import (
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, language_model
 from ridgeline.models.expert_config import Experts, gguf_experts, gguf_score, read_experts
 from ridgeline.models.families.all_families import declared_family, gguf_family
-from ridgeline.models.family import Family
+from ridgeline.models.family import GGUF_SECOND_NORM, Family
 from ridgeline.models.gguf import GGUFFile, GGUFTensor
 from ridgeline.models.latent_config import Latent, gguf_latent, read_latent
 from ridgeline.models.layer_patterns import (
@@ -418,7 +418,8 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    family = gguf_family(architecture, gguf_score(fields, key), bool(fields.get(key("attention.sliding_window"))), where)
+    windowed = bool(fields.get(key("attention.sliding_window")))
+    family = _with_second_norm(gguf_family(architecture, gguf_score(fields, key), windowed, where), file)
 
     def has(tensor: str) -> bool:
         return tensor in file.tensors
@@ -471,9 +472,15 @@ def gguf_model_config(file: GGUFFile, where: str) -> ModelConfig:
     )
 
 
+def _with_second_norm(family: Family, file: GGUFFile) -> Family:
+    if not family.own_mlp_norm or "blk.0.attn_norm_2.weight" not in file.tensors:
+        return family
+    return replace(family, gguf_names={**family.gguf_names, **GGUF_SECOND_NORM})
+
+
 def _gguf_beside(family: Family, beside: bool, mlp_norm: bool) -> dict[str, bool]:
     """Whether attention and MLP are side by side. Files of families with one norm for both say it by the lack of the other."""
-    own = family.own_mlp_norm and mlp_norm
+    own = family.own_mlp_norm and (mlp_norm or GGUF_SECOND_NORM.items() <= family.gguf_names.items())
     return {"own_mlp_norm": own, "parallel": family.parallel and (beside if own else not mlp_norm)}
 
 

@@ -1,6 +1,7 @@
 """Tensors that a file groups in another way than the model's linears: as one matrix for each linear, and for each expert.
 
-So matching, sharding and dequantising see every checkpoint alike. Three rules:
+So matching, sharding and dequantising see every checkpoint alike. Patterns are of the family's own names: `known_as` takes the
+beginning away that a tensor has inside another model. Three rules:
 - a tensor that holds the same parameter of all experts, [experts, …], is taken apart;
 - of the families that say so, matrices are transposed, or q, k and v of each head are taken apart;
 - a GGUF file of a latent model has its widening of keys and values as two tensors, one of them transposed: they are joined.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -20,18 +22,27 @@ from ridgeline.models.checkpoints.quantised_source import RawSource, Stored
 from ridgeline.models.family import Family, FusedExperts
 
 
+def known_as(name: str, prefixes: Mapping[str, str]) -> tuple[str, str]:
+    """A tensor's name as the family has it, and the beginning that the checkpoint has in the place of the family's."""
+    for prefix, stands_for in prefixes.items():
+        if name.startswith(prefix):
+            return stands_for + name.removeprefix(prefix), prefix
+    return name, ""
+
+
 class SplitExperts:
-    def __init__(self, source: RawSource, rules: tuple[FusedExperts, ...], hidden_size: int) -> None:
-        self.source, self.hidden_size = source, hidden_size
+    def __init__(self, source: RawSource, family: Family, hidden_size: int) -> None:
+        self.source, self.prefixes, self.hidden_size = source, family.prefixes, hidden_size
         self.tensors: dict[str, Stored] = {}
         self._parts: dict[str, tuple[str, int, FusedExperts]] = {}       # our name -> the tensor, the expert, and how it lies
         self._last: tuple[str, bool, Tensor] | None = None       # all experts of a tensor are read one after the other
         for name, stored in source.tensors.items():
-            self._add(name, stored, rules)
+            self._add(name, stored, family.fused_experts)
 
     def _add(self, name: str, stored: Stored, rules: tuple[FusedExperts, ...]) -> None:
+        known, prefix = known_as(name, self.prefixes)
         for rule in rules:
-            found = re.fullmatch(rule.pattern, name)
+            found = re.fullmatch(rule.pattern, known)
             if found is None:
                 continue
             if len(stored.shape) < 2:
@@ -44,6 +55,8 @@ class SplitExperts:
             each = replace(stored, shape=tuple(shape), nbytes=stored.nbytes // max(1, count))
             for expert in range(count):
                 single = found.expand(rule.name).format(expert)
+                if prefix:           # rules of quantised checkpoints are of the stored names
+                    single = prefix + single.removeprefix(self.prefixes[prefix])
                 self.tensors[single], self._parts[single] = each, (name, expert, rule)
             return
         self.tensors[name] = stored
@@ -78,8 +91,11 @@ class Reordered:
 
     def __init__(self, source: RawSource, family: Family, kv_heads: int, head_dim: int) -> None:
         self.source, self.kv_heads, self.head_dim, self.groups = source, kv_heads, head_dim, family.head_groups
-        self.transposed, self.by_head = re.compile(family.transposed), re.compile(family.by_head)
-        self.tensors = {name: replace(stored, shape=stored.shape[::-1]) if self.transposed.fullmatch(name) else stored
+        self._transposed, self._by_head = (
+            {name for name in source.tensors if re.fullmatch(pattern, known_as(name, family.prefixes)[0])}
+            for pattern in (family.transposed, family.by_head)
+        )
+        self.tensors = {name: replace(stored, shape=stored.shape[::-1]) if name in self._transposed else stored
                         for name, stored in source.tensors.items()}
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
@@ -89,9 +105,9 @@ class Reordered:
         return self._reordered(name, self.source.stored(name))
 
     def _reordered(self, name: str, tensor: Tensor) -> Tensor:
-        if self.transposed.fullmatch(name):
+        if name in self._transposed:
             tensor = tensor.t()
-        if not self.by_head.fullmatch(name):
+        if name not in self._by_head:
             return tensor
         if self.groups:
             q, v, k = tensor.unflatten(0, (self.groups, 3, -1)).unbind(1)

@@ -25,7 +25,7 @@ from ridgeline.models.checkpoints.upload import FiniteChecks, Upload
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import ModelConfig, read_json
-from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts
+from ridgeline.models.regrouped import JoinedLatents, Reordered, SplitExperts, known_as
 from ridgeline.process.head_start import register_shapes
 from ridgeline.process.log import get_logger
 from ridgeline.quant.layout import STORED_KINDS
@@ -99,16 +99,16 @@ class Renamer:
         self.names = config.family.gguf_names if gguf else config.family.names
         self.prefixes = config.family.prefixes
         self.ignored = re.compile("|".join(config.family.ignored).replace("{num_layers}", str(config.num_layers)))
+        self.not_text = re.compile(config.family.not_text)
         self.tied = config.tied
 
     def pieces_of(self, name: str) -> list[str] | None:
         """The pieces that a checkpoint tensor holds, in its order of rows. Empty: ignored. None: unknown."""
+        if self.not_text.fullmatch(name):
+            return []
+        name, _ = known_as(name, self.prefixes)
         if self.ignored.fullmatch(name):
             return []
-        for prefix, stands_for in self.prefixes.items():
-            if name.startswith(prefix):
-                name = stands_for + name.removeprefix(prefix)
-                break
         alone, numbers = _numbered(name)
         if alone in self.names:
             only = self.names[alone].format(*numbers)
@@ -272,8 +272,7 @@ def _regrouped(stored: SafetensorsSource | GGUFSource, config: ModelConfig, gguf
             raise ModelError(f"quantised checkpoints of {family.name} are not supported: give one in 16 or 32 bits, or GGUF")
         return Reordered(stored, family, config.num_kv_heads, config.head_dim)
     joined = JoinedLatents(stored) if gguf and (config.latent is not None or config.experts is not None) else stored
-    return joined if config.experts is None else SplitExperts(
-        joined, config.family.fused_experts, config.hidden_size)
+    return joined if config.experts is None else SplitExperts(joined, family, config.hidden_size)
 
 
 def _canonical_source(

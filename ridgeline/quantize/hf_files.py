@@ -38,8 +38,10 @@ def write_small_files(path: Path, config: ModelConfig, quantization: dict[str, A
         write_tokenizer(vocabulary, folder)
     else:
         raw = read_json(path / "config.json")
-        for name in COPIED:
+        named = [str(file.relative_to(path)) for file in path.glob("additional_chat_templates/*.jinja")]
+        for name in (*COPIED, *named):
             if (path / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(path / name, folder / name)
     _write_json(folder / "config.json", raw | ({} if quantization is None else {"quantization_config": quantization}))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.checkpoints.linear_formats import HEAD
 from ridgeline.models.model_config import load_model_config
+from ridgeline.models.regrouped import known_as
 from ridgeline.models.weights import GGUFSource, Renamer, SafetensorsSource, deinterleaved, open_checkpoint
 from ridgeline.quantize.ct_writer import Linear
 from ridgeline.quantize.recipes import HEAD as LM_HEAD
@@ -66,8 +67,10 @@ class PlainModel:
 
     def _check_experts(self) -> None:
         """Other engines want codes under the name of each expert."""
+        family = self.config.family
         for name in self.source.tensors:
-            if any(re.fullmatch(rule.pattern, name) for rule in self.config.family.fused_experts):
+            known, _ = known_as(name, family.prefixes)
+            if any(re.fullmatch(rule.pattern, known) for rule in family.fused_experts):
                 raise ModelError(f"{self.path.name}: tensor {name} holds all experts of a layer, which this command cannot "
                                  "quantise yet; serve with --quantization instead")
 

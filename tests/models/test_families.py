@@ -54,7 +54,7 @@ CLEARLY = 100                        # a switched-off flag must show this many t
 # What is not a flag: names, and facts about files.
 NOT_FLAGS = {
     "name", "architectures", "gguf", "defaults", "names", "gguf_names", "gguf_permuted", "prefixes", "ignored", "spelled", "only",
-    "fused_experts", "gguf_also", "reworded",
+    "fused_experts", "gguf_also", "reworded", "not_text",
 }
 
 

@@ -144,6 +144,7 @@ GGUF_NAMES = {
     "model.final_layernorm": "output_norm", "transformer.wte": "token_embd", "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm", "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv",
     "attn.c_proj": "attn_output", "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
+    "ln_attn": "attn_norm_2", "ln_mlp": "attn_norm",     # Falcon 40B's
 }
 
 

@@ -25,7 +25,7 @@ from ridgeline.quant.format import SCALE, WEIGHT, ZERO
 from ridgeline.quant.quality_card import find_card
 from ridgeline.quantize import quantize_model
 from ridgeline.quantize.ct_writer import Linear, quantization_config
-from ridgeline.quantize.hf_files import _generation, gguf_config, write_tokenizer
+from ridgeline.quantize.hf_files import _generation, gguf_config, write_small_files, write_tokenizer
 from ridgeline.quantize.methods.rounding import rounded
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
@@ -50,6 +50,18 @@ def test_a_gguf_tokenizer_as_hugging_face_files(name: str, tmp_path: Path) -> No
             assert after.decode(ids) == before.decode(ids)
     assert after.bos_token_id == before.bos_token_id and after.chat_templates == before.chat_templates
     assert after.token_pieces() == before.token_pieces()
+
+
+def test_every_chat_template_is_copied(tmp_path: Path) -> None:
+    plain, out = save_checkpoint("llama", tmp_path / "tiny", **SIZES), tmp_path / "out"
+    named = plain / "additional_chat_templates"
+    for folder in (named, out):
+        folder.mkdir()
+    (plain / "chat_template.jinja").write_text("plain")
+    (named / "tool_use.jinja").write_text("with tools")
+    write_small_files(plain, load_model_config(plain), None, out)
+    assert (out / "chat_template.jinja").read_text() == "plain"
+    assert (out / "additional_chat_templates" / "tool_use.jinja").read_text() == "with tools"
 
 
 @pytest.mark.parametrize("recipe", [name for name, (_, method, _) in RECIPES.items() if method == "rtn" and name != "llm-int8"])

@@ -108,7 +108,7 @@ def family_inside(architecture: str, text: Mapping[str, Any], where: str) -> Fam
         inner = named[0] if isinstance(named, list) and named else kind
         raise ModelError(f"{where}: the language model {inner!r} of {architecture} is not supported{_reason(inner)}")
     found = replace(
-        found, prefixes=TEXT_PREFIXES, ignored=(*found.ignored, NOT_TEXT),
+        found, prefixes=TEXT_PREFIXES, not_text=NOT_TEXT,
         defaults={**USUAL_SIZES.get(found.name, {}), **found.defaults, **({"head_dim": None} if kind == "glm4v_text" else {})},
     )
     if kind != "qwen3_vl_moe_text":
@@ -170,22 +170,30 @@ def _reason(architecture: object) -> str:
     """By names of config.json and of GGUF files, which have their own capitals and hyphens."""
     if not isinstance(architecture, str):
         return ""
+    if refused := _refusal(architecture):
+        return refused
+    if any(_letters(architecture) == _letters(family.name) for family in FAMILIES):  # of a GGUF file, since it has no family
+        return " (its GGUF files are not read yet; its Hugging Face directory is)"
+    return " (no family is declared for it)"
+
+
+def _refusal(architecture: str) -> str:
     given = _letters(architecture)
     alone = re.sub("(forcausallm|forconditionalgeneration|forvisiontext2text|lmheadmodel|model)$", "", given)
     for reason, names in REFUSED.items():
         if any(alone == _letters(name) if name in WHOLE else given.startswith(_letters(name)) for name in names):
             return f" ({reason})"
-    if any(given == _letters(family.name) for family in FAMILIES):   # of a GGUF file, since it has no family
-        return " (its GGUF files are not read yet; its Hugging Face directory is)"
-    return " (no family is declared for it)"
+    return ""
 
 
 def _letters(name: str) -> str:
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
-def family_of_type(model_type: object, where: str) -> Family:
-    """Of a config.json without `architectures`."""
+def family_of_type(whole: object, model_type: object, where: str) -> Family:
+    """Of a config.json without `architectures`. `whole`: the type of the model that the language model may be inside of."""
+    if isinstance(whole, str) and (refused := _refusal(whole)):
+        raise ModelError(f"{where}: model_type {whole!r} is not supported{refused}")
     for family in FAMILIES:
         if family.name == TEXT_TYPES.get(str(model_type), model_type):
             return family
@@ -206,7 +214,7 @@ def declared_family(raw: Mapping[str, Any], text: Mapping[str, Any] | None, wher
     """`text`: the part that is the language model, where there is such a part."""
     architectures = raw.get("architectures")
     if not architectures:
-        return family_of_type((raw if text is None else text).get("model_type"), where)
+        return family_of_type(raw.get("model_type"), (raw if text is None else text).get("model_type"), where)
     if not isinstance(architectures, list):
         raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
     if architectures[0] in WITH_MORE:

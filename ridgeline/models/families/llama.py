@@ -61,7 +61,7 @@ INTERNLM2 = Family(
         "model.norm": "norm",
         "output": "head",
     },
-    by_head=r"((language_)?model\.)*layers\.\d+\.attention\.wqkv\.(weight|bias)",
+    by_head=r"model\.layers\.\d+\.attention\.wqkv\.(weight|bias)",
 )
 
 # MiniCPM 1, 2 and 4, without the sparse attention of long contexts that MiniCPM 4 can have.
@@ -184,8 +184,7 @@ LLAMA4 = Family(
     names=LLAMA4_NAMES,
     fused_experts=(
         FusedExperts(
-            r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.feed_forward\.experts)\.(gate_up_proj|down_proj)",
-            r"\1.{}.\2.weight", transposed=True,
+            r"(model\.layers\.\d+\.feed_forward\.experts)\.(gate_up_proj|down_proj)", r"\1.{}.\2.weight", transposed=True,
         ),
     ),
 )

@@ -25,6 +25,7 @@ from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
 from ridgeline.server.parse.formats.element_grammar import calls_rules
 from ridgeline.server.parse.formats.known_formats import (
+    ADDRESSED,
     FREE,
     THOUGHTS,
     marks_of,
@@ -343,8 +344,8 @@ def reading(use: ToolUse, params: SamplingParams, options: ServerOptions, tokeni
     if made.format in ("named", "required") and form is not None:
         _require_in_own_format(made, use, form, params, tokenizer)
     made.schemas = _schemas(use, made.format)
-    if made.format is None and form == "harmony" and asked is None:
-        made.format = form                               # its channels separate reasoning from content, with and without tools
+    if made.format is None and form in ADDRESSED and asked is None:
+        made.format, made.schemas = form, {}             # no functions: what is for the user is all that there is
     if any(tokenizer.token_id(mark) in tokenizer.special_ids for mark in marks_of(made.format, made.reasoning)):
         params.skip_special_tokens = False
     elif made.format == "hermes" and any(tool["function"].get("strict") for tool in use.tools):

@@ -32,6 +32,7 @@ FILES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "chatglm-fused": ("glm", {}, "chatglm", {}),         # of the checkpoints before transformers knew them
     "falcon": ("falcon-7b", {}, "falcon", {}),
     "falcon-11b": ("falcon-11b", {}, "falcon", {}),
+    "falcon-40b": ("falcon", {}, "falcon", {}),
     "jais2": ("jais2", {}, "jais2", {}),
     "exaone4": ("exaone4", {}, "exaone4", {"attention.sliding_window_pattern": [True, True, True, False, True]}),
     "exaone4-usual-layers": ("exaone4", {}, "exaone4", {}),

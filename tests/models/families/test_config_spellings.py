@@ -16,6 +16,7 @@ from tiny_models import RENAMED, save_config
 
 from ridgeline.errors import ModelError
 from ridgeline.models.config_fields import ACTIVATIONS
+from ridgeline.models.families.all_families import FAMILIES, TEXT_TYPES, _refusal
 from ridgeline.models.model_config import ModelConfig, hf_model_config
 from ridgeline.sizes.op_costs import ACTIVATION_FLOPS
 
@@ -134,8 +135,42 @@ def test_a_missing_field_means_what_it_means_to_transformers_or_is_refused(name:
 def test_an_architecture_that_is_missing_is_known_by_the_type() -> None:
     raw = {key: value for key, value in LLAMA.items() if key != "architectures"} | {"model_type": "llama"}
     assert hf_model_config(raw, {}) == hf_model_config(LLAMA, {})
-    with pytest.raises(ModelError, match="architectures is missing, and model_type 'mamba' is not known"):
+    with pytest.raises(ModelError, match="architectures is missing, and model_type 'lamma' is not known"):
+        hf_model_config(raw | {"model_type": "lamma"}, {})
+    with pytest.raises(ModelError, match=r"model_type 'mamba' is not supported \(a state-space model"):
         hf_model_config(raw | {"model_type": "mamba"}, {})
+    inside = {"model_type": "paligemma", "text_config": LLAMA | {"model_type": "gemma"}}
+    with pytest.raises(ModelError, match=r"model_type 'paligemma' is not supported \(a prompt whose tokens see each other\)"):
+        hf_model_config(inside, {})
+    assert [name for name in (*TEXT_TYPES, *(family.name for family in FAMILIES)) if _refusal(name)] == []
+
+
+NEO = {"architectures": ["GPTNeoForCausalLM"], "model_type": "gpt_neo", "vocab_size": 64, "hidden_size": 48, "num_layers": 4,
+       "num_heads": 4, "max_position_embeddings": 64, "window_size": 8}
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"attention_types": 5}, "attention_types must list pairs of kinds and how often they repeat"),
+    ({"attention_types": [["global", 2]]}, "attention_types must list pairs"),
+    ({"attention_types": [[["global"], "2"]]}, "attention_types must list pairs"),
+    ({"attention_types": [[["global"], 10**12]]}, "attention_types must list pairs"),
+    ({"attention_types": [[[["global"]], 4]]}, "attention_layers must list global or local for each layer"),
+    ({"attention_layers": 5}, "attention_layers must list global or local"),
+    ({"attention_layers": ["global"] * 3}, "layer_types"),
+])
+def test_kinds_of_layers_that_cannot_be_read(given: dict[str, Any], message: str) -> None:
+    assert hf_model_config(NEO | {"attention_types": [[["global", "local"], 2]]}, {}).windows == (None, 8, None, 8)
+    with pytest.raises(ModelError, match=message):
+        hf_model_config(NEO | given, {})
+
+
+def test_the_first_files_of_falcon_40b_have_the_new_layout() -> None:
+    raw = {"architectures": ["RWForCausalLM"], "model_type": "RefinedWeb", "vocab_size": 64, "hidden_size": 64, "n_layer": 2,
+           "n_head": 16, "alibi": False, "bias": False, "parallel_attn": True}
+    large = hf_model_config(raw | {"n_head_kv": 8}, {})
+    assert large.num_kv_heads == 8 and large.own_mlp_norm
+    small = hf_model_config(raw | {"multi_query": True}, {})
+    assert small.num_kv_heads == 1 and not small.own_mlp_norm
 
 
 def test_a_list_of_equal_numbers_is_that_number() -> None:

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ModelError
+from ridgeline.models.families.all_families import FAMILIES
 from ridgeline.models.model_config import hf_model_config, load_model_config
+from ridgeline.quantize.plain_model import PlainModel
 
 TOKENS = random_tokens(8)
 
@@ -140,3 +142,71 @@ def test_formats_of_others_are_named(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text("{}")
     with pytest.raises(ModelError, match=r"has no config\.json: params\.json is its makers' own format"):
         load_model_config(tmp_path)
+
+
+# ── inside another model, and without the first part of the names ────────────────────────────────────────────────────
+
+WRAPPERS = {"language_model.": "LlavaNextForConditionalGeneration", "llm.": "InternVLChatModel"}
+# Of families whose patterns take tensors apart, turn or leave them: a tiny checkpoint each.
+WRAPPED = {
+    "falcon": "falcon-11b", "gpt_neox": "gpt_neox", "codegen": "codegen", "internlm2": "internlm2", "gpt2": "gpt2",
+    "gpt_oss": "gpt_oss", "granitemoe": "granitemoe", "glm4_moe": "glm4_moe", "qwen3_moe": "qwen3_moe",
+    "ernie4_5_moe": "ernie4_5_moe",
+}
+LEFT = {"gpt_neox": "gpt_neox.layers.0.attention.masked_bias", "glm4_moe": "model.layers.{}.eh_proj.weight",
+        "ernie4_5_moe": "model.mtp_linear_proj.0.weight"}
+
+
+def renamed(path: Path, begins: str, begin: str) -> None:
+    file = path / "model.safetensors"
+    tensors = {begin + name.removeprefix(begins) if name.startswith(begins) else name: tensor
+               for name, tensor in load_file(file).items()}
+    save_file(tensors, file)
+
+
+def test_every_family_that_reorders_is_tried_inside() -> None:
+    turning = {family.name for family in FAMILIES if family.by_head or family.transposed}
+    assert turning <= set(WRAPPED)
+
+
+@pytest.mark.parametrize(("family", "prefix"), [*((family, "language_model.") for family in WRAPPED), ("internlm2", "llm.")])
+def test_tensors_inside_another_model_are_regrouped(family: str, prefix: str, tmp_path: Path) -> None:
+    path = save_checkpoint(WRAPPED[family], tmp_path)
+    expected, file = logits(path), path / "model.safetensors"
+    raw = json.loads((path / "config.json").read_text())
+    if family in LEFT:
+        unused = LEFT[family].format(raw["num_hidden_layers"])
+        save_file(load_file(file) | {unused: torch.zeros(1, 1)}, file)
+    renamed(path, "", prefix)
+    (path / "config.json").write_text(json.dumps(
+        {"architectures": [WRAPPERS[prefix]], "text_config": raw | {"model_type": family}, "vision_config": {}}))
+    assert torch.equal(logits(path), expected)
+
+
+@pytest.mark.parametrize(("name", "begins", "begin"), [
+    ("falcon", "", "language_model."), ("gpt_neox", "", "language_model."), ("codegen", "", "language_model."),
+    ("gpt_oss", "model.", ""), ("granitemoe", "model.", ""),
+])
+def test_tensors_with_other_beginnings_are_regrouped(name: str, begins: str, begin: str, tmp_path: Path) -> None:
+    path = save_checkpoint(name, tmp_path)
+    expected = logits(path)
+    renamed(path, begins, begin)
+    assert torch.equal(logits(path), expected)
+
+
+@pytest.mark.parametrize("begin", ["", "language_model.model."])
+def test_fused_experts_with_other_beginnings(begin: str, tmp_path: Path) -> None:
+    path = save_checkpoint("qwen3_moe", tmp_path)
+    expected, file = logits(path), path / "model.safetensors"
+    tensors, fused = load_file(file), {}
+    for experts in {name.partition(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}:
+        count = sum(name.startswith(experts) for name in tensors) // 3
+        gate, up, down = (torch.stack([tensors.pop(f"{experts}.{expert}.{part}_proj.weight") for expert in range(count)])
+                          for part in ("gate", "up", "down"))
+        fused |= {f"{experts}.gate_up_proj": torch.cat((gate, up), 1), f"{experts}.down_proj": down}
+    assert fused and not any(".experts." in name for name in tensors)
+    save_file(tensors | fused, file)
+    renamed(path, "model.", begin)
+    assert torch.equal(logits(path), expected)
+    with pytest.raises(ModelError, match="holds all experts of a layer, which this command cannot quantise yet"):
+        PlainModel(path)

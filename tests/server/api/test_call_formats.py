@@ -15,7 +15,7 @@ from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.formats.argument_types import ANY, ArgumentTypes, as_json
 from ridgeline.server.parse.formats.known_formats import FREE, THOUGHTS, tool_format
 from ridgeline.server.parse.reasoning import MessageParser, ReasoningParser
-from ridgeline.server.parse.tools import reading, tool_use
+from ridgeline.server.parse.tools import ToolUse, reading, tool_use
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -171,6 +171,12 @@ CASES: list[tuple[str, str, str, Message]] = [
     ("glm4", "one", 'f\n{"city": "Rome", "days": 3}', ("", "", [("f", '{"city": "Rome", "days": 3}')])),
     ("glm4", "text", "f is a function: {1}", ("f is a function: {1}", "", [])),
     ("glm4", "a name only", "g", ("g", "", [])),
+    ("glm4", "a set", "g {x}", ("g {x}", "", [])),
+    ("glm4", "on one line", 'g {"a": 1}', ('g {"a": 1}', "", [])),
+    ("glm4", "a block of code", "g\n{ x = 1; }", ("g\n{ x = 1; }", "", [])),
+    ("glm4", "over lines", 'f\n{\n  "a": 1\n}', ("", "", [("f", '{\n  "a": 1\n}')])),
+    ("glm4", "no arguments", "f\n{ }", ("", "", [("f", "{ }")])),
+    ("functionary_v3_2", "a block of code", "all\nSo:\n>>>f\n{x}", ("So:\n>>>f\n{x}", "", [])),
     ("llama4_pythonic", "a list", '[f(city="Rome", days=3), g()]', ("", "", [("f", '{"city": "Rome", "days": 3}'), ("g", "{}")])),
     ("llama4_pythonic", "marked", 'Ok <|python_start|>[f(days=1)]<|python_end|>', ("Ok", "", [("f", '{"days": 1}')])),
     ("llama4_pythonic", "an object", '<|python_start|>{"name": "f", "parameters": {"days": 1}}<|python_end|>',
@@ -362,6 +368,20 @@ def test_a_request_gives_its_schemas_to_the_formats_that_need_them() -> None:
 
     assert read(make, [text]) == read(make, text) == ("", "Hm.", [("f", '{"days": 3}')])
     assert reading(use, SamplingParams(), ServerOptions(tool_call_parser="hermes"), vocabulary).schemas == {"f": {}}
+
+
+@pytest.mark.parametrize("use", [tool_use(None, None, True), tool_use([tool("f")], "none", True)])
+def test_an_answer_without_tools_does_not_show_who_it_is_for(use: ToolUse) -> None:
+    vocabulary: Any = Vocabulary("{{ '>>>all\\n' }}{{ tools }}")
+    made = reading(use, SamplingParams(), ServerOptions(), vocabulary)
+
+    def make() -> MessageParser:
+        parser = made.parser()
+        assert parser is not None
+        return parser
+
+    assert read(make, ["all\nHello"]) == read(make, "all\nHello") == ("Hello", "", [])
+    assert read(make, 'f\n{"days": 3}') == ('f\n{"days": 3}', "", [])
 
 
 @pytest.mark.parametrize("name", THOUGHTS)

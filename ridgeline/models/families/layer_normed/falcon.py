@@ -12,7 +12,9 @@ def reworded(raw: Mapping[str, Any]) -> dict[str, Any]:
     """How many KV heads and norms there are follows from several fields; older files have names of their own for some."""
     old = {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "num_kv_heads": "n_head_kv"}
     found = {**raw, **{name: raw.get(name, raw.get(former)) for name, former in old.items()}}
-    new = bool(found.get("new_decoder_architecture"))
+    new = found.get("new_decoder_architecture")
+    if new is None:                  # as 40B's first files, whose own code had only the new layout
+        new = raw.get("n_head_kv") is not None and "multi_query" not in raw
     heads = found["num_kv_heads"] or found["num_attention_heads"]
     if not new and found.get("multi_query", True):
         heads = 1                    # whatever num_kv_heads says

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ridgeline.errors import ModelError
+from ridgeline.models.config_fields import MAX_LAYERS
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.family import Family
 
@@ -41,8 +43,8 @@ GPT2 = Family(
     gguf_names=GGUF_PLAIN_MLP_NAMES | {"position_embd": "positions"},
     # OpenAI's own checkpoints leave the first part of the names out.
     prefixes={"wte.": "transformer.wte.", "wpe.": "transformer.wpe.", "h.": "transformer.h.", "ln_f.": "transformer.ln_f."},
-    transposed=r"(transformer\.)?h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",
-    ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),    # masks
+    transposed=r"transformer\.h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",
+    ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),    # masks
 )
 
 GPT_BIGCODE = replace(
@@ -57,13 +59,27 @@ GPT_BIGCODE = replace(
 )
 
 
+_NEO_KINDS = {"global": "full_attention", "local": "sliding_attention"}
+
+
 def neo_reworded(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`attention_types` lists, in pairs of kinds and how often they repeat, what each layer is."""
-    layers = raw.get("attention_layers") or [
-        kind for kinds, times in raw.get("attention_types") or () for _ in range(times) for kind in kinds
-    ]
-    kinds = {"global": "full_attention", "local": "sliding_attention"}
-    return {**raw, "layer_types": [kinds.get(kind, kind) for kind in layers], "query_pre_attn_scalar": 1}
+    layers = raw.get("attention_layers") or _repeated(raw.get("attention_types") or [])
+    if not isinstance(layers, list) or not all(kind in _NEO_KINDS for kind in map(str, layers)):
+        raise ModelError(f"config.json: attention_layers must list {' or '.join(_NEO_KINDS)} for each layer, got {layers!r:.80}")
+    return {**raw, "layer_types": [_NEO_KINDS[kind] for kind in layers], "query_pre_attn_scalar": 1}
+
+
+def _repeated(types: Any) -> list[Any]:
+    layers: list[Any] = []
+    for pair in types if isinstance(types, list) else [types]:
+        match pair:
+            case [list() as kinds, int() as times] if 0 <= times <= MAX_LAYERS:
+                layers += kinds * times
+            case _:
+                raise ModelError("config.json: attention_types must list pairs of kinds and how often they repeat, such as "
+                                 f'[[["global", "local"], 12]], got {types!r:.80}')
+    return layers
 
 
 _NEO_ATTENTION = "transformer.h.{}.attn.attention"

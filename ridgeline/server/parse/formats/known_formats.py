@@ -73,6 +73,8 @@ FREE: dict[str, CallFormat] = {
     "xlam": CallFormat(ListParser, (), (("JSON array", '[{"name": "tool_call_name"'),)),
     "llama3_json": CallFormat(LlamaParser, ("<|python_tag|>",), (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))),
 }
+# Their messages say what each part of them is for, with and without tools.
+ADDRESSED = ("harmony", "functionary_v3_2")
 # What a schema makes a model write.
 FORCED: dict[str, type[CallParser]] = {"list": ListParser, "required": RequiredParser, "named": NamedParser}
 

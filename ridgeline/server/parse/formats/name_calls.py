@@ -106,13 +106,31 @@ class NameFirstParser(CallParser):
             return
         if name not in self._names:
             raise self._unexpected(char)
+        blanks = ""
         while char and char in BLANKS:
+            blanks += char
             char = yield from self._char()
-        if char != "{":
+        if char != "{" or "\n" not in blanks:
             raise self._unexpected(char)
         self._named = name
         self._unread(char)
-        yield from self._value(self._begin(name))
+        yield from self._value(self._once_sure(name))
+
+    def _once_sure(self, name: str) -> Callable[[str], None]:
+        """Where the arguments go. There is no mark, so the call begins with the first key, or with the end of an empty object."""
+        held: list[str] = []
+        say: Callable[[str], None] | None = None
+
+        def take(text: str) -> None:
+            nonlocal say
+            held.append(text)
+            if say is None and text in ('"', "}"):
+                say = self._begin(name)
+            if say is not None:
+                say("".join(held))
+                held.clear()
+
+        return take
 
 
 class RecipientParser(NameFirstParser):
