@@ -30,6 +30,7 @@ from ridgeline.plan.search import (
     MEMORY,
     NOT_YET,
     OBJECTIVES,
+    RAY,
     YES,
     Objective,
     best,
@@ -151,7 +152,7 @@ def objectives(question: Question) -> dict[str, Any]:
         }
         if point is not None:
             found[objective.name] |= {
-                "options": options(point.setup, point.batch, question.own_format),
+                "options": options(point.setup, point.batch, question.own_format, question.utilization),
                 "losses": losses(point.setup, question.own_format), "gain": gain(known[key], objective, point, question.setup),
             }
     return found
@@ -317,7 +318,8 @@ def _lost(losses: Mapping[str, float]) -> str:
 
 def _advised(found: Mapping[str, Any]) -> list[str]:
     """Below an objective's best setup: how to have it, what it gains and what it costs."""
-    lines = [f"  ridgeline serve MODEL {found['options']}"] if found.get("options") else []
+    words = found.get("options") or ""
+    lines = [f"  ridgeline serve MODEL {words}" + "   # Ray must run on all machines: docs/cluster.md" * (RAY in words)] * bool(words)
     gained = [f"{found['gain']:.2f} × what it is with the formats as given"] if found.get("gain") else []
     return lines + ([f"  {'; '.join([*gained, _lost(found['losses'])])}"] if found.get("losses") else [])
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ridgeline.config import EngineConfig
+from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
 from ridgeline.models.checkpoints.quantisation_check import made_formats
+from ridgeline.models.model_config import checkpoint_dtype
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.operation import Point, Slo, Traffic, batches, layouts, operate
@@ -21,6 +25,8 @@ from ridgeline.sizes.abilities import KV_FORMATS, MOST_RANKS, WEIGHT_FORMATS, di
 
 # ── what this engine has ─────────────────────────────────────────────────────────────────────────────────────────────
 
+UTILIZATION = EngineConfig().cache.gpu_memory_utilization # unless another is asked for
+RAY = "--distributed-executor-backend ray"               # for ranks on several machines: docs/cluster.md
 YES, MEMORY, NOT_YET = "yes", "memory only", "not yet"
 
 
@@ -87,7 +93,7 @@ def effects(
         if after is None:
             continue
         one, many = after
-        here = YES if missing(new) <= missing(setup) else NOT_YET
+        here = YES if missing(new) <= missing(setup) and setup.device.kind in MOST_RANKS else NOT_YET
         slow_weights = new.weights != setup.weights and not weight_formats(setup).get(new.weights)
         if here == YES and (slow_weights or (new.kv != setup.kv and setup.device.kind == "cpu")):
             here = MEMORY
@@ -188,6 +194,8 @@ def missing(setup: Setup) -> set[str]:
         found.add("2:4 sparsity")
     if setup.drafts and setup.draft_model is not None and setup.stages > 1:
         found.add("a draft model in a pipeline")
+    if setup.drafts > MOST_DRAFTS:
+        found.add(f"more than {MOST_DRAFTS} drafts")
     if setup.devices > MOST_RANKS.get(device.kind, 1):
         found.add("several devices")
     return found
@@ -251,15 +259,32 @@ def kv_factor(setup: Setup, kv: str) -> float:
 # ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def options(setup: Setup, batch: int, own_format: bool) -> str:
-    """What `ridgeline serve` is to be told. `own_format`: the weights' format is the checkpoint's."""
-    words = [f"--quantization {setup.weights}"] * (PLANNED_FORMATS[setup.weights].bits < 16 and not own_format)
-    words += [f"--kv-cache-dtype {setup.kv}"] * (setup.kv != "auto")
+def options(setup: Setup, batch: int, own_format: bool, utilization: float = UTILIZATION) -> str:
+    """What `ridgeline serve` is to be told, beside what it would choose itself; empty where it cannot run this at all.
+    `own_format`: the weights' format is the checkpoint's."""
+    if missing(setup):
+        return ""
+    words = format_options(setup, own_format)
+    chosen = "float32" if setup.device.kind == "cpu" else checkpoint_dtype(setup.model.config)       # as resolve does
+    words += [f"--dtype {setup.dtype}"] * (setup.dtype != chosen)
     words += [f"--tensor-parallel-size {setup.ranks}"] * (setup.ranks > 1)
     words += [f"--pipeline-parallel-size {setup.stages}"] * (setup.stages > 1)
+    words += [RAY] * (setup.nodes > 1)
     words += ["--enable-expert-parallel"] * setup.expert_parallel
     words += [f"--decode-context-parallel-size {setup.ranks}"] * setup.context_parallel
+    words += [f"--speculative-config '{json.dumps(_proposer(setup))}'"] * bool(setup.drafts)
+    words += [f"--gpu-memory-utilization {utilization:g}"] * (setup.device.kind != "cpu" and utilization != UTILIZATION)
     return " ".join(words + [f"--max-num-seqs {batch}"] * (batch > 1))
+
+
+def format_options(setup: Setup, own_format: bool) -> list[str]:
+    words = [f"--quantization {setup.weights}"] * (PLANNED_FORMATS[setup.weights].bits < 16 and not own_format)
+    return words + [f"--kv-cache-dtype {setup.kv}"] * (setup.kv != "auto")
+
+
+def _proposer(setup: Setup) -> dict[str, Any]:
+    method = {"method": "ngram"} if setup.draft_model is None else {"method": DRAFT_MODEL, "model": "DRAFT_MODEL"}
+    return method | {"num_speculative_tokens": setup.drafts}
 
 
 def losses(setup: Setup, own_format: bool) -> dict[str, float]:
@@ -288,10 +313,9 @@ def helps(points: Sequence[Point], traffic: Traffic, own_format: bool) -> list[d
         weights, kvs = recommended(point.setup)
         changed = [replace(point.setup, weights=each) for each in weights] + [replace(point.setup, kv=each) for each in kvs]
         most = max((operate(each, point.batch, traffic) for each in changed), key=lambda each: each.tok_s, default=None)
-        if most is not None and most.tok_s >= (1 + WORTH) * point.tok_s:
+        if most is not None and not missing(most.setup) and most.tok_s >= (1 + WORTH) * point.tok_s:
             same_weights = most.setup.weights == point.setup.weights
-            changed_alone = replace(most.setup, ranks=1, stages=1, nodes=1, expert_parallel=False, context_parallel=False)
-            found.append({"batch": point.batch, "options": options(changed_alone, 1, own_format or same_weights),
+            found.append({"batch": point.batch, "options": " ".join(format_options(most.setup, own_format or same_weights)),
                           "gain": most.tok_s / point.tok_s, "losses": losses(most.setup, own_format or same_weights)})
     return found
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from quantised_models import DIALECTS
 from served_model import write_model
 
 from ridgeline.__main__ import main
+from ridgeline.cli.config_options import add_engine_options, engine_config
 from ridgeline.config import EngineConfig
 from ridgeline.plan import own_cpu, plan_report
 from ridgeline.plan.capacity import Capacity
@@ -22,7 +25,19 @@ from ridgeline.plan.plan_report import Question, answer, objectives, text
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, step_parts
 from ridgeline.plan.public_models import cpu_weights, find_model, packed_format
-from ridgeline.plan.search import MEMORY, NOT_YET, YES, candidates, effects, missing, recommended, weight_formats
+from ridgeline.plan.search import (
+    MEMORY,
+    NOT_YET,
+    OBJECTIVES,
+    YES,
+    candidates,
+    effects,
+    helps,
+    missing,
+    options,
+    recommended,
+    weight_formats,
+)
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.process.platform import CoreSeconds
 from ridgeline.resolve import DeviceFacts, resolve
@@ -84,7 +99,36 @@ def test_a_device_that_the_engine_does_not_run_on() -> None:
     made = setup(gpu="MI300X")
     assert missing(made) == {"MI300X as a device"} and weight_formats(made) == {} and recommended(made) == ([], [])
     assert {point.setup.weights for point in candidates(made, Traffic(512, 128), 2, any_engine=False)} == {"bfloat16"}
-    assert not any(effect.here == YES for effect in effects(made, Traffic(512, 128)) if not effect.exact)
+    assert not any(effect.here == YES for effect in effects(made, Traffic(512, 128)))
+
+
+@pytest.mark.parametrize("lacking", [setup(gpu="MI300X"), setup(gpu="H200", sparse=True)])
+def test_what_cannot_run_has_no_command(lacking: Setup) -> None:
+    found = objectives(Question(lacking, Traffic(512, 128), most_ranks=1, objective=OBJECTIVES["batch"]))["batch"]
+    assert found["best"]["missing"] and "serve" not in " ".join(plan_report._advised(found))
+    assert helps([operate(lacking, 1, Traffic(512, 128))], Traffic(512, 128), False) == []
+
+
+@pytest.mark.parametrize(("more", "utilization", "words"), [
+    ({}, 0.9, []),
+    ({"dtype": "float16", "weights": "float16"}, 0.97, ["--dtype float16", "--gpu-memory-utilization 0.97"]),
+    ({"stages": 2, "nodes": 2}, 0.9, ["--pipeline-parallel-size 2", "--distributed-executor-backend ray"]),
+    ({"drafts": 4}, 0.9, ["""--speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'"""]),
+])
+def test_a_command_gives_what_was_predicted(more: dict[str, object], utilization: float, words: list[str]) -> None:
+    """Whatever the engine would choose otherwise is in the command, and the engine takes it."""
+    said = options(setup(**more), 1, False, utilization)
+    assert said == " ".join(words)
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    engine_config(parser.parse_args(shlex.split(said)))
+    assert ("docs/cluster.md" in " ".join(plan_report._advised({"options": said}))) == ("nodes" in more)
+
+
+def test_the_share_of_the_memory_reaches_the_command() -> None:
+    one_user = OBJECTIVES["one-user"]
+    question = Question(setup(weights="int4"), Traffic(512, 128), most_ranks=1, utilization=0.97, objective=one_user)
+    assert objectives(question)["one-user"]["options"] == "--quantization int4 --gpu-memory-utilization 0.97"
 
 
 @pytest.mark.parametrize("gpu", ["H200", "L4", "A100"])

@@ -175,7 +175,7 @@ def test_calibration_text(tmp_path: Path) -> None:
     short.write_text("a few words")
     with pytest.raises(ConfigError, match="too little text to calibrate with: 3 tokens, at least 1024"):
         calibration_passages(str(short), Words(), 8192, 0)               # type: ignore[arg-type]
-    read, write = os.pipe()                              # can be read once; a run needs it to check, to calibrate and for the card
+    read, write = os.pipe()                              # can be read once; a run reads it several times
     os.write(write, b"one two")
     os.close(write)
     assert [calibrating.calibration_text(f"/dev/fd/{read}") for _ in range(2)] == ["one two"] * 2
