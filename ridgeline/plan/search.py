@@ -11,7 +11,7 @@ from typing import Any
 
 from ridgeline.config import EngineConfig
 from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
-from ridgeline.models.checkpoints.quantisation_check import made_formats
+from ridgeline.models.checkpoints.quantisation_check import is_untimed, made_formats
 from ridgeline.models.model_config import checkpoint_dtype
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.capacity import Capacity, kernel_facts
@@ -21,13 +21,19 @@ from ridgeline.plan.precision import signal_to_noise
 from ridgeline.plan.prediction import MOST_ROWS, Setup, step_parts
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
-from ridgeline.sizes.abilities import KV_FORMATS, MOST_RANKS, WEIGHT_FORMATS, distinct, faster_kv
+from ridgeline.sizes.abilities import KV_FORMATS, MOST_RANKS, QUALITY_MODEL, WEIGHT_FORMATS, distinct, faster_kv
 
 # ── what this engine has ─────────────────────────────────────────────────────────────────────────────────────────────
 
 UTILIZATION = EngineConfig().cache.gpu_memory_utilization # unless another is asked for
 RAY = "--distributed-executor-backend ray"               # for ranks on several machines: docs/cluster.md
-YES, MEMORY, NOT_YET = "yes", "memory only", "not yet"
+YES, MEMORY, NOT_TIMED, NOT_YET = "yes", "memory only", "not timed", "not yet"
+BY_DATA_SHEET = "speed by the data sheet: not timed on this kind of GPU"
+# Of those the engine has, what has no speed to be said, and why.
+UNKNOWN = {
+    MEMORY: "there are no kernels of its own for it on this device; general ones may be slower than 16 bits",
+    NOT_TIMED: "a library multiplies; it should be faster by the data sheet, but was not timed on this kind of GPU",
+}
 
 
 @functools.cache
@@ -38,6 +44,17 @@ def _made(model: PlannedModel, kind: str, dtype: str, ranks: int, facts: DeviceF
 def weight_formats(setup: Setup) -> dict[str, bool]:
     """Formats that the engine makes of this model's 16-bit weights on this device. True: faster, not only smaller."""
     return _made(setup.model, setup.device.kind, setup.dtype, setup.ranks, kernel_facts(setup.device))
+
+
+@functools.cache
+def _untimed(model: PlannedModel, weights: str, kind: str, dtype: str, ranks: int, facts: DeviceFacts) -> bool:
+    return is_untimed(model.config, weights, kind, dtype, ranks, facts)
+
+
+def untimed(setup: Setup, weights: str) -> bool:
+    """Whether a gain of such weights, made of 16-bit ones, is that of a data sheet, which was not timed on this kind of GPU."""
+    made = bool(weight_formats(setup).get(weights))
+    return made and _untimed(setup.model, weights, setup.device.kind, setup.dtype, setup.ranks, kernel_facts(setup.device))
 
 
 def recommended(setup: Setup) -> tuple[list[str], list[str]]:
@@ -58,7 +75,7 @@ class Effect:
     """A technique by itself, against the setup without it."""
 
     technique: str
-    here: str                        # has this engine got it? YES, MEMORY: it saves memory, and may be slower, or NOT_YET
+    here: str                        # has this engine got it? YES, one of UNKNOWN, or NOT_YET
     exact: bool
     tpot: float                      # of one request …
     tok_s: float                     # … and throughput at the largest batch: factors, 2 is twice as good
@@ -97,6 +114,8 @@ def effects(
         slow_weights = new.weights != setup.weights and not weight_formats(setup).get(new.weights)
         if here == YES and (slow_weights or (new.kv != setup.kv and setup.device.kind == "cpu")):
             here = MEMORY
+        elif here == YES and new.weights != setup.weights and untimed(setup, new.weights):
+            here = NOT_TIMED
         if before is None:                               # only with it does the model fit
             found.append(Effect(name, here, exact, math.inf, math.inf, math.inf, many.batch, new, requests))
             continue
@@ -315,9 +334,28 @@ def helps(points: Sequence[Point], traffic: Traffic, own_format: bool) -> list[d
         most = max((operate(each, point.batch, traffic) for each in changed), key=lambda each: each.tok_s, default=None)
         if most is not None and not missing(most.setup) and most.tok_s >= (1 + WORTH) * point.tok_s:
             same_weights = most.setup.weights == point.setup.weights
-            found.append({"batch": point.batch, "options": " ".join(format_options(most.setup, own_format or same_weights)),
-                          "gain": most.tok_s / point.tok_s, "losses": losses(most.setup, own_format or same_weights)})
+            found.append({
+                "batch": point.batch, "options": " ".join(format_options(most.setup, own_format or same_weights)),
+                "gain": most.tok_s / point.tok_s, "untimed": not same_weights and untimed(point.setup, most.setup.weights),
+                "losses": losses(most.setup, own_format or same_weights),
+            })
     return found
+
+
+def lost_said(losses: Mapping[str, float]) -> str:
+    """What formats cost, where it was measured."""
+    found = ", ".join(f"{name} KL {kl:.2g}" for name, kl in losses.items())
+    return f"loss with {QUALITY_MODEL}: {found}; measure your model with `ridgeline eval`"
+
+
+def advised(found: Mapping[str, Any]) -> list[str]:
+    """Below an objective's best setup: how to have it, what it gains and what it costs."""
+    words = found.get("options") or ""
+    lines = [f"  ridgeline serve MODEL {words}" + "   # with Ray on all machines: docs/cluster.md" * (RAY in words)] * bool(words)
+    said = [f"{found['gain']:.2f} × what it is with the formats as given"] if found.get("gain") else []
+    said += [BY_DATA_SHEET] * bool(found.get("untimed"))
+    said += [lost_said(found["losses"])] if found.get("losses") else []
+    return lines + [f"  {'; '.join(said)}"] * bool(said)
 
 
 def pareto(points: Sequence[Point], cost: Callable[[Point], float]) -> list[Point]:

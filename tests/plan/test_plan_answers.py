@@ -27,9 +27,11 @@ from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, st
 from ridgeline.plan.public_models import cpu_weights, find_model, packed_format
 from ridgeline.plan.search import (
     MEMORY,
+    NOT_TIMED,
     NOT_YET,
     OBJECTIVES,
     YES,
+    advised,
     candidates,
     effects,
     helps,
@@ -88,7 +90,9 @@ def test_objectives_take_only_what_this_engine_has_here(gpu: str, formats: set[s
     assert not any(missing(point.setup) for point in points)
     found = {effect.technique: effect.here for effect in effects(made, Traffic(512, 128))}
     own = formats | {"int8 KV", "prefix hits 50%", "4 drafts, α = 0.7"} | ({"int8 weights"} if gpu == "H100" else set())
-    assert {name for name, here in found.items() if here == YES} == own
+    by_sheet = {"fp8 weights"} if gpu not in ("H100", "A100") else set()
+    assert {name for name, here in found.items() if here == YES} == own - by_sheet
+    assert {name for name, here in found.items() if here == NOT_TIMED} == by_sheet
     assert {name for name, here in found.items() if here == MEMORY} == {
         "fp8 weights", "int8 weights", "int4 weights"} - own
     assert found["2:4 sparsity"] == NOT_YET
@@ -105,7 +109,7 @@ def test_a_device_that_the_engine_does_not_run_on() -> None:
 @pytest.mark.parametrize("lacking", [setup(gpu="MI300X"), setup(gpu="H200", sparse=True)])
 def test_what_cannot_run_has_no_command(lacking: Setup) -> None:
     found = objectives(Question(lacking, Traffic(512, 128), most_ranks=1, objective=OBJECTIVES["batch"]))["batch"]
-    assert found["best"]["missing"] and "serve" not in " ".join(plan_report._advised(found))
+    assert found["best"]["missing"] and "serve" not in " ".join(advised(found))
     assert helps([operate(lacking, 1, Traffic(512, 128))], Traffic(512, 128), False) == []
 
 
@@ -122,7 +126,7 @@ def test_a_command_gives_what_was_predicted(more: dict[str, object], utilization
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     engine_config(parser.parse_args(shlex.split(said)))
-    assert ("docs/cluster.md" in " ".join(plan_report._advised({"options": said}))) == ("nodes" in more)
+    assert ("docs/cluster.md" in " ".join(advised({"options": said}))) == ("nodes" in more)
 
 
 def test_the_share_of_the_memory_reaches_the_command() -> None:
@@ -153,6 +157,19 @@ def test_recommendations_have_options_gain_and_loss() -> None:
     assert told["objectives"]["quality-first"]["options"] == "" and not told["objectives"]["quality-first"]["losses"]
     said = text(told)
     assert "ridgeline serve MODEL --quantization int4" in said and "loss with SmolLM2-135M: int4 weights KL 0.49" in said
+
+
+@pytest.mark.parametrize(("gpu", "timed"), [("L4", False), ("B200", False), ("H100", True)])
+def test_gains_by_the_data_sheet_are_called_so(gpu: str, timed: bool) -> None:
+    """Where cuBLAS multiplies by fp8 weights and no step was timed: in the table, in what helps and beside an objective."""
+    question = Question(setup(gpu=gpu), Traffic(512, 128), most_ranks=1, objective=OBJECTIVES["one-user"])
+    told = answer(question) | {"objectives": objectives(question)}
+    assert "quantization" in told["objectives"]["one-user"]["options"]
+    said = text(told)
+    row = next(line for line in said.splitlines() if line.startswith("fp8 weights"))
+    assert row.endswith("yes" if timed else "not timed") and ("?" in row) == (not timed)
+    assert said.count("speed by the data sheet: not timed on this kind of GPU") == (0 if timed else 2)
+    assert ("fp8" in told["untimed_formats"]) == (not timed)
 
 
 def test_what_is_not_there_is_marked() -> None:
