@@ -21,7 +21,15 @@ from ridgeline.plan.precision import signal_to_noise
 from ridgeline.plan.prediction import MOST_ROWS, Setup, step_parts
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
-from ridgeline.sizes.abilities import KV_FORMATS, MOST_RANKS, QUALITY_MODEL, WEIGHT_FORMATS, distinct, faster_kv
+from ridgeline.sizes.abilities import (
+    KV_FORMATS,
+    MOST_RANKS,
+    QUALITY_MODEL,
+    WEIGHT_FORMATS,
+    WORTH_ITS_LOSS,
+    distinct,
+    faster_kv,
+)
 
 # ── what this engine has ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -240,9 +248,6 @@ def candidates(
     return found
 
 
-WORTH = 0.02                         # of what an objective looks for: formats that gain less are not worth their loss
-
-
 def best(points: Sequence[Point], objective: Objective) -> Point | None:
     """Of those that are nearly as good as the best, the one that loses least."""
     meeting = [point for point in points if point.meets(objective.slo) and (objective.lossy or not point.setup.lossy)]
@@ -250,7 +255,7 @@ def best(points: Sequence[Point], objective: Objective) -> Point | None:
         return None
     *first, least = min(objective.score(point) for point in meeting)
     near = [point for point in meeting if [*objective.score(point)[:-1]] == first
-            and objective.score(point)[-1] <= least + WORTH * abs(least)]
+            and objective.score(point)[-1] <= least + (WORTH_ITS_LOSS - 1) * abs(least)]
     return min(near, key=lambda point: (-quality(point.setup), len(point.setup.lossy), objective.score(point)))
 
 
@@ -332,7 +337,7 @@ def helps(points: Sequence[Point], traffic: Traffic, own_format: bool) -> list[d
         weights, kvs = recommended(point.setup)
         changed = [replace(point.setup, weights=each) for each in weights] + [replace(point.setup, kv=each) for each in kvs]
         most = max((operate(each, point.batch, traffic) for each in changed), key=lambda each: each.tok_s, default=None)
-        if most is not None and not missing(most.setup) and most.tok_s >= (1 + WORTH) * point.tok_s:
+        if most is not None and not missing(most.setup) and most.tok_s >= WORTH_ITS_LOSS * point.tok_s:
             same_weights = most.setup.weights == point.setup.weights
             found.append({
                 "batch": point.batch, "options": " ".join(format_options(most.setup, own_format or same_weights)),
