@@ -170,7 +170,7 @@ OBJECTIVES = {
     each.name: each
     for each in (
         Objective("one-user", Traffic(1024, 256), Slo(), True, _one_user,
-                  "the least time per token of one request, on as few devices as hold the model"),
+                  "the least time per token of one request, on as few devices as hold the model with formats that are fast here"),
         Objective("chat", Traffic(1024, 256), Slo(0.5, 0.05), True, _fewest_dollars,
                   "the most tokens per device with a first token in 500 ms and the next every 50"),
         Objective("speech", Traffic(256, 128), Slo(0.2, 0.03), True, _fewest_dollars,

@@ -172,6 +172,14 @@ def test_gains_by_the_data_sheet_are_called_so(gpu: str, timed: bool) -> None:
     assert ("fp8" in told["untimed_formats"]) == (not timed)
 
 
+def test_one_user_has_as_few_devices_as_fast_formats_need() -> None:
+    """4 bits would fit on one of them: they are not fast there, and the objective says so."""
+    made = setup("qwen3-32b", "RTX4090")
+    assert Capacity.of(replace(made, weights="int4"), 640).fits and not weight_formats(made)["int4"]
+    told = objectives(Question(made, Traffic(512, 128), most_ranks=2, objective=OBJECTIVES["one-user"]))["one-user"]
+    assert told["best"]["label"].startswith("2 × RTX4090, fp8 weights") and "formats that are fast here" in told["what"]
+
+
 def test_what_is_not_there_is_marked() -> None:
     question = Question(setup("qwen3-32b", "RTX4090"), Traffic(512, 128), most_ranks=1)
     assert not any(each["best"] for each in objectives(question).values()), "it fits on one of them in no format that is fast"
