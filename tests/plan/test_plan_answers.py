@@ -8,6 +8,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_what_cannot_run_has_no_command(lacking: Setup) -> None:
     ({"stages": 2, "nodes": 2}, 0.9, ["--pipeline-parallel-size 2", "--distributed-executor-backend ray"]),
     ({"drafts": 4}, 0.9, ["""--speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'"""]),
 ])
-def test_a_command_gives_what_was_predicted(more: dict[str, object], utilization: float, words: list[str]) -> None:
+def test_a_command_gives_what_was_predicted(more: dict[str, Any], utilization: float, words: list[str]) -> None:
     """Whatever the engine would choose otherwise is in the command, and the engine takes it."""
     said = options(setup(**more), 1, False, utilization)
     assert said == " ".join(words)
