@@ -113,9 +113,8 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     facts = facts_of(
         [trace], part_costs(costs, *rates, steps_with(trace.work, steps)), spent, kept,
         flops_s=float(rates[1].max()), read_bytes_s=rates[0], preemptions=preemptions,
-        recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log),
-        lost=1 - kept_part(before.log), faster=setting.faster, untimed=setting.untimed,
-        linear_share=setting.linear_share,
+        recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log), lost=1 - kept_part(before.log),
+        faster=setting.faster, untimed=setting.untimed, linear_share=setting.linear_share,
     )
     findings = find_patterns(facts)
     window = with_seen_launches(whole_window(before), facts)

@@ -49,6 +49,7 @@ from ridgeline.plan.search import (
     pareto,
     quality,
     untimed,
+    untimed_formats,
     weight_formats,
 )
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
@@ -97,7 +98,7 @@ def answer(question: Question) -> dict[str, Any]:
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
         "formats": support(setup.device), "missing_formats": _missing_formats(setup),
         "memory_formats": [name for name, faster in weight_formats(setup).items() if not faster],
-        "untimed_formats": [name for name in weight_formats(setup) if untimed(setup, name)],
+        "untimed_formats": untimed_formats(setup),
         "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
         "fits": capacity.fits, "ledger": capacity.parts(largest or 1), "usable": capacity.memory.room,
         "kv_bytes_per_token": capacity.kv_bytes_per_token, "largest_batch": capacity.largest_batch(),

@@ -65,6 +65,10 @@ def untimed(setup: Setup, weights: str) -> bool:
     return made and _untimed(setup.model, weights, setup.device.kind, setup.dtype, setup.ranks, kernel_facts(setup.device))
 
 
+def untimed_formats(setup: Setup) -> list[str]:
+    return [name for name in weight_formats(setup) if untimed(setup, name)]
+
+
 def recommended(setup: Setup) -> tuple[list[str], list[str]]:
     """Narrower formats of weights and of the KV cache to consider. A quantised checkpoint's weights stay as they are."""
     made, device = weight_formats(setup), setup.device
@@ -118,12 +122,7 @@ def effects(
         if after is None:
             continue
         one, many = after
-        here = YES if missing(new) <= missing(setup) and setup.device.kind in MOST_RANKS else NOT_YET
-        slow_weights = new.weights != setup.weights and not weight_formats(setup).get(new.weights)
-        if here == YES and (slow_weights or (new.kv != setup.kv and setup.device.kind == "cpu")):
-            here = MEMORY
-        elif here == YES and new.weights != setup.weights and untimed(setup, new.weights):
-            here = NOT_TIMED
+        here = _here(setup, new)
         if before is None:                               # only with it does the model fit
             found.append(Effect(name, here, exact, math.inf, math.inf, math.inf, many.batch, new, requests))
             continue
@@ -132,6 +131,17 @@ def effects(
             before[0].ttft / one.ttft, many.batch, new, requests,
         ))
     return found
+
+
+def _here(setup: Setup, new: Setup) -> str:
+    """Whether this engine has what is new."""
+    if not missing(new) <= missing(setup) or setup.device.kind not in MOST_RANKS:
+        return NOT_YET
+    other_weights = new.weights != setup.weights
+    slow_weights = other_weights and not weight_formats(setup).get(new.weights)
+    if slow_weights or (new.kv != setup.kv and setup.device.kind == "cpu"):
+        return MEMORY
+    return NOT_TIMED if other_weights and untimed(setup, new.weights) else YES
 
 
 def _is_quantised(setup: Setup) -> bool:
