@@ -19,8 +19,8 @@ def cpu_facts() -> DeviceFacts:
     return DeviceFacts("cpu", platform.available_memory(), platform.cpu_fast_dtypes(), unusable=unusable)
 
 
-def no_gpu() -> ConfigError:
-    return ConfigError("device is cuda, but torch sees no GPU here; use device=cpu")
+def no_gpu(why: str) -> ConfigError:
+    return ConfigError(f"device is cuda, but {why}; use device=cpu")
 
 
 def checked_model(config: EngineConfig) -> ModelConfig:
@@ -30,5 +30,5 @@ def checked_model(config: EngineConfig) -> ModelConfig:
     if config.model.device != "cpu" and has_driver():
         return model
     if config.model.device == "cuda":
-        raise no_gpu()
+        raise no_gpu("no NVIDIA driver was found here")             # torch was not asked
     return resolve(config, cpu_facts()).model

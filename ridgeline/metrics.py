@@ -92,6 +92,7 @@ class RooflineStats:
     weight_bytes: float = 0.0        # per element, as a step of one row reads them
     kv_bytes: float = 0.0
     faster: dict[str, list[tuple[float, float]]] = field(default_factory=dict)   # narrower formats (verdict.Factors) …
+    untimed: list[str] = field(default_factory=list)     # … those of them whose gain is a data sheet's …
     linear_share: float = 1.0        # … and the share of the weights that they narrow
     # The KV cache as a row of cells, in percent of their blocks: held by sequences, and kept by the prefix cache alone.
     # Empty: as last reported.

@@ -24,7 +24,7 @@ from ridgeline.bench.workload.bench_engine import Engine, quality_of
 from ridgeline.diagnose.driven_run import Load, StepLog, drive
 from ridgeline.diagnose.what_if import Speeds, WhatIf, measured_speeds
 from ridgeline.engine.core.profile import StepProfiler
-from ridgeline.engine.core.what_helps import factors, linear_share
+from ridgeline.engine.core.what_helps import factors, linear_share, untimed
 from ridgeline.roofline import drill
 from ridgeline.roofline.facts import Facts, facts_of
 from ridgeline.roofline.live import window_of
@@ -113,8 +113,8 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     facts = facts_of(
         [trace], part_costs(costs, *rates, steps_with(trace.work, steps)), spent, kept,
         flops_s=float(rates[1].max()), read_bytes_s=rates[0], preemptions=preemptions,
-        recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log),
-        lost=1 - kept_part(before.log), faster=setting.faster, linear_share=setting.linear_share,
+        recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log), lost=1 - kept_part(before.log),
+        faster=setting.faster, untimed=setting.untimed, linear_share=setting.linear_share,
     )
     findings = find_patterns(facts)
     window = with_seen_launches(whole_window(before), facts)
@@ -254,7 +254,8 @@ def setting_of(engine: Engine, run: Run, kv_usage: float, preemptions: int, peak
         device=config.device, max_rows=config.max_num_seqs, kv_usage=kv_usage, preemptions=preemptions,
         graphs=config.graphs, overlap=config.depth > 0,
         prefix_caching=config.prefix_caching, ranks=config.options.parallel.num_ranks, faster=factors(config, peaks),
-        linear_share=linear_share(run.log.shape), speculation=engine.core.scheduler.drafter.active,
+        untimed=untimed(config, peaks), linear_share=linear_share(run.log.shape),
+        speculation=engine.core.scheduler.drafter.active,
     )
 
 

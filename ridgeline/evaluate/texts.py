@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -31,9 +32,24 @@ def default_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
+# A pipe (/dev/stdin, <(…)) can be read once, and a command checks its texts before it uses them: by device and inode.
+_from_pipes: dict[tuple[int, int], str] = {}
+
+
+def _content(path: str | Path) -> str:
+    """Of a file as it is now; of a pipe what it held when it was first read."""
+    found = Path(path).stat()
+    if stat.S_ISREG(found.st_mode):
+        return Path(path).read_text(encoding="utf-8")
+    key = found.st_dev, found.st_ino
+    if key not in _from_pipes:
+        _from_pipes[key] = Path(path).read_text(encoding="utf-8")
+    return _from_pipes[key]
+
+
 def read_text(path: str | Path) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _content(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -52,7 +68,7 @@ class Question:
 
 def read_questions(path: str | Path) -> list[Question]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = _content(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     questions = [_question(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]

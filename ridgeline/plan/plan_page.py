@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ridgeline.plan.plan_report import TAKEN, divided, summary, text
-from ridgeline.plan.search import MEMORY, NOT_YET, YES
+from ridgeline.plan.search import MEMORY, NOT_TIMED, NOT_YET, UNKNOWN, YES
 from ridgeline.process import platform
 from ridgeline.report import web_page
 from ridgeline.report.plots import Limit, Series, axis, plot, plot_grid
@@ -154,7 +154,7 @@ def _ranks(row: Row) -> dict[str, str]:
 
 
 def _technique(row: Row) -> dict[str, str]:
-    known = row["in_this_engine"] != MEMORY              # such kernels have not been timed
+    known = row["in_this_engine"] not in UNKNOWN
     factors = {title: "fits" if row[name] is None else f"{row[name]:.2f}×" if known else "?"
                for name, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("tok_s", "tok/s"))}
     return {"technique": row["technique"], **factors, "largest batch": f"{row['largest_batch']:,}",
@@ -171,7 +171,8 @@ def _use(name: str, found: Row) -> dict[str, str]:
 
 
 def _format(told: Row, name: str, how: str) -> dict[str, str]:
-    here = NOT_YET if name in told["missing_formats"] else MEMORY if name in told["memory_formats"] else YES
+    lists = {NOT_YET: "missing_formats", MEMORY: "memory_formats", NOT_TIMED: "untimed_formats"}
+    here = next((said for said, names in lists.items() if name in told[names]), YES)
     return {"weights in": name, f"on {told['device']}": how, "in this engine": here}
 
 

@@ -27,27 +27,33 @@ from ridgeline.plan.operation import (
 from ridgeline.plan.precision import WEIGHT_FORMATS, support
 from ridgeline.plan.prediction import MOST_ROWS, Setup, proposal_seconds, stage_bubble, step_parts
 from ridgeline.plan.search import (
+    BY_DATA_SHEET,
     MEMORY,
+    NOT_TIMED,
     NOT_YET,
     OBJECTIVES,
+    UNKNOWN,
     YES,
     Objective,
+    advised,
     best,
     candidates,
     effects,
     gain,
     helps,
     losses,
+    lost_said,
     measured_loss,
     missing,
     options,
     pareto,
     quality,
+    untimed,
+    untimed_formats,
     weight_formats,
 )
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.sizes import ledger
-from ridgeline.sizes.abilities import QUALITY_MODEL
 from ridgeline.sizes.ledger import GIB
 
 TAKEN = 0.1                          # of the cores: more and a CPU is called busy
@@ -92,6 +98,7 @@ def answer(question: Question) -> dict[str, Any]:
         "tokens_in": traffic.tokens_in, "tokens_out": traffic.tokens_out, "hit_rate": traffic.hit_rate,
         "formats": support(setup.device), "missing_formats": _missing_formats(setup),
         "memory_formats": [name for name, faster in weight_formats(setup).items() if not faster],
+        "untimed_formats": untimed_formats(setup),
         "lossy": setup.lossy, "missing": sorted(missing(setup)), "taken": setup.device.taken,
         "fits": capacity.fits, "ledger": capacity.parts(largest or 1), "usable": capacity.memory.room,
         "kv_bytes_per_token": capacity.kv_bytes_per_token, "largest_batch": capacity.largest_batch(),
@@ -151,8 +158,9 @@ def objectives(question: Question) -> dict[str, Any]:
         }
         if point is not None:
             found[objective.name] |= {
-                "options": options(point.setup, point.batch, question.own_format),
+                "options": options(point.setup, point.batch, question.own_format, question.utilization),
                 "losses": losses(point.setup, question.own_format), "gain": gain(known[key], objective, point, question.setup),
+                "untimed": not question.own_format and untimed(point.setup, point.setup.weights),
             }
     return found
 
@@ -262,7 +270,7 @@ def text(told: dict[str, Any]) -> str:
         lines += ["", *_deployments(told["deployments"])]
     for name, found in told.get("objectives", {}).items():
         lengths = f"({found['tokens_in']:,} tokens in, {found['tokens_out']:,} out)"
-        lines += ["", f"{name}: {found['what']} {lengths}", f"  {_one_line(found['best'])}", *_advised(found)]
+        lines += ["", f"{name}: {found['what']} {lengths}", f"  {_one_line(found['best'])}", *advised(found)]
     if told.get("objectives") and not any(found["best"] for found in told["objectives"].values()):
         lines += ["", "`--any-engine` also considers what this engine cannot do yet"]
     emulated = [f"{name} ({how})" for name, how in told["formats"].items() if how != "native"]
@@ -294,32 +302,20 @@ def summary(told: dict[str, Any]) -> list[str]:
     }
     lines.append("what binds: " + "; ".join(f"at batch {batch} {what}" for batch, what in bound.items()))
     helping = [f"at batch {each['batch']} {each['options']}, {each['gain']:.2f} × the tokens" for each in told["helps"]]
+    helping += [BY_DATA_SHEET] * any(each["untimed"] for each in told["helps"])
     lost = {name: kl for each in told["helps"] for name, kl in each["losses"].items()}
-    return [*lines, *([f"what helps: {'; '.join(helping)} ({_lost(lost)})"] * bool(helping))]
+    return [*lines, *([f"what helps: {'; '.join(helping)} ({lost_said(lost)})"] * bool(helping))]
 
 
 def _fitting(told: dict[str, Any]) -> list[str]:
     """What makes it fit, of what this engine has."""
     narrow = [
-        row["technique"] + (" (general kernels, not timed)" if row["in_this_engine"] == MEMORY else "")
+        row["technique"] + {MEMORY: " (general kernels, not timed)", NOT_TIMED: " (not timed)"}.get(row["in_this_engine"], "")
         for row in told["techniques"] if row["tok_s"] is None and row["in_this_engine"] != NOT_YET
     ]
     more = min((row["ranks"] * row["stages"] for row in told["by_ranks"]), default=0)
     ways = narrow + [f"{more} × {told['device']}"] * (more > told["devices"])
     return [f"it fits with {' or with '.join(ways)}" if ways else "nothing that this engine has makes it fit"]
-
-
-def _lost(losses: Mapping[str, float]) -> str:
-    """What formats cost, where it was measured."""
-    found = ", ".join(f"{name} KL {kl:.2g}" for name, kl in losses.items())
-    return f"loss with {QUALITY_MODEL}: {found}; measure your model with `ridgeline eval`"
-
-
-def _advised(found: Mapping[str, Any]) -> list[str]:
-    """Below an objective's best setup: how to have it, what it gains and what it costs."""
-    lines = [f"  ridgeline serve MODEL {found['options']}"] if found.get("options") else []
-    gained = [f"{found['gain']:.2f} × what it is with the formats as given"] if found.get("gain") else []
-    return lines + ([f"  {'; '.join([*gained, _lost(found['losses'])])}"] if found.get("losses") else [])
 
 
 def _binds(parts: dict[str, float], point: dict[str, Any], compute_limited: int, stages: int) -> str:
@@ -461,16 +457,15 @@ def _techniques(rows: Sequence[dict[str, Any]]) -> list[str]:
         return ["no single technique makes it fit"]
     lines = [f"{'technique':<20}{'TTFT':>7}{'TPOT':>7}{'tok/s':>7}{'batch':>8}  exact  in this engine"]
     for row in rows:
-        known = row["in_this_engine"] != MEMORY          # the kernels that serve such a format have not been timed
+        known = row["in_this_engine"] not in UNKNOWN
         factors = "".join(
             f"{'fits':>7}" if row[name] is None else f"{row[name]:>6.2f}×" if known else f"{'?':>7}"
             for name in ("ttft", "tpot", "tok_s")
         )
         lines.append(f"{row['technique']:<20}{factors}{row['largest_batch']:>8,}  {'yes' if row['exact'] else 'no':<5}  "
                      f"{row['in_this_engine']}")
-    if any(row["in_this_engine"] == MEMORY for row in rows):
-        lines.append(f"{MEMORY}: there are no kernels of its own for it on this device; general ones may be slower than 16 bits")
-    return lines
+    seen = {row["in_this_engine"] for row in rows}
+    return lines + [f"{name}: {why}" for name, why in UNKNOWN.items() if name in seen]
 
 
 def _deployments(rows: Sequence[dict[str, Any]]) -> list[str]:

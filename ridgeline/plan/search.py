@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ridgeline.models.checkpoints.quantisation_check import made_formats
+from ridgeline.config import EngineConfig
+from ridgeline.draft_options import DRAFT_MODEL, MOST_DRAFTS
+from ridgeline.models.checkpoints.quantisation_check import is_untimed, made_formats
+from ridgeline.models.model_config import checkpoint_dtype
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.operation import Point, Slo, Traffic, batches, layouts, operate
@@ -17,11 +21,27 @@ from ridgeline.plan.precision import signal_to_noise
 from ridgeline.plan.prediction import MOST_ROWS, Setup, step_parts
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
-from ridgeline.sizes.abilities import KV_FORMATS, MOST_RANKS, WEIGHT_FORMATS, distinct, faster_kv
+from ridgeline.sizes.abilities import (
+    KV_FORMATS,
+    MOST_RANKS,
+    QUALITY_MODEL,
+    WEIGHT_FORMATS,
+    WORTH_ITS_LOSS,
+    distinct,
+    faster_kv,
+)
 
 # ── what this engine has ─────────────────────────────────────────────────────────────────────────────────────────────
 
-YES, MEMORY, NOT_YET = "yes", "memory only", "not yet"
+UTILIZATION = EngineConfig().cache.gpu_memory_utilization # unless another is asked for
+RAY = "--distributed-executor-backend ray"               # for ranks on several machines: docs/cluster.md
+YES, MEMORY, NOT_TIMED, NOT_YET = "yes", "memory only", "not timed", "not yet"
+BY_DATA_SHEET = "speed by the data sheet: not timed on this kind of GPU"
+# Of those the engine has, what has no speed to be said, and why.
+UNKNOWN = {
+    MEMORY: "there are no kernels of its own for it on this device; general ones may be slower than 16 bits",
+    NOT_TIMED: "a library multiplies; it should be faster by the data sheet, but was not timed on this kind of GPU",
+}
 
 
 @functools.cache
@@ -32,6 +52,21 @@ def _made(model: PlannedModel, kind: str, dtype: str, ranks: int, facts: DeviceF
 def weight_formats(setup: Setup) -> dict[str, bool]:
     """Formats that the engine makes of this model's 16-bit weights on this device. True: faster, not only smaller."""
     return _made(setup.model, setup.device.kind, setup.dtype, setup.ranks, kernel_facts(setup.device))
+
+
+@functools.cache
+def _untimed(model: PlannedModel, weights: str, kind: str, dtype: str, ranks: int, facts: DeviceFacts) -> bool:
+    return is_untimed(model.config, weights, kind, dtype, ranks, facts)
+
+
+def untimed(setup: Setup, weights: str) -> bool:
+    """Whether a gain of such weights, made of 16-bit ones, is that of a data sheet, which was not timed on this kind of GPU."""
+    made = bool(weight_formats(setup).get(weights))
+    return made and _untimed(setup.model, weights, setup.device.kind, setup.dtype, setup.ranks, kernel_facts(setup.device))
+
+
+def untimed_formats(setup: Setup) -> list[str]:
+    return [name for name in weight_formats(setup) if untimed(setup, name)]
 
 
 def recommended(setup: Setup) -> tuple[list[str], list[str]]:
@@ -52,7 +87,7 @@ class Effect:
     """A technique by itself, against the setup without it."""
 
     technique: str
-    here: str                        # has this engine got it? YES, MEMORY: it saves memory, and may be slower, or NOT_YET
+    here: str                        # has this engine got it? YES, one of UNKNOWN, or NOT_YET
     exact: bool
     tpot: float                      # of one request …
     tok_s: float                     # … and throughput at the largest batch: factors, 2 is twice as good
@@ -87,10 +122,7 @@ def effects(
         if after is None:
             continue
         one, many = after
-        here = YES if missing(new) <= missing(setup) else NOT_YET
-        slow_weights = new.weights != setup.weights and not weight_formats(setup).get(new.weights)
-        if here == YES and (slow_weights or (new.kv != setup.kv and setup.device.kind == "cpu")):
-            here = MEMORY
+        here = _here(setup, new)
         if before is None:                               # only with it does the model fit
             found.append(Effect(name, here, exact, math.inf, math.inf, math.inf, many.batch, new, requests))
             continue
@@ -99,6 +131,17 @@ def effects(
             before[0].ttft / one.ttft, many.batch, new, requests,
         ))
     return found
+
+
+def _here(setup: Setup, new: Setup) -> str:
+    """Whether this engine has what is new."""
+    if not missing(new) <= missing(setup) or setup.device.kind not in MOST_RANKS:
+        return NOT_YET
+    other_weights = new.weights != setup.weights
+    slow_weights = other_weights and not weight_formats(setup).get(new.weights)
+    if slow_weights or (new.kv != setup.kv and setup.device.kind == "cpu"):
+        return MEMORY
+    return NOT_TIMED if other_weights and untimed(setup, new.weights) else YES
 
 
 def _is_quantised(setup: Setup) -> bool:
@@ -137,7 +180,7 @@ OBJECTIVES = {
     each.name: each
     for each in (
         Objective("one-user", Traffic(1024, 256), Slo(), True, _one_user,
-                  "the least time per token of one request, on as few devices as hold the model"),
+                  "the least time per token of one request, on as few devices as hold the model with formats that are fast here"),
         Objective("chat", Traffic(1024, 256), Slo(0.5, 0.05), True, _fewest_dollars,
                   "the most tokens per device with a first token in 500 ms and the next every 50"),
         Objective("speech", Traffic(256, 128), Slo(0.2, 0.03), True, _fewest_dollars,
@@ -188,6 +231,8 @@ def missing(setup: Setup) -> set[str]:
         found.add("2:4 sparsity")
     if setup.drafts and setup.draft_model is not None and setup.stages > 1:
         found.add("a draft model in a pipeline")
+    if setup.drafts > MOST_DRAFTS:
+        found.add(f"more than {MOST_DRAFTS} drafts")
     if setup.devices > MOST_RANKS.get(device.kind, 1):
         found.add("several devices")
     return found
@@ -213,9 +258,6 @@ def candidates(
     return found
 
 
-WORTH = 0.02                         # of what an objective looks for: formats that gain less are not worth their loss
-
-
 def best(points: Sequence[Point], objective: Objective) -> Point | None:
     """Of those that are nearly as good as the best, the one that loses least."""
     meeting = [point for point in points if point.meets(objective.slo) and (objective.lossy or not point.setup.lossy)]
@@ -223,7 +265,7 @@ def best(points: Sequence[Point], objective: Objective) -> Point | None:
         return None
     *first, least = min(objective.score(point) for point in meeting)
     near = [point for point in meeting if [*objective.score(point)[:-1]] == first
-            and objective.score(point)[-1] <= least + WORTH * abs(least)]
+            and objective.score(point)[-1] <= least + (WORTH_ITS_LOSS - 1) * abs(least)]
     return min(near, key=lambda point: (-quality(point.setup), len(point.setup.lossy), objective.score(point)))
 
 
@@ -251,15 +293,32 @@ def kv_factor(setup: Setup, kv: str) -> float:
 # ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def options(setup: Setup, batch: int, own_format: bool) -> str:
-    """What `ridgeline serve` is to be told. `own_format`: the weights' format is the checkpoint's."""
-    words = [f"--quantization {setup.weights}"] * (PLANNED_FORMATS[setup.weights].bits < 16 and not own_format)
-    words += [f"--kv-cache-dtype {setup.kv}"] * (setup.kv != "auto")
+def options(setup: Setup, batch: int, own_format: bool, utilization: float = UTILIZATION) -> str:
+    """What `ridgeline serve` is to be told, beside what it would choose itself; empty where it cannot run this at all.
+    `own_format`: the weights' format is the checkpoint's."""
+    if missing(setup):
+        return ""
+    words = format_options(setup, own_format)
+    chosen = "float32" if setup.device.kind == "cpu" else checkpoint_dtype(setup.model.config)       # as resolve does
+    words += [f"--dtype {setup.dtype}"] * (setup.dtype != chosen)
     words += [f"--tensor-parallel-size {setup.ranks}"] * (setup.ranks > 1)
     words += [f"--pipeline-parallel-size {setup.stages}"] * (setup.stages > 1)
+    words += [RAY] * (setup.nodes > 1)
     words += ["--enable-expert-parallel"] * setup.expert_parallel
     words += [f"--decode-context-parallel-size {setup.ranks}"] * setup.context_parallel
+    words += [f"--speculative-config '{json.dumps(_proposer(setup))}'"] * bool(setup.drafts)
+    words += [f"--gpu-memory-utilization {utilization:g}"] * (setup.device.kind != "cpu" and utilization != UTILIZATION)
     return " ".join(words + [f"--max-num-seqs {batch}"] * (batch > 1))
+
+
+def format_options(setup: Setup, own_format: bool) -> list[str]:
+    words = [f"--quantization {setup.weights}"] * (PLANNED_FORMATS[setup.weights].bits < 16 and not own_format)
+    return words + [f"--kv-cache-dtype {setup.kv}"] * (setup.kv != "auto")
+
+
+def _proposer(setup: Setup) -> dict[str, Any]:
+    method = {"method": "ngram"} if setup.draft_model is None else {"method": DRAFT_MODEL, "model": "DRAFT_MODEL"}
+    return method | {"num_speculative_tokens": setup.drafts}
 
 
 def losses(setup: Setup, own_format: bool) -> dict[str, float]:
@@ -288,12 +347,30 @@ def helps(points: Sequence[Point], traffic: Traffic, own_format: bool) -> list[d
         weights, kvs = recommended(point.setup)
         changed = [replace(point.setup, weights=each) for each in weights] + [replace(point.setup, kv=each) for each in kvs]
         most = max((operate(each, point.batch, traffic) for each in changed), key=lambda each: each.tok_s, default=None)
-        if most is not None and most.tok_s >= (1 + WORTH) * point.tok_s:
+        if most is not None and not missing(most.setup) and most.tok_s >= WORTH_ITS_LOSS * point.tok_s:
             same_weights = most.setup.weights == point.setup.weights
-            changed_alone = replace(most.setup, ranks=1, stages=1, nodes=1, expert_parallel=False, context_parallel=False)
-            found.append({"batch": point.batch, "options": options(changed_alone, 1, own_format or same_weights),
-                          "gain": most.tok_s / point.tok_s, "losses": losses(most.setup, own_format or same_weights)})
+            found.append({
+                "batch": point.batch, "options": " ".join(format_options(most.setup, own_format or same_weights)),
+                "gain": most.tok_s / point.tok_s, "untimed": not same_weights and untimed(point.setup, most.setup.weights),
+                "losses": losses(most.setup, own_format or same_weights),
+            })
     return found
+
+
+def lost_said(losses: Mapping[str, float]) -> str:
+    """What formats cost, where it was measured."""
+    found = ", ".join(f"{name} KL {kl:.2g}" for name, kl in losses.items())
+    return f"loss with {QUALITY_MODEL}: {found}; measure your model with `ridgeline eval`"
+
+
+def advised(found: Mapping[str, Any]) -> list[str]:
+    """Below an objective's best setup: how to have it, what it gains and what it costs."""
+    words = found.get("options") or ""
+    lines = [f"  ridgeline serve MODEL {words}" + "   # with Ray on all machines: docs/cluster.md" * (RAY in words)] * bool(words)
+    said = [f"{found['gain']:.2f} × what it is with the formats as given"] if found.get("gain") else []
+    said += [BY_DATA_SHEET] * bool(found.get("untimed"))
+    said += [lost_said(found["losses"])] if found.get("losses") else []
+    return lines + [f"  {'; '.join(said)}"] * bool(said)
 
 
 def pareto(points: Sequence[Point], cost: Callable[[Point], float]) -> list[Point]:

@@ -74,6 +74,7 @@ class Facts:
     rows: float = 0.0                # sequences in a step
     lost: float = 0.0                # share of the time in which other programs had the CPU; not in `seconds`
     faster: Factors = field(default_factory=dict)        # narrower formats that the engine could still use on this device …
+    untimed: Sequence[str] = ()      # … those of them whose gain is a data sheet's …
     linear_share: float = 1.0        # … and the share of the weights that they narrow
 
     @property

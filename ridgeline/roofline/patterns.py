@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ridgeline.roofline.facts import Facts, PartFacts
-from ridgeline.sizes.abilities import BY_FLAG, factor_at
+from ridgeline.sizes.abilities import BY_FLAG, UNTIMED, WORTH_ITS_LOSS, factor_at
 
 WORTH = 0.1                          # of the time: less is not worth a change
 SHORT = 25e-6                        # a kernel that takes no longer than a few launches
@@ -91,8 +91,9 @@ def _advice(remedy: Remedy, facts: Facts) -> list[Advice]:
         if remedy.option == "quantization":
             saved *= facts.linear_share * (1 - factor_at(facts.faster[each.flag], facts.rows))
         predicted = gain(facts, saved)
-        if predicted >= 1:
-            found.append(Advice(f"{each.flag}: {remedy.what}", predicted, each.trade_off, each.flag))
+        if predicted >= WORTH_ITS_LOSS:
+            marked = UNTIMED if each.flag in facts.untimed else ""
+            found.append(Advice(f"{each.flag}: {remedy.what}{marked}", predicted, each.trade_off, each.flag))
     return found
 
 

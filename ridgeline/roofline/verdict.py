@@ -18,10 +18,10 @@ take (choices/format_choices.py), with what `plan`'s cost model predicts of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ridgeline.sizes.abilities import BY_FLAG, Factors, factor_at
+from ridgeline.sizes.abilities import BY_FLAG, UNTIMED, WORTH_ITS_LOSS, Factors, factor_at
 
 IO, SHARED, HOST, LAUNCH, COMMUNICATION = "io", "shared_machine", "host", "launch", "communication"
 IDLE, FRONT_END, TOKENISER = "idle", "front_end", "tokeniser"
@@ -34,7 +34,6 @@ BINDS = 0.25                         # of the busy time: an overhead of that sha
 BUSY = 0.5                           # of the whole time: with less work than that, arrivals limit the throughput
 NEAR = 0.5                           # of the device's time at the roof: with less, the implementation is the bottleneck
 FULL = 0.9                           # of the rows or of the KV blocks: no further request is admitted
-_WORTH = 1.02                        # a format that gains less is not recommended
 LOOP_FULL = 0.85                     # of the time that the front end's event loop computes: more it cannot take
 
 
@@ -111,6 +110,7 @@ class Setting:
     speculation: bool = True
     ranks: int = 1
     faster: Factors = field(default_factory=dict)        # narrower formats that are left to choose
+    untimed: Sequence[str] = ()      # those of them whose gain is a data sheet's
     linear_share: float = 1.0        # of the weights that are read, those that a format narrows: not the head
 
 
@@ -252,13 +252,14 @@ def _narrower(term: str, window: Window, setting: Setting) -> list[Change]:
         each, few = BY_FLAG[flag], factor_at(points, window.running)
         if each.option == "quantization" and term in (WEIGHTS, COMPUTE):
             saved = setting.linear_share * (1 - few) * parts[WEIGHTS] + (1 - points[-1][1]) * parts[COMPUTE]
-            found.append(Change(f"{flag}: {each.bits}-bit weights", _gain(window, saved), each.trade_off))
+            marked = UNTIMED if flag in setting.untimed else ""
+            found.append(Change(f"{flag}: {each.bits}-bit weights{marked}", _gain(window, saved), each.trade_off))
         elif each.option == "kv_cache_dtype" and term == KV:
             found.append(Change(f"{flag}: fewer bytes of the cache", _gain(window, (1 - few) * parts[KV]), each.trade_off))
         elif each.option == "kv_cache_dtype" and term == QUEUE and setting.kv_usage >= FULL:
             gain = _gain(window, _larger_batch(window, setting))
             found.append(Change(f"{flag}: more sequences in the same memory", gain, each.trade_off))
-    return [change for change in found if change.gain >= _WORTH]
+    return [change for change in found if change.gain >= WORTH_ITS_LOSS]
 
 
 REMEDIES = (

@@ -63,7 +63,7 @@ def device_facts(config: EngineConfig) -> DeviceFacts:
     if kind == "cpu":
         return cpu_facts()
     if not torch.cuda.is_available():
-        raise no_gpu()
+        raise no_gpu("torch sees no GPU here")
     free, total = torch.cuda.mem_get_info()
     name = torch.cuda.get_device_name()
     far = config.parallel.distributed_executor_backend == "ray"                  # which gives every rank a GPU of its own

@@ -70,6 +70,8 @@ def distinct(formats: Iterable[NarrowFormat]) -> list[NarrowFormat]:
     return list(found.values())
 
 
+WORTH_ITS_LOSS = 1.02                # times as fast: formats that gain less are not worth their loss
+UNTIMED = " (by the data sheet: not timed on this kind of GPU)"
 # What a narrower format would bring, by its option as it is typed: (rows, time of its part of a step over what it is now).
 Factors = Mapping[str, Sequence[tuple[float, float]]]
 

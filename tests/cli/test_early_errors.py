@@ -14,6 +14,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.early_check import checked_model
 from ridgeline.engine.client.processor import Processor
 from ridgeline.errors import ConfigError
+from ridgeline.runner.worker import device_facts
 
 # Runs commands in one fresh interpreter in which no child process can be started.
 COMMANDS = """
@@ -82,7 +83,10 @@ def test_what_only_a_gpu_knows_is_left_to_the_engine(tmp_path: Path, monkeypatch
     monkeypatch.setattr("ridgeline.early_check.has_driver", lambda: True)
     assert checked_model(impossible).num_layers == 2
     monkeypatch.setattr("ridgeline.early_check.has_driver", lambda: False)
-    with pytest.raises(ConfigError, match="sees no GPU"):
+    with pytest.raises(ConfigError, match="no NVIDIA driver was found"):
         checked_model(impossible)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no GPU here"):
+        device_facts(impossible)
     with pytest.raises(ConfigError, match="KV"):
         checked_model(EngineConfig.of(model=path, kv_cache_memory_bytes=1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -363,6 +364,28 @@ def test_the_command_prints_a_table_and_fails_at_the_gate(
     assert "needs --reference" in capsys.readouterr().err
     assert main([*words, "--slice-file", f"text={questions}"]) == 2
     assert "a name that is not taken" in capsys.readouterr().err
+
+
+def test_texts_may_come_from_pipes(model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are checked before an engine starts, and a pipe can be read once."""
+    question = '{"question": "One and one is", "choices": ["two", "three"], "answer": "two"}\n'
+    ends = [_pipe(held) for held in ("One and one is two. " * 20, "Two and one is three. " * 20, question)]
+    try:
+        text, own, questions = (f"/dev/fd/{end}" for end in ends)
+        assert main(["eval", str(model), "--load-format", "dummy", "--device", "cpu", "--slices", "none", "--context", "16",
+                     "--tokens", "16", "--text", text, "--slice-file", f"own={own}", "--choices", questions, "--json"]) == 0
+    finally:
+        for end in ends:
+            os.close(end)
+    measured = json.loads(capfd.readouterr().out.splitlines()[-1])["figures"]
+    assert set(measured["slices"]) == {"text", "own"} and measured["choices"]
+
+
+def _pipe(held: str) -> int:
+    read, write = os.pipe()
+    os.write(write, held.encode())
+    os.close(write)
+    return read
 
 
 def test_a_record_names_what_may_change_answers() -> None:

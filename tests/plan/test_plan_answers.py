@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from quantised_models import DIALECTS
 from served_model import write_model
 
 from ridgeline.__main__ import main
+from ridgeline.cli.config_options import add_engine_options, engine_config
 from ridgeline.config import EngineConfig
 from ridgeline.plan import own_cpu, plan_report
 from ridgeline.plan.capacity import Capacity
@@ -22,7 +26,21 @@ from ridgeline.plan.plan_report import Question, answer, objectives, text
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, step_parts
 from ridgeline.plan.public_models import cpu_weights, find_model, packed_format
-from ridgeline.plan.search import MEMORY, NOT_YET, YES, candidates, effects, missing, recommended, weight_formats
+from ridgeline.plan.search import (
+    MEMORY,
+    NOT_TIMED,
+    NOT_YET,
+    OBJECTIVES,
+    YES,
+    advised,
+    candidates,
+    effects,
+    helps,
+    missing,
+    options,
+    recommended,
+    weight_formats,
+)
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
 from ridgeline.process.platform import CoreSeconds
 from ridgeline.resolve import DeviceFacts, resolve
@@ -73,7 +91,9 @@ def test_objectives_take_only_what_this_engine_has_here(gpu: str, formats: set[s
     assert not any(missing(point.setup) for point in points)
     found = {effect.technique: effect.here for effect in effects(made, Traffic(512, 128))}
     own = formats | {"int8 KV", "prefix hits 50%", "4 drafts, α = 0.7"} | ({"int8 weights"} if gpu == "H100" else set())
-    assert {name for name, here in found.items() if here == YES} == own
+    by_sheet = {"fp8 weights"} if gpu not in ("H100", "A100") else set()
+    assert {name for name, here in found.items() if here == YES} == own - by_sheet
+    assert {name for name, here in found.items() if here == NOT_TIMED} == by_sheet
     assert {name for name, here in found.items() if here == MEMORY} == {
         "fp8 weights", "int8 weights", "int4 weights"} - own
     assert found["2:4 sparsity"] == NOT_YET
@@ -84,7 +104,36 @@ def test_a_device_that_the_engine_does_not_run_on() -> None:
     made = setup(gpu="MI300X")
     assert missing(made) == {"MI300X as a device"} and weight_formats(made) == {} and recommended(made) == ([], [])
     assert {point.setup.weights for point in candidates(made, Traffic(512, 128), 2, any_engine=False)} == {"bfloat16"}
-    assert not any(effect.here == YES for effect in effects(made, Traffic(512, 128)) if not effect.exact)
+    assert not any(effect.here == YES for effect in effects(made, Traffic(512, 128)))
+
+
+@pytest.mark.parametrize("lacking", [setup(gpu="MI300X"), setup(gpu="H200", sparse=True)])
+def test_what_cannot_run_has_no_command(lacking: Setup) -> None:
+    found = objectives(Question(lacking, Traffic(512, 128), most_ranks=1, objective=OBJECTIVES["batch"]))["batch"]
+    assert found["best"]["missing"] and "serve" not in " ".join(advised(found))
+    assert helps([operate(lacking, 1, Traffic(512, 128))], Traffic(512, 128), False) == []
+
+
+@pytest.mark.parametrize(("more", "utilization", "words"), [
+    ({}, 0.9, []),
+    ({"dtype": "float16", "weights": "float16"}, 0.97, ["--dtype float16", "--gpu-memory-utilization 0.97"]),
+    ({"stages": 2, "nodes": 2}, 0.9, ["--pipeline-parallel-size 2", "--distributed-executor-backend ray"]),
+    ({"drafts": 4}, 0.9, ["""--speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'"""]),
+])
+def test_a_command_gives_what_was_predicted(more: dict[str, Any], utilization: float, words: list[str]) -> None:
+    """Whatever the engine would choose otherwise is in the command, and the engine takes it."""
+    said = options(setup(**more), 1, False, utilization)
+    assert said == " ".join(words)
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    engine_config(parser.parse_args(shlex.split(said)))
+    assert ("docs/cluster.md" in " ".join(advised({"options": said}))) == ("nodes" in more)
+
+
+def test_the_share_of_the_memory_reaches_the_command() -> None:
+    one_user = OBJECTIVES["one-user"]
+    question = Question(setup(weights="int4"), Traffic(512, 128), most_ranks=1, utilization=0.97, objective=one_user)
+    assert objectives(question)["one-user"]["options"] == "--quantization int4 --gpu-memory-utilization 0.97"
 
 
 @pytest.mark.parametrize("gpu", ["H200", "L4", "A100"])
@@ -109,6 +158,27 @@ def test_recommendations_have_options_gain_and_loss() -> None:
     assert told["objectives"]["quality-first"]["options"] == "" and not told["objectives"]["quality-first"]["losses"]
     said = text(told)
     assert "ridgeline serve MODEL --quantization int4" in said and "loss with SmolLM2-135M: int4 weights KL 0.49" in said
+
+
+@pytest.mark.parametrize(("gpu", "timed"), [("L4", False), ("B200", False), ("H100", True)])
+def test_gains_by_the_data_sheet_are_called_so(gpu: str, timed: bool) -> None:
+    """Where cuBLAS multiplies by fp8 weights and no step was timed: in the table, in what helps and beside an objective."""
+    question = Question(setup(gpu=gpu), Traffic(512, 128), most_ranks=1, objective=OBJECTIVES["one-user"])
+    told = answer(question) | {"objectives": objectives(question)}
+    assert "quantization" in told["objectives"]["one-user"]["options"]
+    said = text(told)
+    row = next(line for line in said.splitlines() if line.startswith("fp8 weights"))
+    assert row.endswith("yes" if timed else "not timed") and ("?" in row) == (not timed)
+    assert said.count("speed by the data sheet: not timed on this kind of GPU") == (0 if timed else 2)
+    assert ("fp8" in told["untimed_formats"]) == (not timed)
+
+
+def test_one_user_has_as_few_devices_as_fast_formats_need() -> None:
+    """4 bits would fit on one of them: they are not fast there, and the objective says so."""
+    made = setup("qwen3-32b", "RTX4090")
+    assert Capacity.of(replace(made, weights="int4"), 640).fits and not weight_formats(made)["int4"]
+    told = objectives(Question(made, Traffic(512, 128), most_ranks=2, objective=OBJECTIVES["one-user"]))["one-user"]
+    assert told["best"]["label"].startswith("2 × RTX4090, fp8 weights") and "formats that are fast here" in told["what"]
 
 
 def test_what_is_not_there_is_marked() -> None:

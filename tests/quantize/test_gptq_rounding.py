@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,11 @@ def test_calibration_text(tmp_path: Path) -> None:
     short.write_text("a few words")
     with pytest.raises(ConfigError, match="too little text to calibrate with: 3 tokens, at least 1024"):
         calibration_passages(str(short), Words(), 8192, 0)               # type: ignore[arg-type]
+    read, write = os.pipe()                              # can be read once; a run reads it several times
+    os.write(write, b"one two")
+    os.close(write)
+    assert [calibrating.calibration_text(f"/dev/fd/{read}") for _ in range(2)] == ["one two"] * 2
+    os.close(read)
     lines.write_text('{"text": "one two"}\n\n{"text": "three"}\n')
     assert calibrating.calibration_text(str(lines)) == "one two\n\nthree"
     lines.write_text('{"words": "one two"}\n')

@@ -227,6 +227,11 @@ def test_narrower_formats_come_from_what_the_engine_has() -> None:
     assert not any("weights" in what and "--" in what for what in without)
     assert few["--quantization int4: narrower weights"] > few["--quantization fp8: narrower weights"] > 1.2
     assert [what for what in many if what.startswith("--")] == ["--quantization fp8: narrower weights"]
+    unsure = find_patterns(replace(seen, faster=factors, untimed=["--quantization fp8"], rows=1))
+    assert [one.what.partition(" (")[2] for each in unsure for one in each.advice if one.key == "--quantization fp8"] == [
+        "by the data sheet: not timed on this kind of GPU)"]
+    assert not any("--" in one.what for each in find_patterns(replace(seen, faster={"--quantization fp8": [(1, 0.999)]}, rows=1))
+                   for one in each.advice), "a gain of 1.00 is not worth its loss"
 
 
 def test_work_on_the_code_is_told_apart() -> None:

@@ -104,6 +104,11 @@ def test_changes_follow_the_setting() -> None:
     assert "KL 0.49 with SmolLM2-135M" in four.trade_off and "ridgeline eval" in four.trade_off
 
 
+def test_a_gain_that_was_not_timed_is_marked() -> None:
+    said = [change.what for change in judge(window(CASES[0]), Setting(faster=FASTER, untimed=[FP8])).changes]
+    assert f"{FP8}: 8-bit weights (by the data sheet: not timed on this kind of GPU)" in said and f"{INT4}: 4-bit weights" in said
+
+
 @pytest.mark.parametrize(("rows", "best"), [(1, INT4), (16, INT4), (256, FP8)])
 def test_the_format_depends_on_the_rows(rows: int, best: str) -> None:
     """4 bits for a few, 8 for many, where 4 would lose."""

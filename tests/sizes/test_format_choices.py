@@ -11,7 +11,7 @@ import pytest
 
 from ridgeline.cli.cmd_plan import preset_lengths, shape_file
 from ridgeline.config import EngineConfig
-from ridgeline.engine.core.what_helps import factors, linear_share
+from ridgeline.engine.core.what_helps import factors, linear_share, untimed
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.quantisation_check import made_formats, product_dtype
 from ridgeline.ops.kernel_table import H200, KERNELS, bands
@@ -84,7 +84,9 @@ def test_what_is_recommended_is_what_resolve_takes(tmp_path: Path, device: str, 
         assert flag not in taken.narrower and "may be slower" not in said
     share = linear_share(decoder_shape(config.model, config.dtype))
     assert 0.55 < share < 1
-    setting = Setting(device=config.device, faster=factors(config, peaks_of(config)), linear_share=share)
+    by_sheet = untimed(config, peaks_of(config))
+    assert by_sheet == [FP8] * (stored == "16-bit" and device in ("L4", "RTX4090", "B200")), "cuBLAS multiplies there"
+    setting = Setting(device=config.device, faster=factors(config, peaks_of(config)), untimed=by_sheet, linear_share=share)
     for rows in (1, 64, 256):
         busy = Window(1.0, 1.0, 1.0, on_weights=0.8, on_compute=0.1, running=rows, steps=10)
         said_now = {change.what.split(":")[0]: change.gain for change in judge(busy, setting).changes if change.what[0] == "-"}

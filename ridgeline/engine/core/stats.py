@@ -18,7 +18,7 @@ import torch
 
 from ridgeline.cache.block_pool import CACHED, HELD
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.engine.core.what_helps import factors, linear_share
+from ridgeline.engine.core.what_helps import factors, linear_share, untimed
 from ridgeline.metrics import HAPPENED, EngineStats, RooflineStats, Step, StepWatch
 from ridgeline.process.log import get_logger
 from ridgeline.process.thread_clock import ThreadClock
@@ -249,6 +249,7 @@ class RooflineReporter:
         self._pictured = 0.0
         self._lined = 0.0
         self._faster: Factors = {}
+        self._untimed: list[str] = []
         self._linear_share = linear_share(self._recorder.shape)
         known = self._meter.peaks or _sheet_peaks(core.config.device, self._meter.device)
         if known is not None:
@@ -256,7 +257,7 @@ class RooflineReporter:
 
     def _use(self, peaks: MachinePeaks) -> None:
         self._recorder.use(peaks)
-        self._faster = factors(self._core.config, peaks)
+        self._faster, self._untimed = factors(self._core.config, peaks), untimed(self._core.config, peaks)
 
     def measure(self, now: float) -> bool:
         if now - self._worked < _QUIET_SECONDS:
@@ -286,7 +287,7 @@ class RooflineReporter:
         stats = RooflineStats(sums, list(recorder.points)[len(recorder.points) - new :], dtype=self._dtype)
         stats.device, stats.kv_bytes = self._meter.device, recorder.shape.kv_bytes
         stats.weight_bytes, stats.linear_share = recorder.weight_bytes, self._linear_share
-        stats.faster = {flag: list(points) for flag, points in self._faster.items()}
+        stats.faster, stats.untimed = {flag: list(points) for flag, points in self._faster.items()}, self._untimed
         if recorder.peaks is not None:
             peaks = recorder.peaks
             stats.read_bytes_s, stats.flops_s, stats.measured = peaks.read_bytes_s, peaks.flops_s, peaks.measured
@@ -323,7 +324,7 @@ class RooflineReporter:
             kv_usage=1 - scheduler.manager.num_free / max(1, config.num_blocks - 1),
             graphs=config.graphs, overlap=config.depth > 0, prefix_caching=config.prefix_caching,
             speculation=scheduler.drafter.active, ranks=config.options.parallel.num_ranks, faster=self._faster,
-            linear_share=self._linear_share,
+            untimed=self._untimed, linear_share=self._linear_share,
         )
 
 

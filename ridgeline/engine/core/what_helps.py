@@ -9,6 +9,7 @@ from ridgeline.plan.precision import WEIGHT_FORMATS
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel
 from ridgeline.plan.search import kv_factor, weight_factors
+from ridgeline.plan.search import untimed as is_untimed
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.roofline.peaks import MachinePeaks
 from ridgeline.roofline.step_cost import DecoderShape, step_cost
@@ -29,6 +30,12 @@ def factors(config: ResolvedConfig, peaks: MachinePeaks) -> Factors:
         else:
             found[flag] = [(1, kv_factor(setup, narrow.name))]
     return found
+
+
+def untimed(config: ResolvedConfig, peaks: MachinePeaks) -> list[str]:
+    """Of those options, the ones whose gain is that of a data sheet: not timed on this kind of GPU."""
+    setup, narrower = _setup(config, peaks), [BY_FLAG[flag] for flag in config.narrower]
+    return [each.flag for each in narrower if each.option == "quantization" and is_untimed(setup, each.name)]
 
 
 def linear_share(shape: DecoderShape) -> float:

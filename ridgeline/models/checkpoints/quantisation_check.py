@@ -128,6 +128,14 @@ def made_formats(
     return found
 
 
+def is_untimed(model: ModelConfig, quantization: str, device: str, dtype: str, ranks: int, facts: DeviceFacts) -> bool:
+    """Faster by the GPU's data sheet alone: a library multiplies, and no step was timed on this kind of GPU."""
+    if device != "cuda":
+        return False
+    kept = LinearFormats(first_layers(model), quantization, device, ranks, dtype).shapes()
+    return any(served(format, facts) == LIBRARY for _, format in kept)
+
+
 def _is_faster(model: ModelConfig, kept: list[WeightFormat], device: str, facts: DeviceFacts) -> bool:
     if device == "cpu":
         return True

@@ -40,7 +40,7 @@ def setting(llm: AsyncLLM) -> Setting:
         device=ready.device, max_rows=ready.max_num_seqs, kv_usage=1 - llm.free_blocks / max(1, ready.num_blocks),
         graphs="CUDA graphs" in on, overlap="overlap" in on, prefix_caching="prefix caching" in on,
         speculation="speculation" in on, ranks=llm.config.parallel.num_ranks, faster=stats.faster,
-        linear_share=stats.linear_share,
+        untimed=stats.untimed, linear_share=stats.linear_share,
     )
 
 
