@@ -257,7 +257,8 @@ class RooflineReporter:
 
     def _use(self, peaks: MachinePeaks) -> None:
         self._recorder.use(peaks)
-        self._faster, self._untimed = factors(self._core.config, peaks), untimed(self._core.config, peaks)
+        if self._core.config.narrower:
+            self._faster, self._untimed = factors(self._core.config, peaks), untimed(self._core.config, peaks)
 
     def measure(self, now: float) -> bool:
         if now - self._worked < _QUIET_SECONDS:

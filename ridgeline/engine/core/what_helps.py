@@ -19,8 +19,6 @@ from ridgeline.sizes.hardware import NO_LINK, Device, data_sheet
 
 def factors(config: ResolvedConfig, peaks: MachinePeaks) -> Factors:
     """By option, as it is typed: (rows, time over what it is now), of products by weights or of attention."""
-    if not config.narrower:
-        return {}
     setup = _setup(config, peaks)
     found: dict[str, list[tuple[float, float]]] = {}
     for flag in config.narrower:
