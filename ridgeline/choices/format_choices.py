@@ -35,7 +35,7 @@ def narrower_formats(
     config: EngineConfig, model: ModelConfig, path: Path, device: str, dtype: str, kernels: KernelFacts
 ) -> tuple[str, ...]:
     """The options, as they are typed, of narrower formats that make this engine faster on this device."""
-    if config.model.kernels != "auto":                   # nothing but definitions runs
+    if config.model.kernels != "auto" or dtype == "float64":     # nothing but definitions runs, or it is to be exact
         return ()
     found = [each for each in KV_FORMATS if each.name in faster_kv(device, kernels.fp8) and config.cache.kv_cache_dtype == "auto"]
     if model.quantisation is None:                       # a checkpoint's own codes would be rounded a second time

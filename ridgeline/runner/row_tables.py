@@ -38,16 +38,20 @@ class RowTables:
         self.blocks = np.zeros((num_groups, max_rows + 1, max_blocks), np.int32)
         self.most_changes = 2 * num_groups * max_rows + max_blocks
         self._changed: list[np.ndarray] = []             # places in the flat tables that the device has not seen
-        self._on_cpu = device.type == "cpu"
         self.native = native.if_built()                  # None: what it does is done in numpy
         self._addresses = [each.ctypes.data for each in (self.length, self.num_given, self.blocks)]
         on_device = torch.from_numpy(self.blocks)        # on the CPU both are one memory
-        self.place_on_device(on_device if self._on_cpu else on_device.to(device))
+        self.place_on_device(on_device if device.type == "cpu" else on_device.to(device))
 
     def place_on_device(self, tables: Tensor) -> None:
         self.on_device = tables                          # [groups, rows, blocks]
         self.groups = list(tables)
         self._flat = tables.view(-1)
+
+    @property
+    def _one_memory(self) -> bool:
+        """Does the device read the host's own tables?"""
+        return self.on_device.data_ptr() == self._addresses[2]
 
     @property
     def num_groups(self) -> int:
@@ -76,7 +80,7 @@ class RowTables:
             group, row, index, block = plan.appended.T
             blocks[group, row, index] = block
             self._changed.append((group.astype(np.int64) * num_rows + row) * width + index)
-        if self._on_cpu:
+        if self._one_memory:
             self._changed.clear()
         elif len(self._changed) > _MOST_PIECES:          # rows that no step of this model computes, as of a draft model at rest
             self._changed = [np.unique(np.concatenate(self._changed))]

@@ -197,3 +197,9 @@ def test_between_rows_factors_grow_with_their_logarithm() -> None:
     points = [(1.0, 0.4), (4.0, 0.6), (16.0, 1.0)]
     assert [factor_at(points, rows) for rows in (0, 1, 2, 4, 8, 16, 99)] == pytest.approx([0.4, 0.4, 0.5, 0.6, 0.8, 1.0, 1.0])
     assert replace(BY_FLAG[FP8], name="x").flag == "--quantization x"
+
+
+def test_nothing_is_recommended_to_an_engine_that_is_to_be_exact(tmp_path: Path) -> None:
+    """Its cost model knows no float64: an engine must not end because of advice."""
+    found = resolved(tmp_path, "cpu", dtype="float64")
+    assert not found.narrower and resolved(tmp_path, "cpu").narrower
