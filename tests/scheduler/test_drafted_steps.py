@@ -201,9 +201,15 @@ def test_drafts_do_not_hold_up_prompts() -> None:
 
 
 def test_a_drafter_is_told_of_prompts_beside_its_rows() -> None:
-    simulation, told = with_drafts(ROOMY, 2), []
-    plan = simulation.scheduler.drafter.plan
-    simulation.scheduler.drafter.plan = lambda rows: told.append((rows.num_prompts, rows.num_tokens)) or plan(rows)  # type: ignore
+    told: list[tuple[int, int]] = []
+
+    class Told(DialDrafter):
+        def plan(self, rows: DecodingRows) -> Drafts | None:
+            told.append((rows.num_prompts, rows.num_tokens))
+            return super().plan(rows)
+
+    simulation = Simulation(ROOMY)
+    simulation.scheduler.drafter = Told(lambda sequence, count: following(sequence.tokens.tolist(), count), VOCAB, 1.0, width=2)
     simulation.ask("a", [1, 2, 3], 20, ignore_eos=True)
     simulation.step()
     simulation.ask("b", [4, 5, 6, 7], 9, ignore_eos=True)

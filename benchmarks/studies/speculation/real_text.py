@@ -42,7 +42,6 @@ import json
 import keyword
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -56,7 +55,7 @@ from safetensors.torch import save_file
 
 from ridgeline import LLM, SamplingParams
 from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.record import PACKAGE, record, write
+from ridgeline.bench.lab.record import PACKAGE, command, record, write
 from ridgeline.draft_options import DRAFT_MODEL, draft_options
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.core.drafters import MAKE
@@ -377,8 +376,7 @@ def run(study: Study, args: argparse.Namespace, named: list[Case], model: str) -
     study.prepare(min(args.prepare, args.seconds / 4))
     rows: list[dict[str, Any]] = []
     left = []
-    command = " ".join(word for word in sys.argv if word not in ("--out", args.out))
-    workload = {"command": command, "model": model, "dtype": study.llm.core.config.dtype, "pairs": args.pairs}
+    workload = {"command": command(args.out), "model": model, "dtype": study.llm.core.config.dtype, "pairs": args.pairs}
     for case, requests in ((case, requests) for case in named for requests in args.requests):
         row = study.measure(case, requests)
         if row is None:

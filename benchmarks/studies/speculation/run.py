@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 
 from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.record import record, source_hash, write
+from ridgeline.bench.lab.record import command, record, source_hash, write
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.config import EngineConfig
 from ridgeline.draft_options import MOST_DRAFTS
@@ -414,8 +414,8 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def workload(args: argparse.Namespace, dtype: str = "") -> dict[str, Any]:
-    command = " ".join(word for word in sys.argv if word not in ("--out", args.out))
-    return {"command": command, "model": args.shape or args.model, "dtype": dtype, "output": args.output, "pairs": args.pairs}
+    of = args.shape or args.model
+    return {"command": command(args.out), "model": of, "dtype": dtype, "output": args.output, "pairs": args.pairs}
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeline.bench.lab.record import record, write
+from ridgeline.bench.lab.record import command, record, write
 from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import Request
 from ridgeline.ops.cpu import native
@@ -201,8 +200,7 @@ def main() -> None:
         print(f"{row['case']:<30} watch {row['watch']!s:<5} noticed after {row['mean_steps']:.1f} steps, at most "
               f"{row['most_steps']}; drafts in {row['steps_with_drafts']:.0f} of {row['of']}")
     if args.out:
-        command = " ".join(word for word in sys.argv if word not in ("--out", args.out))
-        write(record("speculation-without-a-model", {"command": command}, figures), Path(args.out))
+        write(record("speculation-without-a-model", {"command": command(args.out)}, figures), Path(args.out))
 
 
 if __name__ == "__main__":

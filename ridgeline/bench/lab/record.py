@@ -75,6 +75,12 @@ def write(result: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def command(out: str | None) -> str:
+    """As this process was started, but where its record goes; files elsewhere by their names alone."""
+    words = [word for word in sys.argv if word not in ("--out", out)]
+    return " ".join(Path(word).name if Path(word).is_absolute() else word for word in words)
+
+
 def percentiles(values: list[float]) -> dict[str, float]:
     """Median, P10 and P90. P10 and P90 are values of real runs (of few runs, the extremes). The median of an even number is the
     mean of the middle two: taking one of them would flatter either times or rates."""

@@ -365,6 +365,13 @@ class PythonicParser(CallParser):
     head = "[%s("
 
     def _run(self) -> Reads[None]:
+        yield from self._at_the_beginning()
+        while text := (yield from self._until("")):
+            self._content(text)
+        self._end_content()
+
+    def _at_the_beginning(self) -> Reads[None]:
+        """Calls, if the message begins with them."""
         self._raw = []
         char = yield from self._solid()
         if char == "[":
@@ -372,9 +379,6 @@ class PythonicParser(CallParser):
         else:
             self._unread(char)
             self._no_call_follows()
-        while text := (yield from self._until("")):
-            self._content(text)
-        self._end_content()
 
     def _python_list(self) -> Reads[None]:
         while True:

@@ -153,13 +153,7 @@ class Llama4Parser(PythonicParser):
     begins, ends, answer = ("<|python_start|>",), ("<|python_end|>",), ()
 
     def _run(self) -> Reads[None]:
-        self._raw = []
-        char = yield from self._solid()
-        if char == "[":
-            yield from self._attempt(self._python_list(), sure=False)
-        else:
-            self._unread(char)
-            self._no_call_follows()
+        yield from self._at_the_beginning()
         yield from self._behind(self.begins, self._marked)
 
     def _marked(self, mark: str) -> Reads[None]:
