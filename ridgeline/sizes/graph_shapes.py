@@ -57,14 +57,15 @@ class GraphShapes:
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 
     def fit(self, decodes: int, prompts: int, prompt_tokens: int) -> Shape | None:
-        """The smallest shape that holds a step; None: it is not captured."""
-        sizes = self._mixed if prompts else self.decodes
+        """The smallest shape that holds a step; None: it is not captured. Where others wait for rows, a prompt takes the last
+        one as soon as it is free: all other rows decode beside it, so that shape has as many."""
+        rows = _enough(PROMPT_ROWS, prompts)
         shape = Shape(
-            _enough(sizes, decodes), _enough(PROMPT_ROWS, prompts), _enough(self.prompt_tokens, prompt_tokens)
+            min(_enough(self._mixed if prompts else self.decodes, decodes), self._max_rows - rows), rows,
+            _enough(self.prompt_tokens, prompt_tokens),
         )
         fits = shape.decodes >= decodes and shape.prompts >= prompts and shape.prompt_tokens >= prompt_tokens
-        fits &= shape.decodes + shape.prompt_tokens <= self.most_tokens
-        return shape if fits and shape.decodes + shape.prompts <= self._max_rows else None
+        return shape if fits and shape.decodes + shape.prompt_tokens <= self.most_tokens else None
 
     def fit_drafts(self, decodes: int, draft_tokens: int, queries: int) -> Shape | None:
         """The same for rows with drafts: `draft_tokens` together, at most `queries` each."""

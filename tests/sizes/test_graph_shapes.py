@@ -38,3 +38,13 @@ def test_long_prompts_and_many_rows_are_left_alone() -> None:
     assert shapes.fit(0, 1, PROMPT_TOKENS[-1] + 1) is None and shapes.fit(0, 9, 200) is None
     assert shapes.fit(40, 1, 70) == Shape(64, 1, 128), "beside prompts decodes come in fewer sizes"
     assert shapes.fit(40, 0, 0) == Shape(40, 0, 0)
+
+
+@pytest.mark.parametrize("max_rows", [5, 32, 256])
+def test_a_full_engine_has_a_shape_for_the_prompt_that_takes_the_free_row(max_rows: int) -> None:
+    """Where requests wait, all rows but the one that has just ended decode beside its prompt."""
+    shapes = GraphShapes(max_rows, 2048)
+    for prompts in (1, 2, 4):
+        found = shapes.fit(max_rows - prompts, prompts, 100)
+        assert found == Shape(max_rows - prompts, prompts, 128)
+    assert shapes.fit(max_rows - 3, 3, 100) is None      # padded to four prompts, it would have a row too many
