@@ -13,6 +13,7 @@ It knows rows and token ids. Stop strings, max_tokens and log-probabilities are 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -289,31 +290,55 @@ class Sampler:
                 tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
                 failed = torch.empty(len(rows), dtype=torch.bool, device=self._device)
             none_left = torch.zeros_like(failed)
-            for start in range(0, len(who), len(self._edited_logits)):
-                part = who[start : start + len(self._edited_logits)]
-                copied = self._edited_logits[: len(part)]
-                broken = torch.empty(len(part), dtype=torch.bool, device=self._device)
-                place = None if len(part) == len(rows) else to_device(part, self._device)
-                mine = [each if each is None or place is None else each.index_select(0, place) for each in (logits, masks)]
-                apply_mask(mine[0], mine[1], copied, broken)     # nor may a mask hide that a row is broken
-                self._edit_logits(copied, rows[part], how[part], edit[part], too_early[part])
-                chosen, left_none = sample(copied, how[part])
+            for part in self._parts(who):
+                edits = functools.partial(self._edit_logits, chosen=(rows[part], how[part], edit[part], too_early[part]))
+                place, chosen, broken, left = self._sample_edited(logits, masks, how, part, edits)
                 if place is None:
-                    tokens, failed, none_left = chosen, left_none | broken, left_none & ~broken
+                    tokens, failed, none_left = chosen, left | broken, left & ~broken
                 else:
                     tokens.index_copy_(0, place, chosen)
-                    failed.index_copy_(0, place, left_none | broken)
-                    none_left.index_copy_(0, place, left_none & ~broken)
+                    failed.index_copy_(0, place, left | broken)
+                    none_left.index_copy_(0, place, left & ~broken)
         self._choice["index"][rows] += 1
         if edit["remembers"].any():
             self._say(rows, edit, tokens)
         return Sampled(tokens, failed, none_left)
 
-    def sample_ahead(self, logits: Tensor, rows: np.ndarray, offsets: np.ndarray, late: Tensor | None = None) -> Sampled:
-        """A token for each of the logits [S, V], of rows that edit none: `offsets` [S] tokens after the row's next one. The rows
-        stay as they are until `said_ahead`. `late`: see `sample`."""
-        tokens, failed = sample(logits, self.choices(rows, offsets), late=late)
-        return Sampled(tokens, failed)
+    def sample_ahead(
+        self, logits: Tensor, rows: np.ndarray, offsets: np.ndarray, late: Tensor | None = None, masks: Tensor | None = None,
+    ) -> Sampled:
+        """A token for each of the logits [S, V], of rows that only a grammar edits: `offsets` [S] tokens after the row's
+        next one. The rows stay as they are until `said_ahead`. `late`: see `sample`; `masks` [S, words]: what is allowed if all
+        tokens before are those of the drafts; None: no row has a grammar."""
+        how = self.choices(rows, offsets)
+        if masks is None:
+            return Sampled(*sample(logits, how, late=late))
+        if takes_masks(logits, how, masks):
+            return Sampled(*sample(logits, how, masks, late=late))
+        found = [self._sample_edited(logits, masks, how, part)[1:] for part in self._parts(np.arange(len(rows)))]
+        tokens, broken, left = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return Sampled(tokens, left | broken, left & ~broken)
+
+    def _parts(self, places: np.ndarray) -> list[np.ndarray]:
+        """As many at a time as there is room for edited logits."""
+        size = len(self._edited_logits)
+        return [places[start : start + size] for start in range(0, len(places), size)]
+
+    def _sample_edited(
+        self, logits: Tensor, masks: Tensor | None, how: np.ndarray, part: np.ndarray,
+        edit: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """From copies of the logits at these places: the places on the device (None: all), tokens, whether the model's logits are
+        broken, and whether no token is left."""
+        copied = self._edited_logits[: len(part)]
+        broken = torch.empty(len(part), dtype=torch.bool, device=self._device)
+        place = None if len(part) == len(how) else to_device(part, self._device)
+        mine = [each if each is None or place is None else each.index_select(0, place) for each in (logits, masks)]
+        apply_mask(mine[0], mine[1], copied, broken)             # nor may a mask hide that a row is broken
+        if edit is not None:
+            edit(copied)
+        tokens, left = sample(copied, how[part])
+        return place, tokens, broken, left
 
     def choices(self, rows: np.ndarray, offsets: np.ndarray | int = 0) -> np.ndarray:
         """CHOICE: how these rows choose the token that is `offsets` after their next one."""
@@ -337,6 +362,11 @@ class Sampler:
         edit = self._edit[rows]
         return edit["edited"] | (self._choice["index"][rows] < edit["min_tokens"])
 
+    def only_masked(self, rows: np.ndarray) -> np.ndarray:
+        """bool: rows whose logits nothing but a grammar's mask changes."""
+        edit = self._edit[rows]
+        return edit["constrained"] & ~(edit["allowed"] | edit["bad_words"] | edit["biased"] | edit["penalized"])
+
     def all_greedy(self, rows: np.ndarray) -> bool:
         """Does each of the rows take its best id? Then the forward pass may choose it, and calls `said_greedily`."""
         if self._plain[rows].all():
@@ -348,9 +378,9 @@ class Sampler:
         """The forward pass has chosen the best id for each of the rows, for which `all_greedy` holds."""
         self._choice["index"][rows] += 1
 
-    def _edit_logits(
-        self, logits: Tensor, rows: np.ndarray, how: np.ndarray, edit: np.ndarray, too_early: np.ndarray
-    ) -> None:
+    def _edit_logits(self, logits: Tensor, chosen: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> None:
+        """`chosen`: rows, how they choose, what edits their logits, whether they may not end yet."""
+        rows, how, edit, too_early = chosen
         place = self._place
         place[rows] = np.arange(len(rows))
         if edit["allowed"].any() and (few := edit["allowed"] & self._allowed.apply(logits, rows)).any():

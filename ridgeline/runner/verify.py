@@ -3,8 +3,9 @@
 Noise is a function of (seed, output index, token id). So the tokens are those that steps without drafts would have sampled, for
 every temperature, penalty, grammar and drafter.
 
-Positions of rows that sample from the model's logits are sampled all at once. A row that edits its logits (penalties, bad words,
-a grammar, min_tokens) goes position by position: what it may say next depends on what it has said.
+Positions of rows that sample from the model's logits are sampled all at once, and so are those of rows with a grammar: its masks
+were made along the drafts, and behind a wrong one nothing counts. A row that edits its logits otherwise (penalties, bad words,
+min_tokens) goes position by position: what it may say next depends on what it has said.
 """
 
 from __future__ import annotations
@@ -176,8 +177,9 @@ def verify(
     device = logits.device
     tokens = torch.zeros(positions.count, dtype=torch.int64, device=device)      # behind a rejected draft any valid id
     failed, none_left = torch.zeros((2, positions.count), dtype=torch.bool, device=device)
-    found = Verified(tokens, failed, none_left, tokens, tokens, ~sampler.edits(positions.rows))
-    _at_once(sampler, logits, positions, found, broadcast, late)
+    masked = sampler.only_masked(positions.rows) & (masks is not None)
+    found = Verified(tokens, failed, none_left, tokens, tokens, masked | ~sampler.edits(positions.rows))
+    _at_once(sampler, logits, positions, found, broadcast, late, masks if masked.any() else None)
     if not found.at_once.all():
         if positions.late is not None:                   # the host's are those of rows as long as was assumed
             np.put(positions.guesses, positions.entries, positions.late.cpu().numpy())
@@ -195,7 +197,8 @@ def verify(
 
 
 def _at_once(
-    sampler: Sampler, logits: Tensor, positions: Positions, found: Verified, broadcast: Broadcast, late: Tensor | None
+    sampler: Sampler, logits: Tensor, positions: Positions, found: Verified, broadcast: Broadcast, late: Tensor | None,
+    masks: Tensor | None,
 ) -> None:
     places = np.flatnonzero(found.at_once)
     if not len(places):
@@ -205,15 +208,19 @@ def _at_once(
     where = np.repeat(positions.first[places], own) + offsets
     rows = np.repeat(positions.rows[places], own)
     if len(where) == positions.count:
-        sampled = sampler.sample_ahead(logits, rows, offsets, late)
+        sampled = sampler.sample_ahead(logits, rows, offsets, late, masks)
         found.tokens.copy_(broadcast(sampled.tokens))
         found.failed.copy_(sampled.failed)
+        if sampled.none_left is not None:
+            found.none_left.copy_(sampled.none_left)
         return
     index = to_device(where, logits.device)
-    late = None if late is None else late.index_select(0, index)
-    sampled = sampler.sample_ahead(logits.index_select(0, index), rows, offsets, late)
+    late, masks = (None if each is None else each.index_select(0, index) for each in (late, masks))
+    sampled = sampler.sample_ahead(logits.index_select(0, index), rows, offsets, late, masks)
     found.tokens.index_copy_(0, index, broadcast(sampled.tokens))
     found.failed.index_copy_(0, index, sampled.failed)
+    if sampled.none_left is not None:
+        found.none_left.index_copy_(0, index, sampled.none_left)
 
 
 def _one_by_one(

@@ -38,7 +38,8 @@ _PROBE = 4                           # drafts of such a step, or …
 _PROBE_SHARE = 8                     # … one for each eighth row, …
 _PROBE_COST = 1.25                   # … if it takes no longer than that, relative to one without; one otherwise
 _LEAST_CHANCE = 0.02                 # a draft below it is not verified, even where padding makes it free
-_GAIN = 1.02                         # drafts must promise this much more than none
+_GAIN = 1.02                         # drafts must promise this much more than none, …
+_RETRY = 0.006                       # … but less with each step since there were some: what they took then may not hold any more
 _OFF_SOON = 16                       # steps with drafts, at least, before some without are taken, to measure these again: …
 _OFF_RUN = 3                         # … that many, of which the last shows what steps without drafts take, …
 _OFF_COST = 0.003                    # … as soon as they cost no more of the time than that, but …
@@ -221,11 +222,17 @@ class Controller:
         count, times = len(rows.sequences), self.times
         bounds = times.bounds(count, min(self._most, int(rows.most.max())) + 1)
         curiosity = _CURIOSITY if self._step % _CURIOUS_EVERY == 0 else 1.0
-        promised = _GAIN * count / times.seconds(count, rows.keys)
+        promised = self._least_rate(rows)
         tables = times.tables(bounds, rows.keys)
         return self._weighing.best_widths(
             offers, tables, count, rows.room, self._honesty.share, _LEAST_CHANCE, promised, curiosity
         )
+
+    def _least_rate(self, rows: DecodingRows) -> float:
+        """Tokens a second that drafts must promise. One step that loses a tenth costs little if it is rare, and tells whether
+        drafts do not pay or were only slow for a while."""
+        count, since = len(rows.sequences), self._step - self._search.last_drafted
+        return _GAIN * count / self.times.seconds(count, rows.keys) / (1 + _RETRY * since)
 
     def _probe_size(self, rows: int, keys: int, most: int) -> int:
         """Drafts of a probe: several, but one only where each costs much of a step."""
@@ -247,7 +254,7 @@ class Controller:
         """
         count, positions, times = len(rows.sequences), chances.shape[1], self.times
         order, flat = by_chance(chances, _LEAST_CHANCE), honesty * chances.ravel()
-        best, promised = order[:0], _GAIN * count / times.seconds(count, rows.keys)
+        best, promised = order[:0], self._least_rate(rows)
         for bound in times.bounds(count, min(self._most, int(rows.most.max())) + 1):
             kept = (order if bound > positions else order[order % positions < bound - 1])[: rows.room]
             table, small = times.table(bound, rows.keys), self._small

@@ -18,8 +18,9 @@ import numpy as np
 from ridgeline.sizes.graph_shapes import GraphShapes, most_queries
 
 _REMEMBERED = 7                      # steps of each shape, whose median counts: a slow one (a graph captured) does not
-_STALE = 200                         # steps after which what a shape took is forgotten: a GPU's clock changes with its heat …
-_LOOK = 32                           # … and after which it is looked for what is to be forgotten
+_STALE = 200                         # steps after which what a shape took is forgotten: a GPU's clock changes with its heat; …
+_RENEWED = 4                         # … and after which a new one counts alone: those before it may have been slow for a while, …
+_LOOK = 32                           # … and how often it is looked for what is to be forgotten
 _SURE = 3                            # steps after which a shape's time is believed: the first may have been slow by chance
 _SAME = 0.02                         # a median that changes by less is the same
 _EVERY = 32                          # without captured sizes each number of tokens up to it is a shape; beyond, an eighth more
@@ -95,7 +96,7 @@ class ShapeTimes:
             return
         bits, size = keys.bit_length(), _fitting(sizes, tokens)
         shape = self._measured.setdefault(bits, {}).setdefault(bound, {}).setdefault(size, _Shape())
-        if self._is_stale(shape):
+        if self._graphs is not None and self._steps - shape.newest > _RENEWED:
             shape.seconds.clear()
         shape.newest = self._steps
         shape.seconds.append(seconds)
