@@ -6,10 +6,11 @@ a graph reads has a fixed address: weights, KV pages, block tables, and the step
 place for the same shape. True lengths are read from there.
 
 Decodes and single prompts are captured before the engine is ready, as many as there is time for, and the rest while it is idle
-(graph_warmup.py). A shape that is not captured yet runs eagerly at first. It is captured when it comes again, or while the engine
-is idle: the shape used last comes first. Decodes beside prompts have many shapes, and a capture takes as long as several such
-steps, so they are captured only after more uses. All graphs share one memory pool, for they never run at once. Their memory is
-taken with the first of them (memory_pools.py).
+(graph_warmup.py). A capture takes the host about as long as launching the step kernel by kernel, and that is several times what a
+device computes on few tokens: a shape of few tokens is captured at its first use. With more, launches hide behind what the
+device computes: such a shape is launched at first, and captured when it comes again, or while the engine is idle, the shape
+used last first. All graphs share one memory pool, for they never run at once. Their memory is taken with the first of them
+(memory_pools.py).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from ridgeline.sizes.graph_shapes import GraphShapes, Shape
 logger = get_logger("graphs")
 
 USES = 1                             # before a shape is captured …
-MIXED_USES = 8                       # … and one of decodes beside prompts
+AT_ONCE = 256                        # … with more tokens of prompts than this; others are at their first use
+STAND_INS = 8                        # uses of a larger graph, before a shape has its own
 MOST_PADDING = 1.5                   # of decodes whose own shape is not captured yet
 DRAFT_PADDING, FEW_TOKENS = 2.0, 64  # of decodes with drafts; up to so many tokens a step is bound by the weights it reads
 MOST_GRAPHS = 256                    # the one unused for longest makes room; the driver keeps 1 MiB for each (8B)
@@ -124,7 +126,7 @@ class GraphForward:
 
     def _stand_in(self, shape: Shape, greedy: bool) -> Shape:
         """For the first uses of decodes that are not captured, a larger shape that is: padding costs less than launches."""
-        if self._stood_in[shape] >= MIXED_USES:
+        if self._stood_in[shape] >= STAND_INS:
             return shape
         for size in self._shapes.decodes:
             if shape.decodes < size <= MOST_PADDING * shape.decodes and self._is_captured(larger := Shape(size), greedy):
@@ -138,7 +140,7 @@ class GraphForward:
         shape = self._shapes.fit_drafts(decodes, tokens, queries)
         if shape is None or not self._stand_ins or not self._uses or self._forms[shape, greedy]:
             return shape
-        if self._stood_in[shape] >= MIXED_USES:
+        if self._stood_in[shape] >= STAND_INS:
             return shape
         most = max(FEW_TOKENS, int(DRAFT_PADDING * shape.draft_tokens))
         larger = [
@@ -159,11 +161,11 @@ class GraphForward:
         captured = self._captured.get(key)
         if captured is None:
             seen = self._waiting.setdefault(key, _Seen(batch))
-            if seen.uses < (MIXED_USES if self._shape.decodes and self._shape.prompts else self._uses):
+            if seen.uses < (self._uses if self._shape.prompt_tokens > AT_ONCE else 0):
                 seen.uses += 1
                 self._waiting.move_to_end(key)
                 return self.eager.run(batch, greedy)
-            captured = self._capture_shape(key, batch)
+            captured = self._capture_shape(key, batch, seen)
             if captured is None:
                 return self.eager.run(batch, greedy)
         self._captured.move_to_end(key)
@@ -177,7 +179,7 @@ class GraphForward:
             return False
         key, seen = next(reversed(self._waiting.items()))
         with torch.inference_mode():
-            self._capture_shape(key, seen.batch)
+            self._capture_shape(key, seen.batch, seen)
         return True
 
     def release(self) -> None:
@@ -192,10 +194,11 @@ class GraphForward:
         known = any(key[:2] == (shape, greedy) for keys in (self._captured, self._waiting) for key in keys)
         return not known and len(self._captured) < MOST_GRAPHS * 3 // 4
 
-    def _capture_shape(self, key: _Key, batch: Batch) -> _Captured | None:
+    def _capture_shape(self, key: _Key, batch: Batch, seen: _Seen) -> _Captured | None:
         """Capture the step instead of running it. The values in the batch do not matter.
 
-        None: there is too little memory, and the step has to run eagerly.
+        None: it has to run eagerly. There is too little memory, or it has never run, and what loads a kernel for the first time
+        (a library's, too) may not be captured.
         """
         shape, greedy, *_ = key
         graph = torch.cuda.CUDAGraph()
@@ -206,7 +209,12 @@ class GraphForward:
                 computed = self._capture(graph, batch, greedy)
         except Exception as error:
             if not is_out_of_memory(error):
-                raise
+                if seen.uses:
+                    raise
+                seen.uses += 1
+                self._waiting[key] = seen
+                logger.info("%s is captured once it has run: %s", shape, error)
+                return None
             logger.warning("no memory to capture a CUDA graph for %s; such steps are launched kernel by kernel", shape)
             return None
         if len(self._captured) == MOST_GRAPHS:

@@ -14,7 +14,7 @@ import torch
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
 from ridgeline.runner import cuda_graphs
-from ridgeline.runner.cuda_graphs import MIXED_USES, GraphForward, without_collection
+from ridgeline.runner.cuda_graphs import STAND_INS, GraphForward, without_collection
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import GraphShapes, Shape
@@ -49,7 +49,7 @@ def test_its_own_shape_where_that_is_captured(forward: GraphForward) -> None:
 
 def test_the_next_larger_one_until_it_has_come_often(forward: GraphForward) -> None:
     captured(forward, 48, 64)
-    assert [forward.shape(plan(*[1] * 37), False) for _ in range(MIXED_USES + 2)] == [Shape(48)] * MIXED_USES + [Shape(40)] * 2
+    assert [forward.shape(plan(*[1] * 37), False) for _ in range(STAND_INS + 2)] == [Shape(48)] * STAND_INS + [Shape(40)] * 2
     assert not forward.stood_in
     assert forward.shape(plan(*[1] * 50), False) == Shape(64) and forward.stood_in       # its time is not that of its own shape
 
@@ -101,8 +101,8 @@ def test_a_larger_shape_with_drafts_stands_in(forward: GraphForward) -> None:
     })
     assert forward.shape(drafted(*[5] * 7), True) == own
     forward._forms.update({(Shape(32, draft_tokens=64, queries=16), True): 1, (Shape(16, draft_tokens=80, queries=16), True): 1})
-    found = [forward.shape(drafted(*[5] * 7), True) for _ in range(MIXED_USES + 1)]
-    assert found == [Shape(32, draft_tokens=64, queries=16)] * MIXED_USES + [own]
+    found = [forward.shape(drafted(*[5] * 7), True) for _ in range(STAND_INS + 1)]
+    assert found == [Shape(32, draft_tokens=64, queries=16)] * STAND_INS + [own]
     assert forward.shape(drafted(*[5] * 7), False) == own        # of rows that sample it is captured
     with forward.at_first_use():
         assert forward.shape(drafted(*[15] * 2), True) == Shape(4, draft_tokens=32, queries=16)

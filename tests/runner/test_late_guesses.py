@@ -97,7 +97,8 @@ def test_rows_with_a_grammar_are_verified_at_once_with_the_tokens_of_one_by_one(
         positions = Positions(np.arange(len(params)), width, guesses.copy(), first, count, np.zeros(0, np.int64))
         found.append(verify(_sampler(kind, params), logits, positions, masks, lambda tokens: tokens))
     one, other = found
-    assert one.at_once.tolist() == [True, True, True, True, False] and other.at_once.tolist() == [False, False, True, False, False]
+    assert one.at_once.tolist() == [True, True, True, True, False]
+    assert other.at_once.tolist() == [False, False, True, False, False]
     assert one.accepted.tolist() == other.accepted.tolist() and one.newest.tolist() == other.newest.tolist()
     for row, accepted in enumerate(one.accepted.tolist()):
         mine = slice(first[row], first[row] + accepted + 1)
