@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,23 @@ def test_graphs_and_shared_prefixes_change_nothing(model: Path, monkeypatch: pyt
         assert answer(core, asked) == expected
     assert isinstance(core.executor, LocalExecutor)
     assert core.executor.runner.forward.replays > 0
+    core.close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_draft_model_changes_nothing(model: Path, wide: Path, own: bool) -> None:
+    """The model itself, all of whose drafts are right, and another one; launched, captured and replayed."""
+    asked, given = prompts(12), {"method": "draft_model", "model": str(model if own else wide), "adaptive": False}
+    plain = start(model, dtype="float32")
+    expected = [answer(plain, asked), answer(plain, asked, temperature=0.9, seed=5)]
+    plain.close()
+    core = start(model, dtype="float32", speculative_config=json.dumps(given | {"num_speculative_tokens": 4}))
+    for _ in range(3):
+        assert [answer(core, asked), answer(core, asked, temperature=0.9, seed=5)] == expected
+    counters = core.scheduler.drafter.counters           # type: ignore[attr-defined]
+    assert counters.draft_tokens > 0
+    if own:                                              # other rows in a step may round otherwise
+        assert counters.accepted_tokens >= 0.98 * counters.draft_tokens
     core.close()
 
 
