@@ -126,7 +126,7 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
         attention_flops=np.array(each("attention", "flops"), float) + exponentials,
         attention_calls=np.array(each("attention", "calls"), float),
         small_bytes=np.array([sum(cost.ops[name].bytes for name in _SMALL) for cost in costs], float),
-        launches=np.array([cost.total.calls + cost.collectives for cost in costs], float),
+        launches=np.array([sum(op.calls for op in cost.ops.values()) + cost.collectives for cost in costs], float),
         admitted=counted("admitted"), admitted_tokens=counted("admitted_tokens"), cached_tokens=counted("cached_tokens"),
         collectives=np.array([cost.collectives for cost in costs], float),
         collective_bytes=np.array([cost.collective_bytes for cost in costs], float),

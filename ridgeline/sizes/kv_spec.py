@@ -98,10 +98,10 @@ def slots_of(groups: list[KVGroupSpec], format: KVFormat) -> list[Slot]:
     found = []
     for slot in range(max(len(group.layers) for group in groups)):
         layers = [(group, group.layers[slot]) for group in groups if slot < len(group.layers)]
-        kinds = {(group.areas(format, layer), group.geometry) for group, layer in layers}
-        size = max(group.layer_bytes(format, layer) for group, layer in layers)
-        if len(kinds) == 1:
-            found.append(Slot(size, layers[0][0].areas(format, layers[0][1])))
+        areas = [group.areas(format, layer) for group, layer in layers]
+        size = max(sum(area.bytes for area in each) for each in areas)
+        if len({(each, group.geometry) for each, (group, _) in zip(areas, layers, strict=True)}) == 1:
+            found.append(Slot(size, areas[0]))
         else:
             found.append(Slot(-(-size // PAGE_ALIGNMENT) * PAGE_ALIGNMENT, ()))
     return found
