@@ -54,7 +54,7 @@ def _rewrite(file: Path, config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)      # of pytest-xdist, which a GPU machine may not have
 def pytest_xdist_auto_num_workers() -> int:
-    """Three workers on two cores: a sixth of a test's time it waits for a process that it has started, for a socket or a clock."""
+    """Three workers on two cores: tests wait a sixth of their time, for processes that they have started, sockets or a clock."""
     cores = platform.cpu_count()
     return cores + min(cores // 2, 4)
 
