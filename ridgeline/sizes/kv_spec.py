@@ -69,10 +69,6 @@ class KVGroupSpec:
         scales = tuple(Area(f"{name}_scale", "float32", heads * SCALE_BYTES) for name in scaled)
         return scales + tuple(Area(name, dtype, heads * self.head_dim * element_bytes(dtype)) for name, dtype in parts)
 
-    def layer_bytes(self, format: KVFormat, layer: int) -> int:
-        """Of one block in one layer."""
-        return sum(area.bytes for area in self.areas(format, layer))
-
 
 def common_block_size(groups: list[KVGroupSpec]) -> int:
     """Tokens per block, the same in all groups: a sequence's tables have one length."""
