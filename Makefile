@@ -71,7 +71,7 @@ test: style
 	$(BIN)/ridgeline build
 	@$(MAKE) --no-print-directory -j2 types tests
 
-# The models of the tests are tiny: one process per core, with one thread each. Byte code is written: pytest rewrites every
+# The models of the tests are tiny: processes with one thread each, three on two cores (tests/conftest.py). Byte code is written: pytest rewrites every
 # assertion, in every process that it starts.
 tests: $(VENV)/.test-ready
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --dist worksteal

@@ -20,7 +20,7 @@ import warm_start
 from hypothesis import HealthCheck, settings
 from reliability_rows import EVERY_COMMIT
 
-from ridgeline.process import children, embedded
+from ridgeline.process import children, embedded, platform
 
 # A shell without a terminal starts background processes with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +50,23 @@ def _rewrite(file: Path, config: pytest.Config) -> None:
     if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(file, kept) is None:
         made = rewrite._rewrite_test(file, config)
         rewrite._write_pyc(config.stash[rewrite.assertstate_key], made[1], made[0], kept)
+
+
+@pytest.hookimpl(optionalhook=True)      # of pytest-xdist, which a GPU machine may not have
+def pytest_xdist_auto_num_workers() -> int:
+    """Three workers on two cores: tests wait a sixth of their time, for processes that they have started, sockets or a clock."""
+    cores = platform.cpu_count()
+    return cores + min(cores // 2, 4)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: looking for garbage in it takes a second of every worker."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)      # before -m chooses

@@ -209,11 +209,7 @@ class Setup:
     @property
     def graphs(self) -> bool:
         """Do decode steps use CUDA graphs? The engine's own list of techniques says with what they work."""
-        options = _ENGINE_DEFAULTS | {
-            "tensor_parallel_size": self.ranks, "pipeline_parallel_size": self.stages,
-            "decode_context_parallel_size": self.ranks if self.context_parallel else 1,
-        }
-        return self.device.kind == "cuda" and "CUDA graphs" not in turned_off(options, self.device.kind)
+        return self.device.kind == "cuda" and _has_graphs(self.ranks, self.stages, self.context_parallel)
 
     @property
     def lossy(self) -> list[str]:
@@ -235,6 +231,15 @@ class Setup:
 
 
 _ENGINE_DEFAULTS = {declared.name: declared.default for declared, _, _ in declared_options()}
+
+
+@functools.lru_cache(maxsize=256)        # asked for every step that is predicted
+def _has_graphs(ranks: int, stages: int, context_parallel: bool) -> bool:
+    options = _ENGINE_DEFAULTS | {
+        "tensor_parallel_size": ranks, "pipeline_parallel_size": stages,
+        "decode_context_parallel_size": ranks if context_parallel else 1,
+    }
+    return "CUDA graphs" not in turned_off(options, "cuda")
 
 
 # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -64,24 +64,41 @@ class Steps:
 
 def count_rows(shape: DecoderShape, rows: Sequence[Row], shared: int = 0, padded_to: int = 0) -> StepCounts:
     """Like roofline.step_cost.step_counts, vectorised over rows. `padded_to`: tokens of the CUDA graph's shape."""
-    new = np.fromiter((row.new for row in rows), np.int64, len(rows))
-    kv = np.fromiter((row.kv for row in rows), np.int64, len(rows))
-    logits = np.fromiter((row.logits for row in rows), np.int64, len(rows))
-    return _count(shape, new, kv, logits, shared, padded_to)
+    return _count_rows(_Seen.by(shape), tuple(rows), shared, padded_to)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """All that a step's counts depend on, of a decoder: candidates in other formats have the same."""
+
+    block_size: int
+    window: int | None
+    has_windows: bool
+    last_windowed: bool
+
+    @classmethod
+    def by(cls, shape: DecoderShape) -> _Seen:
+        return cls(shape.block_size, shape.window, bool(shape.window_layers), shape.last_windowed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _count_rows(seen: _Seen, rows: tuple[Row, ...], shared: int, padded_to: int) -> StepCounts:
+    new, kv, logits = np.array([(row.new, row.kv, row.logits) for row in rows], np.int64).reshape(-1, 3).T
+    return _count(seen, new, kv, logits, shared, padded_to)
 
 
 def _count(
-    shape: DecoderShape, new: np.ndarray, kv: np.ndarray, logits: np.ndarray, shared: int, padded_to: int
+    seen: _Seen, new: np.ndarray, kv: np.ndarray, logits: np.ndarray, shared: int, padded_to: int
 ) -> StepCounts:
     goes_on = logits > 0
     tokens, num_logits = int(new.sum()), int(logits.sum())
     padding = max(0, padded_to - tokens)
     return StepCounts(
         tokens + padding, num_logits + padding, num_logits + padding,
-        _attended(new, kv, None, shape.block_size),
-        _attended(new, kv, shape.window, shape.block_size) if shape.window_layers else Attended(),
-        _attended(logits[goes_on], kv[goes_on], shape.window if shape.last_windowed else None, shape.block_size),
-        shared, _attended(new[few := new <= FEW_QUERIES], kv[few], None, shape.block_size).pairs,
+        _attended(new, kv, None, seen.block_size),
+        _attended(new, kv, seen.window, seen.block_size) if seen.has_windows else Attended(),
+        _attended(logits[goes_on], kv[goes_on], seen.window if seen.last_windowed else None, seen.block_size),
+        shared, _attended(new[few := new <= FEW_QUERIES], kv[few], None, seen.block_size).pairs,
     )
 
 
@@ -126,7 +143,7 @@ def gather(shape: DecoderShape, counts: Iterable[StepCounts], model: PlannedMode
         attention_flops=np.array(each("attention", "flops"), float) + exponentials,
         attention_calls=np.array(each("attention", "calls"), float),
         small_bytes=np.array([sum(cost.ops[name].bytes for name in _SMALL) for cost in costs], float),
-        launches=np.array([cost.total.calls + cost.collectives for cost in costs], float),
+        launches=np.array([sum(op.calls for op in cost.ops.values()) + cost.collectives for cost in costs], float),
         admitted=counted("admitted"), admitted_tokens=counted("admitted_tokens"), cached_tokens=counted("cached_tokens"),
         collectives=np.array([cost.collectives for cost in costs], float),
         collective_bytes=np.array([cost.collective_bytes for cost in costs], float),
@@ -168,7 +185,7 @@ def _planned(
     for step in steps:
         rows = len(step.new)
         padded = next((size for size in sizes if size >= rows), 0) if graphs and step.decoding else 0
-        counts = _count(shape, step.new, step.kv, step.logits, max(0, rows - 1) * shared, padded)
+        counts = _count(_Seen.by(shape), step.new, step.kv, step.logits, max(0, rows - 1) * shared, padded)
         if step.admitted:
             counts = replace(
                 counts, admitted=step.admitted, admitted_tokens=step.admitted_tokens, cached_tokens=step.cached_tokens

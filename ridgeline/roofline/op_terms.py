@@ -4,6 +4,7 @@ activations, mixtures of experts. `step_cost.py` adds the others.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,15 @@ def each_token(calls: int, times: int, none: Cost, one: Cost, written: int = 0) 
     return OpCost(calls, times * one.flops, calls * none.bytes, 0, times * written, moved)
 
 
+@functools.lru_cache(maxsize=256)
+def _norm_costs(width: int, residual: bool, element_bytes: int) -> tuple[Cost, Cost]:
+    """Of no token, and of one."""
+    none, one = (
+        rms_norm_cost(tokens=count, width=width, residual=residual, element_bytes=element_bytes) for count in (0, 1)
+    )
+    return none, one
+
+
 def norms(shape: DecoderShape, counts: StepCounts) -> OpCost:
     """The first norm has no residual to add; of the last layer's norms the one before attention sees every token, and the others,
     as the one behind the stack, those that go on. Norms behind a linear add nothing."""
@@ -89,11 +99,7 @@ def norms(shape: DecoderShape, counts: StepCounts) -> OpCost:
     behind, each = bool(last), shape.norms
 
     def norm(calls: int, times: int, residual: bool) -> OpCost:
-        none, one = (
-            rms_norm_cost(tokens=count, width=shape.hidden, residual=residual, element_bytes=shape.activation_bytes)
-            for count in (0, 1)
-        )
-        return each_token(calls, times, none, one)
+        return each_token(calls, times, *_norm_costs(shape.hidden, residual, shape.activation_bytes))
 
     if each:
         found = norm(1, tokens, False) + norm(each * (layers - 1 + behind), each * ((layers - 1) * tokens + last), True)

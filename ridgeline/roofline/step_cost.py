@@ -11,8 +11,9 @@ with the same functions (the engine many steps at once, in vectorised.py). Only 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.models.expert_config import Experts
@@ -314,6 +315,17 @@ def step_cost(
     return cost_of(shape, step_counts(shape, rows, logits, shared, every_hidden))
 
 
+@functools.lru_cache(maxsize=4096)       # planning counts the steps of a few decoders, thousands of times
+def _linear_costs(inputs: int, outputs: int, bias: bool, weight_bytes: float, element_bytes: int) -> tuple[Cost, Cost]:
+    """Of no token, and of one."""
+    none, one = (
+        linear_cost(
+            tokens=count, inputs=inputs, outputs=outputs, bias=bias, weight_bytes=weight_bytes, element_bytes=element_bytes
+        ) for count in (0, 1)
+    )
+    return none, one
+
+
 def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None = None) -> StepCost:
     """`experts_read`: of all layers together, where it is known; by default what even routing would read."""
     size, layers = shape.activation_bytes, shape.layers
@@ -321,12 +333,7 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
     behind = bool(last)                                  # without logits the last layer ends once K and V are written
 
     def linear(calls: int, times: int, inputs: int, outputs: int, bias: bool, weight_bytes: float) -> OpCost:
-        none, one = (
-            linear_cost(
-                tokens=count, inputs=inputs, outputs=outputs, bias=bias, weight_bytes=weight_bytes, element_bytes=size
-            ) for count in (0, 1)
-        )
-        return each_token(calls, times, none, one)
+        return each_token(calls, times, *_linear_costs(inputs, outputs, bias, weight_bytes, size))
 
     def matrix(name: str) -> OpCost:
         calls, times = (layers, layers * tokens) if name == "qkv" else in_layers(counts, layers, True)
@@ -341,7 +348,8 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
 
     def attention(attended: Attended, window: int | None, shared: int) -> OpCost:
         each = shape.kv_bytes_of(window)
-        attended = replace(attended, keys=attended.keys - shared)
+        if shared:
+            attended = replace(attended, keys=attended.keys - shared)
         cost = paged_attention_cost(
             rows=attended, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             block_size=shape.block_size, window=window, softcap=shape.softcap, element_bytes=size,
@@ -353,7 +361,10 @@ def cost_of(shape: DecoderShape, counts: StepCounts, experts_read: float | None 
         return OpCost(1, cost.flops, 0, read, 0, cost.bytes - read)
 
     def times(op: OpCost, count: int) -> OpCost:
-        return OpCost(*(count * getattr(op, each.name) for each in fields(OpCost)))
+        return OpCost(
+            count * op.calls, count * op.flops, count * op.weights, count * op.kv_read, count * op.kv_written,
+            count * op.activations,
+        )
 
     windowed = shape.window_layers - shape.last_windowed
     attend = times(attention(counts.full, None, counts.shared), layers - 1 - windowed)

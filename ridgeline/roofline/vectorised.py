@@ -79,6 +79,7 @@ class StepCosts:
         self._read_bytes = read_bytes
         self._known: dict[int, tuple[float, float]] = {}         # rows -> as multiples of what the shape says
         self._constant = _outputs(shape, StepCounts())
+        self._goes_on = _outputs(shape, _counts([int(index == _LAST_TOKENS) for index in range(_NUM_SUMS)]))
         self._coefficients = np.zeros((_NUM_SUMS, len(self._constant)))
         for index in range(_NUM_SUMS):
             self._coefficients[index] = self._coefficient(index)
@@ -172,13 +173,13 @@ class StepCosts:
             return _outputs(self.shape, _counts(vector))
 
         if index == _GOES_ON:                            # what is there as soon as one token goes on
-            return 2 * at(**{f"_{_LAST_TOKENS}": 1}) - at(**{f"_{_LAST_TOKENS}": 2}) - self._constant
+            return 2 * self._goes_on - at(**{f"_{_LAST_TOKENS}": 2}) - self._constant
         if index == _HAS_LOGITS:
             return 2 * at(**{f"_{_LOGITS}": 1}) - at(**{f"_{_LOGITS}": 2}) - self._constant
         if index in (_LAST_TOKENS, _LOGITS):
             return at(**{f"_{index}": 2}) - at(**{f"_{index}": 1})
         # Sums of the last layer count only where something goes on, so one token does, in both.
-        return at(**{f"_{index}": 1, f"_{_LAST_TOKENS}": 1}) - at(**{f"_{_LAST_TOKENS}": 1})
+        return at(**{f"_{index}": 1, f"_{_LAST_TOKENS}": 1}) - self._goes_on
 
 
 def _attended(new: np.ndarray, kv: np.ndarray, window: int | None, block_size: int) -> tuple[np.ndarray, ...]:

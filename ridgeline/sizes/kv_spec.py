@@ -69,10 +69,6 @@ class KVGroupSpec:
         scales = tuple(Area(f"{name}_scale", "float32", heads * SCALE_BYTES) for name in scaled)
         return scales + tuple(Area(name, dtype, heads * self.head_dim * element_bytes(dtype)) for name, dtype in parts)
 
-    def layer_bytes(self, format: KVFormat, layer: int) -> int:
-        """Of one block in one layer."""
-        return sum(area.bytes for area in self.areas(format, layer))
-
 
 def common_block_size(groups: list[KVGroupSpec]) -> int:
     """Tokens per block, the same in all groups: a sequence's tables have one length."""
@@ -98,10 +94,10 @@ def slots_of(groups: list[KVGroupSpec], format: KVFormat) -> list[Slot]:
     found = []
     for slot in range(max(len(group.layers) for group in groups)):
         layers = [(group, group.layers[slot]) for group in groups if slot < len(group.layers)]
-        kinds = {(group.areas(format, layer), group.geometry) for group, layer in layers}
-        size = max(group.layer_bytes(format, layer) for group, layer in layers)
-        if len(kinds) == 1:
-            found.append(Slot(size, layers[0][0].areas(format, layers[0][1])))
+        areas = [group.areas(format, layer) for group, layer in layers]
+        size = max(sum(area.bytes for area in each) for each in areas)
+        if len({(each, group.geometry) for each, (group, _) in zip(areas, layers, strict=True)}) == 1:
+            found.append(Slot(size, areas[0]))
         else:
             found.append(Slot(-(-size // PAGE_ALIGNMENT) * PAGE_ALIGNMENT, ()))
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from tiny_models import (
     load,
     random_tokens,
     save_config,
+    spelled,
     teacher_forced_logits,
-    write_checkpoint,
 )
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -115,8 +116,9 @@ class Cases(dict[str, Case]):
             with AllFloat64():
                 model = build_model(name, torch.float64)
                 oracle64 = model(torch.tensor([TOKENS]), use_cache=False).logits[0]
-            path = write_checkpoint(model, name, self.directory / name, spelling=4)
-            write_checkpoint(model, name, newer, spelling=5)
+            model.save_pretrained(newer)
+        path = spelled(name, Path(shutil.copytree(newer, self.directory / name)), spelling=4)
+        spelled(name, newer, spelling=5)
         self[name] = Case(
             path, newer, oracle32, oracle64,
             teacher_forced_logits(load(path, torch.float32), TOKENS, PREFILL),

@@ -252,7 +252,8 @@ def served(folder: Path, reserved: str, shape: str, options: dict[str, Any], cha
 
 
 @pytest.mark.parametrize(("shape", "options", "changes"), [
-    ("llama-3.1-8b", FEW, NARROW),
+    ("llama-3.1-8b", FEW | {"max_num_seqs": 100}, NARROW),
+    pytest.param("llama-3.1-8b", FEW, NARROW, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", {"max_num_seqs": 1024, "num_gpu_blocks_override": 9000}, {}, marks=pytest.mark.slow),
     pytest.param("llama-3.2-1b", {"max_num_seqs": 512, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 9000}, {},
                  marks=pytest.mark.slow),

@@ -66,7 +66,7 @@ class Served:
         return self.core.scheduler.drafter
 
 
-def requests(count: int = 5, length: int = 24, predicted: Answers | None = None, **params: Any) -> list[Request]:
+def requests(count: int = 5, length: int = 16, predicted: Answers | None = None, **params: Any) -> list[Request]:
     """Half of each prompt is said twice, so that n-grams match."""
     made = []
     for number in range(count):

@@ -130,7 +130,8 @@ def save_checkpoint(name: str, path: Path, *, spelling: int = 5, dtype: torch.dt
     key = repr((name, spelling, dtype, sorted(overrides.items())))
     if key not in _saved:
         made = Path(_folder().name, str(len(_saved)))
-        _saved[key] = write_checkpoint(build_model(name, dtype, **overrides), name, made, spelling)
+        build_model(name, dtype, **overrides).save_pretrained(made)
+        _saved[key] = spelled(name, made, spelling)
     return Path(shutil.copytree(_saved[key], path, dirs_exist_ok=True))
 
 
@@ -138,8 +139,8 @@ _saved: dict[str, Path] = {}         # by what was asked for
 _folder = functools.cache(functools.partial(tempfile.TemporaryDirectory, prefix="ridgeline-tiny-"))      # ends with the process
 
 
-def write_checkpoint(model: Any, name: str, path: Path, spelling: int) -> Path:
-    model.save_pretrained(path)
+def spelled(name: str, path: Path, spelling: int) -> Path:
+    """Change what transformers has saved there into checkpoint `name`, with config.json as transformers 4 or 5 spells it."""
     if spelling == 4:
         config_file = path / "config.json"
         config_file.write_text(json.dumps(as_version_4(json.loads(config_file.read_text()))))

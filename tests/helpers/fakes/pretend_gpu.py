@@ -40,6 +40,10 @@ def unfilled(value: int) -> None:
     _unfilled = value
 
 
+def _is_gpu(given: Any) -> bool:
+    return isinstance(given, str) and given in ("cuda", "cuda:0")       # a tensor would be compared by torch
+
+
 class Tensors(TorchFunctionMode):
     """Tensors that say they are on the GPU, in the thread that enters it."""
 
@@ -51,13 +55,14 @@ class Tensors(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = HOST
         if func in (torch.Tensor.to, torch.Tensor.cuda):
-            args = tuple(HOST if isinstance(each, torch.device) or each in ("cuda", "cuda:0") else each for each in args)
+            args = tuple(HOST if isinstance(each, torch.device) or _is_gpu(each) else each for each in args)
+        # What is left out is not written either: no kernel reads it, and pages that are not touched cost nothing.
         if func is F.linear and args[0].shape[0] * args[1].numel() > _PRODUCTS:
-            return torch.zeros((), dtype=args[0].dtype).expand(args[0].shape[0], args[1].shape[0]).clone()
+            return torch.empty((args[0].shape[0], args[1].shape[0]), dtype=args[0].dtype)
         if func is torch.Tensor.addmm_ and args[1].shape[0] * args[2].numel() > _PRODUCTS:
             return args[0]
         if func is torch.mm and "out_dtype" in kwargs:   # which only a GPU has
-            return torch.zeros((args[0].shape[0], args[1].shape[1]), dtype=kwargs["out_dtype"])
+            return torch.empty((args[0].shape[0], args[1].shape[1]), dtype=kwargs["out_dtype"])
         made = func(*args, **kwargs)
         if func in _NEW and not made.dtype.is_floating_point and not made.dtype.is_complex and made.numel() < _PRODUCTS:
             made.fill_(_unfilled if made.dtype.itemsize > 4 else _unfilled % 128)
