@@ -231,7 +231,7 @@ class Controller:
     def _least_rate(self, rows: DecodingRows) -> float:
         """Tokens a second that drafts must promise. One step that loses a tenth costs little if it is rare, and tells whether
         drafts do not pay or were only slow for a while."""
-        count, since = len(rows.sequences), self._step - self._search.last_drafted
+        count, since = len(rows.sequences), self._step - self._search.last_drafted if self.times.changes else 0
         return _GAIN * count / self.times.seconds(count, rows.keys) / (1 + _RETRY * since)
 
     def _probe_size(self, rows: int, keys: int, most: int) -> int:

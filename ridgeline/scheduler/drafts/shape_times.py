@@ -96,7 +96,7 @@ class ShapeTimes:
             return
         bits, size = keys.bit_length(), _fitting(sizes, tokens)
         shape = self._measured.setdefault(bits, {}).setdefault(bound, {}).setdefault(size, _Shape())
-        if self._graphs is not None and self._steps - shape.newest > _RENEWED:
+        if self.changes and self._steps - shape.newest > _RENEWED:
             shape.seconds.clear()
         shape.newest = self._steps
         shape.seconds.append(seconds)
@@ -204,9 +204,14 @@ class ShapeTimes:
         sure = _among(sizes, np.array(sorted(size for size, each in mine.items() if len(each.seconds) >= _SURE and not unsure)))
         return Table(sizes, seconds * scale, sure)
 
+    @property
+    def changes(self) -> bool:
+        """Does what was measured hold for a while only? Not without graphs, on a CPU: there are hundreds of shapes, and to try
+        them again costs more than it tells."""
+        return self._graphs is not None
+
     def _is_stale(self, shape: _Shape) -> bool:
-        """Without graphs, on a CPU, nothing is: there are hundreds of shapes, and to try them again costs more than it tells."""
-        return self._graphs is not None and self._steps - shape.newest > _STALE
+        return self.changes and self._steps - shape.newest > _STALE
 
     def _fresh(self, measured: _Measured) -> _Measured:
         """Without what is stale; all of it, if everything is."""
