@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ridgeline.bench.lab.record import add_output, finish, record
+from ridgeline.bench.load.server_check import cpu_seconds
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
@@ -142,10 +143,10 @@ async def _load(port: int, pid: int, path: str, streams: int, rate: int, seconds
     await _all_running(clients)
     await asyncio.sleep(1.0)                             # what queued up while the streams were opened has been read
     reads = sum(client.reads for client in clients)
-    began, events, cpu = time.monotonic(), sum(client.events for client in clients), _cpu_seconds(pid)
+    began, events, cpu = time.monotonic(), sum(client.events for client in clients), cpu_seconds(pid)
     await asyncio.sleep(seconds)
     wall = time.monotonic() - began
-    tokens, cpu = sum(client.events for client in clients) - events, _cpu_seconds(pid) - cpu
+    tokens, cpu = sum(client.events for client in clients) - events, cpu_seconds(pid) - cpu
     reads = sum(client.reads for client in clients) - reads
     result = {
         "streams": streams, "offered": rate, "tokens_per_second": tokens / wall, "kept_up": tokens / wall >= KEPT_UP * rate,
@@ -181,11 +182,6 @@ async def _all_running(clients: list[_Client]) -> None:
             late = sum(client.events <= 3 for client in clients)
             raise EngineDead(f"{late} of {len(clients)} streams did not begin: {failed or 'nothing came'}")
         await asyncio.sleep(0.1)
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident(pid: int) -> int:
