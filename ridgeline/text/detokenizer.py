@@ -30,8 +30,8 @@ class TextStream:
     """
 
     __slots__ = (
-        "_decoder", "_finder", "_finished", "_first", "_held", "_hide_stop", "_length", "_min_tokens", "_pieces", "_shown",
-        "_strip", "_window", "num_tokens", "stopped_by", "text_offsets",
+        "_decoder", "_finder", "_finished", "_first", "_held", "_hide_stop", "_is_cut", "_length", "_min_tokens", "_pieces",
+        "_shown", "_strip", "_window", "num_tokens", "stopped_by", "text_offsets",
     )
 
     def __init__(
@@ -50,6 +50,7 @@ class TextStream:
         self.stopped_by: str | None = None
         self._pieces = tokenizer.token_pieces(skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_cut = False                         # inside a character: the decoder has its first bytes
         self._strip = at_start and tokenizer.has_prefix_space
         self._first: Callable[[int], bytes | None] | None = None     # until the first token, where that is written differently
         if at_start and tokenizer.has_first_pieces:
@@ -106,8 +107,40 @@ class TextStream:
                 continue
             if self._first is not None and place != hidden and (first := self._first(token_id)) is not None:
                 piece, self._first = first, None
-            self._take(self._decoder.decode(piece))
+            self._take(self._decoded(piece))
         return self._show()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether more() may be used: no token is written in another way than by its own bytes, and none ends the answer."""
+        return self._finder is None and self._window is None and self._first is None and not self._strip
+
+    def more(self, token_ids: list[int]) -> str:
+        """feed() of a plain stream, in half the time: on the path of nearly every token of a server."""
+        if self._finished:
+            return ""
+        pieces, length, text = self._pieces, self._length, ""
+        for token_id in token_ids:
+            self.text_offsets.append(length)
+            piece = pieces[token_id] if 0 <= token_id < len(pieces) else b""
+            new = self._decoded(piece)
+            length += len(new)
+            text = text + new if text else new
+        self.num_tokens += len(token_ids)
+        self._length = length
+        if text:
+            self._keep(text)
+        return text
+
+    def _decoded(self, piece: bytes) -> str:
+        if not self._is_cut:
+            try:
+                return piece.decode()                    # whole characters, as most tokens are
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(piece)
+        self._is_cut = bool(self._decoder.getstate()[0])
+        return text
 
     def finish(self) -> str:
         """The answer is over: return what was held back. Bytes that never became a character turn into U+FFFD."""
@@ -147,10 +180,13 @@ class TextStream:
             text = text[: len(text) - (self._length - self._finder.settled)]
         if text:
             self._held = self._held[len(text) :]
-            self._shown.append(text)
-            if len(self._shown) >= _PIECES:              # a string of its own costs more than its characters
-                self._shown = ["".join(self._shown)]
+            self._keep(text)
         return text
+
+    def _keep(self, text: str) -> None:
+        self._shown.append(text)
+        if len(self._shown) >= _PIECES:                  # a string of its own costs more than its characters
+            self._shown = ["".join(self._shown)]
 
 
 class StopStrings:
