@@ -258,7 +258,7 @@ class RequestState:
             self.output.num_cached_tokens = num_cached
         before = stream.num_tokens
         text = stream.more(token_ids)
-        answer.text += text
+        answer.add_text(text)
         answer.token_ids.extend(token_ids)
         return AnswerDelta(index, text, token_ids, None, None, None, stream.text_offsets[before:])
 
@@ -294,7 +294,7 @@ class RequestState:
                 stop_here = finish is None
                 finish, reason = "stop", stream.stopped_by
         new_logprobs = self._take_logprobs(answer, delta, token_ids)
-        answer.text += text
+        answer.add_text(text)
         answer.token_ids.extend(token_ids)
         if finish is not None:
             self._end(answer, finish, reason)
