@@ -174,7 +174,6 @@ class OpenRequests:
         for wire_id in news.started:
             if wire_id in opened:
                 self._metrics.started(opened[wire_id].times, news.began)
-        number = 0
         for number, (answer, token_ids) in enumerate(news.deltas.plain(), 1):
             each = opened.get(answer[0])
             if each is not None:                         # else it was aborted meanwhile
@@ -184,7 +183,7 @@ class OpenRequests:
                     each.stream.fail(error)
             if not number % _AT_ONCE:
                 yield
-        for number, delta in enumerate(news.deltas.others, number + 1):
+        for number, delta in enumerate(news.deltas.others, len(news.deltas.answers) + 1):
             each = opened.get(delta.request_id)
             if each is not None:
                 try:
