@@ -341,7 +341,6 @@ class Writer(ABC):
         self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None
     ) -> None:
         self._params = params
-        self._answers = params.n                         # to each prompt
         self._id = request_id
         self._model = model
         self._tokenizer = tokenizer
@@ -363,7 +362,7 @@ class Writer(ABC):
         string): clients see that the answer goes on, as with vLLM."""
         events = []
         for prompt, delta in batch:
-            index = prompt * self._answers + delta.index
+            index = prompt * self._params.n + delta.index
             self._sent_tokens += len(delta.token_ids)
             frame = self._frames.get(index)
             if frame is not None and delta.finish_reason is None and delta.logprobs is None:
