@@ -196,12 +196,17 @@ class TokenDeltas:
         return len(self.answers) + len(self.others)
 
     def __iter__(self) -> Iterator[TokenDelta]:
-        tokens, begin = self.tokens.tolist(), 0
-        for (request_id, index, num_cached), count in zip(self.answers, self.counts.tolist(), strict=True):
-            end = begin + count
-            yield TokenDelta(request_id, index, tokens[begin:end], [], None, None, None, num_cached)     # by place: half the time
-            begin = end
+        for (request_id, index, num_cached), token_ids in self.plain():
+            yield TokenDelta(request_id, index, token_ids, [], None, None, None, num_cached)     # by place: half the time
         yield from self.others
+
+    def plain(self) -> Iterator[tuple[tuple[str, int, int], list[int]]]:
+        """The answers of which there is nothing to tell but their new tokens, without an object for each."""
+        tokens, begin = self.tokens.tolist(), 0
+        for answer, count in zip(self.answers, self.counts.tolist(), strict=True):
+            end = begin + count
+            yield answer, tokens[begin:end]
+            begin = end
 
     def __iadd__(self, later: Iterable[TokenDelta]) -> TokenDeltas:
         if isinstance(later, TokenDeltas) and not len(self):

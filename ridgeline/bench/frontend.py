@@ -24,7 +24,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from ridgeline.bench.lab.record import add_output, finish, record
+from ridgeline.bench.load.server_check import cpu_seconds
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
@@ -142,10 +145,10 @@ async def _load(port: int, pid: int, path: str, streams: int, rate: int, seconds
     await _all_running(clients)
     await asyncio.sleep(1.0)                             # what queued up while the streams were opened has been read
     reads = sum(client.reads for client in clients)
-    began, events, cpu = time.monotonic(), sum(client.events for client in clients), _cpu_seconds(pid)
+    began, events, cpu = time.monotonic(), sum(client.events for client in clients), cpu_seconds(pid)
     await asyncio.sleep(seconds)
     wall = time.monotonic() - began
-    tokens, cpu = sum(client.events for client in clients) - events, _cpu_seconds(pid) - cpu
+    tokens, cpu = sum(client.events for client in clients) - events, cpu_seconds(pid) - cpu
     reads = sum(client.reads for client in clients) - reads
     result = {
         "streams": streams, "offered": rate, "tokens_per_second": tokens / wall, "kept_up": tokens / wall >= KEPT_UP * rate,
@@ -181,11 +184,6 @@ async def _all_running(clients: list[_Client]) -> None:
             late = sum(client.events <= 3 for client in clients)
             raise EngineDead(f"{late} of {len(clients)} streams did not begin: {failed or 'nothing came'}")
         await asyncio.sleep(0.1)
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident(pid: int) -> int:
@@ -265,21 +263,24 @@ class FakeEngine:
                 continue
             if now < due:
                 time.sleep(due - now)
-            self._link.send(Deltas(TokenDeltas(others=self._step()), min(self._rows, len(self._said)), 1))
+            self._link.send(Deltas(self._step(), min(self._rows, len(self._said)), 1))
             spoke = clock()
             due = max(due + self._period, spoke - 0.1)   # catch up on a delay of at most 0.1 s
 
-    def _step(self) -> list[TokenDelta]:
-        tokens, deltas = self._tokens, []
+    def _step(self) -> TokenDeltas:
+        """As the engine's own: arrays for rows that go on, an object for one that ends."""
+        tokens, answers, new, ended = self._tokens, list[tuple[str, int, int]](), list[int](), list[TokenDelta]()
         for request_id, said in islice(self._said.items(), self._rows):
-            deltas.append(TokenDelta(request_id, 0, [tokens[said % len(tokens)]]))
             self._said[request_id] = said + 1
+            token = tokens[said % len(tokens)]
             if said + 1 >= self._most[request_id]:
-                deltas[-1].finish_reason = "length"
-        for delta in deltas:
-            if delta.finish_reason is not None:
-                del self._said[delta.request_id], self._most[delta.request_id]
-        return deltas
+                ended.append(TokenDelta(request_id, 0, [token], finish_reason="length"))
+            else:
+                answers.append((request_id, 0, 0))
+                new.append(token)
+        for delta in ended:
+            del self._said[delta.request_id], self._most[delta.request_id]
+        return TokenDeltas(answers, np.ones(len(new), np.int32), np.array(new, np.int32), ended)
 
 
 def engine(settings: dict[str, Any]) -> None:

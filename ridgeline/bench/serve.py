@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ridgeline.bench.lab import price, sustain, table
+from ridgeline.bench.lab import nvidia_smi, price, sustain, table
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.peak_memory import own_peak, server_peak
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import merged, middle, parse_share
-from ridgeline.bench.load import client_check
+from ridgeline.bench.load import client_check, server_check
 from ridgeline.bench.load.client_check import ClientCheck
 from ridgeline.bench.load.generator import Load
 from ridgeline.bench.load.http_client import HttpClient
@@ -37,6 +37,7 @@ from ridgeline.bench.load.latency import (
 from ridgeline.bench.load.prompts import PromptSource
 from ridgeline.bench.load.serve_options import Plan, Setting, add_arguments, headers, plan
 from ridgeline.bench.load.serve_page import report
+from ridgeline.bench.load.server_check import ServerCheck
 from ridgeline.bench.load.target import Target
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.progress import progress_bar
@@ -103,7 +104,8 @@ async def _bench(asked: Plan) -> tuple[dict[str, Any], list[list[Outcome]]]:
     client.close()
     found = {"points": points} | _best(points)
     peak = {"client": own_peak(), "server_bytes": server_peak(port) if local else None}
-    return record("serve", _workload(asked, target, url), found, target.quality, peak_memory=peak), last_runs
+    gpu = nvidia_smi.facts(nvidia_smi.visible()) if local else None
+    return record("serve", _workload(asked, target, url), found, target.quality, gpu, peak), last_runs
 
 
 async def _point(
@@ -159,15 +161,18 @@ async def _run_once(
     closed = asked.closed(setting)
     planned = [] if closed else asked.planned(setting, source, seed)
     total = len(planned) if not closed else asked.count() if asked.duration is None else 0
+    _, local, port = base_url(asked.args.url)
     with progress_bar(label(setting), wanted=not asked.args.no_progress) as tick:
         load = Load(target, None if closed else setting.concurrency or None, _counter(tick, total))
+        served = ServerCheck(port if local else None)
         begin = time.time()
         async with ClientCheck() as check:
-            if closed:
-                conversations = asked.conversations(source, seed)
-                outcomes = await load.closed_loop(conversations, setting.concurrency, asked.duration)
-            else:
-                outcomes = await load.open_loop(planned)
+            with served:
+                if closed:
+                    conversations = asked.conversations(source, seed)
+                    outcomes = await load.closed_loop(conversations, setting.concurrency, asked.duration)
+                else:
+                    outcomes = await load.open_loop(planned)
         end = time.time()
     await target.count_texts(outcomes)
     found = figures(outcomes, asked.slo)
@@ -177,6 +182,8 @@ async def _run_once(
         found["offered_rate"] = (len(planned) - 1) / span        # n requests have n − 1 gaps
         if (growth := backlog_growth(outcomes)) is not None:
             found |= {"backlog_growth": growth, "kept_up": growth <= MOST_GROWTH}
+    if spent := served.figures(found["total_output_tokens"]):
+        found["server"] = spent
     found |= _machine_and_cost(asked, found, watch, begin, end)
     return found, outcomes, check.figures(outcomes)
 
@@ -337,6 +344,8 @@ def _point_lines(point: dict[str, Any], workload: dict[str, Any]) -> list[str]:
         said.append(f"{share:.0%} of the prompt tokens came from the server's prefix cache, which has seen these prompts "
                     "before: another --seed makes others")
     said.append(client_check.verdict(middle(found["client"])))
+    if "server" in found:
+        said.append(server_check.line(middle(found["server"])))
     if "first_pass" in point:
         said.append(first_pass_line(point["first_pass"], found))
     if "sustain" in point:

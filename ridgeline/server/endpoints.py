@@ -181,13 +181,9 @@ class Generation(Endpoint):
         Later tokens are written as they arrive, without waking this task. Only the end wakes it, and tokens that a slow
         client cannot take yet.
         """
-        timed = prometheus.wants_timings(job.request.return_timings) and not self._dialect.framed
-
-        def written(batch: Batch) -> list[bytes]:
-            new = job.writer.events(stream.outputs, batch)
-            if new and timed and all(output.finished for output in stream.outputs):
-                new[-1] = prometheus.with_timings(new[-1], self._service.llm, stream.outputs)
-            return new
+        written = partial(job.writer.events, stream.outputs)
+        if prometheus.wants_timings(job.request.return_timings) and not self._dialect.framed:
+            written = partial(self._timed_events, stream, job)
 
         def deliver(batch: Batch) -> bool:
             if not events.is_free:
@@ -213,6 +209,13 @@ class Generation(Endpoint):
             status, body, _ = describe(error, names=self._dialect.names)
             await events.write([self._dialect.error_event(job.writer, status, body)])
         await events.end()
+
+    def _timed_events(self, stream: AnswerStream, job: Job, batch: Batch) -> list[bytes]:
+        """With the request's times in the last event."""
+        new = job.writer.events(stream.outputs, batch)
+        if new and all(output.finished for output in stream.outputs):
+            new[-1] = prometheus.with_timings(new[-1], self._service.llm, stream.outputs)
+        return new
 
 
 def num_values(outputs: list[RequestOutput]) -> int:

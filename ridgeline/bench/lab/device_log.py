@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.bench.lab.nvidia_smi import SmiLog, query
+from ridgeline.bench.lab.nvidia_smi import SmiLog, facts
 
 
 def gpu_facts() -> dict[str, Any]:
@@ -14,16 +14,11 @@ def gpu_facts() -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {}
     properties = torch.cuda.get_device_properties(0)
-    facts: dict[str, Any] = {
+    known: dict[str, Any] = {
         "name": properties.name, "memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda,
     }
-    names = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem", "persistence_mode")
-    line = query(names, torch_gpus())
-    if line is not None:
-        facts |= dict(zip(("driver", "power_limit_w", "max_sm_clock_mhz", "max_memory_clock_mhz", "persistence"), line,
-                          strict=True))
-    return facts
+    return facts(torch_gpus()) | known
 
 
 class DeviceLog(SmiLog):

@@ -23,6 +23,10 @@ FIELDS = {
     "clocks.sm": "sm_clock_mhz", "clocks.mem": "memory_clock_mhz", "power.draw": "power_w",
     "temperature.gpu": "temperature_c", "memory.used": "memory_used_mib",
 }
+FACTS = {
+    "name": "name", "driver_version": "driver", "power.limit": "power_limit_w", "clocks.max.sm": "max_sm_clock_mhz",
+    "clocks.max.mem": "max_memory_clock_mhz", "persistence_mode": "persistence",
+}
 REASONS = {
     0x1: "idle", 0x2: "applications clocks", 0x4: "software power cap", 0x8: "hardware slowdown", 0x10: "sync boost",
     0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake", 0x100: "display clocks",
@@ -38,6 +42,12 @@ def visible() -> list[str]:
         return [name.strip() for name in given.split(",") if name.strip() not in ("", "-1")]
     done = _run(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"])
     return done.split() if done else []
+
+
+def facts(which: Sequence[str]) -> dict[str, str]:
+    """The first GPU's name and limits; empty without one."""
+    line = query(tuple(FACTS), which[:1]) if which else None
+    return dict(zip(FACTS.values(), line, strict=True)) if line is not None else {}
 
 
 class SmiLog:

@@ -1,4 +1,7 @@
-"""Peak memory, for every record: of this process, of the GPU it used, and of a server on this machine."""
+"""Peak memory, for every record: of this process, of the GPU it used, and of a server on this machine.
+
+The processes of a server are found by the port that one of them listens on.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,24 @@ def own_peak() -> dict[str, int]:
 
 def server_peak(port: int, proc: Path = PROC) -> int | None:
     """Bytes: the largest resident sizes of the processes behind a port of this machine, summed; None if not to be seen."""
+    listening, children = server_processes(port, proc)
+    return sum(_peak_of(proc / str(pid)) for pid in listening | children) or None
+
+
+def server_processes(port: int, proc: Path = PROC) -> tuple[set[int], set[int]]:
+    """(those that listen on a port of this machine, all children of theirs); empty if not to be seen."""
     sockets = set()
     for name in ("tcp", "tcp6"):
         for line in _lines(proc / "net" / name)[1:]:
             cells = line.split()
             if len(cells) > 9 and cells[3] == _LISTENS and int(cells[1].rpartition(":")[2], 16) == port:
                 sockets.add(f"socket:[{cells[9]}]")
-    owners = [pid for pid in _processes(proc) if sockets & _sockets(proc / str(pid))] if sockets else []
-    if not owners:
-        return None
-    parents = {pid: _parent(proc / str(pid)) for pid in _processes(proc)}
-    family = set(owners)
+    listening = {pid for pid in _processes(proc) if sockets & _sockets(proc / str(pid))} if sockets else set()
+    parents = {pid: _parent(proc / str(pid)) for pid in _processes(proc)} if listening else {}
+    family = set(listening)
     while more := {pid for pid, parent in parents.items() if parent in family and pid not in family}:
         family |= more
-    return sum(_peak_of(proc / str(pid)) for pid in family) or None
+    return listening, family - listening
 
 
 def _processes(proc: Path) -> list[int]:

@@ -148,7 +148,8 @@ def _join(unread: Batch, place: int, delta: AnswerDelta) -> bool:
 def so_far(output: RequestOutput) -> RequestOutput:
     """A copy of what there is now: the original goes on growing."""
     answers = [
-        replace(answer, token_ids=answer.token_ids.copy(), logprobs=answer.logprobs and answer.logprobs.copy())
+        replace(answer, token_ids=answer.token_ids.copy(), logprobs=answer.logprobs and answer.logprobs.copy(),
+                text_offsets=answer.text_offsets.copy())
         for answer in output.outputs
     ]
     return replace(output, outputs=answers)

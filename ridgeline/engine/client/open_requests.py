@@ -174,15 +174,39 @@ class OpenRequests:
         for wire_id in news.started:
             if wire_id in opened:
                 self._metrics.started(opened[wire_id].times, news.began)
-        for number, delta in enumerate(news.deltas, 1):
-            each = opened.get(delta.request_id)
+        for number, (answer, token_ids) in enumerate(news.deltas.plain(), 1):
+            each = opened.get(answer[0])
             if each is not None:                         # else it was aborted meanwhile
                 try:
-                    self._take_delta(each, delta, ended)
+                    self._take_tokens(each, answer, token_ids, ended)
                 except Exception as error:               # one request's failure must not cost others their tokens
                     each.stream.fail(error)
             if not number % _AT_ONCE:
                 yield
+        for number, delta in enumerate(news.deltas.others, len(news.deltas.answers) + 1):
+            each = opened.get(delta.request_id)
+            if each is not None:
+                try:
+                    self._take_delta(each, delta, ended)
+                except Exception as error:
+                    each.stream.fail(error)
+            if not number % _AT_ONCE:
+                yield
+
+    def _take_tokens(self, opened: OpenRequest, answer: tuple[str, int, int], token_ids: list[int], ended: float) -> None:
+        """New tokens and nothing else. As _take_delta(), in half the time where the answer is plain text."""
+        wire_id, index, num_cached = answer
+        state = opened.state
+        if not state.is_plain:
+            self._take_delta(opened, TokenDelta(wire_id, index, token_ids, num_cached_tokens=num_cached), ended)
+            return
+        if state.output.outputs[index].finish_reason is not None:
+            return
+        if not opened.begun:
+            self._begin(opened)
+        new = state.more(index, token_ids, state.output.num_cached_tokens if opened.replays else num_cached)
+        self._metrics.took(opened.times, index, len(token_ids), ended)
+        opened.stream.push(opened.place, new)
 
     def _begin(self, opened: OpenRequest) -> None:
         """Its first token has come."""

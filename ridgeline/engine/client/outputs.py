@@ -74,6 +74,11 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def add_text(self, new: str) -> None:
+        text, self.text = self.text, ""                  # no other reference: Python adds in place, and does not copy a long text
+        text += new
+        self.text = text
+
 
 @dataclass(slots=True)
 class RequestOutput:

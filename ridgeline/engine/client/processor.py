@@ -242,9 +242,25 @@ class RequestState:
         answers = [
             CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)
         ]
+        for answer, stream in zip(answers, self._streams or (), strict=False):
+            answer.text_offsets = stream.text_offsets    # the same list: a stream has those of the answer's tokens
+        # Its answers are text that no stop string ends: tokens that come alone may go the short way, more().
+        self.is_plain = params.logprobs is None and self._streams is not None and all(each.is_plain for each in self._streams)
         self.output = RequestOutput(request.request_id, prompt, request.prompt_token_ids, answers)
         if params.prompt_logprobs is not None and len(request.prompt_token_ids) == 1:
             self.output.prompt_logprobs = [None]         # the first token has no logprob
+
+    def more(self, index: int, token_ids: list[int], num_cached: int) -> AnswerDelta:
+        """take() where the answer is plain and goes on, and there is nothing to tell but its tokens: the usual case."""
+        assert self._streams is not None
+        answer, stream = self.output.outputs[index], self._streams[index]
+        if index == 0:                                   # the others reuse what the first has computed
+            self.output.num_cached_tokens = num_cached
+        before = stream.num_tokens
+        text = stream.more(token_ids)
+        answer.add_text(text)
+        answer.token_ids.extend(token_ids)
+        return AnswerDelta(index, text, token_ids, None, None, None, stream.text_offsets[before:])
 
     def take(self, delta: TokenDelta) -> tuple[AnswerDelta, bool]:
         """(what is new, whether the engine must stop this answer because a stop string was found here).
@@ -278,9 +294,8 @@ class RequestState:
                 stop_here = finish is None
                 finish, reason = "stop", stream.stopped_by
         new_logprobs = self._take_logprobs(answer, delta, token_ids)
-        answer.text += text
+        answer.add_text(text)
         answer.token_ids.extend(token_ids)
-        answer.text_offsets.extend(offsets)
         if finish is not None:
             self._end(answer, finish, reason)
         return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here

@@ -200,7 +200,7 @@ class EventStream:
 
     def write_now(self, events: list[bytes]) -> None:
         assert self._direct is not None
-        self._direct.write(self._joined(events))
+        self._direct.write(b"data: %b\n\n" % events[0] if len(events) == 1 and not self._framed else self._joined(events))
 
     async def write(self, events: list[bytes]) -> None:
         if not self.started:
