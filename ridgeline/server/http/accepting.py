@@ -43,7 +43,7 @@ class Acceptor:
         self._silent: dict[socket.socket, float] = {}    # and when they came; the oldest first, as below
         self._probes: deque[socket.socket] = deque()
         self._others: deque[socket.socket] = deque()
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._beginning: dict[asyncio.Task[None], None] = {}
         self._is_timed = False                           # a timer looks after the silent ones
         self._is_closed = False
         self._listen()
@@ -80,8 +80,7 @@ class Acceptor:
             connection.setblocking(False)
             if self._free <= 0 and not was_full:
                 was_full = True                          # once a turn: to find those that are idle takes time
-                if not self._close_silent():
-                    self._make_room()
+                _ = self._close_silent() or self._end_handshakes() or self._make_room()
             self._sort(connection)
 
     def _sort(self, connection: socket.socket) -> None:
@@ -121,6 +120,19 @@ class Acceptor:
             connection.close()
         return len(oldest)
 
+    def _end_handshakes(self) -> int:
+        """End some that have taken longest. How many."""
+        if self._tls is None:
+            return 0                                     # then one begins within a turn
+        oldest = list(islice(self._beginning, max(1, len(self._beginning) // 16)))
+        for task in oldest:
+            self._has_begun(task)
+            task.cancel()
+        return len(oldest)
+
+    def _has_begun(self, task: asyncio.Task[None]) -> None:
+        self._beginning.pop(task, None)
+
     def _close_old(self) -> None:
         came_before = self._loop.time() - SILENT_SECONDS
         for connection in [each for each, came in self._silent.items() if came <= came_before]:
@@ -140,8 +152,8 @@ class Acceptor:
         for waiting, count in ((self._probes, probes), (self._others, others)):
             for _ in range(count):
                 task = self._loop.create_task(self._begun(waiting.popleft()))
-                self._beginning.add(task)
-                task.add_done_callback(self._beginning.discard)
+                self._beginning[task] = None
+                task.add_done_callback(self._has_begun)
         if self._probes or self._others:
             self._loop.call_soon(self._begin)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,6 +118,25 @@ def test_without_room_a_connection_is_closed(listener: socket.socket) -> None:
     clients = connect(listener, 4, b"a")
     begun = accepted(listener, lambda begun, _: len(begun) == 2 and all(_is_closed(each) for each in clients[2:]), room=2)
     assert begun == [b"a", b"a"]
+
+
+def test_the_oldest_unfinished_handshakes_give_way(listener: socket.socket) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)        # no certificate: none of them will end
+
+    async def run() -> None:
+        acceptor = Acceptor(listener, asyncio.Protocol, tls, lambda: 2)
+        clients: list[socket.socket] = []
+        async with asyncio.timeout(120):
+            for number in range(1, 4):
+                clients += connect(listener, 1, b"\x16")
+                while len(acceptor._beginning) < min(number, 2) or (number == 3 and not _is_closed(clients[0])):
+                    await asyncio.sleep(0.001)
+        assert not _is_closed(clients[1]) and not _is_closed(clients[2]) and len(acceptor) == 2
+        acceptor.close()
+        for each in clients:
+            each.close()
+
+    asyncio.run(run())
 
 
 def test_idle_connections_give_way_and_health_checks_need_no_room(listener: socket.socket) -> None:
