@@ -38,6 +38,7 @@ from ridgeline.roofline.verdict import (
 )
 
 SAMPLES = 121                        # one a second: two minutes
+MOST_HEADROOM = 100                  # a larger ratio is no figure to act on
 WINDOW_SECONDS = 10.0
 _SAMPLE_SECONDS = 1.0
 _BEATEN = 1.02                       # of a peak: beyond the noise of a clock
@@ -93,6 +94,11 @@ class Utilisation:
         )
 
 
+def shown_headroom(times: float) -> str:
+    """Beyond MOST_HEADROOM the roof is a rounding error of the busy time: a tiny model, or an engine that stood still."""
+    return f"{times:.1f}x" if times <= MOST_HEADROOM else f"over {MOST_HEADROOM}x"
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """A window, judged."""
@@ -127,7 +133,7 @@ class Live:
             return shown + "peaks doubtful: steps were faster than they allow; they are measured again when there is no work"
         shown += (
             f"MFU {total.mfu:.1%}, MBU {total.mbu:.1%}; "
-            f"bound by {verdict.term} ({verdict.share:.0%}), headroom {verdict.headroom:.1f}x"
+            f"bound by {verdict.term} ({verdict.share:.0%}), headroom {shown_headroom(verdict.headroom)}"
         )
         return f"{shown}; next: {verdict.next}" if verdict.next else shown
 

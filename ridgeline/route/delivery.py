@@ -85,7 +85,8 @@ class Delivery:
         if self.started:
             await self.end_with_error(_BROKEN, "service_unavailable_error", "replica_failed")
         elif self._refusal is None and tried:
-            raise TryAgain(f"{len(tried)} replicas failed in this request; try again later", 1.0)
+            failed = "a replica" if len(tried) == 1 else f"{len(tried)} replicas"
+            raise TryAgain(f"{failed} failed in this request; try again later", 1.0)
         elif self._refusal is None:
             raise self._fleet.nothing_usable()
         else:

@@ -42,7 +42,7 @@ class RouteServer(ListeningServer):
     def __init__(self, fleet: Fleet, keys: Keys) -> None:
         options = fleet.options.as_server()
         guarded = HostGuard(RouteApp(fleet, len(keys) > 0), options, len(keys) > 0)
-        super().__init__(http_config(Gate(guarded, options, keys), options))
+        super().__init__(http_config(Gate(guarded, options, keys), options), options.max_connections)
         self._fleet = fleet
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -32,9 +32,10 @@ from ridgeline.server.body_process import settings_of
 from ridgeline.server.body_work import RESULTS
 from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.accepting import Acceptor
-from ridgeline.server.http.connection_limits import LINGERING, limited_protocol
+from ridgeline.server.http.connection_limits import LINGERING, PROBES_BEYOND, limited_protocol
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
+from ridgeline.server.http.idle_connections import make_room
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.http.root_path import RootPath
 from ridgeline.server.last_exit import LastExit
@@ -55,7 +56,7 @@ KEEP_ALIVE_SECONDS = 30
 BACKLOG = 2048                       # connections that may wait to be accepted
 GOODBYE_SECONDS = 1.0                # for the last errors to clients whose requests are cut short
 # Open besides connections: 28 pipes, sockets to the engine and logs, the reserve for another engine, and refused connections.
-OTHER_FILES = 30 + spare_files.COUNT + LINGERING
+OTHER_FILES = 30 + spare_files.COUNT + LINGERING + PROBES_BEYOND
 NO_FILES_SECONDS = 10.0              # between two log lines about file descriptors
 EXIT_SECONDS = 1.5                   # beyond the drain time and the goodbyes, after which the process ends whatever still runs
 SWITCH_SECONDS = 0.001               # a thread that reads a long request gives way to the event loop after this
@@ -100,7 +101,9 @@ def http_config(app: Any, options: ServerOptions) -> uvicorn.Config:
 class ListeningServer(uvicorn.Server):
     """uvicorn, with connections accepted by server/http/accepting."""
 
-    most_connections = 2**31
+    def __init__(self, config: uvicorn.Config, most_connections: int) -> None:
+        super().__init__(config)
+        self.most_connections = most_connections + LINGERING
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
@@ -116,7 +119,11 @@ class ListeningServer(uvicorn.Server):
             return made
 
         listener.setblocking(False)
-        return Acceptor(listener, make_protocol, config.ssl, lambda: self.most_connections - len(state.connections))
+        connections = state.connections
+        return Acceptor(
+            listener, make_protocol, config.ssl, lambda: self.most_connections - len(connections), lambda: make_room(connections),
+            PROBES_BEYOND,
+        )
 
 
 class HttpServer(ListeningServer):
@@ -125,8 +132,7 @@ class HttpServer(ListeningServer):
     def __init__(self, service: Service) -> None:
         guarded = HostGuard(make_app(service), service.options, len(service.keys) > 0)
         app = RootPath(Gate(guarded, service.options, service.keys), service.options.root_path)
-        super().__init__(http_config(app, service.options))
-        self.most_connections = service.options.max_connections + LINGERING
+        super().__init__(http_config(app, service.options), service.options.max_connections)
         self._service = service
         self.last_exit: LastExit | None = None
 

@@ -1,8 +1,9 @@
 """Accepts connections: all that wait at once, then a few begin per turn of the event loop, health checks first.
 
 The system hands connections out in the order in which they came, and a transport for one takes asyncio 0.2 ms. Behind a thousand
-connections of one client, a health check would wait for all of them. A flood of health checks leaves one place of each turn to
-the other connections. Knows sockets and the first bytes on them, no HTTP.
+connections of one client, a health check would wait for all of them. So a connection begins when its first bytes are here: a
+silent one costs a file descriptor, and is the first to be closed when there is no room. A flood of health checks leaves one place
+of each turn to the other connections. Knows sockets and the first bytes on them, no HTTP.
 """
 
 from __future__ import annotations
@@ -14,43 +15,54 @@ import ssl
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 
 ACCEPTED_AT_ONCE = 256               # per turn of the event loop: 5 ms
 BEGUN_AT_ONCE = 4                    # the same: each is read and answered in the turns after that, and a turn must stay short
 RETRY_SECONDS = 1.0                  # when the system has no file descriptor left
+SILENT_SECONDS = 10.0                # after which a connection without a byte is closed; the same for a handshake
 PROBES = (b"GET /health", b"HEAD /health", b"GET /ping")
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Acceptor:
-    """For one listening socket. `room`: how many more connections there may be, beside those that wait here."""
+    """For one listening socket. `room`: how many more connections there may be, beside those that wait here, and `probes_beyond`
+    with health checks; `make_room` closes some that are idle."""
 
     def __init__(
         self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None,
-        room: Callable[[], int],
+        room: Callable[[], int], make_room: Callable[[], int] = lambda: 0, probes_beyond: int = 0,
     ) -> None:
         self._listener = listener
         self._make_protocol = make_protocol
         self._tls = tls
         self._room = room
+        self._make_room = make_room
+        self._probes_beyond = probes_beyond
         self._loop = asyncio.get_running_loop()
-        self._probes: deque[socket.socket] = deque()     # both: the oldest first
+        self._silent: dict[socket.socket, float] = {}    # and when they came; the oldest first, as below
+        self._probes: deque[socket.socket] = deque()
         self._others: deque[socket.socket] = deque()
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._beginning: dict[asyncio.Task[None], None] = {}
+        self._is_timed = False                           # a timer looks after the silent ones
         self._is_closed = False
         self._listen()
 
     def __len__(self) -> int:
         """Connections that were accepted and have not begun."""
-        return len(self._probes) + len(self._others)
+        return len(self._silent) + len(self._probes) + len(self._others) + len(self._beginning)
+
+    @property
+    def _free(self) -> int:
+        return self._room() - len(self)
 
     def _listen(self) -> None:
         if not self._is_closed:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def _accept(self) -> None:
-        was_idle = not len(self)
-        for _ in range(ACCEPTED_AT_ONCE):
+        was_full = False
+        for _ in range(ACCEPTED_AT_ONCE):                # also without room: in the system's queue they would hide health checks
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -65,21 +77,74 @@ class Acceptor:
                 self._loop.remove_reader(self._listener.fileno())        # it stays readable
                 self._loop.call_later(RETRY_SECONDS, self._listen)
                 break
-            if self._room() <= len(self):
-                connection.close()
-                continue
             connection.setblocking(False)
-            (self._probes if self._is_probe(connection) else self._others).append(connection)
-        if was_idle and len(self):
-            self._begin()                                # at once, if there is nothing before it
+            if self._free <= 0 and not was_full:
+                was_full = True                          # once a turn: to find those that are idle takes time
+                _ = self._close_silent() or self._end_handshakes() or self._make_room()
+            self._sort(connection)
 
-    def _is_probe(self, connection: socket.socket) -> bool:
-        """Whether a health check has arrived on it. What has not arrived yet takes its turn."""
-        if self._tls is not None:
-            return False
-        with suppress(OSError):
-            return connection.recv(16, socket.MSG_PEEK).startswith(PROBES)
-        return False
+    def _sort(self, connection: socket.socket) -> None:
+        """Into the line where it belongs, by its first bytes."""
+        try:
+            first = connection.recv(16, socket.MSG_PEEK)
+        except BlockingIOError:
+            first = None
+        except OSError:
+            first = b""
+        is_probe = first is not None and self._tls is None and first.startswith(PROBES)
+        if first == b"" or self._free <= (0 if first and not is_probe else -self._probes_beyond):
+            connection.close()                           # its client has left, or there is no room
+        elif first is None:
+            self._silent[connection] = self._loop.time()
+            self._watch_silent()
+            self._loop.add_reader(connection.fileno(), self._speaks, connection)
+        else:
+            was_idle = not (self._probes or self._others)
+            (self._probes if is_probe else self._others).append(connection)
+            if was_idle:
+                self._loop.call_soon(self._begin)        # those after it have then come, too
+
+    def _speaks(self, connection: socket.socket) -> None:
+        self._unwatch(connection)
+        self._sort(connection)
+
+    def _unwatch(self, connection: socket.socket) -> None:
+        del self._silent[connection]
+        self._loop.remove_reader(connection.fileno())
+
+    def _close_silent(self) -> int:
+        """Close some that have said nothing for longest. How many."""
+        oldest = list(islice(self._silent, max(1, len(self._silent) // 16)))
+        for connection in oldest:
+            self._unwatch(connection)
+            connection.close()
+        return len(oldest)
+
+    def _end_handshakes(self) -> int:
+        """End some that have taken longest. How many."""
+        if self._tls is None:
+            return 0                                     # then one begins within a turn
+        oldest = list(islice(self._beginning, max(1, len(self._beginning) // 16)))
+        for task in oldest:
+            self._has_begun(task)
+            task.cancel()
+        return len(oldest)
+
+    def _has_begun(self, task: asyncio.Task[None]) -> None:
+        self._beginning.pop(task, None)
+
+    def _close_old(self) -> None:
+        came_before = self._loop.time() - SILENT_SECONDS
+        for connection in [each for each, came in self._silent.items() if came <= came_before]:
+            self._unwatch(connection)
+            connection.close()
+        self._is_timed = False
+        self._watch_silent()
+
+    def _watch_silent(self) -> None:
+        if self._silent and not self._is_timed and not self._is_closed:
+            self._is_timed = True
+            self._loop.call_at(next(iter(self._silent.values())) + SILENT_SECONDS + 0.1, self._close_old)
 
     def _begin(self) -> None:
         probes = min(len(self._probes), BEGUN_AT_ONCE - bool(self._others))
@@ -87,14 +152,16 @@ class Acceptor:
         for waiting, count in ((self._probes, probes), (self._others, others)):
             for _ in range(count):
                 task = self._loop.create_task(self._begun(waiting.popleft()))
-                self._beginning.add(task)
-                task.add_done_callback(self._beginning.discard)
-        if len(self):
+                self._beginning[task] = None
+                task.add_done_callback(self._has_begun)
+        if self._probes or self._others:
             self._loop.call_soon(self._begin)
 
     async def _begun(self, connection: socket.socket) -> None:
         with suppress(Exception):                        # it has closed meanwhile, or its handshake failed: no other's concern
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
+            limit = None if self._tls is None else SILENT_SECONDS
+            await self._loop.connect_accepted_socket(
+                self._make_protocol, connection, ssl=self._tls, ssl_handshake_timeout=limit)
 
     async def wait_closed(self) -> None:
         """As asyncio's servers have it: there is nothing to wait for."""
@@ -105,6 +172,9 @@ class Acceptor:
             self._is_closed = True
             with suppress(OSError, ValueError):          # the socket is closed already
                 self._loop.remove_reader(self._listener.fileno())
+            for connection in list(self._silent):
+                self._unwatch(connection)
+                connection.close()
             for waiting in (self._probes, self._others):
                 while waiting:
                     waiting.popleft().close()

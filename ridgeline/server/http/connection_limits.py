@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ridgeline.errors import BadRequest, Overloaded
 from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.idle_connections import make_room
 from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_left
 from ridgeline.server.http.stream import DIRECT
 from ridgeline.server.options import ServerOptions
@@ -34,6 +35,8 @@ WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the s
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
 LEFT_SECONDS = 1.0                   # how often a connection that is not read is asked whether its client has left
 LINGERING = 8                        # connections beyond the limit that are sent an error; others are closed at once
+PROBES_BEYOND = 2                    # and beyond these, connections on which a health check came
+PROBED = (b"/health", b"/ping")      # what a health check asks for
 READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, as asyncio does, of a thousand are a flood
 PIECE = 512                          # bytes of a chunked body that are parsed at once: its end is not known before
 FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
@@ -163,6 +166,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.url = b""
         self._unread = b""                               # received, and not parsed while the line is full
         self._is_watched = False                         # a timer looks whether the client has left
+        self._is_beyond = False                          # there was no room for it: it may ask for the server's health
         self._deadline: TimerHandle | None = None
         self._write_deadline: TimerHandle | None = None
 
@@ -174,13 +178,15 @@ class LimitedProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         if hasattr(transport, "max_size"):               # asyncio's own transports have it
             transport.max_size = READ_BYTES
-        if len(self.connections) > self.options.max_connections + LINGERING:
+        most = self.options.max_connections
+        if len(self.connections) > most:
+            make_room(self.connections)
+        if len(self.connections) > most + LINGERING + PROBES_BEYOND:
             self._refused = True
             transport.abort()
-        elif len(self.connections) > self.options.max_connections:
-            self._refuse(503, f"all {self.options.max_connections} connections of this server are in use; try again later")
         else:
-            self._expect_within(HEAD_SECONDS)
+            self._is_beyond = len(self.connections) > most
+            self._expect_within(LINGER_SECONDS if self._is_beyond else HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
@@ -327,6 +333,9 @@ class LimitedProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1") or (version == "1.0" and self._arriving.is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")
+        most = self.options.max_connections
+        if self._is_beyond and len(self.connections) > most and not self.url.startswith(PROBED):
+            self._stop(503, f"all {most} connections of this server are in use; try again later")
         self._expect_within(BODY_SECONDS)
         self._arriving.in_body = True
         if self._arriving.is_coded:
@@ -394,6 +403,22 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._write_deadline is not None:
             self._write_deadline.cancel()
             self._write_deadline = None
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when it waits for the head of a request (idle_connections.py); None while one is read or answered."""
+        if self._refused or self.transport.is_closing():
+            return None
+        if self.timeout_keep_alive_task is not None:
+            return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
+        is_answering = self._answered is not None and not self._answered.response_complete
+        if self._deadline is None or self._arriving.in_body or is_answering:
+            return None
+        return self._deadline.when() - HEAD_SECONDS
+
+    def give_way(self) -> None:
+        self._refused = True                             # what still arrives is not read
+        self.transport.close()
 
     # -- refusal -------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,7 +46,7 @@ def accepted(listener: socket.socket, until: Callable[[list[bytes], Acceptor], b
 
     async def run() -> None:
         kind = type("Seen", (Seen,), {"begun": begun})
-        acceptor = Acceptor(listener, kind, None, lambda: room)
+        acceptor = Acceptor(listener, kind, None, lambda: room - len(begun))
         try:
             async with asyncio.timeout(120):
                 while not until(begun, acceptor):
@@ -76,23 +77,94 @@ def test_health_checks_leave_a_place_to_the_others_and_keep_their_order(listener
         each.close()
 
 
-def test_all_begin_in_the_end_and_late_bytes_are_no_hindrance(listener: socket.socket) -> None:
-    silent = [socket.create_connection(listener.getsockname(), timeout=120) for _ in range(3)]
+def test_a_connection_begins_with_its_first_bytes(listener: socket.socket) -> None:
+    """Behind silent ones that came before it, none waits."""
+    silent = [socket.create_connection(listener.getsockname(), timeout=120) for _ in range(5 * BEGUN_AT_ONCE)]
+    seen: list[int] = []
 
     def told(begun: list[bytes], acceptor: Acceptor) -> bool:
-        if not len(acceptor):
-            for each in silent:
-                if each.fileno() >= 0 and len(begun) < 3:
-                    each.sendall(b"late ")
-        return sum(data.count(b"late") for data in begun) >= 3
+        seen.append(len(acceptor))
+        if seen[-1] == len(silent) and not begun:
+            silent[-1].sendall(b"late")
+        return b"late" in begun
 
-    assert b"".join(accepted(listener, told)).startswith(b"late")
+    assert accepted(listener, told) == [b"late"]
+    assert max(seen) == len(silent) and seen[-1] == len(silent) - 1
+    for each in silent:
+        assert each is silent[-1] or _is_closed(each)    # with the server
+        each.close()
+
+
+def test_a_silent_connection_is_closed_in_the_end_and_first_where_there_is_no_room(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silent = [socket.create_connection(listener.getsockname(), timeout=120) for _ in range(2)]
+    clients: list[socket.socket] = []
+
+    def told(begun: list[bytes], acceptor: Acceptor) -> bool:
+        if len(acceptor) == 2 and not clients:
+            clients.extend(connect(listener, 1, b"a"))
+        return begun == [b"a"] and _is_closed(silent[0])
+
+    accepted(listener, told, room=2)
+    monkeypatch.setattr(accepting, "SILENT_SECONDS", 0.01)
+    silent.append(socket.create_connection(listener.getsockname(), timeout=120))
+    assert accepted(listener, lambda _, acceptor: _is_closed(silent[2])) == []
+    for each in clients + silent:
+        each.close()
 
 
 def test_without_room_a_connection_is_closed(listener: socket.socket) -> None:
     clients = connect(listener, 4, b"a")
     begun = accepted(listener, lambda begun, _: len(begun) == 2 and all(_is_closed(each) for each in clients[2:]), room=2)
     assert begun == [b"a", b"a"]
+
+
+def test_the_oldest_unfinished_handshakes_give_way(listener: socket.socket) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)        # no certificate: none of them will end
+
+    async def run() -> None:
+        acceptor = Acceptor(listener, asyncio.Protocol, tls, lambda: 2)
+        clients: list[socket.socket] = []
+        async with asyncio.timeout(120):
+            for number in range(1, 4):
+                clients += connect(listener, 1, b"\x16")
+                while len(acceptor._beginning) < min(number, 2) or (number == 3 and not _is_closed(clients[0])):
+                    await asyncio.sleep(0.001)
+        assert not _is_closed(clients[1]) and not _is_closed(clients[2]) and len(acceptor) == 2
+        acceptor.close()
+        for each in clients:
+            each.close()
+
+    asyncio.run(run())
+
+
+def test_idle_connections_give_way_and_health_checks_need_no_room(listener: socket.socket) -> None:
+    begun: list[bytes] = []
+    asked: list[int] = []
+    room = [0]
+
+    def make_room() -> int:
+        asked.append(len(begun))
+        room[0] += len(asked) == 2                       # at the first time nothing was idle
+        return len(asked) - 1
+
+    async def run() -> None:
+        acceptor = Acceptor(listener, type("Seen", (Seen,), {"begun": begun}), None, lambda: room[0], make_room, 1)
+        async with asyncio.timeout(120):
+            shut_out = connect(listener, 1, b"a")
+            while not _is_closed(shut_out[0]):
+                await asyncio.sleep(0.001)
+            for text in (b"b", b"GET /health"):
+                clients = connect(listener, 1, text)
+                while begun[-1:] != [text]:
+                    await asyncio.sleep(0.001)
+                clients[0].close()
+                room[0] = 0
+        acceptor.close()
+
+    asyncio.run(run())
+    assert begun == [b"b", b"GET /health"] and asked[:2] == [0, 0]
 
 
 def _is_closed(client: socket.socket) -> bool:
@@ -158,7 +230,7 @@ def test_a_server_stops_in_order(listener: socket.socket) -> None:
         await send({"type": "http.response.body", "body": b""})
 
     async def run() -> bytes:
-        server = ListeningServer(http_config(app, ServerOptions()))
+        server = ListeningServer(http_config(app, ServerOptions()), 4096)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         writer.write(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")

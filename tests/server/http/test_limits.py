@@ -311,18 +311,53 @@ def test_trailers_are_no_headers(server: Server) -> None:
 
 @pytest.mark.reliability("B-07")
 def test_connections_are_counted(server: Server) -> None:
+    """With all of them at work, further ones are refused, and health checks are answered."""
     connections = server._server.server_state.connections
     wait_until(lambda: not connections)
+    server.app.may_answer.clear()
     open_ones = [server.connect() for _ in range(MAX_CONNECTIONS)]
     try:
-        wait_until(lambda: len(connections) == MAX_CONNECTIONS)
-        reply = talk(server)
+        for each in open_ones:
+            each.sendall(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
+        wait_until(lambda: sum(each.cycle is not None for each in list(connections)) == MAX_CONNECTIONS)
+        reply = talk(server, ASKED)
         assert reply.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in reply
+        assert talk(server) == b""                       # it said nothing for a while
+        assert talk(server, ASKED.replace(b" / ", b" /health/live ")).startswith(b"HTTP/1.1 200")
     finally:
         for connection in open_ones:
             connection.close()
     wait_until(lambda: not connections)
-    assert talk(server, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+    assert talk(server, ASKED).startswith(b"HTTP/1.1 200")
+
+
+ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+@pytest.mark.reliability("B-07")
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nx: ", ASKED.replace(b"connection: close\r\n", b"")])
+def test_connections_without_a_request_give_way_the_oldest_first(server: Server, said: bytes) -> None:
+    """A client that says nothing, a part of a head, or nothing more, on all connections shuts out no other."""
+    connections = server._server.server_state.connections
+    wait_until(lambda: not connections)
+    server.app.may_answer.clear()
+    working = server.connect()
+    working.sendall(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n")
+    idle = []
+    for number in range(1, MAX_CONNECTIONS):
+        idle.append(server.connect())
+        idle[-1].sendall(said)
+        if said.endswith(b"\r\n\r\n"):
+            assert b"200 OK" in idle[-1].recv(4096, socket.MSG_PEEK)
+        wait_until(lambda: sum(each.idle_since is not None for each in list(connections)) == number)     # noqa: B023
+    assert talk(server, ASKED).startswith(b"HTTP/1.1 200")
+    read_all(idle[0])                                    # the oldest was closed, and no other
+    assert len(connections) >= MAX_CONNECTIONS - 1
+    server.app.may_answer.set()
+    assert working.recv(4096).startswith(b"HTTP/1.1 200")
+    for connection in (working, *idle):
+        connection.close()
+    wait_until(lambda: not connections)
 
 
 def test_slots_are_given_back() -> None:

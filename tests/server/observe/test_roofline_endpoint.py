@@ -356,6 +356,17 @@ def test_the_line_in_the_log() -> None:
     )
 
 
+@pytest.mark.parametrize(("roof", "shown"), [(0.02, "headroom 50.0x"), (0.0004, "headroom over 100x")])
+def test_the_line_has_no_absurd_headroom(roof: float, shown: str) -> None:
+    """An engine that stood still in a step, nearly without work, had a headroom of thousands."""
+    live = LiveRoofline()
+    for second in range(12):
+        live.take(100.0 + second, sums(second, second, rows=second, sampled=second, tokens=second, weights=4e10 * second,
+                                       on_weights=roof * second))
+    line = live.look(111.0, RATES, Setting()).line()
+    assert f"{shown};" in line or line.endswith(shown), line
+
+
 def test_no_share_is_above_the_whole() -> None:
     """Peaks that were measured beside other programs are beaten: then they are doubtful, and no figure is printed with them."""
     live = LiveRoofline()
