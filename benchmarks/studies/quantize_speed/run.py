@@ -3,9 +3,9 @@
     python benchmarks/studies/quantize_speed/run.py --shape 1.5b --layers 2 --recipes int4-gptq --out cpu-1.5b.json
 
 A checkpoint with random weights and LAYERS of the model's layers is written (all of 8b: 16 GB in TMPDIR), then quantised by each
-recipe as the command does it, on the GPU where there is one (on_a_gpu.py runs this there). `whole_s` is the time times the model's
-layers / LAYERS: too much by what is outside of them. Seconds are on the clock, and `cpu_s` those of all cores together, which do
-not depend on what else the machine does.
+recipe as the command does it, on the GPU where there is one (on_a_gpu.py runs this there). `whole_s` is the time times (the
+model's layers) / LAYERS: too much by what is outside of them. Seconds are on the clock, and `cpu_s` those of all cores together,
+which do not depend on what else the machine does.
 Before that, a tiny model is quantised on the CPU and on the GPU, and the codes are compared.
 """
 
