@@ -38,6 +38,11 @@ def test_auto_is_no_worse_than_uniform_recipes_of_its_size(
             assert name == "kl" and all(row["kl"] <= limit for row in mine[1]["quality"]["slices"].values())
 
 
+def test_auto_is_no_worse_at_any_size_of_the_study() -> None:
+    rivals = read(STUDIES / "auto_methods" / "result.json")["rivals"]
+    assert {"int4-awq", "int4-gptq", "nvfp4", "fp8"} <= set(rivals) and all(row["auto_is_no_worse"] for row in rivals.values())
+
+
 def test_times_were_predicted() -> None:
     """Of cards that were made since they say their limits; predictions of cards were worse before. CPU seconds: the machine was
     shared. And of GPTQ on a GPU, by the clock."""
