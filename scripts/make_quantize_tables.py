@@ -82,11 +82,13 @@ def _link(path: Path, card: dict[str, Any]) -> str:
 
 def needs() -> str:
     """Which recipe for which need: size and error of the cards of both models; of those that read other tokens, none. Of several
-    cards of a recipe, the smallest output's."""
+    cards of a recipe, the smallest output's; of auto, where that is no other recipe's output."""
     found: dict[str, dict[str, Any]] = {}
     for prefix in MODELS:
         largest_first = sorted((card for _, card in _same_tokens(prefix)[0]), key=lambda card: -card["size"]["output_bytes"])
-        found[prefix] = {card["recipe"]["name"]: card for card in largest_first}
+        uniform = [card["output"] for card in largest_first if card["recipe"]["name"] != AUTO]
+        found[prefix] = {card["recipe"]["name"]: card for card in largest_first
+                         if card["recipe"]["name"] != AUTO or card["output"] not in uniform}
     lines = ["| need | recipe | " + " | ".join(f"{words}: size, KL, flips" for words in MODELS.values()) + " |",
              "|---|---|" + "---|" * len(MODELS)]
     for need, recipe in NEEDS.items():
