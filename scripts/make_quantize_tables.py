@@ -82,11 +82,13 @@ def _link(path: Path, card: dict[str, Any]) -> str:
 
 def needs() -> str:
     """Which recipe for which need: size and error of the cards of both models; of those that read other tokens, none. Of several
-    cards of a recipe, the smallest output's."""
+    cards of a recipe, the smallest output's; of auto, where that is no other recipe's output."""
     found: dict[str, dict[str, Any]] = {}
     for prefix in MODELS:
         largest_first = sorted((card for _, card in _same_tokens(prefix)[0]), key=lambda card: -card["size"]["output_bytes"])
-        found[prefix] = {card["recipe"]["name"]: card for card in largest_first}
+        uniform = [card["output"] for card in largest_first if card["recipe"]["name"] != AUTO]
+        found[prefix] = {card["recipe"]["name"]: card for card in largest_first
+                         if card["recipe"]["name"] != AUTO or card["output"] not in uniform}
     lines = ["| need | recipe | " + " | ".join(f"{words}: size, KL, flips" for words in MODELS.values()) + " |",
              "|---|---|" + "---|" * len(MODELS)]
     for need, recipe in NEEDS.items():
@@ -169,16 +171,25 @@ def times() -> str:
                 unit, words = ("wall_s", f" on {card['machine']['gpu']}, s") if on_gpu else ("cpu_s", ", CPU s")
                 lines.append(f"| {path.stem}{words} | {predicted['quantise'][unit]:.0f} | {spent['quantise'][unit]:.0f} | "
                              f"{predicted['card'][unit]:.0f} | {spent['card'][unit]:.0f} |")
-    speeds = STUDIES / "quantize_speed"
-    on_cpu, on_gpu = (json.loads((speeds / name).read_text(encoding="utf-8")) for name in ("cpu-1.5b.json", "on_a_gpu.json"))
-    for study, unit in ((on_cpu, "CPU s"), (on_gpu["shapes"], "s")):
+    for study in speeds():
         for recipe, row in study["recipes"].items():
             where = f"{study['layers']} of {study['whole_layers']} layers of {study['shape'].upper()} shapes"
-            where += f" on {study['machine']}" if unit == "s" else ""
-            names = ("predicted_s", "measured_s") if unit == "s" else ("predicted_cpu_s", "cpu_s")
+            where += f" on {study['machine']}, s" if on_a_gpu(study) else ", CPU s"
+            names = ("predicted_s", "measured_s") if on_a_gpu(study) else ("predicted_cpu_s", "cpu_s")
             predicted, measured = (row[name] for name in names)
-            lines.append(f"| {recipe}, {where}, {unit} | {predicted:.1f} | {measured:.1f} | | |")
+            lines.append(f"| {recipe}, {where} | {predicted:.1f} | {measured:.1f} | | |")
     return "\n".join(lines)
+
+
+def speeds() -> list[dict[str, Any]]:
+    """Records of quantize_speed/run.py; the one of on_a_gpu.py holds its own under "shapes"."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((STUDIES / "quantize_speed").glob("*.json"))]
+    return [study for study in (each.get("shapes", each) for each in found) if study]
+
+
+def on_a_gpu(study: dict[str, Any]) -> bool:
+    """Codes of two devices are compared where there is a GPU."""
+    return "same_codes" in study
 
 
 TABLES = {

@@ -38,7 +38,8 @@ CLOSE = 0.85                         # a result that uses this much of a limit i
 MARGIN = 0.93                        # of the limit that the next try aims at
 CLEAR = 0.95                         # of a uniform recipe's KL, that a mixture must reach: a smaller gain may be noise
 # Where the uniform recipe leaves less than this part of the bytes that a choice may take, there are hardly any to move, and a
-# mixture must gain more: one with 0.87 of AWQ's KL on the search's text had 1.004 of it on the card's (docs/quantize.md).
+# mixture must gain more: one with 0.87 of AWQ's KL on the search's text had 1.004 of it on the card's
+# (benchmarks/studies/auto_methods/mixture_where_full.json).
 LEFT, CLEAR_IF_FULL = 0.01, 0.8
 TRUSTS = (1.0, 0.7, 0.4)             # powers of what a linear costs alone, beside the mean of its kind: little text makes noise
 

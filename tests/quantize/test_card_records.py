@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from make_quantize_tables import ALIKE, CARDS, HEADERS, ROOT, STUDIES, same_size
+from make_quantize_tables import ALIKE, CARDS, HEADERS, ROOT, STUDIES, on_a_gpu, same_size, speeds
 
 PAIRS = same_size("smollm2-135m")
 RIGHT = 0.25
 NEAR = {"rtn": 0.01, "awq": 0.03, "gptq": 0.03}         # how much more perplexity than llm-compressor's
+COMPARED = sorted(path for path in (STUDIES / "llm_compressor").glob("*.json") if not path.stem.startswith("equal-codes"))
+MOST_S = {"8b": 6 * 60, "1.5b": 45 * 60}                # of GPTQ: on an H200, and on two cores
 
 
 def test_some_card_of_auto_has_a_rival() -> None:
@@ -36,6 +38,11 @@ def test_auto_is_no_worse_than_uniform_recipes_of_its_size(
             assert name == "kl" and all(row["kl"] <= limit for row in mine[1]["quality"]["slices"].values())
 
 
+def test_auto_is_no_worse_at_any_size_of_the_study() -> None:
+    rivals = read(STUDIES / "auto_methods" / "result.json")["rivals"]
+    assert {"int4-awq", "int4-gptq", "nvfp4", "fp8"} <= set(rivals) and all(row["auto_is_no_worse"] for row in rivals.values())
+
+
 def test_times_were_predicted() -> None:
     """Of cards that were made since they say their limits; predictions of cards were worse before. CPU seconds: the machine was
     shared. And of GPTQ on a GPU, by the clock."""
@@ -44,31 +51,47 @@ def test_times_were_predicted() -> None:
     for card in found:
         for part, predicted in card["time"]["predicted"].items():
             assert predicted["cpu_s"] == pytest.approx(card["time"][part]["cpu_s"], rel=RIGHT), (card["model"], part)
-    on_gpu = read(STUDIES / "quantize_speed" / "on_a_gpu.json")
-    shapes = on_gpu["shapes"]["recipes"]["int4-gptq"]
-    assert abs(shapes["error"]) <= RIGHT and shapes["whole_s"] <= 6 * 60
-    for recipe in on_gpu["recipes"].values():
+    for recipe in read(STUDIES / "quantize_speed" / "on_a_gpu.json")["recipes"].values():
         assert abs(recipe["time"]["quantise"]["error"]) <= RIGHT
 
 
-def test_perplexities_are_those_of_llm_compressor() -> None:
+def test_gptq_takes_minutes() -> None:
+    """CPU seconds are those of one core: two take no longer."""
+    assert {study["shape"] for study in speeds()} == set(MOST_S)
+    for study in speeds():
+        unit, row = ("" if on_a_gpu(study) else "cpu_"), study["recipes"]["int4-gptq"]
+        assert row[f"whole_{unit}s"] <= MOST_S[study["shape"]]
+        assert row[f"predicted_{unit}s"] == pytest.approx(row[f"{unit or 'measured_'}s"], rel=RIGHT)
+    assert read(CARDS / "smollm2-135m-int4-gptq.json")["time"]["quantise"]["cpu_s"] <= 4 * 60
+
+
+def test_sparse_weights_that_know_their_inputs_are_nearer() -> None:
+    magnitude, *others = (read(CARDS / f"smollm2-135m-sparse24-{method}.json")["quality"]["all"]
+                          for method in ("magnitude", "wanda", "sparsegpt"))
+    assert all(each["tokens"] == magnitude["tokens"] and each["perplexity"] < magnitude["perplexity"] for each in others)
+
+
+@pytest.mark.parametrize("file", COMPARED, ids=lambda file: file.stem)
+def test_perplexities_are_those_of_llm_compressor(file: Path) -> None:
     """The same weights, tokens and settings: equal codes rounded to nearest, and little difference by search."""
-    study = read(STUDIES / "llm_compressor" / "smollm2-135m.json")
+    study = read(file)
     assert study["layers"] == "all" and set(study["methods"]) == set(NEAR)
     for method, row in study["methods"].items():
         assert row["ratio"] == pytest.approx(row["ours_ppl"] / row["theirs_ppl"]) and row["ratio"] <= 1 + NEAR[method]
     codes = study["methods"]["rtn"]["equal"]
     assert study["methods"]["rtn"]["ratio"] == 1 and all(codes[name]["equal"] == codes[name]["of"] for name in
                                                          ("weight_packed", "weight_scale"))
-    alone = read(STUDIES / "llm_compressor" / "equal-codes-smollm2-135m.json")
-    assert alone["linears"] == 210 and alone["equal_codes"] == alone["codes"] and alone["equal_scales"] == alone["scales"]
     ppl = {method: row["ours_ppl"] for method, row in study["methods"].items()}
     assert ppl["gptq"] < ppl["awq"] < ppl["rtn"]
 
 
-@pytest.mark.parametrize("name", [
-    "auto_methods/result", "llm_compressor/smollm2-135m", "llm_compressor/equal-codes-smollm2-135m",
-])
+def test_codes_rounded_to_nearest_are_those_of_compressed_tensors() -> None:
+    alone = read(STUDIES / "llm_compressor" / "equal-codes-smollm2-135m.json")
+    assert alone["linears"] == 210 and alone["equal_codes"] == alone["codes"] and alone["equal_scales"] == alone["scales"]
+
+
+@pytest.mark.parametrize("name", ["auto_methods/result", *(f"llm_compressor/{path.stem}" for path in COMPARED),
+                                  "llm_compressor/equal-codes-smollm2-135m"])
 def test_a_study_names_a_commit_of_the_history(name: str) -> None:
     require_commit(read(STUDIES / f"{name}.json")["commit"])
 

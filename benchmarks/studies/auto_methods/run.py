@@ -5,7 +5,8 @@
 auto gets each rival's bytes (`--max-gb`), and every rival a card. Sizes within a hundredth are one run of auto, with the fewest
 of their bytes. The card's text is none of those by which auto chooses: these are the other half of the default text, which AWQ
 reads, and what the model itself writes. `--cards` copies all cards there, under the names that scripts/make_quantize_tables.py
-reads; with `--keep-cards` a rival's card that is there already is not made again. It must have read the same text.
+reads; with `--keep-cards` a card that is there already is not made again, and each row of the record names the commit of its
+card. All must have read the same text.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
     result: dict[str, Any] = {"tokens_per_slice": args.tokens, "rivals": {}, "auto": {}, "commit": commit()}
     for size in distinct(list(sizes.values())):
         name = f"auto-{size / 1e6:.1f}"
-        card = made(args, Job(
+        card = kept_card(args, name) or made(args, Job(
             model=path, recipe=read_recipe(AUTO), out=args.work / f"{PREFIX}-{name}", card=task, needles_if_they_fit=True,
             most_bytes=round(size * (1 + HEADERS)), costs=args.work / "costs.json"))
         result["auto"][name] = figures(card) | {"weights_bytes": size, "most_bytes": card["limits"]["bytes"]}

@@ -3,23 +3,22 @@
     pip install --no-index --no-deps --target SITE WHEELS/*.whl          # see WHEELS below
     python benchmarks/studies/llm_compressor/on_a_gpu.py MODEL --site SITE --work DIR --out result.json [--layers 10]
 
-MODEL: a directory in 16 bits, or a GGUF file. Two methods search for minutes in both programs, so `--layers` quantises the first
-layers only, and no method begins after `--seconds`. Round to nearest must give equal codes; codes are unpacked by
-compressed-tensors, and transformers computes the perplexity of the same passages with the numbers that they mean.
+MODEL: a directory in 16 bits, or a GGUF file. Two methods search for minutes in both programs: `--layers` quantises the first
+layers only, and no method begins after `--seconds`. The record is written after each method, and a study that was stopped goes on
+with the same command: what is in DIR is not made again. Round to nearest must give equal codes; codes are unpacked by
+compressed-tensors, and transformers computes the perplexity of the same passages with the numbers that they mean. Without a GPU
+it runs, too, for small models.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from run import GROUP, METHODS, ROOT, equal_tensors, ours, plain, stand_ins, theirs
+from run import GROUP, METHODS, equal_tensors, facts, in_a_process, kept, ours, plain, stand_ins, theirs
 
 # For `pip download --no-deps --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
 # --only-binary=:all:` (17 MB). Needed besides: torch, numpy, safetensors, tokenizers, pyyaml, jinja2, tqdm, packaging,
@@ -36,12 +35,12 @@ def main() -> None:
     parser.add_argument("model", help="a directory in 16 bits, or a GGUF file")
     parser.add_argument("--site", required=True, help="where llmcompressor is installed")
     parser.add_argument("--work", type=Path, required=True, help="a folder for the models")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=None, help="the record")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=3072, help="to calibrate with")
     parser.add_argument("--judged", type=int, default=8192, help="tokens to judge by")
-    parser.add_argument("--layers", type=int, default=10, help="layers to quantise by AWQ and GPTQ, from the first; 0: all")
-    parser.add_argument("--seconds", type=float, default=150.0, help="no method begins later than this")
+    parser.add_argument("--layers", type=int, default=0, help="layers to quantise by AWQ and GPTQ, from the first; 0: all")
+    parser.add_argument("--seconds", type=float, default=400.0, help="no method begins later than this")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
@@ -50,50 +49,47 @@ def main() -> None:
             args.layers = 0                              # takes no time: all layers
         {"plain": plain, "ours": ours, "theirs": theirs, "judge": judge}[name](args, method)
         return
+    if args.out is None:
+        parser.error("--out is missing")
     args.work.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
-    seconds = {"plain": part(args, "plain")["s"]}
-    made = []
+    part(args, "plain")
+    judged = part(args, "judge:plain")
+    result: dict[str, Any] = {
+        "model": Path(args.model).name, "group": GROUP, "calibration_tokens": args.tokens, "judged_tokens": args.judged,
+        "layers": args.layers or "all", "plain_ppl": judged["plain"], "methods": {},
+    } | judged["facts"]
     for method in args.methods:
         if time.perf_counter() - begun > args.seconds:
             print(f"{method}: left out after {args.seconds:.0f} s", flush=True)
             continue
-        for maker in ("ours", "theirs"):
-            seconds[f"{maker}-{method}"] = part(args, f"{maker}:{method}")["s"]
-        made.append(method)
-    judged = part(args, "judge:" + ",".join(["plain", *(f"{maker}-{method}" for method in made for maker in ("ours", "theirs"))]))
-    report(args, made, judged, seconds)
+        result["methods"][method] = compare(args, method)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{time.perf_counter() - begun:.0f} s in all")
 
 
-def report(args: argparse.Namespace, made: list[str], judged: dict[str, Any], seconds: dict[str, float]) -> None:
-    result: dict[str, Any] = {
-        "model": Path(args.model).name, "group": GROUP, "calibration_tokens": args.tokens, "judged_tokens": args.judged,
-        "layers": args.layers or "all", "plain_ppl": judged["plain"], "methods": {},
-    }
-    for method in made:
-        mine, other = (judged[f"{maker}-{method}"] for maker in ("ours", "theirs"))
-        row = {"ours_ppl": mine, "theirs_ppl": other, "ratio": mine / other, "ours_s": seconds[f"ours-{method}"],
-               "theirs_s": seconds[f"theirs-{method}"], "layers": "all" if method == "rtn" else result["layers"],
-               "equal": equal_tensors(args.work / f"ours-{method}", args.work / f"theirs-{method}")}
-        codes = row["equal"]["weight_packed"]
-        print(f"{method:5} ours {mine:.4f}  llm-compressor's {other:.4f}  ratio {row['ratio']:.4f}  equal words "
-              f"{codes['equal'] / max(codes['of'], 1):.2%}  {row['ours_s']:.0f} s and {row['theirs_s']:.0f} s", flush=True)
-        result["methods"][method] = row
-    args.out.write_text(json.dumps(result | judged["facts"], indent=1) + "\n")
+def compare(args: argparse.Namespace, method: str) -> dict[str, Any]:
+    seconds = {maker: part(args, f"{maker}:{method}")["s"] for maker in ("ours", "theirs")}
+    judged = part(args, f"judge:ours-{method},theirs-{method}")
+    mine, other = (judged[f"{maker}-{method}"] for maker in ("ours", "theirs"))
+    equal = equal_tensors(args.work / f"ours-{method}", args.work / f"theirs-{method}")
+    codes = equal["weight_packed"]
+    print(f"{method:5} ours {mine:.4f}  llm-compressor's {other:.4f}  ratio {mine / other:.4f}  equal words "
+          f"{codes['equal'] / max(codes['of'], 1):.2%}  {seconds['ours']:.0f} s and {seconds['theirs']:.0f} s", flush=True)
+    return {"ours_ppl": mine, "theirs_ppl": other, "ratio": mine / other} | {f"{maker}_s": s for maker, s in seconds.items()} | {
+        "layers": "all" if method == "rtn" else args.layers or "all", "equal": equal, "commit": judged["facts"]["commit"]}
 
 
 def part(args: argparse.Namespace, words: str) -> dict[str, Any]:
     """In a process of its own, with the seconds that it took."""
-    site = [args.site] if words.startswith(("theirs", "judge")) else []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*site, str(ROOT)]), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, args.model, "--site", args.site, "--work", str(args.work), "--out", str(args.out),
-               "--tokens", str(args.tokens), "--judged", str(args.judged), "--layers", str(args.layers), "--part", words]
-    begun = time.perf_counter()
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    took = round(time.perf_counter() - begun, 1)
-    print(f"{words}: {took} s", flush=True)
-    return dict(json.loads(done.stdout.splitlines()[-1])) | {"s": took}
+    def run() -> dict[str, Any]:
+        begun = time.perf_counter()
+        found = in_a_process(args, Path(__file__), words)
+        took = round(time.perf_counter() - begun, 1)
+        print(f"{words}: {took} s", flush=True)
+        return found | {"s": took}
+
+    return kept(args, words, run)
 
 
 # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,8 +98,6 @@ def part(args: argparse.Namespace, words: str) -> dict[str, Any]:
 def judge(args: argparse.Namespace, folders: str) -> None:
     """Perplexity by transformers: one plain model, into which the numbers of each output are copied."""
     stand_ins()
-    import platform
-
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -115,15 +109,8 @@ def judge(args: argparse.Namespace, folders: str) -> None:
         if folder != "plain":
             copy_numbers(model, args.work / folder)
         found[folder] = perplexity(model, passages, device)
-    names = {"gpu": torch.cuda.get_device_name() if device == "cuda" else "", "torch": torch.__version__,
-             "python": platform.python_version(), "versions": [name.replace("==", " ") for name in WHEELS[:3]]}
-    print(json.dumps(found | {"facts": names | {"commit": commit()}}))
-
-
-def commit() -> str:
-    from ridgeline.bench.lab.record import commit as of_this_tree
-
-    return of_this_tree()
+    where = {"gpu": torch.cuda.get_device_name() if device == "cuda" else "", "torch": torch.__version__}
+    print(json.dumps(found | {"facts": facts(args.site) | where}))
 
 
 def copy_numbers(model: Any, folder: Path) -> None:

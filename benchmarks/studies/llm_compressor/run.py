@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,21 +75,32 @@ def facts(site: str) -> dict[str, Any]:
 
 
 def step(args: argparse.Namespace, part: str) -> dict[str, Any]:
-    """In a process of its own; what it found is kept beside the models, so that a stopped study goes on."""
-    kept = args.work / (part.replace("/", "_").replace(":", "-") + ".json")
-    if kept.is_file():
-        return dict(json.loads(kept.read_text()))
+    """In a process of its own, with the CPU seconds that it took."""
+    def run() -> dict[str, Any]:
+        begun = os.times()
+        found = in_a_process(args, Path(__file__), part)
+        ended = os.times()
+        spent = ended.children_user + ended.children_system - begun.children_user - begun.children_system
+        return found | {"cpu_s": round(spent, 1)}
+
+    return kept(args, part, run)
+
+
+def kept(args: argparse.Namespace, part: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a part found lies beside the models, so that a stopped study goes on where it was."""
+    file = args.work / (part.replace("/", "_").replace(":", "-") + ".json")
+    if not file.is_file():
+        file.write_text(json.dumps(run()))
+    return dict(json.loads(file.read_text()))
+
+
+def in_a_process(args: argparse.Namespace, script: Path, part: str) -> dict[str, Any]:
     site = [args.site] if part.startswith(("theirs", "judge")) else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*site, str(ROOT)]), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, *([args.model] if args.model else []), "--site", args.site, "--work", str(args.work),
+    command = [sys.executable, str(script), *([args.model] if args.model else []), "--site", args.site, "--work", str(args.work),
                "--tokens", str(args.tokens), "--judged", str(args.judged), "--layers", str(args.layers), "--part", part]
-    begun = os.times()
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    ended = os.times()
-    found = json.loads(done.stdout.splitlines()[-1])
-    found |= {"cpu_s": round(ended.children_user + ended.children_system - begun.children_user - begun.children_system, 1)}
-    kept.write_text(json.dumps(found))
-    return dict(found)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 # ── the parts ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,7 +5,8 @@
 Every part is a process of its own, as a user starts it, so that one that fails or takes too long leaves the others alone. FILE is
 written after each part. First run.py quantises LAYERS layers of the shape with random weights (`measured_s`); `whole_s` is that
 time × all layers / LAYERS, extrapolated since layers are alike, and measured only where LAYERS is all of them. Then each recipe
-makes the model and its card; `auto:0.3` is auto with --max-kl 0.3. Parts that no time is left for are named in `left_out`.
+makes the model and its card, which is copied beside FILE (for benchmarks/cards); `auto:0.3` is auto with --max-kl 0.3. Parts that
+no time is left for are named in `left_out`.
 `--layers 0` leaves the shapes out; without MODEL there are only shapes.
 
 Without a GPU it runs on the CPU: `MODEL --shape tiny --layers 2 --recipes int4-rtn --card-tokens 64` is a quick try.
@@ -76,9 +77,9 @@ def model(args: argparse.Namespace, recipe: str, work: Path, seconds: float) -> 
                   "--out", str(out), "--card-tokens", str(args.card_tokens), "--card-needle", str(args.card_needle)], seconds)
     if not (out / "quality.json").is_file():
         return found
-    card = json.loads((out / "quality.json").read_text(encoding="utf-8"))
-    found["time"] = times(card["time"])
-    return found | {"card": card}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(out / "quality.json", args.out.parent / f"{out.name}.json")
+    return found | {"time": times(json.loads((out / "quality.json").read_text(encoding="utf-8"))["time"])}
 
 
 def times(found: dict[str, Any]) -> dict[str, dict[str, float]]:

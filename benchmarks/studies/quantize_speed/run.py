@@ -2,10 +2,10 @@
 
     python benchmarks/studies/quantize_speed/run.py --shape 1.5b --layers 2 --recipes int4-gptq --out cpu-1.5b.json
 
-A checkpoint with random weights and LAYERS of the model's layers is written, then quantised by each recipe as the command does
-it, on the GPU where there is one (on_a_gpu.py runs this there). `whole_s` is the time times the model's layers / LAYERS: too much
-by what is outside of them. Seconds are on the clock, and `cpu_s` those of all cores together, which do not depend on what else
-the machine does.
+A checkpoint with random weights and LAYERS of the model's layers is written (all of 8b: 16 GB in TMPDIR), then quantised by each
+recipe as the command does it, on the GPU where there is one (on_a_gpu.py runs this there). `whole_s` is the time times (the
+model's layers) / LAYERS: too much by what is outside of them. Seconds are on the clock, and `cpu_s` those of all cores together,
+which do not depend on what else the machine does.
 Before that, a tiny model is quantised on the CPU and on the GPU, and the codes are compared.
 """
 
@@ -39,7 +39,6 @@ SHAPES = {
     "8b": {"hidden": 4096, "inner": 14336, "heads": 32, "kv": 8, "vocab": 128256},
     "tiny": {"hidden": 256, "inner": 512, "heads": 4, "kv": 2, "vocab": 512},
 }
-PREDICTED = "GPTQ of 8B shapes: 2.0 s a layer, of which half are launches of 39,000 columns; 1.2 min in all. AWQ: 3 s a layer."
 
 
 def checkpoint(folder: Path, shape: dict[str, int], layers: int) -> Path:
@@ -128,7 +127,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": torch.cuda.get_device_name() if gpu else platform.machine(), "torch": torch.__version__, "commit": commit(),
         "shape": args.shape, "layers": args.layers, "whole_layers": WHOLE[args.shape], "tokens": args.tokens,
-        "expected": PREDICTED, "recipes": {},
+        "recipes": {},
     }
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
