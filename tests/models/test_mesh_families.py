@@ -28,13 +28,19 @@ MESHES = {
 }
 
 
+def divided(directory: Path, kind: str) -> list[str]:
+    """The checkpoints that a mesh can divide: smollm2 has 3 KV heads, which do not fit 4 ranks."""
+    if kind == "experts":
+        return [name for name in CHECKPOINTS if load_model_config(directory / name).experts is not None]
+    return [name for name in CHECKPOINTS if (kind, name) != ("tensor of four", "smollm2")]
+
+
 def rank_main(rank: int, size: int, directory: Path) -> None:
     torch.set_num_threads(1)
     found = {}
     for kind, (tensor, pipeline, experts, context) in MESHES[size].items():
-        names = [name for name in CHECKPOINTS if not experts or load_model_config(directory / name).experts]
         mesh = meet(MeshShape(tensor, pipeline), rank, directory / f"store-{kind}", "gloo", 600, experts, context)
-        found[kind] = all_logits(mesh, names, directory)
+        found[kind] = all_logits(mesh, divided(directory, kind), directory)
         leave(mesh)
     torch.save(found, directory / f"logits{size}-{rank}.pt")
 
@@ -52,8 +58,7 @@ def test_ranks_of_every_family_give_the_logits_of_one(checkpoints: Path, size: i
     run_ranks(size, checkpoints, __file__)
     for kind in MESHES[size]:
         first = ranks_logits(checkpoints, kind, size)[0]
-        assert len(first) == len(CHECKPOINTS) or (kind == "experts" and len(first) > 10)
-        for name, _ in first:
+        for name in divided(checkpoints, kind):
             check(checkpoints, name, first)
 
 
