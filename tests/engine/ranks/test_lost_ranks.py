@@ -51,7 +51,8 @@ def test_greedy_and_seeded_streams_outlive_a_rank(mesh: dict[str, Any], fault: s
     async def scene() -> None:
         llm = AsyncLLM(
             write_model(tmp_path / "tiny"), supervision=Supervision(max_restarts=5, backoff=0.01), device="cpu",
-            load_format="dummy", num_gpu_blocks_override=200, max_num_seqs=4, dtype="float64", enable_prefix_caching=False, **mesh,
+            load_format="dummy", num_gpu_blocks_override=200, max_num_seqs=4, dtype="float64", enable_prefix_caching=False,
+            **mesh,
         )
         async with llm:
             undisturbed = await answers(llm)
