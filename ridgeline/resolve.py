@@ -151,7 +151,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         options=config, model_path=path, model=model, device=device.kind, dtype=dtype, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, groups=groups, num_blocks=num_blocks,
         prefix_caching=config.cache.enable_prefix_caching and "prefix caching" not in off,
-        depth=max(int(_overlap(config, device, reasons)), config.parallel.pipeline_parallel_size - 1),
+        depth=_depth(config, device, reasons),
         kv_format=stored, graphs=graphs,
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
@@ -168,12 +168,16 @@ def _can_capture(config: EngineConfig, model: ModelConfig, dtype: str, reasons: 
     return False
 
 
-def _overlap(config: EngineConfig, device: DeviceFacts, reasons: dict[str, str]) -> bool:
-    asked = config.scheduler.async_scheduling
-    if asked is not None:
-        return asked
-    reasons["async_scheduling"] = "off: on the CPU host and device are the same cores" if device.kind == "cpu" else "on"
-    return device.kind != "cpu"
+def _depth(config: EngineConfig, device: DeviceFacts, reasons: dict[str, str]) -> int:
+    """Steps in flight beside the one being planned. Those of a pipeline have one stage each, so that overlap is a part of it."""
+    asked, stages = config.scheduler.async_scheduling, config.parallel.pipeline_parallel_size
+    if stages > 1:
+        reasons["async_scheduling"] = "off: overlap adds nothing to pipeline parallelism"
+        return stages - 1
+    if asked is None:
+        reasons["async_scheduling"] = "off: on the CPU host and device are the same cores" if device.kind == "cpu" else "on"
+        return int(device.kind != "cpu")
+    return int(asked)
 
 
 def _sizes(

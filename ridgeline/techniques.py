@@ -23,6 +23,7 @@ class Technique:
     module: str
     requires: tuple[str, ...] = ()   # techniques without which it can do nothing
     excludes: tuple[str, ...] = ()   # techniques with which it cannot work
+    adds_nothing_to: tuple[str, ...] = ()                # techniques that do its work already
     device: str = ""                 # the kind of device it is for; empty: any
     also_off: tuple[Any, ...] = ()   # other values of its options with which it is off
 
@@ -52,6 +53,7 @@ TECHNIQUES = (
     Technique(
         "overlap", {"async_scheduling": True}, {"async_scheduling": False}, "overhead", True,
         "planning and collecting, hidden behind the device's work", "engine/core/core.py",
+        adds_nothing_to=("pipeline parallelism",),       # which plans a step while others are in its stages
     ),
     Technique(
         "CUDA graphs", {"enforce_eager": False}, {"enforce_eager": True}, "overhead", True,
@@ -105,7 +107,7 @@ def turned_off(
 ) -> dict[str, str]:
     """Techniques that are on and cannot work on this device or beside the others, and why.
 
-    Of two that exclude each other, the one whose `excludes` names the other is turned off.
+    Of two that exclude each other, the one whose `excludes` or `adds_nothing_to` names the other is turned off.
     """
     on = {technique.name: technique for technique in techniques if technique.is_on(options)}
     off: dict[str, str] = {}
@@ -114,7 +116,8 @@ def turned_off(
             off[name] = f"needs a {technique.device} device"
             continue
         missing = [other for other in technique.requires if other not in on or other in off]
-        before = [other for other in technique.excludes if other in on and other not in off]
-        if missing or before:
-            off[name] = f"needs {missing[0]}" if missing else f"does not work with {before[0]}"
+        others = [f"does not work with {other}" for other in technique.excludes if other in on and other not in off]
+        others += [f"adds nothing to {other}" for other in technique.adds_nothing_to if other in on and other not in off]
+        if missing or others:
+            off[name] = f"needs {missing[0]}" if missing else others[0]
     return off

@@ -108,6 +108,13 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_mmap_threshold, 1 << 25)
 
 
+def return_freed_memory() -> None:
+    """Have malloc give back what was freed. Takes milliseconds, without Python's lock."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)       # only glibc has it, and needs it
+    if trim is not None:
+        trim(0)
+
+
 def cache_dir() -> Path:
     """Where Ridgeline keeps files: RIDGELINE_CACHE, or the user's cache directory. Other users may not write there."""
     given = os.environ.get("RIDGELINE_CACHE")

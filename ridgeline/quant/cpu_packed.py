@@ -20,6 +20,7 @@ from ridgeline.ops.linear.gguf_blocks import block_linear
 from ridgeline.ops.quantised.codes import e8m0_numbers, unpacked_codes
 from ridgeline.ops.quantised.expand import MIDDLE, QuantisedWeight, spread
 from ridgeline.ops.registry import kernels_are_used
+from ridgeline.process.platform import return_freed_memory
 from ridgeline.quant.layout import fewest_outputs, tile_kind
 from ridgeline.quant.piece import Piece
 from ridgeline.quant.scheme import PackedFloat32, Scheme, bias_piece, plain_bias, unquantised_scheme
@@ -146,6 +147,9 @@ class CpuPacked(PackedFloat32):
         if kept is not None:
             linear.kept = None
             self.take(linear, kept.result(list(linear.rows)))
+            if kept.plain:                               # copied: malloc would keep half as much again as the model has
+                kept.plain.clear()
+                return_freed_memory()
         if getattr(linear, "matrix", None) is None:
             linear.matrix = None
             super().finish(linear)

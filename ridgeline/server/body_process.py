@@ -23,13 +23,14 @@ from ridgeline.errors import BadRequest, RidgelineError
 from ridgeline.metrics import SPENT
 from ridgeline.process.framed_child import read_frame, write_frame
 from ridgeline.process.orphans import end_with_parent
+from ridgeline.process.platform import return_freed_memory
 from ridgeline.resolve import model_path
 from ridgeline.server.api.openai.embeddings import EmbeddingTokens, token_bytes
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore
 from ridgeline.server.api.prepared import Prepared
 from ridgeline.server.api.vllm.score import Pairs
 from ridgeline.server.body_work import FUNCTIONS
-from ridgeline.server.give_back import give_back_large_blocks, return_freed_memory
+from ridgeline.server.give_back import give_back_large_blocks
 from ridgeline.server.long_bodies import Broken, Made, Recalled, Reply, Task, Wanted, failure_of
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ridgeline.process.platform import return_freed_memory
+
 COLLECT_AFTER = 50_000               # net allocations before a collection of the youngest generation
 LARGE_BLOCK = 512 * 1024             # bytes; larger blocks are returned as soon as they are freed
 LOOK_SECONDS = 1.0
@@ -41,13 +43,6 @@ def give_back_large_blocks() -> None:
     mallopt = getattr(_libc, "mallopt", None)            # only glibc has it, and needs it
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
-
-
-def return_freed_memory() -> None:
-    """Takes milliseconds, without Python's lock."""
-    trim = getattr(_libc, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def resident_bytes() -> int:

@@ -132,7 +132,7 @@ PRE_TOKENIZERS = {
         "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
         _cased_pattern(f"(?:{_CONTRACTION})?", _NUMBER, _CAPITAL, _SMALL)), ignore_merges=True),
     "deepseek-llm": PreTokenizer((
-        r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EAST_ASIAN, f"{_NUMBER}+")),
+        r"[\r\n]", rf"\s?{_CASED}+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"(?<!\s)\s+$", _EAST_ASIAN, f"{_NUMBER}+")),
     "deepseek-coder": PreTokenizer((r"[\r\n]", rf"\s?{_LETTER}+", rf"\s?{_PUNCTUATION}+", _EAST_ASIAN, _NUMBER)),
     "seed-coder": PreTokenizer((
         rf"{_CONTRACTION}|[^\r\n{_LETTER}{_NUMBER}]?{_LETTER}+|{_NUMBER}| ?[^\s{_LETTER}{_NUMBER}\r\n]+|{_BLANKS}",)),

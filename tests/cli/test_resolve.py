@@ -14,6 +14,7 @@ from test_stored_blocks import small_gguf
 
 from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.config import EngineConfig
+from ridgeline.engine.core.stats import active_techniques
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import load_model_config, weight_bytes
 from ridgeline.ops.attention.attention_arguments import workspace_floats
@@ -222,13 +223,32 @@ def test_requirements_and_exclusions() -> None:
     def technique(name: str, **fields: Any) -> Technique:
         return Technique(name, {name: True}, {name: False}, "compute", True, "", "", **fields)
 
-    made = (technique("a"), technique("b", requires=("a",)), technique("c", requires=("b",)), technique("d", excludes=("a",)))
-    options = {"a": True, "b": True, "c": True, "d": True}
-    assert turned_off(options, "cpu", made) == {"d": "does not work with a"}
+    made = (
+        technique("a"), technique("b", requires=("a",)), technique("c", requires=("b",)), technique("d", excludes=("a",)),
+        technique("e", adds_nothing_to=("b", "d")),
+    )
+    options = {"a": True, "b": True, "c": True, "d": True, "e": True}
+    assert turned_off(options, "cpu", made) == {"d": "does not work with a", "e": "adds nothing to b"}
+    assert turned_off(options | {"b": False, "c": False}, "cpu", made) == {"d": "does not work with a"}
+    options |= {"e": False}
     assert turned_off(options | {"a": False}, "cpu", made) == {"b": "needs a", "c": "needs b"}
     assert turned_off(options | {"a": None, "b": None, "c": None}, "cpu", made) == {}
     names = {technique.name for technique in TECHNIQUES}
-    assert all({*each.requires, *each.excludes} <= names for each in TECHNIQUES)
+    assert all({*each.requires, *each.excludes, *each.adds_nothing_to} <= names for each in TECHNIQUES)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_overlap_adds_nothing_to_a_pipeline(tmp_path: Path, kind: str, stages: int) -> None:
+    """As many steps are in flight as there are stages, whatever is asked for; the reason is given."""
+    model = directory(tmp_path, config=LLAMA | {"num_hidden_layers": 3})
+    for asked in (True, False, None):
+        config = resolved(model, 2**34, kind, pipeline_parallel_size=stages, async_scheduling=asked)
+        assert config.depth == stages - 1
+        assert config.reasons["async_scheduling"] == "off: overlap adds nothing to pipeline parallelism"
+        assert config.pinned().scheduler.async_scheduling is False
+        assert "overlap" not in active_techniques(config)
+    assert [resolved(model, 2**34, kind, async_scheduling=asked).depth for asked in (True, False)] == [1, 0]
 
 
 @pytest.mark.parametrize(("options", "says"), [

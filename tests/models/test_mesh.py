@@ -72,16 +72,17 @@ def all_logits(
     return found
 
 
+def leave(mesh: ProcessMesh) -> None:
+    dist.barrier()                       # no rank leaves while another still computes
+    mesh.close()
+
+
 def rank_main(rank: int, size: int, directory: Path) -> None:
     """One process: run every case of every mesh, and keep what this rank has."""
     torch.set_num_threads(1)
 
     def mesh(name: str, tensor: int, pipeline: int, experts: bool = False, context: bool = False) -> ProcessMesh:
         return meet(MeshShape(tensor, pipeline), rank, directory / f"store-{name}", "gloo", 120, experts, context)
-
-    def leave(mesh: ProcessMesh) -> None:
-        dist.barrier()                   # no rank leaves while another still computes
-        mesh.close()
 
     found = {}
     if size == 2:
@@ -116,9 +117,9 @@ def rank_main(rank: int, size: int, directory: Path) -> None:
     torch.save(found, directory / f"logits{size}-{rank}.pt")
 
 
-def run_ranks(size: int, directory: Path) -> None:
+def run_ranks(size: int, directory: Path, program: str = __file__) -> None:
     environment = {**os.environ, "PYTHONPATH": import_path()}
-    words = [sys.executable, __file__]
+    words = [sys.executable, program]
     ranks = [WarmPopen([*words, str(rank), str(size), str(directory)], env=environment) for rank in range(size)]
     try:
         assert [process.wait(timeout=600) for process in ranks] == [0] * size

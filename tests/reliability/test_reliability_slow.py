@@ -462,6 +462,13 @@ def address(server: subprocess.Popen[str]) -> str:
     return next(line.split()[1].removesuffix("/v1") for line in server.stdout if line.startswith("ready: "))
 
 
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=10).status_code == 200
+    except httpx.TransportError:                         # on a busy machine it has not noticed yet that connections have ended
+        return False
+
+
 @pytest.mark.reliability("R-09b")
 def test_with_64_files_the_server_goes_on_when_connections_end(tmp_path: Path) -> None:
     server = serve(str(write_model(tmp_path / "tiny")), preexec_fn=few_files)
@@ -472,11 +479,11 @@ def test_with_64_files_the_server_goes_on_when_connections_end(tmp_path: Path) -
         time.sleep(0.5)
         for each in some:
             each.close()
-        wait_until(lambda: httpx.get(f"{url}/health", timeout=10).status_code == 200, 20)
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=20).status_code == 200
+        wait_until(lambda: is_healthy(url), 120)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=60).status_code == 200
     finally:
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
+        assert server.wait(60) == 0
     assert server.stderr is not None
     said = server.stderr.read()
     assert "Traceback" not in said and len(said) < 2000

@@ -24,7 +24,8 @@ BEAT_SECONDS = 1.0
 SILENT_SECONDS = 10.0                # after that, a rank counts as hung
 _LOOK_SECONDS = 0.25
 _NOTICE_SECONDS = 2.0                # for rank 0 to notice by itself that a rank has ended
-_WINDOW_SECONDS = 20.0               # over which waiting is compared
+_WINDOW_SECONDS = 5.0                # over which waiting is compared; one alone may be a pause, of which there are many kinds
+_AGAIN_SECONDS = 60.0                # between two lines about the same slow rank
 
 
 class Process(Protocol):
@@ -40,14 +41,38 @@ class Process(Protocol):
 
 
 def straggler(waited: Mapping[int, float], seconds: float) -> int | None:
-    """The rank that the others wait for: it waits for less than a tenth of the time, and half of the others for more than half of
-    it. None: they keep step, or are idle."""
+    """The rank that the others wait for: most of them wait for more than half of the time longer than it does, which itself waits
+    now and then where a machine is busy. None: they keep step, or are idle."""
     if len(waited) < 2:
         return None
     slowest = min(waited, key=lambda rank: waited[rank])
     others = [value for rank, value in waited.items() if rank != slowest]
-    behind = waited[slowest] < 0.1 * seconds and statistics.median(others) > 0.5 * seconds
-    return slowest if behind else None
+    return slowest if statistics.median(others) - waited[slowest] > 0.5 * seconds else None
+
+
+class SlowRanks:
+    """Finds the rank that the others wait for in two windows in a row."""
+
+    def __init__(self) -> None:
+        self._since = -_WINDOW_SECONDS                   # of the window's begin, and what each rank had waited then
+        self._before: dict[int, float] = {}
+        self._slow: int | None = None                    # in the last window
+        self._named: dict[int, float] = {}               # rank -> when
+
+    def look(self, waited: Mapping[int, float], now: float) -> int | None:
+        """`waited`: seconds of each rank so far. The rank that is to be named now."""
+        seconds = now - self._since
+        if seconds < _WINDOW_SECONDS:
+            return None
+        before, slow = self._before, None
+        if before.keys() == waited.keys():
+            slow = straggler({rank: waited[rank] - before[rank] for rank in waited}, seconds)
+        again = slow is not None and slow == self._slow
+        self._since, self._before, self._slow = now, dict(waited), slow
+        if slow is None or not again or now - self._named.get(slow, -_AGAIN_SECONDS) < _AGAIN_SECONDS:
+            return None
+        self._named[slow] = now
+        return slow
 
 
 class RankWatch:
@@ -59,8 +84,8 @@ class RankWatch:
         self.lost = False                                # a rank has ended
         self._beats, self._processes, self._waited, self._give_up = beats, processes, waited, give_up
         self._silent = dict.fromkeys(processes, 0.0)     # seconds since each rank was heard
-        self._said: dict[int, float] = {}                # seconds that each has waited so far …
-        self._before: dict[int, float] | None = None     # … and had at the last comparison
+        self._said: dict[int, float] = {}                # seconds that each has waited so far
+        self._slow = SlowRanks()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
@@ -74,16 +99,15 @@ class RankWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        last = compared = time.monotonic()
+        last = time.monotonic()
         while not self._stop.is_set():
             if self._beats.poll(int(1000 * _LOOK_SECONDS)):
                 self._hear(json.loads(self._beats.recv()))
             now = time.monotonic()
             self._look(min(now - last, 2 * _LOOK_SECONDS))       # more: this process itself was stopped for a while
             last = now
-            if now - compared > _WINDOW_SECONDS:
-                self._compare(now - compared)
-                compared = now
+            if (slow := self._slow.look({0: self._waited(), **self._said}, now)) is not None:
+                logger.warning("rank %d is slow: the others wait for it most of the time", slow)
 
     def _hear(self, said: Any) -> None:
         rank, _, waited = said
@@ -104,11 +128,3 @@ class RankWatch:
             self.lost = True
             if not self._stop.wait(_NOTICE_SECONDS):
                 self._give_up()
-
-    def _compare(self, seconds: float) -> None:
-        now = {0: self._waited(), **self._said}
-        if self._before is not None and now.keys() == self._before.keys():
-            slow = straggler({rank: now[rank] - self._before[rank] for rank in now}, seconds)
-            if slow is not None:
-                logger.warning("rank %d is slow: the others wait for it most of the time", slow)
-        self._before = now

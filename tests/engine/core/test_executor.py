@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,12 +199,43 @@ def test_a_stage_that_dies_is_named(model: Path, stages: int) -> None:
 
 
 @pytest.mark.parametrize(("waited", "slow"), [
-    ({0: 18.0, 1: 0.5}, 1), ({0: 0.3, 1: 17.0, 2: 16.0}, 0),     # the others wait for it
+    ({0: 18.0, 1: 0.5}, 1), ({0: 0.3, 1: 17.0, 2: 16.0}, 0),     # the others wait for it …
+    ({0: 18.0, 1: 3.0}, 1),                                      # … which waits, too, on a busy machine
     ({0: 9.0, 1: 9.0}, None), ({0: 0.0, 1: 0.0}, None),          # they keep step; they are idle
     ({0: 0.5, 1: 19.0, 2: 1.0, 3: 1.0}, None), ({0: 1.0}, None), # most do not wait; there is only one
 ])
 def test_the_rank_that_others_wait_for(waited: dict[int, float], slow: int | None) -> None:
     assert rank_watch.straggler(waited, 20.0) == slow
+
+
+def test_a_slow_rank_is_named_within_seconds_and_then_once_a_minute() -> None:
+    """One pause is not enough. Here rank 1 pauses once, in the third window, and is slow from the fifth on."""
+    slow, waited, named = rank_watch.SlowRanks(), {0: 0.0, 1: 0.0}, []
+    for window in range(30):
+        now = 5.0 * window
+        waited[0] += 4.5 if window == 3 or window >= 5 else 0.2
+        waited[1] += 0.2
+        if (rank := slow.look(waited, now)) is not None:
+            named.append((rank, now))
+        assert slow.look(waited, now + 1.0) is None          # a window has not passed
+    assert named == [(1, 30.0), (1, 90.0)]
+
+
+@pytest.mark.slow
+def test_a_slow_rank_of_a_real_engine_is_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rank_watch, "_WINDOW_SECONDS", 1.5)
+    monkeypatch.setattr(ranks_module, "start_child", children_with({"1": {"every": "slow"}}))
+    monkeypatch.setattr(logging.getLogger("ridgeline"), "propagate", True)
+    core = start(model)
+    asked = 0
+    while "is slow" not in caplog.text and asked < 9:        # of 6 s each
+        ask(core, str(asked := asked + 1))
+        while core.has_work:
+            core.step()
+    core.close()
+    assert "rank 1 is slow: the others wait for it most of the time" in caplog.text
 
 
 def test_a_rank_that_does_not_leave_is_ended(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,9 +289,18 @@ def test_rank_zero_that_fails_takes_the_others_along(model: Path, monkeypatch: p
         start(model)
 
 
-def plant(steps: dict[int, str]) -> None:
+def children_with(faults: dict[str, dict[str, str]]) -> Callable[..., Any]:
+    """What starts ranks with these faults, by rank."""
+    def start_child(module: str, given: str, environment: dict[str, str]) -> Any:
+        assert module == "ridgeline.engine.ranks.rank"
+        return children.start_child("test_executor", given, json.dumps(faults), environment=environment)
+
+    return start_child
+
+
+def plant(steps: dict[str, str]) -> None:
     """In this process: the n-th step that is submitted has no memory at this place: before its first collective, between two of
-    them, or behind the last."""
+    them, or behind the last. Or every step is slow."""
     seen, where = [0], [""]
     submit, sample, logits_here = Runner.submit, Runner.sample, Decoder.logits_here
 
@@ -270,7 +311,9 @@ def plant(steps: dict[int, str]) -> None:
 
     def submitting(self: Runner, plan: Any) -> None:
         seen[0] += 1
-        where[0] = steps.get(seen[0], "")
+        where[0] = steps.get(str(seen[0]), "")
+        if steps.get("every") == "slow":
+            time.sleep(0.2)
         fail("begin")
         submit(self, plan)
 
@@ -315,15 +358,11 @@ def test_all_ranks_drop_the_step_that_one_has_no_memory_for(
     expected = answers_of(alone)
     alone.close()
 
-    def start_child(module: str, given: str, environment: dict[str, str]) -> Any:
-        assert module == "ridgeline.engine.ranks.rank"
-        return children.start_child("test_executor", given, json.dumps(faults), environment=environment)
-
     for owner, name in ((Runner, "submit"), (Runner, "sample"), (Decoder, "logits_here")):
         monkeypatch.setattr(owner, name, getattr(owner, name))       # back to these afterwards
-    monkeypatch.setattr(ranks_module, "start_child", start_child)
+    monkeypatch.setattr(ranks_module, "start_child", children_with(faults))
     core = EngineCore.start(EngineConfig.of(**options, tensor_parallel_size=ranks))
-    plant({int(step): place for step, place in faults.get("0", {}).items()})
+    plant(faults.get("0", {}))
     assert answers_of(core) == expected
     failures = {int(step) for each in faults.values() for step in each}
     assert core.scheduler.counters.out_of_memory == len(failures)
@@ -332,5 +371,5 @@ def test_all_ranks_drop_the_step_that_one_has_no_memory_for(
 
 if __name__ == "__main__":                           # a rank with faults of its own
     faults_here = json.loads(sys.argv[2]).get(str(json.loads(sys.argv[1])["rank"]), {})
-    plant({int(step): place for step, place in faults_here.items()})
+    plant(faults_here)
     sys.exit(rank_module.main(sys.argv[1]))

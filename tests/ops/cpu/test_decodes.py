@@ -24,7 +24,7 @@ def written(plan: StepPlan) -> tuple[object, ...]:
     return plan.step, *listed, [added.row for added in plan.added], plan.recomputed
 
 
-def traffic(monkeypatch: pytest.MonkeyPatch, is_native: bool, place: int) -> tuple[Simulation, Plans, set[str]]:
+def traffic(monkeypatch: pytest.MonkeyPatch, is_native: bool, place: int, seed: int = 0) -> tuple[Simulation, Plans, set[str]]:
     """A run of random requests, its plans, and what native code did in it."""
     name, depth, alpha = CASES[place]
     plans: list[StepPlan] = []
@@ -42,7 +42,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch, is_native: bool, place: int) -> tup
         return plan                                                      # type: ignore[no-any-return]
 
     monkeypatch.setattr(Scheduler, "schedule", planned)
-    simulation = run_random(replace(SETUPS[name], depth=depth, alpha=alpha, native=is_native), seed=place)
+    simulation = run_random(replace(SETUPS[name], depth=depth, alpha=alpha, native=is_native), seed=seed or place)
     monkeypatch.undo()
     return simulation, [written(plan) for plan in plans], called
 
@@ -51,15 +51,24 @@ def traffic(monkeypatch: pytest.MonkeyPatch, is_native: bool, place: int) -> tup
     pytest.param(place, marks=() if place % 13 == 0 else pytest.mark.slow) for place in range(len(CASES))
 ])
 def test_plans_and_answers_are_the_same(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, own_plans, nothing = traffic(monkeypatch, False, place)
-    fast, plans, called = traffic(monkeypatch, True, place)
-    assert not nothing and {"again", "book"} <= called
-    assert plans == own_plans
+    """In a short run of drafted answers no step may repeat: then there is another run."""
+    done: set[str] = set()
+    for seed in range(place, place + 4 * len(CASES), len(CASES)):
+        if not {"again", "book"} <= done:
+            done |= same_natively(monkeypatch, place, seed)
+    assert {"again", "book"} <= done
+
+
+def same_natively(monkeypatch: pytest.MonkeyPatch, place: int, seed: int) -> set[str]:
+    own, own_plans, nothing = traffic(monkeypatch, False, place, seed)
+    fast, plans, called = traffic(monkeypatch, True, place, seed)
+    assert not nothing and plans == own_plans
     assert fast.answers == own.answers and fast.ends == own.ends and repr(fast.deltas) == repr(own.deltas)
     assert fast.scheduler.counters == own.scheduler.counters
     ours, theirs = fast.scheduler._running.rows, own.scheduler._running.rows
     for name in ("known", "computed", "num_blocks", "committed", "stay", "num_held", "num_used"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name), err_msg=name)
+    return called
 
 
 def test_drafts_are_planned_and_taken_in_natively(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from served_model import wait_until, write_model
 
 from ridgeline.engine.client.long_work import num_done
 from ridgeline.errors import Overloaded
+from ridgeline.process import platform
 from ridgeline.server import give_back
 from ridgeline.server.api.openai.embeddings import Embedding, EmbeddingReply, EmbeddingUsage
 from ridgeline.server.api.vllm.tokenize import DetokenizeReply, TokenizeReply
@@ -436,5 +437,5 @@ def test_a_busy_server_collects_only_after_growth(monkeypatch: pytest.MonkeyPatc
 
 
 def test_resident_bytes_are_those_of_this_process() -> None:
-    give_back.return_freed_memory()
+    platform.return_freed_memory()
     assert give_back.resident_bytes() > 2**20 or not Path("/proc/self/statm").exists()
