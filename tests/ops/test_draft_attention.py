@@ -68,6 +68,7 @@ CASES: dict[str, tuple[list[tuple[int, int]], int, dict[str, Any]]] = {      # r
     "several shares": ([(5, 400), (1, 300), (2, 130), (8, 290)], 4, {"block_size": 16}),
     "all new": ([(3, 3), (1, 1)], 2, {}),
     "beside prompts": ([(1, 9), (3, 20), (6, 15), (11, 11)], 2, {}),
+    "many drafts beside prompts": ([(16, 20), (16, 30), (5, 24), (9, 40), (6, 15), (11, 11)], 4, {}),
     "window": ([(4, 60), (1, 33), (6, 9), (2, 90)], 4, {"window": 21}),
     "window, several shares": ([(6, 500), (1, 400), (3, 350)], 3, {"window": 210, "block_size": 16}),
     "narrow window": ([(9, 40), (4, 30)], 2, {"window": 2}),

@@ -35,25 +35,26 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """One CTA: one tile of TILE_TOKENS tokens of one row, one KV head. The `rows` rows from `first_row` on; all rows before it
-    have one query each.
+    """One CTA: one tile of TILE_TOKENS tokens of one row, one KV head. The `rows` rows from `first_row` on; rows before it have one
+    query each, or more with drafts.
 
-    Row r's tiles begin at index (queries before it) // TILE_TOKENS + r: never less than the tiles before it, and one
-    more at most. So the grid is a host number, and a CTA finds its row by counting the rows that begin before it.
+    Row r's tiles begin at index (queries between `first_row` and it) // TILE_TOKENS + r: never less than the tiles before it, and
+    one more at most. So the grid is a host number, and a CTA finds its row by counting the rows that begin before it.
     Tiles are taken from the last one: under the causal mask a row's last tiles are the longest, and the short ones
     fill the gaps at the end.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
+    first_query = tl.load(query_start_ptr + first_row)
     before = 0
     for begin in range(0, rows, TILE_ROWS):
         candidate = begin + tl.arange(0, TILE_ROWS)
-        start = tl.load(query_start_ptr + first_row + candidate, mask=candidate < rows, other=0) - first_row
+        start = tl.load(query_start_ptr + first_row + candidate, mask=candidate < rows, other=0) - first_query
         before += tl.sum(((candidate < rows) & (start // TILE_TOKENS + candidate <= tile)).to(tl.int32), axis=0)
     row = first_row + before - 1
     query_begin = tl.load(query_start_ptr + row)
     queries = tl.load(query_start_ptr + row + 1) - query_begin
-    tile_token = (tile - (query_begin - first_row) // TILE_TOKENS - (before - 1)) * TILE_TOKENS
+    tile_token = (tile - (query_begin - first_query) // TILE_TOKENS - (before - 1)) * TILE_TOKENS
     if tile_token >= queries:
         return
     kv_len = tl.load(kv_len_ptr + row)
