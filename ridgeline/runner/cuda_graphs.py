@@ -65,7 +65,9 @@ class _Captured:
 @dataclass(slots=True)
 class _Seen:
     batch: Batch
-    uses: int = 0
+    uses: int = 0                    # that were launched
+    no_memory: bool = False          # a capture had none: it is tried at every second use, and not while the engine is idle
+    rests: bool = False              # not at the next one
 
 
 _Key = tuple[Shape, bool, tuple[bool, ...]]              # shape, greedy, groups with a shared prefix
@@ -161,8 +163,8 @@ class GraphForward:
         captured = self._captured.get(key)
         if captured is None:
             seen = self._waiting.setdefault(key, _Seen(batch))
-            if seen.uses < (self._uses if self._shape.prompt_tokens > AT_ONCE else 0):
-                seen.uses += 1
+            if seen.rests or seen.uses < (self._uses if self._shape.prompt_tokens > AT_ONCE else 0):
+                seen.uses, seen.rests = seen.uses + 1, False
                 self._waiting.move_to_end(key)
                 return self.eager.run(batch, greedy)
             captured = self._capture_shape(key, batch, seen)
@@ -175,11 +177,11 @@ class GraphForward:
 
     def prepare(self) -> bool:
         """Capture the shape that was used last, while there is room; only run() replaces older graphs."""
-        if not self._waiting or len(self._captured) >= MOST_GRAPHS:
+        found = next(((key, seen) for key, seen in reversed(self._waiting.items()) if not seen.no_memory), None)
+        if found is None or len(self._captured) >= MOST_GRAPHS:
             return False
-        key, seen = next(reversed(self._waiting.items()))
         with torch.inference_mode():
-            self._capture_shape(key, seen.batch, seen)
+            self._capture_shape(found[0], found[1].batch, found[1])
         return True
 
     def release(self) -> None:
@@ -216,6 +218,8 @@ class GraphForward:
                 logger.info("%s is captured once it has run: %s", shape, error)
                 return None
             logger.warning("no memory to capture a CUDA graph for %s; such steps are launched kernel by kernel", shape)
+            seen.no_memory = seen.rests = True
+            self._waiting[key] = seen
             return None
         if len(self._captured) == MOST_GRAPHS:
             torch.cuda.synchronize()                     # it may be running
