@@ -51,6 +51,7 @@ from ridgeline.sizes.hardware import DEVICES, Device, Link, described, find_devi
 from ridgeline.sizes.mesh_shape import stage_layers
 
 BEYOND_BAR = 3                       # exit code
+STEADY_SECONDS = 30                  # of requests that come at a rate, at least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -308,7 +309,7 @@ def _check(args: argparse.Namespace) -> int:
             if model and not is_same_model(setup.model, model, args.served_as):
                 raise ConfigError(f"{path} was measured on a server of {model!r}, and the plan is of {setup.model.name}: give "
                                   f"the model that was served, or --served-as {model} if that is its name there")
-            found += check.check_serve(Path(path).stem, points, setup)
+            found += check.check_serve(record_name(path), points, setup)
             continue
         try:
             record = replace(read_record(path, lengths, shape_file), name=record_name(path))
@@ -341,16 +342,23 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
         raise ConfigError(f"{path} is not a record: {error}") from None
     if not isinstance(raw, dict) or raw.get("benchmark") != "serve":
         return None
-    all_at_once = [point for point in raw["figures"]["points"] if point.get("process") == "all at once"]
-    if all_at_once:                                      # it fills up and runs empty, and the record has no single lengths
-        print(f"left out: {len(all_at_once)} of {path}: requests sent all at once are not a steady load", file=sys.stderr)
+    unsteady = [point for point in raw["figures"]["points"] if not _is_steady(point)]
+    if unsteady:
+        print(f"left out: {len(unsteady)} of {path}: requests sent all at once, or for less than {STEADY_SECONDS} s, "
+              "are not a steady load", file=sys.stderr)
     points = [
         (" ".join(f"{name} {value:g}" for name, value in point["setting"].items() if isinstance(value, int | float)) or "load",
          middle(point["figures"]),
          point["setting"]["max_concurrency"] if point.get("process") == "closed loop" else 0)
-        for point in raw["figures"]["points"] if point not in all_at_once
+        for point in raw["figures"]["points"] if point not in unsteady
     ]
     return str(raw.get("workload", {}).get("model") or ""), points
+
+
+def _is_steady(point: dict[str, Any]) -> bool:
+    """Without users that wait for their answers, a server fills up and runs empty, and the record has no single lengths."""
+    short = middle(point["figures"])["duration_s"] < STEADY_SECONDS
+    return point.get("process") == "closed loop" or (point.get("process") != "all at once" and not short)
 
 
 def _fit(args: argparse.Namespace) -> int:

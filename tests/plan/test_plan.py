@@ -78,7 +78,7 @@ from ridgeline.sizes.hardware import DEVICES, data_sheet, find_device, measure_c
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(
     (path for kind in ("offline", "serve") for path in (ROOT / "benchmarks/h200").rglob(f"{kind}-*.json")
-     if "deterministic" not in path.stem and "all at once" not in path.read_text()),
+     if "deterministic" not in path.stem and "-rate-" not in path.stem and "all at once" not in path.read_text()),
     key=record_order,
 )
 PAGE = ROOT / "docs/lab/step-time.md"
@@ -747,11 +747,12 @@ def test_where_prompts_take_most_of_a_run_its_whole_time_is_fitted() -> None:
 
 
 def test_requests_all_at_once_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    record = str(ROOT / "benchmarks/h200/serve-llama-3.1-8b-1000-second.json")
-    steady = str(ROOT / "benchmarks/h200/serve-llama-3.1-8b.json")
-    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", record, steady]) == 0
+    names = ("serve-llama-3.1-8b-1000-second", "serve-llama-3.1-8b-rate-32", "serve-llama-3.1-8b")
+    records = [str(ROOT / f"benchmarks/h200/{name}.json") for name in names]
+    assert main(["plan", "llama-3.1-8b", "--gpu", "H200", "--check", *records]) == 0
     told = capsys.readouterr()
-    assert "not a steady load" in told.err and "1000-second" not in told.out and "max_concurrency 16" in told.out
+    assert told.err.count("not a steady load") == 2 and "max_concurrency 16" in told.out
+    assert "1000-second" not in told.out and "rate" not in told.out      # all at once, and for 12 seconds
 
 
 @functools.cache
@@ -761,7 +762,7 @@ def checked(path: Path) -> list[Checked]:
         made = json.loads(path.read_text())["figures"]["points"]
         points = [(f"max_concurrency {point['setting']['max_concurrency']}", point["figures"],
                    point["setting"]["max_concurrency"]) for point in made]
-        return check_serve(path.stem, points, setup())
+        return check_serve(record_name(path), points, setup())
     fitted_on = json.loads((ROOT / "ridgeline/plan/fitted.json").read_text())["fitted_on"]
     record = read_record(path, preset_lengths(), shape_file)
     return check(replace(record, name=record_name(path)), record_id(path) in fitted_on)
