@@ -357,7 +357,7 @@ def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
 
 def _is_steady(point: dict[str, Any]) -> bool:
     """Without users that wait for their answers, a server fills up and runs empty, and the record has no single lengths."""
-    short = middle(point["figures"])["duration_s"] < STEADY_SECONDS
+    short = middle(point["figures"]).get("duration_s", STEADY_SECONDS) < STEADY_SECONDS
     return point.get("process") == "closed loop" or (point.get("process") != "all at once" and not short)
 
 
