@@ -53,9 +53,9 @@ class Drafter(Protocol):
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
 
-    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
+    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int) -> None:
         """A step without prompts has come back: its rows, its tokens, the most of a row (1: no row had drafts), the tokens whose
-        KV they read, and its time without that of a draft model."""
+        KV they read, its time without that of a draft model, and its drafts that were rejected."""
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
         """The draft model has proposed in a step, for so many rows, at most `width` tokens each."""
@@ -81,7 +81,7 @@ class NoDrafter:
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """It learns nothing."""
 
-    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
+    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int) -> None:
         """It compares no times."""
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:

@@ -492,7 +492,7 @@ class Scheduler:
             queries = 1 if flight.drafts is None else 1 + int(flight.drafts.width.max())
             # With drafts the host has more to do, which a small model does not hide.
             spent = max(seconds, result.wall_seconds - proposing) if seconds > 0 else seconds
-            self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), spent)
+            self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), spent, result.rejected)
         if taken is not None:
             return self._answers.tell(flight, result, taken)
         if flight.drafts is not None and surplus is not None:

@@ -166,7 +166,7 @@ def noticed(case: str, watch: bool, seed: int) -> tuple[int, int]:
             last = 7 if right[place] == width[place] and rng.random() < alpha else 8
             row.tokens.extend([7] * int(right[place]) + [last])
         total = int(width.sum())
-        chosen.timed(rows, rows + total, 1 + int(width.max()), CONTEXT * rows, seconds(rows, total))
+        chosen.timed(rows, rows + total, 1 + int(width.max()), CONTEXT * rows, seconds(rows, total), int((width - right).sum()))
         if total:
             some = np.flatnonzero(width)
             chosen.observe([sequences[place] for place in some.tolist()], width[some], right[some], 0.0)

@@ -35,8 +35,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_QUERIES: tl.constexpr, TILE_KEYS: tl.constexpr,
     TILE_DIM: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """One CTA: one tile of TILE_TOKENS tokens of one row, one KV head. The `rows` rows from `first_row` on; rows before it have one
-    query each, or more with drafts.
+    """One CTA: one tile of TILE_TOKENS tokens of one row, one KV head. The `rows` rows from `first_row` on; rows before it
+    decode, with one query each, or several with drafts.
 
     Row r's tiles begin at index (queries between `first_row` and it) // TILE_TOKENS + r: never less than the tiles before it, and
     one more at most. So the grid is a host number, and a CTA finds its row by counting the rows that begin before it.

@@ -31,6 +31,7 @@ from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.watch import Watch
 from ridgeline.scheduler.drafts.weighing import Offers, Weighing, best_of_each_row, by_chance, cut, joined
+from ridgeline.scheduler.drafts.worth import Worth
 from ridgeline.scheduler.sequence import Sequence
 
 PROBE_EVERY = 200                    # steps without drafts before a step with some is tried
@@ -73,8 +74,11 @@ class _Search:
     quiet: int = 0                   # plans since drafts were looked for
     probing: bool = False            # does the newest step with drafts have them only to learn?
     watch: Watch = field(default_factory=Watch)
+    worth: Worth = field(default_factory=Worth)
 
     def due(self) -> bool:
+        if self.worth.rests():
+            return False
         self.skipped += 1
         if self.skipped < min(_MOST_SKIPPED, 1 + self.in_vain // _PATIENCE):
             return False
@@ -435,10 +439,13 @@ class Controller:
             before = self._predicted.get(sequences[place], (0, 0))
             self._predicted[sequences[place]] = before[0] + int(accepted[place]), before[1] + int(rejected[place])
 
-    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
+    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int) -> None:
         """The time between two results has the host's work for the next step in it, and so the search for drafts. A step without
         drafts tells what such steps take only if they were not looked for around it."""
-        if queries > 1 or self._search.quiet >= _OFF_RUN or not self.times.measured(rows, keys):
+        looked, measured = queries > 1 or self._search.quiet < _OFF_RUN, self.times.measured(rows, keys)
+        if looked and measured and seconds > 0:
+            self._search.worth.count(seconds, self.times.seconds(rows, keys) * (tokens - rejected) / rows)
+        if queries > 1 or not looked or not measured:
             self.times.observe(rows, tokens, queries, keys, seconds)
         else:
             self.times.passed()

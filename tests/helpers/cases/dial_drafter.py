@@ -57,7 +57,7 @@ class DialDrafter:
         self.proposed += int(width.sum())
         self.accepted += int(accepted.sum())
 
-    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
+    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int) -> None:
         """It does not look at times."""
 
     def predicted(self, sequence: Sequence) -> tuple[int, int]:

@@ -51,8 +51,10 @@ class Dial:
 
     def __init__(
         self, rows: int, alpha: float | list[float], seconds: Seconds, model: Callable[[int, int], float],
-        graphs: GraphShapes | None, context: int = CONTEXT,
+        graphs: GraphShapes | None, context: int = CONTEXT, search: float = 0.0,
     ) -> None:
+        """`search`: what a step takes longer if drafts are looked for."""
+        self.search = search
         self.alpha, self.seconds, self.context = alpha, seconds, context
         self.proposer = DialProposer()
         self.controller = Controller([self.proposer], ShapeTimes(model, graphs), MOST_DRAFTS)
@@ -74,13 +76,14 @@ class Dial:
                 self.sequences, np.full(count, most_queries(count) - 1), np.zeros(count, np.int64), MOST_VERIFIED - count, count,
                 keys,
             )
+            asked = self.proposer.asked
             planned = self.controller.plan(rows) if self.controller.awake() else None
             width = planned.width if planned is not None else np.zeros(count, np.int64)
             alphas = self.alpha if isinstance(self.alpha, list) else [self.alpha] * count
             accepted = np.array([self._accepted(own, alpha) for own, alpha in zip(width.tolist(), alphas, strict=True)])
             total, queries = count + int(width.sum()), 1 + int(width.max())
-            seconds = self.seconds(count, total, queries, self.context)
-            self.controller.timed(count, total, queries, keys, seconds)
+            seconds = self.seconds(count, total, queries, self.context) + self.search * (self.proposer.asked > asked)
+            self.controller.timed(count, total, queries, keys, seconds, int((width - accepted).sum()))
             had = np.nonzero(width)[0]
             if len(had):
                 self.controller.observe([self.sequences[place] for place in had.tolist()], width[had], accepted[had], seconds)

@@ -280,7 +280,8 @@ def test_the_controller_chooses_the_same_with_and_without_native_code() -> None:
         accepted = np.minimum(rng.geometric(1 - chances[drafted] + 1e-9) - 1, widths[0][drafted])
         total = 24 + int(widths[0].sum())
         for each in both:
-            each.timed(24, total, 1 + int(widths[0].max()), 24 * 640, 3e-3 + 3e-5 * total)
+            each.timed(24, total, 1 + int(widths[0].max()), 24 * 640, 3e-3 + 3e-5 * total,
+                       total - 24 - int(accepted.sum()))
             if len(drafted):
                 each.observe([rows[place] for place in drafted.tolist()], widths[0][drafted], accepted, 0.0)
         seen.add(tuple(widths[0].tolist()))

@@ -184,6 +184,21 @@ def test_probes_are_rare_while_drafts_do_not_pay() -> None:
     assert run.controller.counters.probes >= run.drafted - before
 
 
+@pytest.mark.parametrize("alpha", [0.1, 0.3])
+def test_where_the_search_costs_more_than_drafts_gain_it_rests(alpha: float) -> None:
+    """A small model, whose steps do not hide what the host does: to look for drafts takes a fifth of a step."""
+    def small(rows: int, tokens: int, queries: int, context: int) -> float:
+        return 0.3 * as_measured(rows, tokens, queries, context)
+
+    off = expected_rate(32, alpha, 0, small)
+    run = Dial(32, alpha, small, careful, GRAPHS, search=0.2 * small(32, 32, 1, CONTEXT)).run(600)
+    assert run.rate >= 0.96 * off
+    tokens, time = run.tokens, run.time
+    run.alpha = 0.9                                      # drafts begin to pay: it is noticed
+    run.run(600)
+    assert (run.tokens - tokens) / (run.time - time) >= 1.2 * off
+
+
 def test_few_rows_are_looked_at_while_no_drafts_could_pay() -> None:
     """In one step of four, sixteen rows at most: what they would have had is compared with what comes."""
     run = Dial(64, 0.0, on_a_cpu, bold, None).run(300)
@@ -198,7 +213,7 @@ def test_it_looks_less_often_where_there_is_nothing_to_find() -> None:
             return Offer([1] * most, 3) if speaks else None
 
     speaks, controller, rows = False, Controller([Silent()], ShapeTimes(bold), 4), asked([make_sequence()])
-    controller.timed(1, 1, 1, rows.keys, 3e-3)
+    controller.timed(1, 1, 1, rows.keys, 3e-3, 0)
     looked = [controller.awake() and controller.plan(rows) is None for _ in range(200)]
     assert all(looked[:8]) and 10 < sum(looked[:100]) < 50 and sum(looked[100:]) <= 30
     speaks = True
@@ -296,7 +311,7 @@ def asked(sequences: list[Sequence], most: int = MOST_DRAFTS, pending: int = 0, 
 def test_steps_without_drafts_are_measured_where_results_come_late(late: int) -> None:
     """As in a pipeline of so many stages: its steps are planned ahead."""
     controller, rows = Controller([Scripted()], ShapeTimes(bold), 4, stages=late), asked([make_sequence()], room=4)
-    controller.timed(1, 1, 1, rows.keys, 3e-3)
+    controller.timed(1, 1, 1, rows.keys, 3e-3, 0)
     taken, measured = controller.times.observe, []
     controller.times.observe = lambda *step: measured.append(step[2]) or taken(*step)    # type: ignore[method-assign]
     widths: list[int] = []
@@ -305,7 +320,7 @@ def test_steps_without_drafts_are_measured_where_results_come_late(late: int) ->
         widths.append(0 if planned is None else int(planned.width.sum()))
         if len(widths) > late:
             width = widths[-1 - late]
-            controller.timed(1, 1 + width, 1 + width, rows.keys, 3e-3 * (1 + width))
+            controller.timed(1, 1 + width, 1 + width, rows.keys, 3e-3 * (1 + width), 0)
             if width:
                 controller.observe(rows.sequences, np.array([width]), np.array([width]), 3e-3)
     assert measured.count(1) >= 2 and len(measured) > measured.count(1)
@@ -317,7 +332,7 @@ def test_steps_without_drafts_are_measured_where_results_come_late(late: int) ->
 def test_no_drafts_beside_a_prompt_that_a_graph_holds(graphs: GraphShapes | None, prompt: int, drafted: bool) -> None:
     """There are no graphs of drafts and prompts. A prompt that is too long for one keeps the device busy anyway."""
     controller, rows = Controller([Scripted()], ShapeTimes(bold, graphs), 4), asked([make_sequence(each) for each in range(8)])
-    controller.timed(8, 8, 1, rows.keys, 3e-3)
+    controller.timed(8, 8, 1, rows.keys, 3e-3, 0)
     for _ in range(8):                                   # the first ones measure steps without drafts
         assert controller.plan(rows) is not None or controller._search.off_left < 3
     beside = replace(rows, num_prompts=bool(prompt), num_tokens=8 + prompt)
@@ -358,7 +373,7 @@ def test_a_bound_on_all_drafts_holds_for_the_adaptive_controller() -> None:
     controller = Controller([Scripted()], ShapeTimes(bold, GRAPHS), MOST_DRAFTS)
     rows = asked([make_sequence(number) for number in range(4)], most=5, room=7)
     for _ in range(5):
-        controller.timed(4, 4, 1, rows.keys, 3e-3)
+        controller.timed(4, 4, 1, rows.keys, 3e-3, 0)
         planned = controller.plan(rows)
     assert planned is not None and 0 < int(planned.width.sum()) <= 7 and int(planned.width.max()) <= 5
 

@@ -53,7 +53,7 @@ class Engine:
         total = count + int(width.sum())
         queries = 1 + int(width.max())
         seconds = self.seconds(count, total, queries, CONTEXT)
-        self.controller.timed(count, total, queries, CONTEXT * count, seconds)
+        self.controller.timed(count, total, queries, CONTEXT * count, seconds, int((width - accepted).sum()))
         had = np.flatnonzero(width)
         if len(had):
             assert planned is not None and planned.tokens is None and planned.on_device is not None
