@@ -163,7 +163,7 @@ class GraphForward:
         captured = self._captured.get(key)
         if captured is None:
             seen = self._waiting.setdefault(key, _Seen(batch))
-            if seen.rests or seen.uses < (self._uses if self._shape.prompt_tokens > AT_ONCE else 0):
+            if seen.rests or seen.uses < self._uses_before(self._shape):
                 seen.uses, seen.rests = seen.uses + 1, False
                 self._waiting.move_to_end(key)
                 return self.eager.run(batch, greedy)
@@ -174,6 +174,12 @@ class GraphForward:
         captured.graph.replay()
         self.replays += 1
         return captured.computed
+
+    def _uses_before(self, shape: Shape) -> int:
+        """A shape is captured. Where another has to go for it, and the device is waited for, it must come more often."""
+        if self._uses and len(self._captured) >= MOST_GRAPHS:
+            return STAND_INS
+        return self._uses if shape.prompt_tokens > AT_ONCE else 0
 
     def prepare(self) -> bool:
         """Capture the shape that was used last, while there is room; only run() replaces older graphs."""
@@ -217,7 +223,8 @@ class GraphForward:
                 self._waiting[key] = seen
                 logger.info("%s is captured once it has run: %s", shape, error)
                 return None
-            logger.warning("no memory to capture a CUDA graph for %s; such steps are launched kernel by kernel", shape)
+            if not seen.no_memory:
+                logger.warning("no memory to capture a CUDA graph for %s; such steps are launched kernel by kernel", shape)
             seen.no_memory = seen.rests = True
             self._waiting[key] = seen
             return None
@@ -241,8 +248,16 @@ class GraphForward:
                 computed.logits = self._logits[: len(batch.logits_index)].copy_(computed.logits)
             computed.hidden = None
         except BaseException:
-            with suppress(RuntimeError):                 # the error above says more than that the capture was broken off
-                graph.capture_end()
+            self._break_off(graph)                       # the error above says more than that the capture was broken off
             raise
         graph.capture_end()                              # makes it ready to run, which takes memory of the driver
         return computed
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Where CUDA has broken the capture off, torch's capture_end() raises before it closes the pool (until 2.12), and no
+        graph could be captured in it any more."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with suppress(RuntimeError):                 # closed already
+                torch._C._cuda_endAllocateToPool(self._logits.device.index or 0, self._pool)

@@ -315,7 +315,7 @@ class Sampler:
             return Sampled(*sample(logits, how, late=late))
         if takes_masks(logits, how, masks):
             return Sampled(*sample(logits, how, masks, late=late))
-        found = [self._sample_edited(logits, masks, how, part)[1:] for part in self._parts(np.arange(len(rows)))]
+        found = [self._sample_edited(logits, masks, how, part, late=late)[1:] for part in self._parts(np.arange(len(rows)))]
         tokens, broken, left = (torch.cat(parts) for parts in zip(*found, strict=True))
         return Sampled(tokens, left | broken, left & ~broken)
 
@@ -326,18 +326,20 @@ class Sampler:
 
     def _sample_edited(
         self, logits: Tensor, masks: Tensor | None, how: np.ndarray, part: np.ndarray,
-        edit: Callable[[Tensor], None] | None = None,
+        edit: Callable[[Tensor], None] | None = None, late: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         """From copies of the logits at these places: the places on the device (None: all), tokens, whether the model's logits are
         broken, and whether no token is left."""
         copied = self._edited_logits[: len(part)]
         broken = torch.empty(len(part), dtype=torch.bool, device=self._device)
         place = None if len(part) == len(how) else to_device(part, self._device)
-        mine = [each if each is None or place is None else each.index_select(0, place) for each in (logits, masks)]
-        apply_mask(mine[0], mine[1], copied, broken)             # nor may a mask hide that a row is broken
+        given = logits, masks, late
+        own, allowed, behind = (each if each is None or place is None else each.index_select(0, place) for each in given)
+        assert own is not None
+        apply_mask(own, allowed, copied, broken)                 # nor may a mask hide that a row is broken
         if edit is not None:
             edit(copied)
-        tokens, left = sample(copied, how[part])
+        tokens, left = sample(copied, how[part], late=behind)
         return place, tokens, broken, left
 
     def choices(self, rows: np.ndarray, offsets: np.ndarray | int = 0) -> np.ndarray:

@@ -162,7 +162,7 @@ def test_host_time_that_a_step_does_not_hide_counts(
         return update(result)
 
     monkeypatch.setattr(simulation.scheduler, "update", measured)
-    monkeypatch.setattr(dial(simulation), "timed", lambda *given: timed.append(given[-1]))
+    monkeypatch.setattr(dial(simulation), "timed", lambda *given: timed.append(given[4]))
     simulation.ask("a", [1, 2, 3], 8, ignore_eos=True)
     simulation.drain()
     assert timed and timed == pytest.approx([counted] * len(timed))

@@ -231,6 +231,22 @@ def test_a_step_for_whose_graph_there_is_no_memory_is_launched(
             made.run(BATCH, greedy=True)
 
 
+def test_a_capture_that_cuda_breaks_off_leaves_the_pool_closed(
+    forward: tuple[cuda_graphs.GraphForward, Forward, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch leaves it open then, and would refuse every later capture."""
+    made, eager, _ = forward
+    closed: list[Any] = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda device, pool: closed.append(pool), raising=False)
+    monkeypatch.setattr(Recording, "error", RuntimeError("operation failed due to a previous error during capture"))
+    eager.error = RuntimeError("a kernel was loaded")
+    made.run(BATCH, greedy=True)                         # launched instead
+    assert eager.launched == 1 and closed == [made._pool]
+    eager.error, Recording.error = None, None
+    made.run(BATCH, greedy=True)
+    assert made.replays == 1 and closed == [made._pool]
+
+
 def test_the_reserve_is_what_the_ledger_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = resolved(directory(tmp_path, config=LLAMA))
     made: list[int] = []

@@ -161,7 +161,7 @@ class DraftModel(NoDraftModel):
         """Proposals for one row and for all, before any sequence has a block: their KV goes to block 0. Kernels are compiled."""
         for count in (1, self._rows.max_rows):
             rows = np.arange(count)
-            for _ in range(2):                           # the second time graphs are captured
+            for _ in range(2):                           # what a graph's first capture could not load is captured then
                 self._known[rows] = _FEW + 1
                 self._cache.forget(rows)
                 self._propose(rows, np.full(count, 3))

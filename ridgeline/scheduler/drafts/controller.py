@@ -73,6 +73,7 @@ class _Search:
     off_left: int = 0                # … and are to come
     quiet: int = 0                   # plans since drafts were looked for
     probing: bool = False            # does the newest step with drafts have them only to learn?
+    again: bool = False              # is the next one to be such a step, too?
     watch: Watch = field(default_factory=Watch)
     worth: Worth = field(default_factory=Worth)
 
@@ -148,7 +149,8 @@ class Controller:
             return None
         self._learn_from_watched(rows)
         since = self._step - self._search.last_drafted
-        probing = self._adaptive and since >= PROBE_EVERY
+        probing = self._adaptive and (since >= PROBE_EVERY or self._search.again)
+        self._search.again = False
         if self._adaptive and (small := self._small) is not None:
             probing |= small.look(rows, self.times, self._step, since, probing)
         if self._adaptive and not probing and not self._could_pay(rows):
@@ -236,7 +238,7 @@ class Controller:
         """Tokens a second that drafts must promise. One step that loses a tenth costs little if it is rare, and tells whether
         drafts do not pay or were only slow for a while."""
         count, since = len(rows.sequences), self._step - self._search.last_drafted if self.times.changes else 0
-        return _GAIN * count / self.times.seconds(count, rows.keys) / (1 + _RETRY * since)
+        return _GAIN * count / self.times.seconds(count, rows.keys) / (1 + _RETRY * min(since, PROBE_EVERY))
 
     def _probe_size(self, rows: int, keys: int, most: int) -> int:
         """Drafts of a probe: several, but one only where each costs much of a step."""
@@ -430,7 +432,7 @@ class Controller:
                 self._count_predicted(sequences, came.source == number, accepted, width - accepted)
         self._honesty.count(came.promised, came.kept)
         if self._search.probing and len(width) and came.right == came.total:
-            self._search.last_drafted = self._step - PROBE_EVERY        # all of a probe was right: look again at once
+            self._search.again = True                    # all of a probe was right
 
     def _count_predicted(
         self, sequences: list[Sequence], mine: np.ndarray, accepted: np.ndarray, rejected: np.ndarray

@@ -33,6 +33,7 @@ BODY_SECONDS = 28.0                  # from there to the end of the body: refuse
 WRITE_SECONDS = 60.0                 # a client that reads nothing for this long is disconnected
 WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
+FIRST_READ_SECONDS = 0.1             # from the connection to the first read of bytes that came with it, on a busy machine
 LEFT_SECONDS = 1.0                   # how often a connection that is not read is asked whether its client has left
 LINGERING = 8                        # connections beyond the limit that are sent an error; others are closed at once
 PROBES_BEYOND = 2                    # and beyond these, connections on which a health check came
@@ -133,6 +134,7 @@ class UntilClose:
 class Arriving:
     """The request that is being received, or was received last."""
 
+    begins_until: float = 0.0        # of a new connection: its first bytes may be here, and are read in a moment
     in_message: bool = False         # it has begun to arrive and is incomplete
     in_body: bool = False
     is_coded: bool = False           # it has a Transfer-Encoding
@@ -178,6 +180,7 @@ class LimitedProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         if hasattr(transport, "max_size"):               # asyncio's own transports have it
             transport.max_size = READ_BYTES
+        self._arriving.begins_until = self.loop.time() + FIRST_READ_SECONDS
         most = self.options.max_connections
         if len(self.connections) > most:
             make_room(self.connections)
@@ -203,6 +206,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
+        self._arriving.begins_until = 0.0
         flow = cast(LineFlow, self.flow)
         if flow.is_full:
             self._unread += data                         # at most one read: reading is paused
@@ -255,7 +259,8 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_response_complete()
 
     def _next_in_line(self) -> None:
-        super().on_response_complete()
+        if not self._is_answering:                       # what was received meanwhile may have begun the next
+            super().on_response_complete()
         self._parse_unread()
 
     def _start_watch(self) -> None:
@@ -407,18 +412,24 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def idle_since(self) -> float | None:
         """Since when it waits for the head of a request (idle_connections.py); None while one is read or answered."""
-        if self._refused or self.transport.is_closing():
+        if self._refused or self.transport.is_closing() or self._is_answering or self.loop.time() < self._arriving.begins_until:
+            return None
+        if self._unread or self.pipeline or self.transport.get_write_buffer_size():
             return None
         if self.timeout_keep_alive_task is not None:
             return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
-        is_answering = self._answered is not None and not self._answered.response_complete
-        if self._deadline is None or self._arriving.in_body or is_answering:
+        if self._deadline is None or self._arriving.in_body:
             return None
-        return self._deadline.when() - HEAD_SECONDS
+        return self._deadline.when() - (LINGER_SECONDS if self._is_beyond else HEAD_SECONDS)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
 
     def give_way(self) -> None:
+        """Nothing is buffered. Over TLS close() would wait for the client's own end, with the socket open."""
         self._refused = True                             # what still arrives is not read
-        self.transport.close()
+        self.transport.abort()
 
     # -- refusal -------------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server.http import connection_limits
 from ridgeline.server.http.connection_limits import Slots, limited_protocol
 from ridgeline.server.http.hosts import HostGuard
-from ridgeline.server.lifecycle import OTHER_FILES, NoFiles, raise_file_limit
+from ridgeline.server.lifecycle import OTHER_FILES, ListeningServer, NoFiles, http_config, raise_file_limit
 from ridgeline.server.options import ServerOptions
 
 MAX_BODY = 200_000
@@ -499,3 +499,49 @@ def test_there_are_no_more_connections_than_files(monkeypatch: pytest.MonkeyPatc
             raise_file_limit(4096)
         limits.append((1024, 100_000))
         assert raise_file_limit(4096) == 4096 and limits[-1] == (2 * 4096 + 256, 100_000) and not caplog.text
+
+
+@pytest.mark.parametrize(("most", "busy", "path", "answers"), [
+    (8, 8, b"/health", ["200"] * 2),                     # beyond the limit, both at once
+    (20, 18, b"/stream", ["200"] * 2 + ["503"] * 4),     # two places are left
+])
+def test_connections_that_come_together_do_not_close_each_other(most: int, busy: int, path: bytes, answers: list[str]) -> None:
+    """A connection that has just begun waits for nothing: its request is here, and is read in a moment."""
+    async def status(connection: socket.socket) -> str:
+        answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 4096), 20)
+        return answer.split()[1].decode() if answer else "none"
+
+    async def meet() -> list[str]:
+        hold = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            if scope["path"] == "/stream":
+                await send({"type": "http.response.body", "body": b"x", "more_body": True})
+                await hold.wait()
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        listener.setblocking(False)
+        running = ListeningServer(http_config(app, ServerOptions(max_connections=most)), most)
+        serving = asyncio.create_task(running.serve(sockets=[listener]))
+        asking, clients = b"GET %b HTTP/1.1\r\nHost: a\r\n\r\n", []
+        for _ in range(busy):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(asking % b"/stream")
+            await reader.readline()
+            clients.append(writer)
+        together = []
+        for _ in answers:                                # the loop does not run meanwhile
+            together.append(socket.create_connection(listener.getsockname()))
+            together[-1].sendall(asking % path)
+            together[-1].setblocking(False)
+        found = await asyncio.gather(*map(status, together))
+        hold.set()
+        running.should_exit = running.force_exit = True
+        await serving
+        for each in together:
+            each.close()
+        return sorted(found)
+
+    assert asyncio.run(meet()) == answers
