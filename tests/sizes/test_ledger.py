@@ -199,6 +199,11 @@ def test_launches_of_a_long_prompt_hide_behind_the_device(forward: tuple[cuda_gr
         made.run(BATCH, greedy=True)
         assert (eager.launched - before, len(recordings) - recorded) == ((1, 0) if launched else (1, 1))
         assert made.prepare() == bool(launched)          # while the engine is idle
+    made._stand_ins, made._shape, before = False, Shape(3), len(recordings)      # several ranks
+    made.run(BATCH, greedy=True)
+    assert len(recordings) == before
+    made.run(BATCH, greedy=True)
+    assert len(recordings) == before + 1
 
 
 @pytest.mark.parametrize("error", [
