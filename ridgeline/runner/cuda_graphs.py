@@ -176,8 +176,8 @@ class GraphForward:
         return captured.computed
 
     def _uses_before(self, shape: Shape) -> int:
-        """A shape is captured. Where another has to go for it, and the device is waited for, it must come more often. With several
-        ranks it is launched once before: a capture that failed on one of them alone has never been tried."""
+        """A shape is captured. Where another has to go for it, and the device is waited for, it must come more often. With
+        several ranks it is launched once before: a capture that failed on one of them alone has never been tried."""
         if self._uses and len(self._captured) >= MOST_GRAPHS:
             return STAND_INS
         return self._uses if shape.prompt_tokens > AT_ONCE or not self._stand_ins else 0
