@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
+from ridgeline.server.http.idle_connections import SHARE
+
 ACCEPTED_AT_ONCE = 256               # per turn of the event loop: 5 ms
 BEGUN_AT_ONCE = 4                    # the same: each is read and answered in the turns after that, and a turn must stay short
 RETRY_SECONDS = 1.0                  # when the system has no file descriptor left
@@ -114,7 +116,7 @@ class Acceptor:
 
     def _close_silent(self) -> int:
         """Close some that have said nothing for longest. How many."""
-        oldest = list(islice(self._silent, max(1, len(self._silent) // 16)))
+        oldest = list(islice(self._silent, max(1, len(self._silent) // SHARE)))
         for connection in oldest:
             self._unwatch(connection)
             connection.close()
@@ -124,7 +126,7 @@ class Acceptor:
         """End some that have taken longest. How many."""
         if self._tls is None:
             return 0                                     # then one begins within a turn
-        oldest = list(islice(self._beginning, max(1, len(self._beginning) // 16)))
+        oldest = list(islice(self._beginning, max(1, len(self._beginning) // SHARE)))
         for task in oldest:
             self._has_begun(task)
             task.cancel()
