@@ -23,7 +23,7 @@ from ridgeline.messages import Request, StepPlan, TokenDeltas
 from ridgeline.metrics import EngineStats
 
 MAX_FRAME = 256 * 2**20
-SHOW_STACKS = signal.SIGUSR1         # an engine's process that gets it writes the stacks of its threads to stderr
+SHOW_STACKS = signal.SIGUSR1         # an engine's process that gets it writes the stacks of its threads to stderr, and ends
 _DTYPES = {"int8": np.int8, "int32": np.int32, "int64": np.int64, "float32": np.float32, "float64": np.float64}
 
 T = TypeVar("T")

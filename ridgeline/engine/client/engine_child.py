@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import MappingProxyType
 
 import zmq
@@ -45,7 +45,7 @@ _CONNECT_SECONDS = 0.02              # between two tries to send the first frame
 _TURN_SECONDS = 0.005                # messages are handled for at most this long before other tasks run
 _STOP_SECONDS = (1.0, 0.5)           # for an engine to exit when asked, and when sent SIGTERM; then it is killed
 _LAST_WORDS_SECONDS = 1.0            # for reading the messages that a dead engine left
-_STACKS_SECONDS = 0.5                # for a hung engine to write its stacks
+_STACKS_SECONDS = 10.0               # for a hung engine to write its stacks and end; one that is stuck in a driver does neither
 
 
 class EngineChild:
@@ -124,11 +124,12 @@ class EngineChild:
             self._on_lost()
 
     async def show_stacks(self) -> None:
-        """Have the process write its stacks to the log. A stopped one is woken for it."""
+        """Have the process write its stacks to the log and end. A stopped one is woken for it."""
         self.lose(EngineDead("the engine's process hung"))
         for number in (SHOW_STACKS, signal.SIGCONT):
             self._child.send_signal(number)
-        await asyncio.sleep(_STACKS_SECONDS)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._exited.wait(), _STACKS_SECONDS)
 
     async def stop(self, gently: bool = False, at_once: bool = False) -> None:
         """Return when the process is gone and its sockets are closed."""

@@ -41,7 +41,8 @@ def main(settings: str) -> int:
         link.close()
         return 2
     head_start.imported()
-    faulthandler.register(SHOW_STACKS, all_threads=True) # works in the middle of a kernel or a lock, too
+    # Works in the middle of a kernel or a lock, too. Its end tells the front end that all stacks are written.
+    faulthandler.register(SHOW_STACKS, all_threads=True, chain=True)
     take_schemas_as_checked()                            # by the front end, which had to make text of them
     try:
         code = run(given["options"], link, given.get("sizes"))
