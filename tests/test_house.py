@@ -199,12 +199,10 @@ def clocks_in_tests() -> Iterator[tuple[str, str, int]]:
 
 
 def circles() -> list[str]:
-    """Modules that import each other, also where an import stands inside a function; types alone do not count."""
-    arrows: dict[str, set[str]] = {}
-    for file, tree in trees().items():
-        typed = {id(each) for node in statements(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-                 for each in statements(node)}
-        arrows[module_name(file)] = set().union(*(imported(each) for each in statements(tree) if id(each) not in typed), set())
+    """Modules that import each other, also where an import stands inside a function or is for types alone."""
+    arrows = {
+        module_name(file): set[str]().union(*(imported(each) for each in statements(tree))) for file, tree in trees().items()
+    }
     left = {name: {each for each in to if each in arrows and each != name} for name, to in arrows.items()}
     while free := [name for name, to in left.items() if not to]:
         for name in free:

@@ -36,8 +36,8 @@ from ridgeline.messages import Request, StepPlan, StepResult
 from ridgeline.ops.cpu import native
 from ridgeline.process import embedded
 from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.roofline.decoder_shape import DecoderShape
 from ridgeline.roofline.peaks import MachinePeaks
-from ridgeline.roofline.step_cost import DecoderShape
 from ridgeline.roofline.steps import StepRecorder
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams

@@ -36,7 +36,8 @@ from ridgeline.bench.workload.floors import step_floor
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import expert_bytes
-from ridgeline.roofline.step_cost import Peaks, decoder_shape
+from ridgeline.roofline.decoder_shape import decoder_shape
+from ridgeline.roofline.step_cost import Peaks
 from ridgeline.roofline.trace import DEVICE_WORK, LAUNCHES, Work, own_times, part_of
 
 BAR = 0.02                           # idle share between steps that is allowed

@@ -34,7 +34,8 @@ from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.report.columns import fitted
 from ridgeline.resolve import ResolvedConfig
-from ridgeline.roofline.step_cost import decoder_shape, step_cost
+from ridgeline.roofline.decoder_shape import decoder_shape
+from ridgeline.roofline.step_cost import step_cost
 
 NAMED = PRESETS | BESIDE_LLAMA_CPP
 

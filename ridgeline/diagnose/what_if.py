@@ -25,10 +25,10 @@ from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import RidgelineError
 from ridgeline.plan.prediction import fitted
 from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
+from ridgeline.roofline.decoder_shape import kv_element_bytes
 from ridgeline.roofline.parts import PARTS, floors
 from ridgeline.roofline.patterns import REACHED
 from ridgeline.roofline.remedies import Planned
-from ridgeline.roofline.step_cost import kv_element_bytes
 from ridgeline.roofline.vectorised import ManyCosts, StepCosts
 from ridgeline.runner.worker import device_facts
 from ridgeline.sizes.abilities import BY_FLAG

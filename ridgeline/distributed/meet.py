@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ridgeline.distributed.comm import ALONE, Axis, Communicator, ProcessAxis
-from ridgeline.distributed.one_shot import open_one_shot
+from ridgeline.distributed.one_shot_choice import open_one_shot
 from ridgeline.distributed.pipeline import WHOLE, ProcessStage, Stage
 from ridgeline.errors import ConfigError
 from ridgeline.sizes.mesh_shape import MeshShape

@@ -16,7 +16,6 @@ from typing import Any
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
-from ridgeline.models.checkpoints.linear_formats import LinearFormats, cpu_weight_bytes
 from ridgeline.models.checkpoints.quantisation import read_quantisation, safetensors_headers
 from ridgeline.models.checkpoints.recipe import Quantisation
 from ridgeline.models.config_fields import (
@@ -54,10 +53,8 @@ from ridgeline.models.layer_patterns import (
 )
 from ridgeline.models.multipliers import gguf_epsilon, gguf_multipliers, gguf_softcaps, read_multipliers, read_softcaps
 from ridgeline.models.rope import Rope, yarn_score_scale
-from ridgeline.ops.kernel_table import H200, DeviceFacts
 from ridgeline.process.log import get_logger
 from ridgeline.sizes.kv_spec import KVGroupSpec, group_layers
-from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 logger = get_logger("models")
 
@@ -258,19 +255,6 @@ def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1, context_si
     key, value = (config.head_dim, 0) if config.latent is None else (config.latent.width, config.latent.kv_rank)
     size, groups = block_size * context_size, group_layers(list(config.windows))
     return [KVGroupSpec(layers, window, size, heads, key, value, context_size) for window, layers in groups]
-
-
-def weight_bytes(
-    config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none", kernels: DeviceFacts = H200
-) -> int:
-    """Bytes of the weights on one rank after loading, without the padding of uneven shards. `kernels`: facts of the GPU, on which
-    the layout of codes depends (quant/gpu_layout.py)."""
-    if device == "cpu" and dtype == "float32":
-        return cpu_weight_bytes(config, tp_size, quantization)
-    total = config.num_parameters * DTYPE_BYTES[dtype] // tp_size
-    if device == "cuda":
-        total += sum(LinearFormats(config, quantization, device, tp_size, dtype).code_bytes(dtype, kernels).values())
-    return total
 
 
 def checkpoint_dtype(config: ModelConfig) -> str:

@@ -1,11 +1,11 @@
-"""What a stage of the pipeline has of a model, in numbers: its layers, and the bytes of its weights. No torch."""
+"""What a rank, and a stage of the pipeline, has of a model, in numbers: its layers, and the bytes of its weights. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats
-from ridgeline.models.model_config import ModelConfig, weight_bytes
+from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, cpu_weight_bytes
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.ops.kernel_table import H200, DeviceFacts
 from ridgeline.sizes.kv_format import KVFormat
 from ridgeline.sizes.kv_spec import KVGroupSpec, groups_here, page_bytes
@@ -37,6 +37,19 @@ def stage_parameters(config: ModelConfig, stage: int, stages: int) -> int:
     first, last = stage == 0, stage == stages - 1
     absent = (not first and not last) if config.tied else (not first) + (not last)
     return found - absent * config.vocab_size * config.hidden_size
+
+
+def weight_bytes(
+    config: ModelConfig, dtype: str, device: str, tp_size: int = 1, quantization: str = "none", kernels: DeviceFacts = H200
+) -> int:
+    """Bytes of the weights on one rank after loading, without the padding of uneven shards. `kernels`: facts of the GPU, on which
+    the layout of codes depends (quant/gpu_layout.py)."""
+    if device == "cpu" and dtype == "float32":
+        return cpu_weight_bytes(config, tp_size, quantization)
+    total = config.num_parameters * DTYPE_BYTES[dtype] // tp_size
+    if device == "cuda":
+        total += sum(LinearFormats(config, quantization, device, tp_size, dtype).code_bytes(dtype, kernels).values())
+    return total
 
 
 def fullest_weight_bytes(

@@ -11,7 +11,7 @@ the other slot, and the call after that one begins only when all ranks have begu
 in the buffer and not arguments, so a CUDA graph can be replayed. All calls of a rank must be on one stream, in the same order on
 all ranks.
 
-This file knows addresses and no processes: distributed/one_shot.py shares the memory and chooses.
+This file knows addresses and no processes: distributed/one_shot_choice.py shares the memory and chooses.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from ridgeline.plan.workload_steps import (
     workload_spans,
 )
 from ridgeline.resolve import GPU_ROWS, GPU_STEP_TOKENS
-from ridgeline.roofline.step_cost import DecoderShape, decoder_shape
+from ridgeline.roofline.decoder_shape import DecoderShape, decoder_shape
 from ridgeline.sizes.graph_shapes import decode_sizes
 from ridgeline.sizes.hardware import INFINIBAND, Device, Link
 from ridgeline.sizes.kv_format import KVFormat, cache_dtype

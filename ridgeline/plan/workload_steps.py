@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ridgeline.plan.public_models import PlannedModel
-from ridgeline.roofline.step_cost import LINEARS, DecoderShape, StepCounts, cost_of
+from ridgeline.roofline.decoder_shape import DecoderShape, StepCounts
+from ridgeline.roofline.step_cost import LINEARS, cost_of
 from ridgeline.sizes.batch_levelling import Level
 from ridgeline.sizes.graph_shapes import decode_sizes
 from ridgeline.sizes.latent_costs import FEW_QUERIES

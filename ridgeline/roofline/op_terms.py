@@ -6,13 +6,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from ridgeline.roofline.decoder_shape import DecoderShape, StepCounts
 from ridgeline.sizes.expert_costs import KERNELS, experts_cost, route_cost
 from ridgeline.sizes.op_costs import Cost, gated_activation_cost, rms_norm_cost
-
-if TYPE_CHECKING:
-    from ridgeline.roofline.step_cost import DecoderShape, StepCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ridgeline.messages import StepPlan, StepResult, Want
+from ridgeline.roofline.decoder_shape import DecoderShape
 from ridgeline.roofline.peaks import MachinePeaks
-from ridgeline.roofline.step_cost import LINEARS, OPS, DecoderShape
+from ridgeline.roofline.step_cost import LINEARS, OPS
 from ridgeline.roofline.vectorised import ManyCosts, StepCosts
 
 PHASES = ("prefill", "decode", "mixed")

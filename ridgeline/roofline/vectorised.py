@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from ridgeline.roofline.step_cost import LINEARS, OPS, DecoderShape, OpCost, StepCounts, cost_of
+from ridgeline.roofline.decoder_shape import DecoderShape, StepCounts
+from ridgeline.roofline.step_cost import LINEARS, OPS, OpCost, cost_of
 from ridgeline.sizes.latent_costs import FEW_QUERIES
 from ridgeline.sizes.op_costs import Attended
 

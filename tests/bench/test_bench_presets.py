@@ -36,7 +36,8 @@ from ridgeline.models.model_config import load_model_config
 from ridgeline.ops.attention.attention_arguments import prefix_tile_rows
 from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.resolve import DeviceFacts, resolve
-from ridgeline.roofline.step_cost import DecoderShape, Peaks, decoder_shape, step_cost
+from ridgeline.roofline.decoder_shape import DecoderShape, decoder_shape
+from ridgeline.roofline.step_cost import Peaks, step_cost
 from ridgeline.runner import shared_prefix
 from ridgeline.sizes.kv_format import KVFormat
 

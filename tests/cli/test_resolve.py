@@ -16,7 +16,8 @@ from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.stats import active_techniques
 from ridgeline.errors import ConfigError
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.ops.attention.attention_arguments import workspace_floats
 from ridgeline.resolve import GPU_STEP_TOKENS, DeviceFacts, ResolvedConfig, partial_bytes, resolve
 from ridgeline.techniques import TECHNIQUES, Technique, turned_off

@@ -35,11 +35,11 @@ from ridgeline.metrics import SLOW_CAUSES
 from ridgeline.ops import registry
 from ridgeline.plan.prediction import fitted
 from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.roofline.decoder_shape import DecoderShape
 from ridgeline.roofline.drill import steps_section
 from ridgeline.roofline.facts import Facts
 from ridgeline.roofline.parts import PARTS, floors
 from ridgeline.roofline.slow import StepTimes, cause_of, slowest
-from ridgeline.roofline.step_cost import DecoderShape
 from ridgeline.roofline.trace import read_trace
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.roofline.verdict import Setting, Window, judge

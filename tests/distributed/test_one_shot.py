@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeline.distributed import one_shot
+from ridgeline.distributed import one_shot_choice
 from ridgeline.distributed.comm import ProcessAxis
 from ridgeline.distributed.meet import ProcessMesh
-from ridgeline.distributed.one_shot import (
+from ridgeline.distributed.one_shot import OneShot
+from ridgeline.distributed.one_shot_choice import (
     AGAIN,
     FAR,
     FINE,
@@ -27,7 +28,6 @@ from ridgeline.distributed.one_shot import (
     SLOW,
     WRONG,
     Facts,
-    OneShot,
     faster_up_to,
     obstacle,
     open_one_shot,
@@ -49,12 +49,12 @@ OWN, PEER = Facts(1, 10, 0), Facts(1, 11, 0)
 def test_what_is_against_it(
     reason: int, everyone: list[Facts], seen: dict[int, int], reaches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(one_shot.registry, "HAS_TRITON", True)
+    monkeypatch.setattr(one_shot_choice.registry, "HAS_TRITON", True)
     monkeypatch.delenv(SHARED_GPU, raising=False)
     assert obstacle(OWN, everyone, seen, lambda index: reaches and index == 1) == reason
     monkeypatch.setenv(SHARED_GPU, "1")
     assert obstacle(OWN, everyone, seen, lambda index: reaches and index == 1) == (FINE if reason == SHARED else reason)
-    monkeypatch.setattr(one_shot.registry, "HAS_TRITON", False)
+    monkeypatch.setattr(one_shot_choice.registry, "HAS_TRITON", False)
     assert obstacle(OWN, everyone, seen, lambda index: reaches) == (MANY if reason == MANY else NO_TRITON)
 
 
@@ -85,7 +85,7 @@ class PretendedAxis:
 
 def opened(monkeypatch: pytest.MonkeyPatch, axis: PretendedAxis, **replaced: Any) -> OneShot | None:
     """With GPUs 0 and 1 in this machine; rank 1 is on the second, which is the number at place 1 of what it says."""
-    monkeypatch.setattr(one_shot.registry, "HAS_TRITON", True)
+    monkeypatch.setattr(one_shot_choice.registry, "HAS_TRITON", True)
     pretended = {
         "device_count": lambda: 2, "can_device_access_peer": lambda one, other: True, "empty_cache": lambda: None,
         "get_device_properties": lambda index: SimpleNamespace(uuid=f"GPU-{index}"),
@@ -98,8 +98,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, axis: PretendedAxis, **replaced: Any
         "_trial": lambda made, axis, device: True, "time_both": lambda axis, made, device: [(8192, 2.0, 1.0), (16384, 2.0, 3.0)],
     }
     for name, value in (steps | replaced).items():
-        monkeypatch.setattr(one_shot, name, value)
-    axis.says = {1: one_shot.number_of("GPU-1")} | axis.says
+        monkeypatch.setattr(one_shot_choice, name, value)
+    axis.says = {1: one_shot_choice.number_of("GPU-1")} | axis.says
     return open_one_shot(axis, torch.device("cpu", 0))  # type: ignore[arg-type]
 
 
@@ -126,7 +126,7 @@ def test_otherwise_nccl_does_everything_and_one_line_says_why(
     reason: int, says: dict[int, int], replaced: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(one_shot.logger, "info", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(one_shot_choice.logger, "info", lambda text, *values: lines.append(text % values))
     assert opened(monkeypatch, PretendedAxis(says), **replaced) is None
     if fail in replaced.values():
         assert lines.pop(0) == "symmetric memory: RuntimeError: no such driver"
@@ -136,7 +136,7 @@ def test_otherwise_nccl_does_everything_and_one_line_says_why(
 def test_ranks_on_one_card_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take turns: that says nothing."""
     monkeypatch.setenv(SHARED_GPU, "1")
-    found = opened(monkeypatch, PretendedAxis({1: one_shot.number_of("GPU-0")}), time_both=fail)
+    found = opened(monkeypatch, PretendedAxis({1: one_shot_choice.number_of("GPU-0")}), time_both=fail)
     assert found is not None and found.most == ONE_SHOT_MOST
 
 

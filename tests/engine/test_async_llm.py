@@ -30,7 +30,7 @@ from ridgeline.engine.client.supervisor import Supervisor
 from ridgeline.engine.core import loop
 from ridgeline.errors import BadRequest, ConfigError, EngineDead, ModelError
 from ridgeline.messages import Request
-from ridgeline.roofline.step_cost import DecoderShape
+from ridgeline.roofline.decoder_shape import DecoderShape
 from ridgeline.roofline.steps import StepRecorder
 from ridgeline.sampling_params import RequestOutputKind, StructuredOutputs
 from ridgeline.scheduler.drafting import NoDrafter

@@ -24,7 +24,8 @@ from ridgeline.models.checkpoints.linear_formats import LinearFormats, expert_by
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.expert_config import Experts, Routing
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import ModelConfig, load_model_config, weight_bytes
+from ridgeline.models.model_config import ModelConfig, load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import deinterleaved, load_weights, model_pieces
 from ridgeline.ops.kernel_table import H200
 from ridgeline.quant.choose import schemes

@@ -21,7 +21,8 @@ from ridgeline.distributed.sharding import Shard, whole
 from ridgeline.errors import ConfigError
 from ridgeline.layers.linear import Linear, Placement
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.activation import gated_activation_reference
 from ridgeline.ops.hopper import device_facts

@@ -21,7 +21,8 @@ from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.checkpoints.quantisation_check import check_quantization, quantised_memory
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.kernel_table import DeviceFacts as KernelFacts

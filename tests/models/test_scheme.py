@@ -14,7 +14,8 @@ from ridgeline.distributed.sharding import whole
 from ridgeline.layers.linear import GateUpLinear, Linear, Placement
 from ridgeline.layers.norm import RMSNorm
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.cpu import native
 from ridgeline.ops.registry import set_kernels

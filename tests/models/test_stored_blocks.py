@@ -18,7 +18,8 @@ from ridgeline.layers.linear import Linear
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.cpu import native
 from ridgeline.ops.cpu.matrix import BLOCKS, KINDS, NUMBERS, Matrix, Part

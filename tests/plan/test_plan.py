@@ -71,7 +71,8 @@ from ridgeline.plan.workload_steps import (
 )
 from ridgeline.process import embedded
 from ridgeline.resolve import DeviceFacts, resolve
-from ridgeline.roofline.step_cost import Peaks, cost_of, decoder_shape, step_cost, step_counts
+from ridgeline.roofline.decoder_shape import decoder_shape, step_counts
+from ridgeline.roofline.step_cost import Peaks, cost_of, step_cost
 from ridgeline.sizes import ledger
 from ridgeline.sizes.hardware import DEVICES, data_sheet, find_device, measure_cpu
 

@@ -8,7 +8,7 @@ from ridgeline.plan.capacity import textbook
 from ridgeline.plan.operation import Traffic, operate
 from ridgeline.plan.prediction import Constants, Setup
 from ridgeline.plan.public_models import find_model
-from ridgeline.roofline.step_cost import decoder_shape
+from ridgeline.roofline.decoder_shape import decoder_shape
 from ridgeline.sizes.hardware import DEVICES, described
 from ridgeline.sizes.op_costs import kv_bytes, linear_cost
 

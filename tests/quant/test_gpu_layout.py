@@ -19,7 +19,8 @@ from ridgeline.layers.linear import Linear
 from ridgeline.models.checkpoints.gguf_formats import FORMATS
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.packed.block_weight import block_form

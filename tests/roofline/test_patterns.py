@@ -16,11 +16,11 @@ from verdict_cases import CASES
 
 from ridgeline.__main__ import main
 from ridgeline.messages import Want
+from ridgeline.roofline.decoder_shape import DecoderShape
 from ridgeline.roofline.facts import Facts, facts_of
 from ridgeline.roofline.parts import StepRows, part_costs, steps_with
 from ridgeline.roofline.patterns import PATTERNS, find_patterns
 from ridgeline.roofline.remedies import PLANNED, Planned, key_of, ranked
-from ridgeline.roofline.step_cost import DecoderShape
 from ridgeline.roofline.trace import Work, part_of, read_trace, trace_of_steps
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.roofline.verdict import REMEDIES

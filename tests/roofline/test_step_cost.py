@@ -15,20 +15,8 @@ from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.models.expert_config import Experts
 from ridgeline.models.latent_config import Latent
 from ridgeline.models.model_config import load_model_config
-from ridgeline.roofline.step_cost import (
-    LINEARS,
-    OPS,
-    PARTS,
-    DecoderShape,
-    OpCost,
-    Peaks,
-    cost_of,
-    decoder_shape,
-    expected_tokens,
-    kv_element_bytes,
-    step_cost,
-    step_counts,
-)
+from ridgeline.roofline.decoder_shape import DecoderShape, decoder_shape, kv_element_bytes, step_counts
+from ridgeline.roofline.step_cost import LINEARS, OPS, PARTS, OpCost, Peaks, cost_of, expected_tokens, step_cost
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.sizes.op_costs import Cost
 

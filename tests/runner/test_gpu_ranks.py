@@ -28,7 +28,8 @@ from torch import Tensor
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import ProcessAxis
 from ridgeline.distributed.meet import meet
-from ridgeline.distributed.one_shot import SHARED_GPU, OneShot
+from ridgeline.distributed.one_shot import OneShot
+from ridgeline.distributed.one_shot_choice import SHARED_GPU
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams

@@ -21,8 +21,9 @@ from ridgeline.plan.records import read_record
 from ridgeline.quant.format import MADE
 from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, OWN, served
 from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
+from ridgeline.roofline.decoder_shape import decoder_shape
 from ridgeline.roofline.peaks import MachinePeaks
-from ridgeline.roofline.step_cost import decoder_shape, step_cost
+from ridgeline.roofline.step_cost import step_cost
 from ridgeline.roofline.verdict import WEIGHTS, Setting, Window, judge
 from ridgeline.sizes.abilities import BY_FLAG, KV_FORMATS, WEIGHT_FORMATS, factor_at
 from ridgeline.sizes.hardware import DEVICES

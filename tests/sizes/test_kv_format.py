@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ridgeline.errors import ConfigError
-from ridgeline.roofline.step_cost import DecoderShape, step_cost, step_counts
+from ridgeline.roofline.decoder_shape import DecoderShape, step_counts
+from ridgeline.roofline.step_cost import step_cost
 from ridgeline.sizes.kv_format import KVFormat, cache_dtype, parse, skipped_layers
 from ridgeline.sizes.op_costs import E4M3
 

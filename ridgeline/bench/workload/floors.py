@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.bench.workload.workloads import Asked, Preset
-from ridgeline.roofline.step_cost import PARTS, DecoderShape, Peaks, step_cost
+from ridgeline.roofline.decoder_shape import DecoderShape
+from ridgeline.roofline.step_cost import PARTS, Peaks, step_cost
 from ridgeline.sizes.batch_levelling import Level
 from ridgeline.sizes.op_costs import Cost
 

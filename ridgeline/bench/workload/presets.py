@@ -37,7 +37,8 @@ from ridgeline.bench.workload.workloads import GPU_PRESETS, Asked, Preset
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.process.children import start_child
-from ridgeline.roofline.step_cost import Peaks, decoder_shape
+from ridgeline.roofline.decoder_shape import decoder_shape
+from ridgeline.roofline.step_cost import Peaks
 from ridgeline.sizes import ledger
 
 DIRECTORY = "benchmarks/h200"

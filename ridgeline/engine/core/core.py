@@ -33,7 +33,7 @@ from ridgeline.process import platform
 from ridgeline.process.log import get_logger
 from ridgeline.process.thread_clock import ThreadClock
 from ridgeline.resolve import ResolvedConfig, resolve
-from ridgeline.roofline.step_cost import decoder_shape
+from ridgeline.roofline.decoder_shape import decoder_shape
 from ridgeline.roofline.steps import StepRecorder
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.to_host import pinned_array

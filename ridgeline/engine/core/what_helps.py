@@ -11,8 +11,9 @@ from ridgeline.plan.public_models import PlannedModel
 from ridgeline.plan.search import kv_factor, weight_factors
 from ridgeline.plan.search import untimed as is_untimed
 from ridgeline.resolve import ResolvedConfig
+from ridgeline.roofline.decoder_shape import DecoderShape
 from ridgeline.roofline.peaks import MachinePeaks
-from ridgeline.roofline.step_cost import DecoderShape, step_cost
+from ridgeline.roofline.step_cost import step_cost
 from ridgeline.sizes.abilities import BY_FLAG, SHEET_NAMES, Factors
 from ridgeline.sizes.hardware import NO_LINK, Device, data_sheet
 

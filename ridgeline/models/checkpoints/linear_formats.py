@@ -10,18 +10,15 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.errors import ConfigError
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.quant.format import MXFP4, WeightFormat, common, made_format, quantization_rules
 from ridgeline.quant.gpu_layout import gpu_bytes
 from ridgeline.quant.layout import NUMBER_KINDS, format_kind, matrix_bytes, plain_bytes
 from ridgeline.sizes.op_costs import DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from ridgeline.models.model_config import ModelConfig
 
 HEAD = "head"
 EXPERTS = ".mlp.experts."            # in the path of what all experts of a layer have

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, expert_matrices, linears
+from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.stages import first_layers
 from ridgeline.ops.kernel_table import H200, MOST_CODE_ROWS, DeviceFacts, bands
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
@@ -14,9 +14,6 @@ from ridgeline.quant.format import WeightFormat, is_fp8_rows, quantises_rows
 from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, served
 from ridgeline.quant.layout import format_kind
 from ridgeline.sizes.abilities import WEIGHT_FORMATS, packed_width
-
-if TYPE_CHECKING:
-    from ridgeline.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

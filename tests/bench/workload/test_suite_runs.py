@@ -24,7 +24,8 @@ from ridgeline.bench.workload.workloads import GPU_PRESETS, Lengths, Preset
 from ridgeline.distributed.comm import Communicator
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.ops.kernel_table import H200
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.scheme import Unquantised

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ridgeline.roofline.step_cost import DecoderShape, Peaks
+from ridgeline.roofline.decoder_shape import DecoderShape
+from ridgeline.roofline.step_cost import Peaks
 
 LLAMA_8B = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256)
 LLAMA_70B = DecoderShape(hidden=8192, intermediate=28672, heads=64, kv_heads=8, head_dim=128, layers=80, vocab=128256)

@@ -26,8 +26,9 @@ from ridgeline.models.config_fields import Fields
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.expert_config import gguf_experts, gguf_score
 from ridgeline.models.families.deepseek import DEEPSEEK_V3_EXPERTS
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
 from ridgeline.models.regrouped import JoinedLatents
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.quant.cpu_packed import plain_scheme
 from ridgeline.quant.scheme import Unquantised

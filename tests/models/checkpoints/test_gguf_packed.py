@@ -17,7 +17,8 @@ from ridgeline.models.checkpoints.gguf_packed import packed_gguf
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.quantised.expand import expand

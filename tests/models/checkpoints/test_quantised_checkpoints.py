@@ -19,7 +19,8 @@ from ridgeline.distributed.comm import Axis, Communicator
 from ridgeline.errors import ConfigError, ModelError
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.model_config import load_model_config, weight_bytes
+from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.kernel_table import H200
 from ridgeline.quant.choose import schemes
