@@ -71,7 +71,7 @@ _SHORT = {
     "lay_out_guesses", "settle_drafts", "drafted_tokens", "draft_outcome", "draft_chances", "send_drafts", "arrange_offers",
     "choose_drafts", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes",
 }
-SPLIT = 128                          # as in step/decode_attention.c
+SPLIT = 64                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c
 
 

@@ -8,6 +8,25 @@ typedef int16_t Middle __attribute__((vector_size(2 * LANES)));
 #define SHIFT 12582912.0f            /* 1.5 * 2^23: added to a number, it leaves the number rounded in the lowest bits */
 
 /* Returns the scale of these numbers; *sum: of their codes. */
+#if defined(__aarch64__)
+ALWAYS float quantise(const float *from, int8_t *codes, int16_t *pairs, int32_t *sum) {
+    float32x4_t x[4], most = vdupq_n_f32(0.0f);
+    int32x4_t rounded[4];
+    (void)pairs;
+    #pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) x[i] = vld1q_f32(from + 4 * i), most = vmaxq_f32(most, vabsq_f32(x[i]));
+    const float largest = vmaxvq_f32(most), scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    #pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        rounded[i] = vreinterpretq_s32_f32(vfmaq_n_f32(vdupq_n_f32(SHIFT), x[i], inverse));
+    /* SHIFT's own bits are above the lowest 16, which hold the code. */
+    int16x8_t low = vuzp1q_s16(vreinterpretq_s16_s32(rounded[0]), vreinterpretq_s16_s32(rounded[1]));
+    int16x8_t high = vuzp1q_s16(vreinterpretq_s16_s32(rounded[2]), vreinterpretq_s16_s32(rounded[3]));
+    vst1q_s8(codes, vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high)));
+    *sum = vaddvq_s16(vaddq_s16(low, high));
+    return scale + largest * 0.0f;                       /* NaN where a number is not finite: a broken row must show */
+}
+#else
 ALWAYS float quantise(const float *from, int8_t *codes, int16_t *pairs, int32_t *sum) {
     Lanes x[SHARE / LANES], largest = {0}, bad = {0};
     for (int i = 0; i < SHARE / LANES; i++) {
@@ -18,7 +37,7 @@ ALWAYS float quantise(const float *from, int8_t *codes, int16_t *pairs, int32_t 
     float scale = largest_of(largest) / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     *sum = 0;
     for (int i = 0; i < SHARE / LANES; i++) {
-#if defined(__FMA__) || defined(__aarch64__)
+#if defined(__FMA__)
         Places rounded = (Places)(x[i] * inverse + SHIFT) - 0x4b400000;      /* one operation: the exact product is rounded */
 #else
         Places rounded;
@@ -37,6 +56,7 @@ ALWAYS float quantise(const float *from, int8_t *codes, int16_t *pairs, int32_t 
     }
     return scale + sum_of(bad);
 }
+#endif
 
 static void quantise_tile(const float *from, int8_t *codes, int16_t *pairs, Facts *facts) {
     facts->sum = 0.0f;

@@ -29,7 +29,7 @@ ALWAYS Bytes masked(Bytes x, int mask) { return _mm256_and_si256(x, _mm256_set1_
 ALWAYS Bytes up(Bytes x, int bits) { return _mm256_slli_epi16(x, bits); }
 ALWAYS Bytes down(Bytes x, int bits) { return _mm256_srli_epi16(x, bits); }
 ALWAYS Bytes upper(Bytes x) { return masked(down(x, 4), 15); }
-ALWAYS Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+ALWAYS Bytes with_bits(Bytes a, Bytes b, int mask) { return _mm256_or_si256(a, masked(b, mask)); }
 
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
     if (is_signed) return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(codes, 24 - 8 * place), 24));

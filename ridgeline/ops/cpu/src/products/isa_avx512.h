@@ -31,7 +31,7 @@ ALWAYS Bytes masked(Bytes x, int mask) { return _mm512_and_si512(x, _mm512_set1_
 ALWAYS Bytes up(Bytes x, int bits) { return _mm512_slli_epi16(x, bits); }        /* within 16 bits: mask afterwards */
 ALWAYS Bytes down(Bytes x, int bits) { return _mm512_srli_epi16(x, bits); }
 ALWAYS Bytes upper(Bytes x) { return masked(down(x, 4), 15); }                 /* the high halves of bytes */
-ALWAYS Bytes either(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+ALWAYS Bytes with_bits(Bytes a, Bytes b, int mask) { return _mm512_or_si512(a, masked(b, mask)); }
 
 /* Byte `place` of every four, as numbers. */
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {

@@ -49,7 +49,7 @@ ALWAYS Bytes masked(Bytes x, int mask) { return x & (uint8_t)mask; }
 ALWAYS Bytes up(Bytes x, int bits) { return x << bits; }
 ALWAYS Bytes down(Bytes x, int bits) { return x >> bits; }
 ALWAYS Bytes upper(Bytes x) { return x >> 4; }                     /* shifts stay within bytes: nothing to mask */
-ALWAYS Bytes either(Bytes a, Bytes b) { return a | b; }
+ALWAYS Bytes with_bits(Bytes a, Bytes b, int mask) { return a | masked(b, mask); }
 
 ALWAYS Floats numbers_of(Bytes codes, int place, int is_signed) {
     Words words = (Words)codes << (24 - 8 * place);

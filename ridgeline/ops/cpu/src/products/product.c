@@ -21,6 +21,22 @@
 #include "isa_plain.h"
 #endif
 
+#if !defined(ABREAST)
+#define ABREAST(count) 1
+#endif
+#if !defined(FETCH)
+#define fetch(from, bytes) (void)(from)
+#endif
+#if !defined(BESIDE)
+#define BESIDE(count) 1
+#endif
+#if !defined(BY_LANE)
+typedef const float *Few;
+ALWAYS Few few(const float *from) { return from; }
+#define times_lane(a, x, i) times(a, all((x)[i]))
+#define plus_times_lane(sum, a, x, i) plus_times(sum, a, all((x)[i]))
+#endif
+
 #if defined(__AVX512VNNI__)
 #define UNSIGNED_WEIGHTS 1           /* vpdpbusd multiplies unsigned bytes: 128 is added, and taken off by an offset */
 #endif
@@ -58,41 +74,46 @@ ALWAYS void unpack(int bits, const uint8_t *from, int part, Bytes codes[8]) {
     if (bits == 5) {
         Bytes fifths = load_bytes(from + 256);
         #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) codes[i] = either(codes[i], masked(i < 4 ? up(fifths, 4 - i) : down(fifths, i - 4), 16));
+        for (int i = 0; i < 8; i++) codes[i] = with_bits(codes[i], i < 4 ? up(fifths, 4 - i) : down(fifths, i - 4), 16);
     }
     if (bits == 6)
         #pragma GCC unroll 8
         for (int i = 0; i < 8; i++) {
             Bytes pairs = load_bytes(from + 256 + i / 4 * 64);
-            codes[i] = either(codes[i], masked(i % 4 < 3 ? up(pairs, 4 - 2 * (i % 4)) : down(pairs, 2), 48));
+            codes[i] = with_bits(codes[i], i % 4 < 3 ? up(pairs, 4 - 2 * (i % 4)) : down(pairs, 2), 48);
         }
+}
+
+/* The numbers of a head, for one register of outputs. */
+typedef struct { Floats scale, offset; } Head;
+
+ALWAYS Head head_of(int style, const uint8_t *head, int part) {
+    Head found;
+    int at = part * WIDE, full = style == FULL || style == FULL_OFFSET, offsets = style == HALF_OFFSET || style == K_OFFSET;
+    found.scale = full ? load_floats(head + 4 * at) : load_halves(head + 2 * at);
+    found.offset = style == FULL_OFFSET ? load_floats(head + 4 * (ROWS + at))
+                 : offsets ? load_halves(head + 2 * (ROWS + at)) : zeros();
+    return found;
 }
 
 /* What a tile's codes are multiplied by, and what is added: number = code * scale + offset. Of K_SIGNED there are two, for
    the first and the second 16 inputs. */
 typedef struct { Floats scale[2], offset[2]; } Scale;
 
-ALWAYS Scale scales_of(int style, float middle, const uint8_t *head, const uint8_t *inner, int part) {
+ALWAYS Scale scales_of(int style, float middle, Head head, const uint8_t *inner, int part) {
     Scale found;
     int at = part * WIDE;
-    if (style == HALF) {
-        found.scale[0] = load_halves(head + 2 * at);
-        found.offset[0] = times(found.scale[0], all(-middle));
-    } else if (style == HALF_OFFSET) {
-        found.scale[0] = load_halves(head + 2 * at);
-        found.offset[0] = load_halves(head + 2 * (ROWS + at));
-    } else if (style == K_OFFSET) {
-        found.scale[0] = times(load_halves(head + 2 * at), load_unsigned(inner + at));
-        found.offset[0] = times(times(load_halves(head + 2 * (ROWS + at)), all(-1.0f)), load_unsigned(inner + ROWS + at));
+    found.scale[0] = head.scale;
+    found.offset[0] = style == HALF ? times(head.scale, all(-middle)) : head.offset;
+    if (style == K_OFFSET) {
+        found.scale[0] = times(head.scale, load_unsigned(inner + at));
+        found.offset[0] = times(times(head.offset, all(-1.0f)), load_unsigned(inner + ROWS + at));
     } else if (style == K_SIGNED) {
-        Floats outer = load_halves(head + 2 * at);
+        #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
-            found.scale[i] = times(outer, load_signed(inner + i * ROWS + at));
+            found.scale[i] = times(head.scale, load_signed(inner + i * ROWS + at));
             found.offset[i] = times(found.scale[i], all(-middle));
         }
-    } else {
-        found.scale[0] = load_floats(head + 4 * at);
-        found.offset[0] = style == FULL_OFFSET ? load_floats(head + 4 * (ROWS + at)) : zeros();
     }
     return found;
 }
@@ -102,60 +123,92 @@ ALWAYS int has_offset(int style, int bits) {
     return style == HALF_OFFSET || style == K_OFFSET || style == FULL_OFFSET || style == K_SIGNED || (style == HALF && bits != 8);
 }
 
-/* `count` rows of integer activations from `row` on against one register of outputs of a group. */
-ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int64_t row, int64_t span, int part, int count,
-                         Floats sums[MOST]) {
+/* Integer products of the tile `at` and of those `beside` rows below, with the codes of one register of outputs. */
+ALWAYS void tile_products(int bits, const Bytes *codes, const Activations *x, int64_t at, int beside, Floats products[][HALVES]) {
+#if defined(SDOT)
+    (void)bits;
+    dots_beside(codes, x->codes + at * DEEP, x->tiles * DEEP, beside, products);
+#else
+    (void)beside;
+    #pragma GCC unroll 2
+    for (int h = 0; h < HALVES; h++) {
+#if defined(PAIRS)
+        if (bits == 8) products[0][h] = dots_of_pairs(codes + h * SHARE / 2, x->pairs + at * DEEP + h * SHARE);
+        else
+#endif
+        products[0][h] = dots(bits, codes + h * SHARE / 4, x->codes + at * DEEP + h * SHARE);
+    }
+#endif
+}
+
+/* The products of a tile, with the scales of both sides. */
+ALWAYS Floats tile_sum(int style, int bits, Floats products[HALVES], const Scale *scale, const Facts *facts, Floats sum) {
+    const Few scales = few(facts->scale), last = few(facts->scale + 1);      /* scale 0, scale 1, sum, ...; ..., sums 0, sums 1 */
+    products[0] = times_lane(products[0], scales, 0);
+    if (style == K_SIGNED) {
+        sum = plus_times(sum, products[0], scale->scale[0]);
+        sum = plus_times_lane(sum, scale->offset[0], last, 2);
+        sum = plus_times(sum, times_lane(products[1], scales, 1), scale->scale[1]);
+        return plus_times_lane(sum, scale->offset[1], last, 3);
+    }
+    sum = plus_times(sum, plus_times_lane(products[0], products[1], scales, 1), scale->scale[0]);
+    if (has_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[0], scales, 2);
+    return sum;
+}
+
+/* `count` rows of integer activations from `row` on against `parts` registers of outputs of a group, from `part` on. */
+ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int64_t row, int64_t span, int part, int parts,
+                         int count, Floats sums[][MOST]) {
     const Format format = FORMATS[kind];
-    const int bits = format.bits, style = format.style;
-    #pragma GCC unroll 8
-    for (int m = 0; m < count; m++) sums[m] = zeros();
-    const uint8_t *head = group->heads;
+    const int bits = format.bits, style = format.style, beside = BESIDE(count);
+    Head heads[ROWS / WIDE];
+    const uint8_t *head = group->heads, *next = group->codes + group->bytes * (ROWS + part * WIDE) / ROWS;
+    const int64_t each = tile_bytes(kind) * parts * WIDE / ROWS / 64 * 64;    /* of the next group, for a tile of this one */
+    #pragma GCC unroll 4
+    for (int p = 0; p < parts; p++) {
+        heads[p] = head_of(style, head, part + p);
+        #pragma GCC unroll 8
+        for (int m = 0; m < count; m++) sums[p][m] = zeros();
+    }
     int64_t left = span;
     for (int64_t t = 0; t < x->tiles; t++) {
-        Bytes codes[REGISTERS];
-        unpack(bits, group->codes + t * code_bytes(bits), part, codes);
-        const Scale scale = scales_of(style, format.middle, head, group->inner + t * inner_bytes(style), part);
+        fetch(next + t * each, each);
+        #pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) {
+            Bytes codes[REGISTERS];
+            if (format.span == 1) heads[p] = head_of(style, head, part + p);
+            unpack(bits, group->codes + t * code_bytes(bits), part + p, codes);
+            const Scale scale = scales_of(style, format.middle, heads[p], group->inner + t * inner_bytes(style), part + p);
 #if defined(PAIRS)
-        if (bits == 8)
-            #pragma GCC unroll 8
-            for (int i = 7; i >= 0; i--) widen(codes[i], &codes[2 * i], &codes[2 * i + 1]);
+            if (bits == 8)
+                #pragma GCC unroll 8
+                for (int i = 7; i >= 0; i--) widen(codes[i], &codes[2 * i], &codes[2 * i + 1]);
 #elif defined(UNSIGNED_WEIGHTS)
-        const Floats shift = times(scale.scale[0], all(-128.0f));
-        if (bits == 8)
+            const Floats shift = times(scale.scale[0], all(-128.0f));
+            if (bits == 8)
+                #pragma GCC unroll 8
+                for (int i = 0; i < 8; i++) codes[i] = _mm512_xor_si512(codes[i], _mm512_set1_epi8((char)128));
+#endif
             #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) codes[i] = _mm512_xor_si512(codes[i], _mm512_set1_epi8((char)128));
-#endif
-        #pragma GCC unroll 8
-        for (int m = 0; m < count; m++) {
-            const Facts *facts = x->facts + (row + m) * x->tiles + t;
-            const int8_t *from = x->codes + ((row + m) * x->tiles + t) * DEEP;
-            Floats products[HALVES];
-            #pragma GCC unroll 2
-            for (int h = 0; h < HALVES; h++) {
-#if defined(PAIRS)
-                const int16_t *pairs = x->pairs + ((row + m) * x->tiles + t) * DEEP;
-                if (bits == 8) products[h] = dots_of_pairs(codes + h * SHARE / 2, pairs + h * SHARE);
-                else
-#endif
-                products[h] = dots(bits, codes + h * SHARE / 4, from + h * SHARE);
-            }
-            products[0] = times(products[0], all(facts->scale[0]));
-            if (style == K_SIGNED) {
-                products[1] = times(products[1], all(facts->scale[1]));
+            for (int m = 0; m < count; m += beside) {
+                Floats products[2][HALVES];
+                tile_products(bits, codes, x, (row + m) * x->tiles + t, beside, products);
                 #pragma GCC unroll 2
-                for (int h = 0; h < HALVES; h++) {
-                    sums[m] = plus_times(sums[m], products[h], scale.scale[h]);
-                    sums[m] = plus_times(sums[m], scale.offset[h], all(facts->sums[h]));
-                }
-                continue;
-            }
-            sums[m] = plus_times(sums[m], plus_times(products[0], products[1], all(facts->scale[1])), scale.scale[0]);
-            if (has_offset(style, bits)) sums[m] = plus_times(sums[m], scale.offset[0], all(facts->sum));
+                for (int r = 0; r < beside; r++) {
+                    const Facts *facts = x->facts + (row + m + r) * x->tiles + t;
+                    Floats sum = tile_sum(style, bits, products[r], &scale, facts, sums[p][m + r]);
 #if defined(UNSIGNED_WEIGHTS)
-            if (bits == 8) sums[m] = plus_times(sums[m], shift, all(facts->sum));
+                    if (bits == 8) sum = plus_times(sum, shift, all(facts->sum));
 #endif
+                    sums[p][m + r] = sum;
+                }
+            }
         }
-        if (--left == 0) head += head_bytes(style), left = span;
+        if (--left) continue;
+        head += head_bytes(style), left = span;
+        if (format.span == 1 || t + 1 == x->tiles) continue;
+        #pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) heads[p] = head_of(style, head, part + p);
     }
 }
 
@@ -177,7 +230,7 @@ ALWAYS void expand_tile(int kind, const Group *group, int64_t t, int64_t span, i
     Bytes codes[8];
     unpack(bits, from, part, codes);
     const uint8_t *head = group->heads + t / span * head_bytes(style);
-    Scale scale = scales_of(style, format.middle, head, group->inner + t * inner_bytes(style), part);
+    Scale scale = scales_of(style, format.middle, head_of(style, head, part), group->inner + t * inner_bytes(style), part);
     if (is_floating(kind)) scale.scale[0] = times(scale.scale[0], all(HALF_POWER(bits)));
     #pragma GCC unroll 8
     for (int i = 0; i < 8; i++)
@@ -276,13 +329,17 @@ ALWAYS void put(const Job *job, const Floats sums[MOST], int64_t row, int64_t fi
 /* All rows against one group. kind: a constant for integer activations; KINDS: float32 ones. */
 ALWAYS void some_rows(const Job *job, int kind, const Segment *segment, const Group *group, int64_t row, int64_t first,
                       int64_t left, int count) {
+    const int parts = kind == KINDS ? 1 : ABREAST(count);
     #pragma GCC unroll 1
-    for (int part = 0; part < ROWS / WIDE; part++) {
-        if (left <= part * WIDE) return;
-        Floats sums[MOST];
-        if (kind == KINDS) float_sums(segment, group, job->x, row, part, count, sums);
-        else integer_sums(kind, group, job->x, row, segment->span, part, count, sums);
-        put(job, sums, row, first + part * WIDE, left - part * WIDE, count);
+    for (int part = 0; part < ROWS / WIDE && part * WIDE < left; part += parts) {
+        Floats sums[ROWS / WIDE][MOST];
+        if (kind == KINDS) float_sums(segment, group, job->x, row, part, count, sums[0]);
+        else integer_sums(kind, group, job->x, row, segment->span, part, parts, count, sums);
+        #pragma GCC unroll 4
+        for (int p = 0; p < parts; p++) {
+            const int before = (part + p) * WIDE;
+            if (before < left) put(job, sums[p], row, first + before, left - before, count);
+        }
     }
 }
 
@@ -395,7 +452,7 @@ OF_NUMBERS(F16) OF_NUMBERS(BF16) OF_NUMBERS(F32)
 typedef void (*NumbersOf)(const Job *, const Segment *, int64_t, int64_t, int64_t, int64_t, int64_t);
 static const NumbersOf NUMBERS_OF[KINDS] = {[F16] = numbers_F16, [BF16] = numbers_BF16, [F32] = numbers_F32};
 
-#define NEAR_BYTES (192 << 10)       /* of activations that are multiplied by group after group while they are in the L2 cache */
+#define NEAR_BYTES (192 << 10)      /* of activations that are multiplied by group after group while they are in the L2 cache */
 
 static void do_groups(void *with, int64_t task) {
     const Job *job = with;

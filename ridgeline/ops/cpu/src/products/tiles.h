@@ -62,6 +62,12 @@ ALWAYS int64_t head_bytes(int style) {
            * (style == HALF_OFFSET || style == K_OFFSET || style == FULL_OFFSET ? 2 : 1));
 }
 
+/* Bytes of a tile with the head of its own, if it has one. */
+ALWAYS int64_t tile_bytes(int kind) {
+    const Format format = FORMATS[kind];
+    return code_bytes(format.bits) + inner_bytes(format.style) + (format.span == 1 ? head_bytes(format.style) : 0);
+}
+
 /* One part of a linear: `rows` outputs of one kind. Filled by Python (ops/cpu/matrix.py). */
 typedef struct {
     uint8_t *data;
@@ -73,6 +79,7 @@ ALWAYS int64_t groups_of(const Segment *segment) { return (segment->rows + ROWS 
 
 typedef struct {
     const uint8_t *codes, *inner, *heads;
+    int64_t bytes;
 } Group;
 
 ALWAYS int64_t group_bytes(const Segment *segment) {
@@ -86,7 +93,8 @@ ALWAYS Group group_at(const Segment *segment, int64_t number) {
     const Format format = FORMATS[segment->kind];
     int64_t tiles = tiles_of(segment);
     Group group;
-    group.codes = segment->data + number * group_bytes(segment);
+    group.bytes = group_bytes(segment);
+    group.codes = segment->data + number * group.bytes;
     group.inner = group.codes + tiles * code_bytes(format.bits);
     group.heads = group.inner + tiles * inner_bytes(format.style);
     return group;
@@ -99,7 +107,7 @@ ALWAYS Group group_at(const Segment *segment, int64_t number) {
 #define SHARE 16                     /* as GROUP in ops/linear/gguf_blocks.py, and the inputs that share a scale of Q6_K */
 #define HALVES (DEEP / SHARE)
 
-typedef struct { float scale[HALVES], sums[HALVES], sum; } Facts;
+typedef struct { float scale[HALVES], sum, sums[HALVES]; } Facts;
 
 typedef struct {
     const int8_t *codes;             /* [rows][tiles * 32] */

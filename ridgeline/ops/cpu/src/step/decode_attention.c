@@ -3,13 +3,20 @@
 #include "kv.h"
 #include "../pool.h"
 
-#define SPLIT 128                    /* positions of the KV cache that one task attends to */
+#define SPLIT 64                     /* positions of the KV cache that one task attends to */
 #define TILE 32                      /* positions whose scores are kept at a time */
 #define TOGETHER 4                      /* heads whose values are added up at a time … */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define REGISTERS 4                    /* … and registers of each: 4 x 4 sums, of 32 registers */
 #else
 #define REGISTERS 2
+#endif
+/* With four lanes a key is multiplied by four heads once it was read (4 x 4 sums), and float16 is widened there: the unit that widens
+   works beside the one that multiplies. With more lanes it is widened once for all heads, and multiplied by one after the other. */
+#if LANES == 4
+#define BLOCKED 4
+#else
+#define BLOCKED 1
 #endif
 
 /* What a task leaves: per head the weighted sum of values, the sum of the weights, and the largest score, which the sums are
@@ -26,21 +33,49 @@ typedef struct {
     int64_t rows, group, table_stride, q_stride, room, splits, window;
 } Decode;
 
+/* Scores of one tile: `heads` heads, of which a key that was read serves all; [heads][TILE]. A sum is added up in the order of the
+   numbers, whichever heads are beside it. */
+static inline __attribute__((always_inline)) void tile_scores(const float *query, const void **keys, int64_t width, int heads,
+                                                              int half, float (*scores)[TILE]) {
+    #pragma GCC unroll 8
+    for (int at = 0; at < TILE; at += LANES) {
+        Lanes dots[BLOCKED][LANES];
+        #pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) {
+            const Lanes key = numbers_at(keys[at + j], 0, half);
+            #pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) dots[h][j] = *(const Lanes *)(query + h * width) * key;
+        }
+        for (int64_t i = LANES; i < width; i += LANES)
+            #pragma GCC unroll 16
+            for (int j = 0; j < LANES; j++) {
+                const Lanes key = numbers_at(keys[at + j], i, half);
+                #pragma GCC unroll 4
+                for (int h = 0; h < heads; h++) dots[h][j] += *(const Lanes *)(query + h * width + i) * key;
+            }
+        #pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) *(Lanes *)(scores[h] + at) = sums_of(dots[h]);
+    }
+}
+
+static inline __attribute__((always_inline)) void all_scores(const float *query, const void **keys, int64_t width, int heads,
+                                                             int half, float (*scores)[TILE]) {
+    int h = 0;
+#if BLOCKED == 4
+    if (heads == 4) tile_scores(query, keys, width, 4, half, scores), h = 4;
+    else if (heads == 3) tile_scores(query, keys, width, 3, half, scores), h = 3;
+    else if (heads == 2) tile_scores(query, keys, width, 2, half, scores), h = 2;
+#endif
+    for (; h < heads; h++) tile_scores(query + h * width, keys, width, 1, half, scores + h);
+}
+
 /* Scores of a tile become the weights of one head; returns what its older sums are worth now. */
-static inline __attribute__((always_inline)) float head_weights(
-    const Cache *cache, const float *query, const float **keys, int64_t count, int64_t width, float *weight, float *largest,
-    float *weights) {
+static inline __attribute__((always_inline)) float head_weights(const Cache *cache, int64_t count, float *weight, float *largest,
+                                                                float *weights) {
     Lanes scores[TILE / LANES], top = (Lanes){0} + *largest, total = {0};
     #pragma GCC unroll 8
     for (int at = 0; at < TILE / LANES; at++) {
-        Lanes dots[LANES];
-        #pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++) {
-            const float *key = keys[at * LANES + j];
-            dots[j] = *(const Lanes *)query * *(const Lanes *)key;
-            for (int64_t i = LANES; i < width; i += LANES) dots[j] += *(const Lanes *)(query + i) * *(const Lanes *)(key + i);
-        }
-        scores[at] = sums_of(dots) * cache->scale;
+        scores[at] = ((const Lanes *)weights)[at] * cache->scale;
         if (cache->softcap > 0.0f) scores[at] = capped(scores[at], cache->softcap);
         if (count < TILE) scores[at] = CHOOSE(NUMBER + at * LANES < (int32_t)count, scores[at], (Lanes){0} - INFINITY);
         top = larger(scores[at], top);
@@ -61,15 +96,17 @@ static inline __attribute__((always_inline)) float head_weights(
 /* sums = sums * shrink + weights x values, for `heads` heads and `columns` registers of them: enough sums that none waits for
    itself. Both are constants where this is inlined. */
 static inline __attribute__((always_inline)) void add_head_values(
-    float *sums, int64_t width, const float (*weights)[TILE], const float *shrink, const float **values, int64_t count,
-    int64_t at, int heads, int columns) {
+    float *sums, int64_t width, const float (*weights)[TILE], const float *shrink, const void **values, int64_t count,
+    int64_t at, int heads, int columns, int half) {
     Lanes kept[TOGETHER][REGISTERS];
     #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
         #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) kept[h][c] = ((const Lanes *)(sums + h * width + at))[c] * shrink[h];
     for (int64_t j = 0; j < count; j++) {
-        const Lanes *value = (const Lanes *)(values[j] + at);
+        Lanes value[REGISTERS];
+        #pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) value[c] = numbers_at(values[j], at + c * LANES, half);
         #pragma GCC unroll 4
         for (int h = 0; h < heads; h++)
             #pragma GCC unroll 4
@@ -82,23 +119,23 @@ static inline __attribute__((always_inline)) void add_head_values(
 }
 
 static inline __attribute__((always_inline)) void add_all_values(
-    float *sums, int64_t width, const float (*weights)[TILE], const float *shrink, const float **values, int64_t count,
-    int heads) {
+    float *sums, int64_t width, const float (*weights)[TILE], const float *shrink, const void **values, int64_t count,
+    int heads, int half) {
     int64_t at = 0;
     for (; at + REGISTERS * LANES <= width; at += REGISTERS * LANES)
-        add_head_values(sums, width, weights, shrink, values, count, at, heads, REGISTERS);
-    for (; at < width; at += LANES) add_head_values(sums, width, weights, shrink, values, count, at, heads, 1);
+        add_head_values(sums, width, weights, shrink, values, count, at, heads, REGISTERS, half);
+    for (; at < width; at += LANES) add_head_values(sums, width, weights, shrink, values, count, at, heads, 1, half);
 }
 
 /* Positions first..end of one row, for all heads: q [heads, width]. A tile of positions serves every head before the next one is
    read: that is the order in which the cache lies in memory. `width` is a constant where this is inlined, so that the inner sums
-   stay in registers. */
+   stay in registers. half: float16 is multiplied by where it lies. */
 static inline __attribute__((always_inline)) void attend(
     const Cache *cache, const float *q, const int32_t *table, int64_t first, int64_t end, int64_t width, int64_t group,
-    Part part) {
+    int half, Part part) {
     float wide_keys[TILE * MAX_HEAD] __attribute__((aligned(64))), wide_values[TILE * MAX_HEAD] __attribute__((aligned(64)));
     float weights[TOGETHER][TILE] __attribute__((aligned(64))), shrink[TOGETHER];
-    const float *keys[TILE], *values[TILE];
+    const void *keys[TILE], *values[TILE];
     const int64_t all = cache->kv_heads * group;
     for (int64_t h = 0; h < all; h++) {
         part.weight[h] = 0.0f;
@@ -109,19 +146,24 @@ static inline __attribute__((always_inline)) void attend(
         int64_t count = end - start < TILE ? end - start : TILE, slots[TILE];
         find_slots(cache, table, start, count, slots);
         for (int64_t kv_head = 0; kv_head < cache->kv_heads; kv_head++) {
-            find_heads(cache->k, cache->half, kv_head, width, slots, count, wide_keys, keys);
-            find_heads(cache->v, cache->half, kv_head, width, slots, count, wide_values, values);
+            if (half) {
+                place_heads(cache->k, 1, kv_head, width, slots, count, keys);
+                place_heads(cache->v, 1, kv_head, width, slots, count, values);
+            } else {
+                find_heads(cache->k, cache->half, kv_head, width, slots, count, wide_keys, keys);
+                find_heads(cache->v, cache->half, kv_head, width, slots, count, wide_values, values);
+            }
             for (int64_t j = count; j < TILE; j++) keys[j] = keys[0];    /* something to read, which is hidden later */
             for (int64_t at = kv_head * group; at < (kv_head + 1) * group; at += TOGETHER) {
                 int64_t heads = (kv_head + 1) * group - at < TOGETHER ? (kv_head + 1) * group - at : TOGETHER;
+                all_scores(q + at * width, keys, width, (int)heads, half, weights);
                 for (int64_t h = 0; h < heads; h++)
-                    shrink[h] = head_weights(cache, q + (at + h) * width, keys, count, width, part.weight + at + h,
-                                             part.largest + at + h, weights[h]);
+                    shrink[h] = head_weights(cache, count, part.weight + at + h, part.largest + at + h, weights[h]);
                 float *sums = part.value + at * width;
-                if (heads == 4) add_all_values(sums, width, weights, shrink, values, count, 4);
-                else if (heads == 3) add_all_values(sums, width, weights, shrink, values, count, 3);
-                else if (heads == 2) add_all_values(sums, width, weights, shrink, values, count, 2);
-                else add_all_values(sums, width, weights, shrink, values, count, 1);
+                if (heads == 4) add_all_values(sums, width, weights, shrink, values, count, 4, half);
+                else if (heads == 3) add_all_values(sums, width, weights, shrink, values, count, 3, half);
+                else if (heads == 2) add_all_values(sums, width, weights, shrink, values, count, 2, half);
+                else add_all_values(sums, width, weights, shrink, values, count, 1, half);
             }
         }
     }
@@ -129,7 +171,12 @@ static inline __attribute__((always_inline)) void attend(
 
 static void attend_any(const Cache *cache, const float *q, const int32_t *table, int64_t first, int64_t end, int64_t group,
                        Part part) {
-    #define ATTEND(W) attend(cache, q, table, first, end, W, group, part)
+#if BLOCKED > 1
+    #define ATTEND(W) (cache->half ? attend(cache, q, table, first, end, W, group, 1, part) \
+                                   : attend(cache, q, table, first, end, W, group, 0, part))
+#else
+    #define ATTEND(W) attend(cache, q, table, first, end, W, group, 0, part)
+#endif
     if (cache->width == 64) ATTEND(64);
     else if (cache->width == 96) ATTEND(96);
     else if (cache->width == 128) ATTEND(128);

@@ -39,20 +39,28 @@ static inline void find_slots(const Cache *cache, const int32_t *table, int64_t 
     }
 }
 
-/* The heads of one KV head at `count` slots, as floats: where they lie, or widened into `room` [count, width]. */
+/* Where the heads of one KV head at `count` slots lie. */
+static inline __attribute__((always_inline)) void place_heads(const void *pages, int64_t half, int64_t kv_head, int64_t width,
+                                                              const int64_t *slots, int64_t count, const void **heads) {
+    for (int64_t j = 0; j < count; j++)
+        heads[j] = (const char *)pages + (slots[j] + kv_head * width) * (half ? sizeof(uint16_t) : sizeof(float));
+}
+
+/* The same as floats: where they lie, or widened into `room` [count, width]. */
 static inline __attribute__((always_inline)) void find_heads(
     const void *pages, int64_t half, int64_t kv_head, int64_t width, const int64_t *slots, int64_t count, float *room,
-    const float **heads) {
-    for (int64_t j = 0; j < count; j++) {
-        int64_t place = slots[j] + kv_head * width;
-        if (half) {
-            const uint16_t *from = (const uint16_t *)pages + place;
-            float *to = room + j * width;
-            for (int64_t i = 0; i < width; i += LANES) *(Lanes *)(to + i) = widened(from + i);
-            heads[j] = to;
-        } else
-            heads[j] = (const float *)pages + place;
+    const void **heads) {
+    place_heads(pages, half, kv_head, width, slots, count, heads);
+    for (int64_t j = 0; half && j < count; j++) {
+        float *to = room + j * width;
+        for (int64_t i = 0; i < width; i += LANES) *(Lanes *)(to + i) = widened((const uint16_t *)heads[j] + i);
+        heads[j] = to;
     }
+}
+
+/* Numbers i, i + 1, … of a head. */
+static inline __attribute__((always_inline)) Lanes numbers_at(const void *head, int64_t i, int half) {
+    return half ? widened((const uint16_t *)head + i) : *(const Lanes *)((const float *)head + i);
 }
 
 #endif

@@ -93,13 +93,13 @@ static inline __attribute__((always_inline)) void tile_weights(
 
 /* out = out * shrink + weights x values for `columns` registers of a head from `values` on; keys low..high of the tile. */
 static inline __attribute__((always_inline)) void add_values(
-    const QueryBlock *block, const float *weights, const float *shrink, const float **values,
+    const QueryBlock *block, const float *weights, const float *shrink, const void **values,
     int64_t low, int64_t high, int64_t at, int columns) {
     Lanes sums[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < columns; c++) sums[r][c] = ((const Lanes *)(block->out[r] + at))[c] * shrink[r];
     for (int64_t j = low; j < high; j++) {
-        const Lanes *value = (const Lanes *)(values[j] + at);
+        const Lanes *value = (const Lanes *)((const float *)values[j] + at);
         for (int r = 0; r < ROWS; r++)
             for (int c = 0; c < columns; c++) sums[r][c] += weights[r * KEYS + j] * value[c];
     }
@@ -109,7 +109,7 @@ static inline __attribute__((always_inline)) void add_values(
 
 /* One block's share of one tile. keys are the tile's panels. */
 static void attend_tile(const Cache *cache, const QueryBlock *block, Softmax *softmax, const float *keys,
-                        const float **values, int64_t tile, int64_t window) {
+                        const void **values, int64_t tile, int64_t window) {
     int64_t oldest = block->position[0], newest = block->position[ROWS - 1];
     int64_t seen = oldest_seen(oldest, window), low = seen > tile ? seen - tile : 0;
     int64_t high = newest + 1 - tile < KEYS ? newest + 1 - tile : KEYS;
@@ -154,7 +154,7 @@ static void prefill_task(void *with, int64_t task) {
     const int32_t *table = job->table + (job->table_rows ? job->table_rows[row] : row) * job->table_stride;
     float spare[MAX_HEAD] __attribute__((aligned(64))), keys[KEYS * MAX_HEAD] __attribute__((aligned(64)));
     float wide_values[KEYS * MAX_HEAD] __attribute__((aligned(64)));
-    const float *values[KEYS];
+    const void *values[KEYS];
     QueryBlock block[blocks];
     Softmax softmax[blocks];
     memset(spare, 0, sizeof spare);
