@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from ridgeline.bench.lab.peak_memory import own_peak
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, parse_options, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.config import EngineConfig
+from ridgeline.early_check import checked_model
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
 from ridgeline.metrics import HAPPENED
 from ridgeline.process import head_start, start_phases
@@ -56,8 +59,11 @@ def run(args: argparse.Namespace) -> None:
     figures: dict[str, Any] = {}
     rows = []
     combinations = cross({"shape": args.shape or [""], "words": [tuple(words) for words in settings(args.set)]})
+    models = {shape: str(write_shape(shape, args.layers)) if shape else args.model for shape in args.shape or [""]}
+    for chosen in combinations:          # all of them before the first start: a child imports torch before it can refuse
+        check(models[chosen["shape"]], engine_words(args, chosen["shape"], chosen["words"]))
     for chosen in combinations:
-        found = measure(args, chosen["shape"], list(chosen["words"]))
+        found = measure(args, models[chosen["shape"]], engine_words(args, chosen["shape"], chosen["words"]))
         named = ", ".join(filter(None, [chosen["shape"], *chosen["words"]]))
         figures |= {named: found} if len(combinations) > 1 else found
         cells = {"ready s": found["ready_s"], "first token s": found["first_token_s"]}
@@ -81,12 +87,20 @@ def run(args: argparse.Namespace) -> None:
     print(table.rendered(rows, args.format, made))
 
 
-def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[str, Any]:
-    """All starts of one combination."""
-    model = str(write_shape(shape, args.layers)) if shape else args.model
+def engine_words(args: argparse.Namespace, shape: str, options: Sequence[str]) -> list[str]:
+    """The engine options of one combination, those included that a shape without weights or tokenizer needs."""
     dummy = ["load_format=dummy"] if shape and not args.written else []
-    words = [*dummy, *(["skip_tokenizer_init=on"] if shape else []), *options]
-    if shape and args.written:
+    return [*dummy, *(["skip_tokenizer_init=on"] if shape else []), *options]
+
+
+def check(model: str, words: list[str]) -> None:
+    """ConfigError or ModelError for what can be refused without torch. The child finds the rest, a GPU's limits for example."""
+    checked_model(EngineConfig.of(**parse_options(words) | {"model": model}).for_one_engine())
+
+
+def measure(args: argparse.Namespace, model: str, words: list[str]) -> dict[str, Any]:
+    """All starts of one combination."""
+    if args.shape and args.written:
         began = time.perf_counter()
         written = importlib.import_module("ridgeline.bench.workload.written_weights").write_weights(Path(model))
         print(f"wrote {written / 1e9:.1f} GB in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
