@@ -89,6 +89,12 @@ class _Zygote:
             own, wanted = ({name: text for name, text in each.items() if name not in _OF_MODULES} for each in (own, wanted))
         return self.usable and self.pid == os.getpid() and own == wanted and self.limits == _limits()
 
+    @property
+    def was_ended(self) -> bool:
+        """By a signal, or once it was ready; one that could not import everything ends by itself."""
+        code = None if self._process is None or self.pid != os.getpid() else self._process.poll()
+        return code is not None and (code < 0 or self._is_ready)
+
     def fork(self, call: bytes, streams: list[int]) -> int:
         """The number of the new process; 0: there is none."""
         with self._lock:
@@ -107,6 +113,11 @@ class _Zygote:
 
 _zygote: _Zygote | None = None
 _interpreter: _Zygote | None = None      # the same, with Triton's interpreter
+
+
+def ended() -> set[_Zygote]:
+    """Those of this pytest worker that something has ended: from then on its processes start cold."""
+    return {each for each in (_zygote, _interpreter) if each is not None and each.was_ended}
 
 
 class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
