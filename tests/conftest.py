@@ -92,6 +92,7 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    warm_start.name_triton()
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.install()
     elif {"ridgeline.engine.client.engine_child", "ridgeline.engine.ranks.rank_processes", "served_model"} & sys.modules.keys():

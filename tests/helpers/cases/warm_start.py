@@ -248,12 +248,21 @@ def _wait_for_calls(link: socket.socket) -> None:
 
 @functools.cache
 def _know_triton() -> None:
-    """Scripts compile kernels. Triton hashes 400 MB of its own before the first: 1.4 s, which forks find done."""
+    """Scripts compile kernels."""
     if importlib.util.find_spec("triton") is not None:
         importlib.import_module("triton.experimental.gluon")
-        importlib.import_module("triton.runtime.cache").triton_key()
+        name_triton()
         gc.collect()
         gc.freeze()
+
+
+def name_triton() -> None:
+    """Part of every name in Triton's cache is a hash of its library: 400 MB, in every process that compiles, up to 1.4 s. For tests
+    the size and time of that file tell one Triton from another."""
+    if cache := sys.modules.get("triton.runtime.cache"):
+        (library,) = Path(cache.__file__ or "").parents[1].glob("_C/libtriton.*")
+        found = library.stat()
+        cache.triton_key = lambda: f"tests-{found.st_size}-{found.st_mtime_ns}"  # type: ignore[attr-defined]
 
 
 def _fork_of_the_parent() -> int:
