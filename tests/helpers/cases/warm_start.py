@@ -257,8 +257,8 @@ def _know_triton() -> None:
 
 
 def name_triton() -> None:
-    """Part of every name in Triton's cache is a hash of its library: 400 MB, in every process that compiles, up to 1.4 s. For tests
-    the size and time of that file tell one Triton from another."""
+    """Part of every name in Triton's cache is a hash of its library: 400 MB, in every process that compiles, up to 1.4 s. For
+    tests the size and time of that file tell one Triton from another."""
     if cache := sys.modules.get("triton.runtime.cache"):
         (library,) = Path(cache.__file__ or "").parents[1].glob("_C/libtriton.*")
         found = library.stat()
