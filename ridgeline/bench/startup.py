@@ -26,7 +26,6 @@ from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, parse_options, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
 from ridgeline.config import EngineConfig
-from ridgeline.early_check import checked_model
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
 from ridgeline.metrics import HAPPENED
 from ridgeline.process import head_start, start_phases
@@ -95,7 +94,9 @@ def engine_words(args: argparse.Namespace, shape: str, options: Sequence[str]) -
 
 def check(model: str, words: list[str]) -> None:
     """ConfigError or ModelError for what can be refused without torch. The child finds the rest, a GPU's limits for example."""
-    checked_model(EngineConfig.of(**parse_options(words) | {"model": model}).for_one_engine())
+    # It imports numpy, which in the child, that is this module too, must come after head_start.begin.
+    early_check = importlib.import_module("ridgeline.early_check")
+    early_check.checked_model(EngineConfig.of(**parse_options(words) | {"model": model}).for_one_engine())
 
 
 def measure(args: argparse.Namespace, model: str, words: list[str]) -> dict[str, Any]:
