@@ -58,9 +58,7 @@ def run(args: argparse.Namespace) -> None:
     figures: dict[str, Any] = {}
     rows = []
     combinations = cross({"shape": args.shape or [""], "words": [tuple(words) for words in settings(args.set)]})
-    models = {shape: str(write_shape(shape, args.layers)) if shape else args.model for shape in args.shape or [""]}
-    for chosen in combinations:          # all of them before the first start: a child imports torch before it can refuse
-        check(models[chosen["shape"]], engine_words(args, chosen["shape"], chosen["words"]))
+    models = checked_models(args, combinations)
     for chosen in combinations:
         found = measure(args, models[chosen["shape"]], engine_words(args, chosen["shape"], chosen["words"]))
         named = ", ".join(filter(None, [chosen["shape"], *chosen["words"]]))
@@ -92,11 +90,18 @@ def engine_words(args: argparse.Namespace, shape: str, options: Sequence[str]) -
     return [*dummy, *(["skip_tokenizer_init=on"] if shape else []), *options]
 
 
-def check(model: str, words: list[str]) -> None:
-    """ConfigError or ModelError for what can be refused without torch. The child finds the rest, a GPU's limits for example."""
+def checked_models(args: argparse.Namespace, combinations: list[dict[str, Any]]) -> dict[str, str]:
+    """The model of each shape. ConfigError or ModelError for what can be refused without torch, in any of the combinations: a
+    child imports it first. It finds the rest, a GPU's limits for example."""
     # It imports numpy, which in the child, that is this module too, must come after head_start.begin.
     early_check = importlib.import_module("ridgeline.early_check")
-    early_check.checked_model(EngineConfig.of(**parse_options(words) | {"model": model}).for_one_engine())
+    models: dict[str, str] = {}
+    for chosen in combinations:
+        shape = chosen["shape"]
+        options = parse_options(engine_words(args, shape, chosen["words"]))
+        models.setdefault(shape, str(write_shape(shape, args.layers)) if shape else args.model)
+        early_check.checked_model(EngineConfig.of(**options | {"model": models[shape]}).for_one_engine())
+    return models
 
 
 def measure(args: argparse.Namespace, model: str, words: list[str]) -> dict[str, Any]:
