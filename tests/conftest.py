@@ -92,6 +92,7 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    warm_start.name_triton()
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.install()
     elif {"ridgeline.engine.client.engine_child", "ridgeline.engine.ranks.rank_processes", "served_model"} & sys.modules.keys():
@@ -143,11 +144,13 @@ def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def unchanged_process() -> Iterator[None]:
     """The next test starts as if it were alone. An engine with kernels=reference switches them for the whole process. A script
     that a test imports puts folders on the path, and a benchmark raises the limit on files: with either changed, every later
-    process of this worker would start cold (warm_start.py)."""
-    path, files = sys.path[:], resource.getrlimit(resource.RLIMIT_NOFILE)
+    process of this worker would start cold (warm_start.py). So it would without the process that others are forked from."""
+    path, files, ended = sys.path[:], resource.getrlimit(resource.RLIMIT_NOFILE), warm_start.ended()
     yield
     sys.path[:] = path
     if resource.getrlimit(resource.RLIMIT_NOFILE) != files:
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
     if registry := sys.modules.get("ridgeline.ops.registry"):
         registry.set_kernels("auto")
+    # A signal takes a moment to end a process, so it may have been the test before.
+    assert warm_start.ended() <= ended, "this test, or the one before, has ended the process that others are forked from"

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ridgeline.bench.lab.peak_memory import own_peak
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, parse_options, settings
 from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.config import EngineConfig
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
 from ridgeline.metrics import HAPPENED
 from ridgeline.process import head_start, start_phases
@@ -56,8 +58,9 @@ def run(args: argparse.Namespace) -> None:
     figures: dict[str, Any] = {}
     rows = []
     combinations = cross({"shape": args.shape or [""], "words": [tuple(words) for words in settings(args.set)]})
+    models = checked_models(args, combinations)
     for chosen in combinations:
-        found = measure(args, chosen["shape"], list(chosen["words"]))
+        found = measure(args, models[chosen["shape"]], engine_words(args, chosen["shape"], chosen["words"]))
         named = ", ".join(filter(None, [chosen["shape"], *chosen["words"]]))
         figures |= {named: found} if len(combinations) > 1 else found
         cells = {"ready s": found["ready_s"], "first token s": found["first_token_s"]}
@@ -81,12 +84,29 @@ def run(args: argparse.Namespace) -> None:
     print(table.rendered(rows, args.format, made))
 
 
-def measure(args: argparse.Namespace, shape: str, options: list[str]) -> dict[str, Any]:
-    """All starts of one combination."""
-    model = str(write_shape(shape, args.layers)) if shape else args.model
+def engine_words(args: argparse.Namespace, shape: str, options: Sequence[str]) -> list[str]:
+    """The engine options of one combination, those included that a shape without weights or tokenizer needs."""
     dummy = ["load_format=dummy"] if shape and not args.written else []
-    words = [*dummy, *(["skip_tokenizer_init=on"] if shape else []), *options]
-    if shape and args.written:
+    return [*dummy, *(["skip_tokenizer_init=on"] if shape else []), *options]
+
+
+def checked_models(args: argparse.Namespace, combinations: list[dict[str, Any]]) -> dict[str, str]:
+    """The model of each shape. ConfigError or ModelError for what can be refused without torch, in any of the combinations: a
+    child imports it first. It finds the rest, a GPU's limits for example."""
+    # It imports numpy, which in the child, that is this module too, must come after head_start.begin.
+    early_check = importlib.import_module("ridgeline.early_check")
+    models: dict[str, str] = {}
+    for chosen in combinations:
+        shape = chosen["shape"]
+        options = parse_options(engine_words(args, shape, chosen["words"]))
+        models.setdefault(shape, str(write_shape(shape, args.layers)) if shape else args.model)
+        early_check.checked_model(EngineConfig.of(**options | {"model": models[shape]}).for_one_engine())
+    return models
+
+
+def measure(args: argparse.Namespace, model: str, words: list[str]) -> dict[str, Any]:
+    """All starts of one combination."""
+    if args.shape and args.written:
         began = time.perf_counter()
         written = importlib.import_module("ridgeline.bench.workload.written_weights").write_weights(Path(model))
         print(f"wrote {written / 1e9:.1f} GB in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)

@@ -112,22 +112,32 @@ def test_an_engine_is_started_and_accounts_for_its_time(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [([], "nothing does not exist"), (["--set", "x"], "'x' is not an engine option of the form name=value")]
+    ("words", "says"), [
+        ([], "nothing does not exist"),
+        (["--set", "x"], "'x' is not an engine option of the form name=value"),
+        (["--set", "device=cpu", "device=tpu"], "device"),       # the second combination, before the first is started
+    ]
 )
-def test_a_start_that_is_refused_is_one_line(
-    tmp_path: Path, words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+def test_a_start_that_is_refused_is_one_line_before_anything_is_started(
+    tmp_path: Path, words: list[str], says: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["bench", "startup", str(tmp_path / "nothing"), "--starts", "2", *words]) == 2
+    """A child imports torch, for seconds, before it can say the same."""
+    monkeypatch.setattr("ridgeline.bench.startup.start_child", lambda *_, **options: pytest.fail("a child was started"))
+    model = tmp_path / "nothing" if words != ["--set", "device=cpu", "device=tpu"] else write_model(tmp_path / "tiny")
+    assert main(["bench", "startup", str(model), "--starts", "2", *words]) == 2
     said = capfd.readouterr().err
     assert says in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("code", "status", "says"), [(1, 1, "ended with code 1"), (2, 2, "error: too large for this GPU")])
 def test_a_start_that_fails_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, status: int, says: str
 ) -> None:
-    monkeypatch.setattr("ridgeline.bench.startup.start_child", lambda *_, **options: subprocess.Popen(["false"], stdout=-1))
-    assert main(["bench", "startup", str(tmp_path / "nothing"), "--starts", "2"]) == 1
-    assert "ended with code 1" in capfd.readouterr().err
+    child = ["sh", "-c", f"echo too large for this GPU; exit {code}"]    # what only the child can find out
+    monkeypatch.setattr("ridgeline.bench.startup.start_child", lambda *_, **options: subprocess.Popen(child, stdout=-1))
+    assert main(["bench", "startup", str(write_model(tmp_path / "tiny")), "--starts", "2"]) == status
+    said = capfd.readouterr().err
+    assert says in said and said.count("\n") == 1
 
 
 def test_a_single_start_is_no_median(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

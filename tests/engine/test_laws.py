@@ -67,7 +67,7 @@ def requests(n: int = 1, long: bool = False) -> list[Request]:
         if long:
             prompt, params = prompt[-12:], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
         made.append(Request(f"r{number}", prompt, params))
-    return made
+    return made[:7] if long else made                    # seven fill a small cache several times
 
 
 @dataclass
@@ -334,14 +334,14 @@ def test_sampled_rows_beside_prompts_are_filled_up(
 @pytest.mark.reliability("P-09")
 def test_seeded_noise(models: dict[str, Path]) -> None:
     """A seeded request says the same alone, in a crowd, after preemption, and whatever its n-th neighbours do."""
-    asked = requests()[:8]
+    asked = requests()[:6]
     for number, request in enumerate(asked):
         request.params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=20, seed=100 + number, n=2)
     alone = run(models["llama"], PLAIN, asked).answers
     crowded = run(models["llama"], USUAL | {"num_gpu_blocks_override": 20, "max_model_len": 72}, asked)
     assert crowded.answers == alone
     assert crowded.core.scheduler.counters.preemptions > 0
-    assert any(alone[f"r{n}", 0] != alone[f"r{n}", 1] for n in range(8))
+    assert any(alone[f"r{n}", 0] != alone[f"r{n}", 1] for n in range(6))
 
 
 def test_abort_of_neighbours(models: dict[str, Path], reference: dict[str, Any]) -> None:

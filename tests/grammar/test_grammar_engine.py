@@ -655,9 +655,9 @@ def test_async_answers_are_the_same_where_threads_fill_their_masks(
 ) -> None:
     """Two processes, and three threads in the engine's, whatever this machine has."""
     params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) if seed % 4 else SamplingParams(seed=seed, max_tokens=9)
-              for seed in range(12)]
-    params.append(asks(20, json=SCHEMA, n=6))
-    expected = answers(llm.generate(["Hello"] * 13, params, use_tqdm=False))
+              for seed in range(6)]
+    params.append(asks(20, json=SCHEMA, n=3))
+    expected = answers(llm.generate(["Hello"] * 7, params, use_tqdm=False))
     monkeypatch.setenv(threaded_engine.VARIABLE, str(tmp_path / "pool"))
 
     async def run() -> list[RequestOutput]:

@@ -1,4 +1,4 @@
-"""Every family against transformers, on tiny random checkpoints: prefill and 20 decode steps through the paged KV cache.
+"""Every family against transformers, on tiny random checkpoints: prefill and decode steps through the paged KV cache.
 
 Equality is judged by rounding. A model's own rounding noise is how far its float32 logits lie from its float64 logits;
 two correct float32 models differ by a few times that. In float64 the noise shrinks with the machine epsilon, to about
@@ -46,7 +46,7 @@ from ridgeline.models.model_config import (
 )
 from ridgeline.models.rope import Rope
 
-PREFILL, DECODE = 40, 20
+PREFILL, DECODE = 40, WINDOW + 2     # the last steps see nothing but decoded tokens through a window; blocks hold four
 TOKENS = random_tokens(PREFILL + DECODE)
 EPSILON_RATIO = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 MARGIN = 8                           # in units of one model's own noise: two models, and their different orders of sums

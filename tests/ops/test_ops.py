@@ -45,6 +45,8 @@ OPS: list[Op[Any, Any]] = [
 CUDA = torch.cuda.is_available()
 # Only Hopper's kernels multiply packed experts. In the interpreter they become plain numbers, as in the smallest case.
 EXPANDED = ("packed-two", "packed-few", "packed-two-int4", "packed-some", "packed-many", "packed-most")
+# Sizes for Hopper's tiles: seconds each on a CPU without bfloat16. Its definition has no tiles, and other cases have their codes.
+TILED = ("packed-two-int4", "packed-many", "packed-most")
 # Seconds each in the interpreter, and other cases of these ops have the same kernels, tiles, codes and scales.
 LONG = {
     "experts": ("two-long", "codes-fp8-one", "codes-int4-many", "codes-few", "shared-odd"), "latent_attention": ("many-heads",),
@@ -67,7 +69,7 @@ def is_slow(
     """In the interpreter a case takes seconds: there it has one type on every commit, by turns. The sizes that benchmarks have
     are large for a definition."""
     if not interpreted:
-        return case.timed and implementation.name == "reference" and not CUDA
+        return not CUDA and (case.name in TILED or (case.timed and implementation.name == "reference"))
     if case.name in EXPANDED or case.name in LONG.get(op.name, ()):
         return True
     types = [each for each in case.dtypes if each != "float64"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,3 +153,18 @@ def test_a_command_with_variables_that_libraries_read_is_started_cold(warm: Any)
     before = warm.num_forked
     done = warm_start.run([sys.executable, "-m", "ridgeline", "--version"], 200, env=one_thread() | {"OMP_NUM_THREADS": "3"})
     assert done.returncode == 0 and warm.num_forked == before
+
+
+def test_the_end_of_a_process_that_forks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/conftest.py looks after every test, and fails where it is gone."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, subprocess.Popen(["sleep", "600"]) as process:
+        waiting = warm_start._Zygote({}, ours, process)
+        monkeypatch.setattr(warm_start, "_interpreter", waiting)
+        assert waiting not in warm_start.ended()
+        process.kill()
+        process.wait(60)
+        assert waiting in warm_start.ended()
+    refused = warm_start._Zygote({}, ours, subprocess.Popen(["false"]))
+    refused._process.wait(60)                            # its imports failed: no test has done that
+    assert not refused.was_ended

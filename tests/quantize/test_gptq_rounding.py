@@ -67,11 +67,11 @@ def test_an_input_that_was_never_seen() -> None:
     assert bool(found.isfinite().all()) and bool((found[:, 7] == 0).all())
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@pytest.mark.parametrize("places", [slice(None), 3])
-def test_a_hessian_that_is_not_finite_is_an_error(number: float, places: slice | int) -> None:
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", [(slice(None), slice(None)), ([3, 5], [5, 3]), (3, 3)], ids=["all", "a pair", "one moment"])
+def test_a_hessian_that_is_not_finite_is_an_error(wrong: float, where: Any) -> None:
     hessian = torch.eye(8)
-    hessian[places, places] = number
+    hessian[where] = wrong
     with pytest.raises(ModelError, match="no invertible Hessian"):
         InverseFactor(hessian)
 

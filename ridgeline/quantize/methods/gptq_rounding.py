@@ -42,7 +42,7 @@ class InverseFactor:
             # H = R Rᵀ with R upper: the Cholesky factor of H in reverse order, reversed. Then H⁻¹ = (R⁻¹)ᵀ R⁻¹, and R⁻¹ is the
             # factor: half the work of inverting H and factoring the inverse.
             lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-            # Some libraries (OpenBLAS on aarch64) factor NaN into NaN and report no failure.
+            # Some LAPACKs, OpenBLAS on aarch64 for one, factor what is not finite and report no failure.
             if not int(failed) and bool(lower.isfinite().all()):
                 self.upper = _inverse_upper(lower.flip(0, 1))
                 return

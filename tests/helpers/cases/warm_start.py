@@ -89,6 +89,12 @@ class _Zygote:
             own, wanted = ({name: text for name, text in each.items() if name not in _OF_MODULES} for each in (own, wanted))
         return self.usable and self.pid == os.getpid() and own == wanted and self.limits == _limits()
 
+    @property
+    def was_ended(self) -> bool:
+        """By a signal, or once it was ready; one that could not import everything ends by itself."""
+        code = None if self._process is None or self.pid != os.getpid() else self._process.poll()
+        return code is not None and (code < 0 or self._is_ready)
+
     def fork(self, call: bytes, streams: list[int]) -> int:
         """The number of the new process; 0: there is none."""
         with self._lock:
@@ -107,6 +113,11 @@ class _Zygote:
 
 _zygote: _Zygote | None = None
 _interpreter: _Zygote | None = None      # the same, with Triton's interpreter
+
+
+def ended() -> set[_Zygote]:
+    """Those of this pytest worker that something has ended: from then on its processes start cold."""
+    return {each for each in (_zygote, _interpreter) if each is not None and each.was_ended}
 
 
 class WarmPopen(subprocess.Popen):  # type: ignore[type-arg]
@@ -237,12 +248,21 @@ def _wait_for_calls(link: socket.socket) -> None:
 
 @functools.cache
 def _know_triton() -> None:
-    """Scripts compile kernels. Triton hashes 400 MB of its own before the first: 1.4 s, which forks find done."""
+    """Scripts compile kernels."""
     if importlib.util.find_spec("triton") is not None:
         importlib.import_module("triton.experimental.gluon")
-        importlib.import_module("triton.runtime.cache").triton_key()
+        name_triton()
         gc.collect()
         gc.freeze()
+
+
+def name_triton() -> None:
+    """Part of every name in Triton's cache is a hash of its library: 400 MB, in every process that compiles, up to 1.4 s. For
+    tests the size and time of that file tell one Triton from another."""
+    if cache := sys.modules.get("triton.runtime.cache"):
+        (library,) = Path(cache.__file__ or "").parents[1].glob("_C/libtriton.*")
+        found = library.stat()
+        cache.triton_key = lambda: f"tests-{found.st_size}-{found.st_mtime_ns}"  # type: ignore[attr-defined]
 
 
 def _fork_of_the_parent() -> int:
