@@ -15,9 +15,8 @@ from ridgeline.process import embedded
 from ridgeline.process.hub_cache import hub_name
 from ridgeline.server.api.generation import GenerationRequest
 from ridgeline.server.api.openai.responses_store import ResponseStore
-from ridgeline.server.http.connection_limits import Slots
+from ridgeline.server.http.admission import HeldBodies, Slots
 from ridgeline.server.http.keys import Keys
-from ridgeline.server.http.stream import HeldBodies
 from ridgeline.server.long_bodies import BodyReader
 from ridgeline.server.observe.tracing import NoTracing
 from ridgeline.server.options import ServerOptions
@@ -43,15 +42,16 @@ class Service:
     name: str                        # of the model
     keys: Keys = field(default_factory=Keys)
     slots: Slots = field(default_factory=Slots)
-    bodies: HeldBodies = field(default_factory=HeldBodies)
     reader: BodyReader = field(default_factory=BodyReader)
     tracing: NoTracing = field(default_factory=NoTracing)
     quality: str = ""                # of quantised weights, from their card
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    bodies: HeldBodies = field(init=False)
     stored: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
+        self.bodies = HeldBodies(longest=self.options.max_body_bytes)
         self.stored = ResponseStore(self.options.max_stored_responses, self.options.max_stored_bytes)
 
     def check(self, request: GenerationRequest) -> None:

@@ -19,7 +19,8 @@ from served_model import wait_until
 
 from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server.http import connection_limits
-from ridgeline.server.http.connection_limits import Slots, limited_protocol
+from ridgeline.server.http.admission import Slots
+from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.lifecycle import OTHER_FILES, ListeningServer, NoFiles, http_config, raise_file_limit
 from ridgeline.server.options import ServerOptions
