@@ -20,10 +20,10 @@ from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import forwarded
 from ridgeline.route.replica_pages import fleet_reply
 from ridgeline.server.endpoints import check_media_type
+from ridgeline.server.http.admission import Body
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, caller_of
-from ridgeline.server.http.admission import Body
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.near_paths import suggestion
 from ridgeline.server.http.stream import ClientGone, Receive, Send, send_json, while_connected

@@ -21,10 +21,10 @@ from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, RequestError
 from ridgeline.server.api.dialects import CHAT, Dialect
 from ridgeline.server.api.prepared import Job, Prepared
+from ridgeline.server.http.admission import Body
 from ridgeline.server.http.body import field_names
 from ridgeline.server.http.failures import as_requested, describe
 from ridgeline.server.http.gate import caller_of
-from ridgeline.server.http.admission import Body
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
     DIRECT,

@@ -1,10 +1,10 @@
 """What a request holds before it is answered: memory for its body, and then a slot.
 
 A body over 64 KiB needs leave for all of its declared length before more of it is read, so a body with leave can always be
-completed. While there is no room, its connection is not read: the client waits, and is not refused. Leave is given to small and old
-bodies first. A body that has leave and stops arriving gives way to those that wait, the longest silent first; one that arrives never
-does. Silence is counted in looks of the event loop, not in seconds: a process that stood still heard no client. A slot is taken when
-the body is whole. Knows ASGI messages, no requests.
+completed. While there is no room, its connection is not read: the client waits, and is not refused. Leave is given to small and
+old bodies first. A body that has leave and stops arriving gives way to those that wait, the longest silent first; one that
+arrives never does. Silence is counted in looks of the event loop, not in seconds: a process that stood still heard no client. A
+slot is taken when the body is whole. Knows ASGI messages, no requests.
 """
 
 from __future__ import annotations
