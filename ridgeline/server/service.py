@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.engine.client.async_llm import AsyncLLM
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, shown
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import hub_name
 from ridgeline.server.api.generation import GenerationRequest
@@ -75,7 +75,7 @@ class Service:
             return
         beginnings = tuple(each[:-1] for each in _listed(self.options.served_model_name) if each.endswith(ANY))
         if not beginnings or not name.startswith(beginnings):
-            raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is", field="model")
+            raise ModelNotFound(f"the model {shown(name)} is not served here; {self.name!r} is", field="model")
 
     def open(self) -> None:
         """The engine is ready: accept requests."""
