@@ -21,7 +21,8 @@ from ridgeline.server.http.stream import ClientGone, Receive
 
 MOST_HELD = MOST_WAITING             # bytes of long bodies that are received or parsed at once: all of them may wait to be parsed
 LONGEST = 16 * 2**20                 # bytes of a body without a declared length, unless told otherwise
-PATIENCE = 2**20                     # a body waits behind one that came a second later and is shorter by this many bytes
+PATIENCE = 2**16                     # bytes: a body waits behind one that came a second later and is shorter by this many. Long
+                                     # bodies that were begun and left give up (BODY_SECONDS) before they are ahead of short ones.
 LOOK_SECONDS = 1.0                   # between two looks at the bodies that arrive
 SILENT_LOOKS = 3                     # looks after which a body that did not arrive gives way
 STILL_LOOKS = 60                     # looks without any leave after which all that wait are refused

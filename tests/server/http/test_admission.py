@@ -175,13 +175,17 @@ def test_small_bodies_go_first_and_large_ones_are_not_overtaken_for_ever(monkeyp
         await large.send(100_000)
         await small.send(100_000)
         clock = 10.0
+        soon = Client(held, 110_000)
+        await soon.send(100_000)
+        clock = 100.0
         late = Client(held, 110_000)
         await late.send(100_000)
         await holds.send(800_000)
         holds.body.release()
-        assert small.body.leave and not large.body.leave and not late.body.leave
-        await small.send(10_000)
-        small.body.release()
+        assert small.body.leave and soon.body.leave and not large.body.leave and not late.body.leave
+        for each in (small, soon):
+            await each.send(10_000)
+            each.body.release()
         assert large.body.leave and not late.body.leave
         await large.send(850_000)
         large.body.release()
