@@ -13,6 +13,7 @@ import sys
 
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.process.head_start import keep_byte_code
+from ridgeline.process.platform import enlarge_stack
 from ridgeline.process.standard_streams import discard_output, open_missing
 from ridgeline.report.columns import fitted
 from ridgeline.version import __version__
@@ -126,6 +127,8 @@ REFUSED_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, err
 def main(argv: list[str] | None = None) -> int:
     open_missing()
     try:
+        if argv is None:
+            enlarge_stack()
         code = run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()                               # here an error is one line; at Python's end it would be its own
         return code
@@ -139,6 +142,10 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except MemoryError:
         return _refuse(SCARCE[errno.ENOMEM], 2)
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        return _refuse(f"{SCARCE[errno.EAGAIN]}, or `ulimit -v`", 2)
     except OSError as error:
         if error.errno in REFUSED_PATHS and error.filename is not None:
             return _refuse(f"{_shortened(os.fsdecode(error.filename))}: {error.strerror}", 2)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
 PROMPT = "prompt_token_ids"          # the engine's name for a request's prompt, as an error's `field`
+MOST_SHOWN = 80                      # characters of a value that an error message quotes
+MOST_SAID = 2000                     # characters of a request error's message; libraries quote as much as was sent
 
 
 class RidgelineError(Exception):
@@ -33,8 +36,8 @@ class RequestError(RidgelineError):
     """
 
     def __init__(self, message: str = "", *, field: str = "") -> None:
-        super().__init__(message)
-        self.field = field
+        super().__init__(message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]} …")
+        self.field = field[:MOST_SAID]
 
     def is_about(self, field: str) -> bool:
         """Whether the error concerns this field or a part of it."""
@@ -92,3 +95,39 @@ def one_line(error: BaseException) -> str:
     """Any error as one line of text."""
     words = " ".join(str(error).split())
     return words if isinstance(error, RidgelineError) else f"{type(error).__name__}: {words[:300]}".rstrip(": ")
+
+
+def shown(value: Any) -> str:
+    """Any value for an error message: short, on one line. Only what is shown is formatted: a client may have sent megabytes."""
+    text = ""
+    try:
+        for part in _parts(value):
+            text += part
+            if len(text) > MOST_SHOWN:
+                break
+    except Exception:                                    # an integer with too many digits; an object whose repr fails
+        return f"a value of type {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN - 3]}..."
+
+
+def _parts(value: Any) -> Iterator[str]:
+    """`repr(value)`, part by part."""
+    kind = type(value)
+    if kind in (str, bytes):
+        yield repr(value[: MOST_SHOWN + 1])
+    elif kind in (list, tuple) and value:
+        opens, closes = ("[", "]") if kind is list else ("(", ",)" if len(value) == 1 else ")")
+        for place, each in enumerate(value):
+            yield ", " if place else opens
+            yield from _parts(each)
+        yield closes
+    elif isinstance(value, Mapping) and value:
+        for place, (name, each) in enumerate(value.items()):
+            yield ", " if place else "{"
+            yield from _parts(name)
+            yield ": "
+            yield from _parts(each)
+        yield "}"
+    else:
+        yield repr(value)

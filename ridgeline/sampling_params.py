@@ -13,7 +13,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.errors import BadRequest, Unsupported, shown
 
 MAX_N = 128                          # answers per prompt
 MAX_LOGPROBS = 20                    # alternatives per position
@@ -465,13 +465,3 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def shown(value: Any) -> str:
-    """Any value for an error message: short, on one line."""
-    try:
-        text = repr(value)
-    except Exception:                                    # an integer with too many digits; an object whose repr fails
-        return f"a value of type {type(value).__name__}"
-    text = " ".join(text.split())
-    return text if len(text) <= 80 else f"{text[:77]}..."

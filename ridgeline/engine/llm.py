@@ -16,12 +16,12 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.client.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from ridgeline.engine.client.processor import ROLES, Processor, Prompt, RequestState, second_begins
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.errors import BadRequest, RequestError, Unsupported
+from ridgeline.errors import BadRequest, RequestError, Unsupported, shown
 from ridgeline.messages import Request
 from ridgeline.models.model_config import load_model_config
 from ridgeline.process.progress import Tick, progress_bar
 from ridgeline.resolve import model_path
-from ridgeline.sampling_params import SamplingParams, shown
+from ridgeline.sampling_params import SamplingParams
 from ridgeline.text.tokenizer import Tokenizer
 
 _ELSEWHERE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, shown
 from ridgeline.sampling_params import StructuredOutputs
 
 _REASON_CHARACTERS = 200
@@ -57,7 +57,7 @@ def structures(tag: dict[str, Any]) -> list[tuple[str, str, Any, str]]:
             begin = str(structure["begin"])
             trigger = next((each for each in triggers if each and begin.startswith(each)), None)
             if trigger is None:
-                raise BadRequest(f"structured_outputs.structural_tag: no trigger begins {begin[:40]!r}")
+                raise BadRequest(f"structured_outputs.structural_tag: no trigger begins {shown(begin)}")
             found.append((trigger, begin, structure["schema"], str(structure["end"])))
     except (KeyError, TypeError):
         raise BadRequest(

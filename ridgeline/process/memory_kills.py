@@ -6,10 +6,13 @@ The kernel tells neither the process nor its parent why it sends SIGKILL, but it
 
 from __future__ import annotations
 
+import errno
 import signal
 from contextlib import suppress
 from pathlib import Path
 
+OUT_OF_MEMORY = errno.ENOMEM         # the exit code of a child that had no memory left to say so
+_LESS = "use a smaller model, a smaller max_model_len or kv_cache_memory_bytes, or end other programs"
 _COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
 
 
@@ -22,15 +25,14 @@ class OutOfMemoryKills:
 
     def how_it_ended(self, code: int) -> str:
         """For its exit code, as subprocess gives it."""
+        if code == OUT_OF_MEMORY:
+            return f"ran out of memory: {_LESS}"
         if code >= 0:
             return f"ended with code {code}"
         number = -code
         name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
         if number == signal.SIGKILL and self._counted() > self._before:
-            return (
-                f"was killed by {name}, probably because the machine ran out of memory: use a smaller model, a smaller "
-                "max_model_len or kv_cache_memory_bytes, or end other programs"
-            )
+            return f"was killed by {name}, probably because the machine ran out of memory: {_LESS}"
         return f"was killed by {name}"
 
     def _counted(self) -> int:

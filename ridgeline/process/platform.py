@@ -8,11 +8,15 @@ import os
 import platform as _platform
 import pwd
 import resource
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ridgeline.errors import ConfigError
+
+STACK_BYTES = 8 * 2**20              # of a stack, where it may have them: what Linux gives by default
+LEAST_STACK = 2**20                  # the deepest recursion that Python lets a C function do takes about half of it
 
 
 @functools.cache
@@ -162,8 +166,23 @@ def available_memory() -> int:
     with suppress(OSError, ValueError):                  # no container, or "max": no limit
         limit, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in ("memory.max", "memory.current"))
         available = min(available, limit - used)
-    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if addresses != resource.RLIM_INFINITY:              # ulimit -v
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        available = min(available, addresses - mapped)
+    pages = [int(each) * resource.getpagesize() for each in Path("/proc/self/statm").read_text().split()]
+    for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):        # ulimit -v, ulimit -d
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            available = min(available, limit - used)
     return max(0, available)
+
+
+def enlarge_stack() -> None:
+    """Start this program again with a larger stack where `ulimit -s` is small and may be raised: threads of libraries have the
+    size that was set when the program started, and overflow without a word. ConfigError where it must stay too small."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if soft == resource.RLIM_INFINITY or soft >= STACK_BYTES:
+        return
+    largest = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
+    if largest < LEAST_STACK:
+        raise ConfigError(f"a stack may have {largest >> 10} KiB here (ulimit -s); at least {LEAST_STACK >> 10} are needed")
+    if largest > soft:
+        resource.setrlimit(resource.RLIMIT_STACK, (largest, hard))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,12 +1,15 @@
 """Standard input, output and error that a program can rely on, also where it was started without them (`2>&-`).
 
-A closed descriptor would be given to the next socket, which libraries would then write their messages into.
+A closed descriptor would be given to the next socket, which libraries would then write their messages into. What is said on
+standard error is lost where it cannot be written (a full disk, a pipe without a reader): no program fails for that.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+from typing import Any
 
 
 def open_missing() -> None:
@@ -21,7 +24,22 @@ def open_missing() -> None:
                 os.close(null)
             os.set_inheritable(number, True)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    if sys.stderr is sys.__stderr__:                     # not where a program has put another in its place
+        written = io.BufferedWriter(_Lossy(2, "w", closefd=False))
+        encoding = None if sys.stderr is None else sys.stderr.encoding
+        sys.stderr = io.TextIOWrapper(written, encoding, errors="backslashreplace", line_buffering=True)
+        sys.__stderr__ = sys.stderr                      # type: ignore[misc]
+
+
+class _Lossy(io.FileIO):
+    """Loses what cannot be written."""
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError:
+            written = None
+        return len(data) if written is None else written
 
 
 def say(text: str) -> bool:

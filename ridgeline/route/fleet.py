@@ -18,8 +18,7 @@ from ridgeline.process.children import erase_variable
 from ridgeline.route.replica import Replica
 from ridgeline.route.route_options import RouteOptions
 from ridgeline.route.upstream import Upstream
-from ridgeline.server.http.connection_limits import Slots
-from ridgeline.server.http.stream import HeldBodies
+from ridgeline.server.http.admission import HeldBodies, Slots
 from ridgeline.server.observe.prometheus import Families, Labels, written
 from ridgeline.version import __version__
 
@@ -42,7 +41,7 @@ class Fleet:
         self.slots = Slots()
         self.slots.limit = options.max_queued_requests
         self.slots.predicted_wait = lambda: self.choice.shortest_wait(self.now(), self.usable())
-        self.bodies = HeldBodies(MOST_BODIES)
+        self.bodies = HeldBodies(MOST_BODIES, options.max_body_bytes)
         self.stopping = False
         self.counts: Counter[str] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_SECONDS)

@@ -20,12 +20,13 @@ from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import forwarded
 from ridgeline.route.replica_pages import fleet_reply
 from ridgeline.server.endpoints import check_media_type
+from ridgeline.server.http.admission import Body
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.near_paths import suggestion
-from ridgeline.server.http.stream import Body, ClientGone, Receive, Send, send_json, while_connected
+from ridgeline.server.http.stream import ClientGone, Receive, Send, send_json, while_connected
 from ridgeline.server.observe.dashboard import fleet_page
 from ridgeline.server.observe.prometheus import TEXT
 from ridgeline.version import __version__
@@ -80,10 +81,11 @@ class RouteApp:
         try:
             if fleet.stopping:
                 raise TryAgain("this router is stopping; try again elsewhere", 1.0)
-            with fleet.slots.taking(1):
-                if scope["method"] == "POST":
-                    check_media_type(scope)              # a foreign page's form must not reach a replica
-                await body.read(receive)
+            fleet.slots.check_free()
+            if scope["method"] == "POST":
+                check_media_type(scope)                  # a foreign page's form must not reach a replica
+            await body.read(receive, scope["headers"])
+            with fleet.slots.taking(1):                  # a body that does not come holds none
                 await while_connected(receive, self._deliver(scope, body, send, deliveries))
         except ClientGone:
             pass

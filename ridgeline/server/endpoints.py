@@ -21,6 +21,7 @@ from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, RequestError
 from ridgeline.server.api.dialects import CHAT, Dialect
 from ridgeline.server.api.prepared import Job, Prepared
+from ridgeline.server.http.admission import Body
 from ridgeline.server.http.body import field_names
 from ridgeline.server.http.failures import as_requested, describe
 from ridgeline.server.http.gate import caller_of
@@ -28,7 +29,6 @@ from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.stream import (
     DIRECT,
     Binary,
-    Body,
     ClientGone,
     EventStream,
     Receive,
@@ -59,9 +59,11 @@ class Endpoint(ABC):
         body = Body(self._service.bodies)
         try:
             self._service.require_ready()
-            with self._service.slots.taking(1):          # before a byte of the body is read
-                check_media_type(scope, self._dialect.any_media_type)
-                await body.read(receive)
+            self._service.slots.check_free()             # before a byte of the body is read
+            check_media_type(scope, self._dialect.any_media_type)
+            await body.read(receive, scope["headers"])
+            with self._service.slots.taking(1):          # a body that does not come holds none
+                self._service.require_ready()
                 prometheus.note_arrival(scope)
                 self._service.tracing.note(scope)
                 await while_connected(receive, self._answer(scope, body, send))

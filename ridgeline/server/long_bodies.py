@@ -29,7 +29,7 @@ from ridgeline.process.framed_child import FramedChild, ask_another_if_stopped
 from ridgeline.process.log import get_logger
 from ridgeline.server import server_errors
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore, Stored
-from ridgeline.server.http.stream import Body
+from ridgeline.server.http.admission import Body
 
 logger = get_logger("server")
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ridgeline.engine.client.async_llm import AsyncLLM
-from ridgeline.errors import BadRequest
+from ridgeline.errors import BadRequest, shown
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import hub_name
 from ridgeline.server.api.generation import GenerationRequest
 from ridgeline.server.api.openai.responses_store import ResponseStore
-from ridgeline.server.http.connection_limits import Slots
+from ridgeline.server.http.admission import HeldBodies, Slots
 from ridgeline.server.http.keys import Keys
-from ridgeline.server.http.stream import HeldBodies
 from ridgeline.server.long_bodies import BodyReader
 from ridgeline.server.observe.tracing import NoTracing
 from ridgeline.server.options import ServerOptions
@@ -43,15 +42,16 @@ class Service:
     name: str                        # of the model
     keys: Keys = field(default_factory=Keys)
     slots: Slots = field(default_factory=Slots)
-    bodies: HeldBodies = field(default_factory=HeldBodies)
     reader: BodyReader = field(default_factory=BodyReader)
     tracing: NoTracing = field(default_factory=NoTracing)
     quality: str = ""                # of quantised weights, from their card
     stopping: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+    bodies: HeldBodies = field(init=False)
     stored: ResponseStore = field(init=False)
 
     def __post_init__(self) -> None:
+        self.bodies = HeldBodies(longest=self.options.max_body_bytes)
         self.stored = ResponseStore(self.options.max_stored_responses, self.options.max_stored_bytes)
 
     def check(self, request: GenerationRequest) -> None:
@@ -75,7 +75,7 @@ class Service:
             return
         beginnings = tuple(each[:-1] for each in _listed(self.options.served_model_name) if each.endswith(ANY))
         if not beginnings or not name.startswith(beginnings):
-            raise ModelNotFound(f"the model {name[:200]!r} is not served here; {self.name!r} is", field="model")
+            raise ModelNotFound(f"the model {shown(name)} is not served here; {self.name!r} is", field="model")
 
     def open(self) -> None:
         """The engine is ready: accept requests."""

@@ -31,7 +31,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ridgeline.errors import BadRequest, ConfigError, Overloaded, RequestError, TryAgain, Unsupported
+from ridgeline.errors import BadRequest, ConfigError, Overloaded, RequestError, TryAgain, Unsupported, shown
 from ridgeline.process.framed_child import FramedChild, Stopped, ask_another_if_stopped, read_frame, write_frame
 from ridgeline.text.template_dialects import adapt_calls, parts_of, probes, shows_parts, with_parts
 
@@ -182,7 +182,7 @@ def _part_text(part: Any, where: str) -> str:
         return part
     kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
     if not isinstance(part, Mapping) or kind not in TEXT_PARTS:
-        raise Unsupported(f"{where} is of type {str(kind)[:40]!r}; only text parts are supported", field=where)
+        raise Unsupported(f"{where} is of type {shown(kind)}; only text parts are supported", field=where)
     if not isinstance(part.get("text"), str):
         raise BadRequest(f"{where}.text must be a text", field=f"{where}.text")
     for name, value in part.items():

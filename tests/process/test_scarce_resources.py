@@ -15,11 +15,11 @@ from served_model import wait_until
 
 from ridgeline import __main__ as command
 from ridgeline.process import platform
-from ridgeline.process.memory_kills import OutOfMemoryKills
+from ridgeline.process.memory_kills import OUT_OF_MEMORY, OutOfMemoryKills
 
 
-def python(source: str, redirect: str = "") -> subprocess.CompletedProcess[str]:
-    command = ["bash", "-c", f'"$0" -c "$1" {redirect}', sys.executable, source]
+def python(source: str, redirect: str = "", before: str = ":") -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-c", f'{before}; "$0" -c "$1" {redirect}', sys.executable, source]
     env = os.environ | {"PYTHONUNBUFFERED": ""}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
 
@@ -57,9 +57,40 @@ def test_output_on_a_full_disk_is_one_line_and_code_2() -> None:
 
 
 @pytest.mark.reliability("R-14")
+@pytest.mark.parametrize("how", ["print('a', file=sys.stderr)", "get_logger('a').error('b')", "sys.stderr.write('a')"])
+def test_a_full_standard_error_ends_nothing(how: str) -> None:
+    source = "import sys\nfrom ridgeline.process.standard_streams import open_missing\nopen_missing()\n"
+    source += f"from ridgeline.process.log import get_logger\n{how}\nprint('out')"
+    done = python(source, "2>/dev/full")
+    assert (done.returncode, done.stdout) == (0, "out\n")
+
+
+COMMAND = "import sys; from ridgeline.__main__ import main; sys.exit(main())"
+STACK = "import resource, sys; from ridgeline.process.platform import enlarge_stack; enlarge_stack(); " \
+    "print(resource.getrlimit(resource.RLIMIT_STACK)[0] >> 10)"
+
+
+@pytest.mark.reliability("R-14")
+@pytest.mark.parametrize(("limit", "kib"), [("ulimit -Ss 256", 8192), ("ulimit -s 2000", 2000), ("ulimit -Ss 1024", 8192)])
+def test_a_small_stack_is_raised(limit: str, kib: int) -> None:
+    """By another start: threads of libraries have the size that was set when the program started."""
+    assert python(STACK, before=limit).stdout == f"{kib}\n"
+
+
+@pytest.mark.reliability("R-14")
+def test_a_stack_that_must_stay_small_is_one_line_and_code_2() -> None:
+    done = python(COMMAND, before="ulimit -s 512")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "ulimit -s" in done.stderr, done.stderr
+
+
+@pytest.mark.reliability("R-14")
 @pytest.mark.parametrize(
     ("error", "words"),
-    [(MemoryError(), "not enough memory"), (OSError(24, "Too many open files"), "ulimit -n"), (OSError(28, "full"), "no space")],
+    [
+        (MemoryError(), "not enough memory"), (OSError(24, "Too many open files"), "ulimit -n"),
+        (OSError(28, "full"), "no space"),
+        (OSError(12, "Cannot allocate memory"), "not enough memory"), (RuntimeError("can't start new thread"), "ulimit -u"),
+    ],
 )
 def test_what_has_run_out_is_one_line_and_code_2(
     error: Exception, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -86,6 +117,13 @@ def test_a_limit_on_addresses_counts_as_memory(monkeypatch: pytest.MonkeyPatch) 
     assert platform.available_memory() == 0
 
 
+def test_a_limit_on_data_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: data + (64 << 20)}
+    monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (limits[which], resource.RLIM_INFINITY))
+    assert 0 < platform.available_memory() <= 80 << 20
+
+
 @pytest.mark.reliability("R-12")
 def test_a_kill_for_memory_is_told_as_such(tmp_path: Path) -> None:
     counter, other = tmp_path / "vmstat", tmp_path / "memory.events"
@@ -94,6 +132,7 @@ def test_a_kill_for_memory_is_told_as_such(tmp_path: Path) -> None:
     assert kills.how_it_ended(-signal.SIGKILL) == "was killed by SIGKILL"
     other.write_text("low 0\noom 1\noom_kill 1\n")
     assert "ran out of memory" in kills.how_it_ended(-signal.SIGKILL)
+    assert "ran out of memory" in kills.how_it_ended(OUT_OF_MEMORY)
     assert kills.how_it_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
     assert kills.how_it_ended(-40) == "was killed by signal 40" and kills.how_it_ended(3) == "ended with code 3"
 

@@ -28,7 +28,7 @@ from ridgeline.server.api import prepare
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore
 from ridgeline.server.body_process import LentResponses, settings_of
 from ridgeline.server.body_work import RESULTS
-from ridgeline.server.http.stream import Body, HeldBodies
+from ridgeline.server.http.admission import Body, HeldBodies
 from ridgeline.server.long_bodies import (
     MANY_BYTES,
     MANY_PARTS,

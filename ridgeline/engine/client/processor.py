@@ -26,10 +26,10 @@ from ridgeline.engine.client.outputs import (
     RequestOutput,
 )
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults, load_sampling_defaults
-from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError, Unsupported
+from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError, Unsupported, shown
 from ridgeline.messages import Logprobs, Request, TokenDelta
 from ridgeline.process.hub_cache import locate
-from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids, shown
+from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids
 from ridgeline.text.chat_template import check_template
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer

@@ -6,14 +6,17 @@ this process ends too, and removes the directory of their sockets.
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import json
+import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 
 from ridgeline.process import head_start
+from ridgeline.process.memory_kills import OUT_OF_MEMORY
 from ridgeline.process.orphans import end_at_once, end_with_parent
 from ridgeline.process.standard_streams import open_missing
 
@@ -53,5 +56,14 @@ def main(settings: str) -> int:
     return code
 
 
+def _without_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    try:
+        sys.exit(main(sys.argv[1]))
+    except (MemoryError, OSError) as error:
+        if not _without_memory(error):
+            raise
+        os._exit(OUT_OF_MEMORY)                          # the front end has the words

@@ -19,8 +19,8 @@ from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput, predicted_tokens
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
-from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
+from ridgeline.errors import BadRequest, Unsupported, shown
+from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.server.api.other_names import GRAMMARS, OtherNames
 from ridgeline.server.api.request_checks import forget, refuse
 from ridgeline.server.parse.closed_schema import closed

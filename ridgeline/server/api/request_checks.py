@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import shown
+from ridgeline.errors import BadRequest, Unsupported, shown
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512     # entries, and characters of each
 

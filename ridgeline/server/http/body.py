@@ -183,12 +183,17 @@ def _words(hint: Any) -> list[str]:
     return [word for each in get_args(hint) for word in _words(each)]
 
 
+def cut(message: str) -> str:
+    """msgspec's words, which may quote as much as was sent."""
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …"
+
+
 def refusal(message: str, kind: Any) -> BadRequest:
-    """msgspec's words, with the field first: `temperature: expected ..., got ...`. They may quote as much as was sent.
+    """msgspec's words, with the field first: `temperature: expected ..., got ...`.
 
     Only here is text parsed for a field's name: msgspec gives it in no other form.
     """
-    message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]} …"
+    message = cut(message)
     place = _PLACE.search(message)
     where = place.group(1) if place else ""
     unknown = _UNKNOWN_FIELD.search(message)

@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import weakref
 from asyncio import TimerHandle
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from ridgeline.errors import BadRequest, Overloaded
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.idle_connections import make_room
-from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_left
+from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_bytes, has_left
 from ridgeline.server.http.stream import DIRECT
 from ridgeline.server.options import ServerOptions
 
@@ -35,6 +33,7 @@ WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the s
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
 FIRST_READ_SECONDS = 0.1             # from the connection to the first read of bytes that came with it, on a busy machine
 LEFT_SECONDS = 1.0                   # how often a connection that is not read is asked whether its client has left
+SILENT_SECONDS = 3.0                 # without a byte of a body, after which its connection may give way to others
 LINGERING = 8                        # connections beyond the limit that are sent an error; others are closed at once
 PROBES_BEYOND = 2                    # and beyond these, connections on which a health check came
 PROBED = (b"/health", b"/ping")      # what a health check asks for
@@ -42,35 +41,6 @@ READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, 
 PIECE = 512                          # bytes of a chunked body that are parsed at once: its end is not known before
 FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
 SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
-
-
-class Slots:
-    """How many answers may run or wait at once. A request takes a slot before its body is read."""
-
-    def __init__(self) -> None:
-        self.limit = 0
-        self.taken = 0
-        self.predicted_wait: Callable[[], float | None] = lambda: None
-
-    def check(self, count: int) -> None:
-        """BadRequest if there is never room for `count` answers: before work is done for each."""
-        if count > self.limit:
-            raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
-
-    @contextmanager
-    def taking(self, count: int, already: int = 0, goes_on: bool = False) -> Iterator[None]:
-        """Room for `count` answers, of which `already` were taken before. `goes_on`: those places are given back in a moment, and
-        these answers stay."""
-        self.check(count)
-        if self.taken + count - already > self.limit:
-            message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
-            raise Overloaded(message, self.predicted_wait())
-        more = count if goes_on else count - already
-        self.taken += more
-        try:
-            yield
-        finally:
-            self.taken -= more
 
 
 class LimitExceeded(Exception):
@@ -143,6 +113,7 @@ class Arriving:
     headers: int = 0                 # trailers among them
     head_bytes: int = 0
     body_bytes: int = 0
+    heard: float = 0.0               # when its last bytes came
     chunks: int = 0                  # pieces of the body that the parser found
 
 
@@ -343,6 +314,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop(503, f"all {most} connections of this server are in use; try again later")
         self._expect_within(BODY_SECONDS)
         self._arriving.in_body = True
+        self._arriving.heard = self.loop.time()
         if self._arriving.is_coded:
             self._arriving.length = None
         super().on_headers_complete()
@@ -358,6 +330,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed = 0
         now = self._arriving
         now.body_bytes += len(body)
+        now.heard = self.loop.time()
         now.chunks += 1
         self._check_body(now.body_bytes)
         if now.is_coded and now.chunks > FEW_CHUNKS and now.body_bytes < SMALL_CHUNK * now.chunks:
@@ -385,7 +358,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(seconds, self._too_slow, seconds)
 
     def _too_slow(self, seconds: float) -> None:
-        if self._arriving.in_message:
+        if self._arriving.in_body and self.flow.read_paused and not has_left(self.transport):
+            self._expect_within(seconds)                 # it is this server that does not read (admission.py)
+        elif self._arriving.in_message:
             self._refuse(408, f"the request was not complete after {seconds:g} s")
         else:
             self.transport.close()
@@ -411,16 +386,26 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def idle_since(self) -> float | None:
-        """Since when it waits for the head of a request (idle_connections.py); None while one is read or answered."""
-        if self._refused or self.transport.is_closing() or self._is_answering or self.loop.time() < self._arriving.begins_until:
+        """Since when it waits for its client (idle_connections.py): for the head of a request, or for the rest of a body that has
+        stopped. None while a request is read or answered."""
+        if self._refused or self.transport.is_closing() or self.loop.time() < self._arriving.begins_until:
             return None
         if self._unread or self.pipeline or self.transport.get_write_buffer_size():
             return None
+        if self._arriving.in_body:
+            return self._silent_since
+        if self._is_answering:
+            return None
         if self.timeout_keep_alive_task is not None:
             return self.timeout_keep_alive_task.when() - self.timeout_keep_alive
-        if self._deadline is None or self._arriving.in_body:
-            return None
-        return self._deadline.when() - (LINGER_SECONDS if self._is_beyond else HEAD_SECONDS)
+        return None if self._deadline is None else self._deadline.when() - (LINGER_SECONDS if self._is_beyond else HEAD_SECONDS)
+
+    @property
+    def _silent_since(self) -> float | None:
+        """Since when the body has stopped; None if it has not for long, or is not read, or its answer has begun."""
+        heard, cycle = self._arriving.heard, self.cycle
+        is_silent = self.loop.time() >= heard + SILENT_SECONDS and not self.flow.read_paused and not has_bytes(self.transport)
+        return heard if is_silent and (cycle.response_complete or not cycle.response_started) else None
 
     @property
     def _is_answering(self) -> bool:

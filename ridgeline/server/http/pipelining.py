@@ -21,8 +21,17 @@ SMALL_READ = 4 * 1024                # bytes that are parsed as soon as they com
 
 def has_left(transport: asyncio.Transport) -> bool:
     """Whether the client has closed its side, although bytes that came before are unread."""
+    return _polled(transport, select.POLLRDHUP)
+
+
+def has_bytes(transport: asyncio.Transport) -> bool:
+    """Whether bytes of the client are here, which the event loop has not read yet."""
+    return _polled(transport, select.POLLIN)
+
+
+def _polled(transport: asyncio.Transport, event: int) -> bool:
     asked = select.poll()
-    asked.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    asked.register(transport.get_extra_info("socket").fileno(), event)
     return bool(asked.poll(0))
 
 

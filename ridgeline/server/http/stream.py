@@ -17,14 +17,12 @@ import msgspec
 from starlette.responses import Response
 
 from ridgeline.engine.client.long_work import LONG_BYTES
-from ridgeline.errors import Overloaded
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-MOST_HELD = 256 * 2**20              # bytes of long bodies that are received or parsed at once
 MOST_UNSENT = 32 * 2**20             # bytes of long answers above which clients must read them …
 IMPATIENT_SECONDS = 2.0              # … and not pause for longer than this
 
@@ -39,55 +37,6 @@ _STREAMED: Headers = [
 
 class ClientGone(Exception):
     """The client left before its request was complete."""
-
-
-class HeldBodies:
-    """The bytes of all bodies that are being received or parsed. Each is limited; this limits all of them together."""
-
-    def __init__(self, most: int = MOST_HELD) -> None:
-        self.most = most
-        self.num_bytes = 0
-
-
-class Body:
-    """A request's body. `release()` frees it as soon as the request is made: an answer may take minutes."""
-
-    def __init__(self, held: HeldBodies) -> None:
-        self.parts: list[bytes] = []                     # as they came: joining 16 MB takes 30 ms
-        self.size = 0
-        self._held = held
-        self._counted = 0
-
-    @property
-    def data(self) -> bytes:
-        """All of it, as one."""
-        if len(self.parts) > 1:
-            self.parts = [b"".join(self.parts)]
-        return self.parts[0] if self.parts else b""
-
-    async def read(self, receive: Receive) -> None:
-        """All of it; connection_limits limits its size while it arrives. Overloaded if too many long ones arrive at once."""
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            self.parts.append(message.get("body", b""))
-            self.size += len(self.parts[-1])
-            more = message.get("more_body", False)
-            if self.size > LONG_BYTES:                   # short ones are limited by their number
-                self._count(self.size)
-
-    def _count(self, size: int) -> None:
-        self._held.num_bytes += size - self._counted
-        self._counted = size
-        if self._held.num_bytes > self._held.most:
-            raise Overloaded(f"bodies of {self._held.num_bytes >> 20} MiB are being read; try again later")
-
-    def release(self) -> None:
-        self.parts, self.size = [], 0
-        self._held.num_bytes -= self._counted
-        self._counted = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.grammar.llguidance_schema import rewritten
-from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, StructuredOutputs, shown
+from ridgeline.sampling_params import MAX_SCHEMA_DEPTH, SamplingParams, StructuredOutputs
 from ridgeline.server.api.generation import structured_outputs
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.closed_schema import closed
@@ -83,7 +83,7 @@ def tool_use(tools: Sequence[Any] | None, choice: Any, parallel: bool) -> ToolUs
     names = [tool["function"]["name"] for tool in plain]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise BadRequest(f"tools has two functions with the name {twice!r}", field="tools")
+        raise BadRequest(f"tools has two functions with the name {shown(twice)}", field="tools")
     mode, wanted = _choice(choice, names)
     if mode == "none":
         return ToolUse()

@@ -26,8 +26,8 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.openai.chat import ChatRequest, ChatWriter
 from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.api.prepare import prepare_completion
+from ridgeline.server.http.admission import Slots
 from ridgeline.server.http.body import parse_body
-from ridgeline.server.http.connection_limits import Slots
 from ridgeline.server.http.failures import param_of
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.parse.incremental import Content, Reasoning

@@ -20,7 +20,6 @@ from scripted_server import ScriptedServer
 from served_model import wait_until, write_model
 
 from ridgeline.engine.client.long_work import num_done
-from ridgeline.errors import Overloaded
 from ridgeline.process import platform
 from ridgeline.server import give_back
 from ridgeline.server.api.openai.embeddings import Embedding, EmbeddingReply, EmbeddingUsage
@@ -308,21 +307,6 @@ def test_a_body_of_tiny_chunks_is_refused(server: ScriptedServer) -> None:
 # -- bodies and answers held -------------------------------------------------------------------------------------------
 
 
-def test_long_bodies_are_limited_together(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = server.service.bodies
-    monkeypatch.setattr(held, "most", 150_000)
-    request = post("/tokenize", {"prompt": LONG})
-    with connect(server) as first, connect(server) as second:
-        first.sendall(request[:-10])
-        wait_until(lambda: held.num_bytes > 90_000)
-        second.sendall(request)
-        reply = second.recv(65536)
-        assert reply.startswith(b"HTTP/1.1 429") and b"retry-after:" in reply.lower()
-        first.sendall(request[-10:])
-        assert first.recv(65536).startswith(b"HTTP/1.1 400")                 # too long for this model's context
-    wait_until(lambda: not held.num_bytes)
-
-
 def test_a_client_that_does_not_read_is_given_up_when_much_is_unsent() -> None:
     async def check() -> None:
         unsent, never = stream.Unsent(most=100, seconds=0.01), asyncio.Event()
@@ -341,14 +325,6 @@ def test_a_client_that_does_not_read_is_given_up_when_much_is_unsent() -> None:
         assert unsent.num_bytes == 0
 
     asyncio.run(check())
-
-
-def test_a_body_that_is_too_much_is_told_so() -> None:
-    body = stream.Body(stream.HeldBodies(most=10))
-    with pytest.raises(Overloaded):
-        body._count(11)
-    body.release()
-    assert body._held.num_bytes == 0
 
 
 def test_an_endpoint_lets_go_of_the_body_before_the_engine_is_asked(server: ScriptedServer) -> None:

@@ -19,7 +19,8 @@ from served_model import wait_until
 
 from ridgeline.errors import BadRequest, ConfigError, Overloaded
 from ridgeline.server.http import connection_limits
-from ridgeline.server.http.connection_limits import Slots, limited_protocol
+from ridgeline.server.http.admission import Slots
+from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.hosts import HostGuard
 from ridgeline.server.lifecycle import OTHER_FILES, ListeningServer, NoFiles, http_config, raise_file_limit
 from ridgeline.server.options import ServerOptions
@@ -334,10 +335,16 @@ def test_connections_are_counted(server: Server) -> None:
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
+HALF = HEAD + b"content-length: 10\r\n\r\nhalf"
+
+
 @pytest.mark.reliability("B-07")
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nx: ", ASKED.replace(b"connection: close\r\n", b"")])
-def test_connections_without_a_request_give_way_the_oldest_first(server: Server, said: bytes) -> None:
-    """A client that says nothing, a part of a head, or nothing more, on all connections shuts out no other."""
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nx: ", HALF, ASKED.replace(b"connection: close\r\n", b"")])
+def test_connections_without_a_request_give_way_the_oldest_first(
+    server: Server, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that says nothing, a part of a head or of a body, or nothing more, on all connections shuts out no other."""
+    monkeypatch.setattr(connection_limits, "SILENT_SECONDS", 0.0)
     connections = server._server.server_state.connections
     wait_until(lambda: not connections)
     server.app.may_answer.clear()
@@ -357,6 +364,39 @@ def test_connections_without_a_request_give_way_the_oldest_first(server: Server,
     assert working.recv(4096).startswith(b"HTTP/1.1 200")
     for connection in (working, *idle):
         connection.close()
+    wait_until(lambda: not connections)
+
+
+@pytest.mark.parametrize("body", [b"", b"half"])
+def test_a_body_that_has_just_stopped_does_not_give_way(server: Server, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "SILENT_SECONDS", 1000.0)
+    connections = server._server.server_state.connections
+    wait_until(lambda: not connections)
+    with server.connect() as client:
+        client.sendall(HALF.removesuffix(b"half") + body)
+        wait_until(lambda: [each._arriving.body_bytes for each in list(connections) if each._arriving.in_body] == [len(body)])
+        (connection,) = connections
+        assert connection.idle_since is None
+        connection._arriving.heard -= 1000.0
+        assert connection.idle_since == connection._arriving.heard
+    wait_until(lambda: not connections)
+
+
+def test_a_body_that_this_server_does_not_read_is_not_late(server: Server, impatient: None) -> None:
+    """Reading is paused while a long body waits for memory (admission.py)."""
+    connections = server._server.server_state.connections
+    wait_until(lambda: not connections)
+    with server.connect() as client:
+        client.sendall(HEAD + b"content-length: 10\r\n\r\nhalf")
+        wait_until(lambda: any(each._arriving.body_bytes for each in list(connections)))
+        (connection,) = connections
+        connection.loop.call_soon_threadsafe(connection.flow.pause_reading)
+        wait_until(lambda: connection.flow.read_paused)
+        before = connection._deadline
+        wait_until(lambda: connection._deadline is not before)               # it was too slow once, and may go on
+        client.sendall(b" whole")
+        connection.loop.call_soon_threadsafe(connection.flow.resume_reading)
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
     wait_until(lambda: not connections)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
-from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.server.api.generation import Deadline, goes_on
 from ridgeline.server.api.openai.chat import ChatWriter
 from ridgeline.server.api.request_checks import refuse
@@ -111,7 +111,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def plain(self, where: str) -> dict[str, Any]:
         """In chat's form."""
         if self.type not in (None, "custom"):
-            message = f"{where}.type {self.type[:60]!r} is one of Anthropic's own; only custom tools work here"
+            message = f"{where}.type {shown(self.type)} is one of Anthropic's own; only custom tools work here"
             raise Unsupported(message, field=f"{where}.type")
         if self.input_schema is None:
             message = f"{where}.input_schema is missing; a JSON schema of type object works"

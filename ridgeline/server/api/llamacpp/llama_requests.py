@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import shown
+from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.server.api.request_checks import forget, refuse
 
 NEVER = -100.0                       # the bias of a token that must not come

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import shown
+from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.server.api.generation import Integer
 from ridgeline.server.api.request_checks import refuse
 

@@ -13,8 +13,8 @@ import msgspec
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.engine.client.processor import ROLES
-from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, shown
+from ridgeline.errors import BadRequest, Unsupported, shown
+from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.server.api.generation import (
     GenerationRequest,
     Reply,
@@ -83,7 +83,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """In the chat template's form. `developer` is the newer name of `system`, `function` the older of `tool`. `strict`: parts
         keep fields that a text does not have, and are refused for them."""
         if self.role not in ROLES:
-            raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {self.role[:40]!r}", field=f"{where}.role")
+            raise BadRequest(f"{where}.role must be one of {', '.join(ROLES)}; got {shown(self.role)}", field=f"{where}.role")
         for name in ("annotations", "audio", "images"):
             if getattr(self, name):
                 raise Unsupported(f"{where}.{name} is not supported by this server; leave it out", field=f"{where}.{name}")

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ridgeline.engine.client.long_work import away_if_long
-from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.server.api.openai.responses_request import KNOWN_INCLUDES, InputItem, ResponsesRequest
 from ridgeline.server.api.openai.responses_store import ResponseStore, Stored
 from ridgeline.server.http.gate import caller_of
@@ -93,7 +93,7 @@ class Continued:
         entry = self._store.get(name, self._key)
         if entry is None:
             raise PreviousNotStored(
-                f"previous_response_id: no response {name[:100]!r} is stored here, or no longer; send the whole conversation",
+                f"previous_response_id: no response {shown(name)} is stored here, or no longer; send the whole conversation",
                 field="previous_response_id",
             )
         parts = (entry.before, entry.input, msgspec.json.encode(_output(entry)))
@@ -114,14 +114,14 @@ class Continued:
                 raise BadRequest(message, field=f"input[{place}]")
             name = item.id or ""
             if name in seen:
-                message = f"input[{place}].id {name[:100]!r} is named twice; name each item once"
+                message = f"input[{place}].id {shown(name)} is named twice; name each item once"
                 raise BadRequest(message, field=f"input[{place}].id")
             seen.add(name)
             if name not in known:
                 entry = self._holding(name)
                 if entry is None:
                     raise ItemNotStored(
-                        f"input[{place}]: Item with id {name[:100]!r} not found: its response has expired, was deleted or was "
+                        f"input[{place}]: Item with id {shown(name)} not found: its response has expired, was deleted or was "
                         "not stored (store: false); send the item itself",
                         field=f"input[{place}]",
                     )
@@ -170,7 +170,7 @@ class InputItems(msgspec.Struct):
 def found(service: Service, name: str, key: int) -> Stored:
     entry = service.stored.get(name, key)
     if entry is None:
-        raise NotStored(f"Response with id {name[:100]!r} not found. It has expired, was deleted, or was never stored")
+        raise NotStored(f"Response with id {shown(name)} not found. It has expired, was deleted, or was never stored")
     return entry
 
 
@@ -208,7 +208,7 @@ def check_query(request: Request, *known: str) -> None:
     for name, value in request.query_params.multi_items():
         name = name.removesuffix("[]")
         if name == "include" and value not in KNOWN_INCLUDES:
-            raise Unsupported(f"include: {value[:60]!r} is not supported by this server", field="include")
+            raise Unsupported(f"include: {shown(value)} is not supported by this server", field="include")
         if known and name in ("stream", "include_obfuscation") and value.lower() in ("false", "0"):
             continue
         if name not in known:
@@ -220,18 +220,18 @@ def page(items: list[dict[str, Any]], query: dict[str, str]) -> InputItems:
     """The newest first, unless `order` is asc; at most `limit` of them, after the item with the id `after`."""
     order, limit = query.get("order", "desc"), query.get("limit", "20")
     if order not in ("asc", "desc"):
-        raise BadRequest(f"order must be asc or desc; got {order[:20]!r}", field="order")
+        raise BadRequest(f"order must be asc or desc; got {shown(order)}", field="order")
     if not limit.isascii() or not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= MOST_ITEMS:
-        raise BadRequest(f"limit must be between 1 and {MOST_ITEMS}; got {limit[:20]!r}", field="limit")
+        raise BadRequest(f"limit must be between 1 and {MOST_ITEMS}; got {shown(limit)}", field="limit")
     listed = items if order == "asc" else items[::-1]
     if (after := query.get("after")) is not None:
         places = [place for place, item in enumerate(listed) if item["id"] == after]
         if not places:
-            raise BadRequest(f"after: this input has no item {after[:100]!r}", field="after")
+            raise BadRequest(f"after: this input has no item {shown(after)}", field="after")
         listed = listed[places[0] + 1 :]
-    shown = listed[: int(limit)]
-    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return InputItems(shown, first, last, has_more=len(listed) > len(shown))
+    listing = listed[: int(limit)]
+    first, last = (listing[0]["id"], listing[-1]["id"]) if listing else (None, None)
+    return InputItems(listing, first, last, has_more=len(listed) > len(listing))
 
 
 def in_prompt(item: dict[str, Any]) -> bool:

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.server.api.generation import Deadline
 from ridgeline.server.api.openai.chat import MEDIA
 from ridgeline.server.api.request_checks import check_metadata, forget, refuse
+from ridgeline.server.http.body import cut
 
 _LOGPROBS = "message.output_text.logprobs"
 # Reasoning is always sent in plain text; the tools of the other entries do not exist here.
@@ -215,7 +216,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
                               field="background")
         for entry in self.include or []:
             if entry not in KNOWN_INCLUDES:
-                message = f"include: {entry[:60]!r} is not supported by this server; {_LOGPROBS!r} is"
+                message = f"include: {shown(entry)} is not supported by this server; {_LOGPROBS!r} is"
                 raise Unsupported(message, field="include")
 
     @property
@@ -295,7 +296,7 @@ def _tools(tool: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 
 def _function(tool: dict[str, Any], where: str, namespace: str = "") -> dict[str, Any]:
     if tool.get("type") != "function":
-        message = f"{where}.type {str(tool.get('type'))[:60]!r} is not supported by this server; only 'function' is"
+        message = f"{where}.type {shown(tool.get('type'))} is not supported by this server; only 'function' is"
         raise Unsupported(message, field=f"{where}.type")
     return _converted(tool, FunctionTool, where).plain(where, namespace)
 
@@ -304,7 +305,7 @@ def _converted(tool: dict[str, Any], kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(tool, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{where}: {str(error).replace('`', '')}", field=where) from None
+        raise BadRequest(f"{where}: {cut(str(error)).replace('`', '')}", field=where) from None
 
 
 def _extend(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
@@ -346,7 +347,7 @@ def _text(content: str | list[dict[str, Any]] | None, where: str) -> str:
     for place, part in enumerate(content or []):
         kind, text = part.get("type"), part.get("text")
         if kind not in ("input_text", "output_text", "text", "reasoning_text") or not isinstance(text, str):
-            message = f"{where}[{place}] is of type {str(kind)[:40]!r}; only text is supported here"
+            message = f"{where}[{place}] is of type {shown(kind)}; only text is supported here"
             raise Unsupported(message, field=f"{where}[{place}]")
         for name in sorted(MEDIA & part.keys()):
             if part[name] is not None:

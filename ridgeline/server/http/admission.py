@@ -1,0 +1,219 @@
+"""What a request holds before it is answered: memory for its body, and then a slot.
+
+A body over 64 KiB needs leave for all of its declared length before more of it is read, so a body with leave can always be
+completed. While there is no room, its connection is not read: the client waits, and is not refused. Leave is given to small and
+old bodies first. A body that has leave and stops arriving gives way to those that wait, the longest silent first; one that
+arrives never does. Silence is counted in looks of the event loop, not in seconds: a process that stood still heard no client. A
+slot is taken when the body is whole. Knows ASGI messages, no requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+from ridgeline.engine.client.long_work import LONG_BYTES, MOST_WAITING
+from ridgeline.errors import BadRequest, Overloaded
+from ridgeline.server.http.stream import ClientGone, Receive
+
+MOST_HELD = MOST_WAITING             # bytes of long bodies that are received or parsed at once: all of them may wait to be parsed
+LONGEST = 16 * 2**20                 # bytes of a body without a declared length, unless told otherwise
+PATIENCE = 2**16                     # bytes: a body waits behind one that came a second later and is shorter by this many. Long
+                                     # bodies that were begun and left give up (BODY_SECONDS) before they are ahead of short ones.
+LOOK_SECONDS = 1.0                   # between two looks at the bodies that arrive
+SILENT_LOOKS = 3                     # looks after which a body that did not arrive gives way
+STILL_LOOKS = 60                     # looks without any leave after which all that wait are refused
+SLOW = 64                            # a body that gains less than this share of itself between two looks cannot end in time
+SLOWEST = LONG_BYTES // 32           # bytes, the same for a body without a declared length
+
+
+class Slots:
+    """How many answers may run or wait at once. A request takes a slot when its body is here, before it is parsed."""
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self.taken = 0
+        self.predicted_wait: Callable[[], float | None] = lambda: None
+
+    def check(self, count: int) -> None:
+        """BadRequest if there is never room for `count` answers: before work is done for each."""
+        if count > self.limit:
+            raise BadRequest(f"the request asks for {count} answers at once; at most {self.limit} can be queued here")
+
+    def check_free(self, count: int = 1) -> None:
+        """Overloaded if there is no room for `count` answers now."""
+        if self.taken + count > self.limit:
+            message = f"{self.taken} of {self.limit} answers are running or waiting; try again later"
+            raise Overloaded(message, self.predicted_wait())
+
+    @contextmanager
+    def taking(self, count: int, already: int = 0, goes_on: bool = False) -> Iterator[None]:
+        """Room for `count` answers, of which `already` were taken before. `goes_on`: those places are given back in a moment, and
+        these answers stay."""
+        self.check(count)
+        self.check_free(count - already)
+        more = count if goes_on else count - already
+        self.taken += more
+        try:
+            yield
+        finally:
+            self.taken -= more
+
+
+class HeldBodies:
+    """The bytes of all long bodies that are being received or parsed. `longest`: of one body."""
+
+    def __init__(self, most: int = MOST_HELD, longest: int = LONGEST) -> None:
+        self.most = max(most, longest)                   # a single body always fits
+        self.longest = longest
+        self.num_bytes = 0
+        self.arriving: dict[Body, None] = {}             # those that have leave and are incomplete
+        self._waiting: list[tuple[float, int, int, Body, asyncio.Future[None]]] = []     # a heap
+        self._numbers = count()
+        self._still = 0                                  # looks since the last leave
+        self._is_looking = False
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not future.done() for *_, future in self._waiting)
+
+    async def leave(self, body: Body, num_bytes: int) -> None:
+        """Wait until there is room for all `num_bytes` of the body. Overloaded if others are not done with theirs for long."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        heapq.heappush(self._waiting, (loop.time() + num_bytes / PATIENCE, next(self._numbers), num_bytes, body, future))
+        self._give_leave()
+        self._make_room()
+        self._look_later()
+        await future
+
+    def add(self, body: Body, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        body.leave = num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        self._give_leave()
+
+    def _give_leave(self) -> None:
+        """In order: a large body is not overtaken for ever."""
+        while self._waiting:
+            _, _, num_bytes, body, future = self._waiting[0]
+            if not future.done():                        # else its request was ended
+                if self.num_bytes + num_bytes > self.most:
+                    return
+                self.add(body, num_bytes)
+                self.arriving[body] = None
+                self._still = 0
+                future.set_result(None)
+            heapq.heappop(self._waiting)
+
+    def _make_room(self) -> None:
+        """The longest silent give way, as many as it takes."""
+        while self._waiting:
+            silent = max(self.arriving, key=lambda body: body.silent_looks, default=None)
+            if silent is None or silent.silent_looks < SILENT_LOOKS:
+                return
+            del self.arriving[silent]
+            silent.give_way()
+
+    def _look_later(self) -> None:
+        if not self._is_looking and (self._waiting or self.arriving):
+            self._is_looking = True
+            asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        for body in self.arriving:
+            body.look()
+        self._make_room()
+        self._still = self._still + 1 if self._waiting else 0
+        if self._still > STILL_LOOKS:
+            self._refuse_all()
+        self._look_later()
+
+    def _refuse_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for *_, future in waiting:
+            if not future.done():
+                future.set_exception(Overloaded(f"bodies of {self.num_bytes >> 20} MiB are being read; try again later"))
+
+
+class Body:
+    """A request's body. `release()` frees it as soon as the request is made: an answer may take minutes."""
+
+    def __init__(self, held: HeldBodies) -> None:
+        self.parts: list[bytes] = []                     # as they came: joining 16 MB takes 30 ms
+        self.size = 0
+        self.leave = 0                                   # bytes that it may have, of those that all long bodies share
+        self.silent_looks = 0                            # one after the other, in which it did not arrive
+        self._seen = 0                                   # its size at the last look
+        self._least = SLOWEST                            # bytes that it must gain between two looks
+        self._held = held
+        self._limit: asyncio.Timeout | None = None       # of the wait for more of it
+
+    @property
+    def data(self) -> bytes:
+        """All of it, as one."""
+        if len(self.parts) > 1:
+            self.parts = [b"".join(self.parts)]
+        return self.parts[0] if self.parts else b""
+
+    async def read(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """All of it; connection_limits limits its size while it arrives. Overloaded if it stops while other long ones wait."""
+        try:
+            async with asyncio.timeout(None) as self._limit:
+                await self._receive(receive, headers)
+        except TimeoutError:
+            raise Overloaded("the body stopped arriving while others waited for its memory; try again later") from None
+        finally:
+            self._held.arriving.pop(self, None)
+            self._limit = None
+        self._give_back(max(0, self.leave - self.size))  # of a body without a declared length
+
+    async def _receive(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self.parts.append(message.get("body", b""))
+            self.size += len(self.parts[-1])
+            more = message.get("more_body", False)
+            if self.size > LONG_BYTES and not self.leave:    # short ones are limited by the number of connections
+                if more:
+                    await self._held.leave(self, self._expected(headers))
+                else:                                    # it is here, whatever room there is
+                    self._held.add(self, self.size)
+
+    def _expected(self, headers: Iterable[tuple[bytes, bytes]]) -> int:
+        """Its declared length; the longest there may be, if it has none."""
+        declared = next((value for name, value in headers if name == b"content-length"), b"")
+        if any(name == b"transfer-encoding" for name, _ in headers) or not declared.isdigit():
+            return max(self._held.longest, self.size)
+        length = max(int(declared), self.size)
+        self._least = max(1, length // SLOW)
+        return length
+
+    def look(self) -> None:
+        """Note whether it has arrived since the last look."""
+        self.silent_looks = 0 if self.size - self._seen >= self._least else self.silent_looks + 1
+        self._seen = self.size
+
+    def give_way(self) -> None:
+        """Its memory is given back now, and freed when its reader is told in the loop's next turn."""
+        if self._limit is not None:
+            self._limit.reschedule(0.0)
+        self._give_back(self.leave)
+
+    def release(self) -> None:
+        self.parts, self.size = [], 0
+        self._give_back(self.leave)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self.leave -= num_bytes
+        if num_bytes:
+            self._held.give_back(num_bytes)

@@ -1,0 +1,286 @@
+"""What a request holds before it is answered: bodies that stop on their way hold no slot, and no memory that others wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from scripted_server import ScriptedServer
+from served_model import wait_until, write_model
+
+from ridgeline.errors import Overloaded
+from ridgeline.server.http import admission
+from ridgeline.server.http.admission import SILENT_LOOKS, STILL_LOOKS, Body, HeldBodies
+
+PIECE = 50_000                       # bytes: two of them make a body long
+
+
+class Client:
+    """Sends a body in pieces, as it is told to: the other side of `receive`."""
+
+    def __init__(self, held: HeldBodies, length: int, declared: bool = True) -> None:
+        self.body = Body(held)
+        self.headers = [(b"content-length", str(length).encode())] if declared else [(b"transfer-encoding", b"chunked")]
+        self._left = length
+        self._pieces: asyncio.Queue[bytes] = asyncio.Queue()
+        self.reading = asyncio.ensure_future(self.body.read(self._receive, self.headers))
+
+    async def send(self, num_bytes: int) -> None:
+        while num_bytes > 0:
+            self._pieces.put_nowait(bytes(min(PIECE, num_bytes)))
+            num_bytes -= PIECE
+        await turns()
+
+    async def _receive(self) -> dict[str, Any]:
+        piece = await self._pieces.get()
+        self._left -= len(piece)
+        return {"type": "http.request", "body": piece, "more_body": self._left > 0}
+
+
+async def turns() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def running(test: Callable[[HeldBodies], Awaitable[None]]) -> None:
+    """With room for 1,000,000 bytes. `_look` is called by the test, not by the clock."""
+    async def run() -> None:
+        held = HeldBodies(most=1_000_000, longest=1_000_000)
+        held._is_looking = True
+        await test(held)
+        assert held.num_bytes == 0 and not held.arriving and not held.num_waiting
+
+    asyncio.run(run())
+
+
+async def look(held: HeldBodies, times: int = 1) -> None:
+    for _ in range(times):
+        held._look()
+        held._is_looking = True
+        await turns()
+
+
+def test_a_body_waits_for_room_and_is_not_refused() -> None:
+    """A thousand honest clients at once, each with a tenth of all the room there is."""
+    async def test(held: HeldBodies) -> None:
+        clients = [Client(held, 100_000) for _ in range(1000)]
+        for each in clients:
+            each._pieces.put_nowait(bytes(70_000))
+        most = 0
+        for _ in range(300):
+            done = [each for each in clients if each.reading.done()]
+            for each in done:
+                assert each.reading.exception() is None and each.body.size == 100_000
+                each.body.release()
+                clients.remove(each)
+            for each in clients:
+                if each.body.leave:
+                    each._pieces.put_nowait(bytes(30_000))
+            await turns()
+            most = max(most, held.num_bytes)
+        assert not clients and 900_000 <= most <= 1_000_000
+
+    running(test)
+
+
+@pytest.mark.reliability("H-02c")
+def test_a_silent_body_gives_way_the_longest_silent_first() -> None:
+    async def test(held: HeldBodies) -> None:
+        first, second = Client(held, 400_000), Client(held, 400_000)
+        await first.send(100_000)
+        await second.send(100_000)
+        await look(held)                                 # both were heard
+        await look(held)
+        await second.send(50_000)
+        await look(held, SILENT_LOOKS)
+        waits = Client(held, 300_000)
+        assert not first.reading.done()                  # no other waits
+        await waits.send(100_000)
+        with pytest.raises(Overloaded):
+            await first.reading
+        assert not second.reading.done() and waits.body.leave == 300_000
+        await second.send(250_000)
+        await waits.send(200_000)
+        assert second.reading.done() and waits.reading.done()
+        for each in (first, second, waits):
+            each.body.release()
+
+    running(test)
+
+
+@pytest.mark.reliability("H-02c")
+def test_a_body_that_arrives_never_gives_way() -> None:
+    async def test(held: HeldBodies) -> None:
+        arrives, waits = Client(held, 900_000), Client(held, 200_000)
+        await arrives.send(100_000)
+        await waits.send(100_000)
+        for _ in range(30):
+            await arrives.send(15_000)
+            await look(held)
+        assert not arrives.reading.done() and not waits.body.leave
+        await arrives.send(350_000)
+        assert arrives.reading.done() and arrives.reading.exception() is None
+        arrives.body.release()
+        await waits.send(100_000)
+        assert waits.reading.done()
+        waits.body.release()
+
+    running(test)
+
+
+def test_a_trickle_that_cannot_end_in_time_is_silence() -> None:
+    async def test(held: HeldBodies) -> None:
+        trickles, waits = Client(held, 900_000), Client(held, 200_000)
+        await trickles.send(100_000)
+        await waits.send(100_000)
+        for _ in range(SILENT_LOOKS + 1):
+            await trickles.send(10)
+            await look(held)
+        with pytest.raises(Overloaded):
+            await trickles.reading
+        await waits.send(100_000)
+        assert waits.reading.done()
+        trickles.body.release()
+        waits.body.release()
+
+    running(test)
+
+
+def test_without_a_declared_length_a_body_needs_room_for_the_longest() -> None:
+    async def test(held: HeldBodies) -> None:
+        chunked, other = Client(held, 150_000, declared=False), Client(held, 150_000)
+        await chunked.send(100_000)
+        await other.send(100_000)
+        assert chunked.body.leave == 1_000_000 and not other.body.leave
+        await chunked.send(50_000)
+        assert chunked.reading.done() and chunked.body.leave == 150_000 and other.body.leave == 150_000
+        await other.send(50_000)
+        for each in (chunked, other):
+            each.body.release()
+
+    running(test)
+
+
+def test_small_bodies_go_first_and_large_ones_are_not_overtaken_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(held: HeldBodies) -> None:
+        clock = 0.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: clock)
+        holds, large, small = Client(held, 900_000), Client(held, 950_000), Client(held, 110_000)
+        await holds.send(100_000)
+        await large.send(100_000)
+        await small.send(100_000)
+        clock = 10.0
+        soon = Client(held, 110_000)
+        await soon.send(100_000)
+        clock = 100.0
+        late = Client(held, 110_000)
+        await late.send(100_000)
+        await holds.send(800_000)
+        holds.body.release()
+        assert small.body.leave and soon.body.leave and not large.body.leave and not late.body.leave
+        for each in (small, soon):
+            await each.send(10_000)
+            each.body.release()
+        assert large.body.leave and not late.body.leave
+        await large.send(850_000)
+        large.body.release()
+        await late.send(10_000)
+        late.body.release()
+
+    running(test)
+
+
+def test_those_that_wait_are_refused_when_nothing_moves() -> None:
+    """A router keeps bodies until their answers are complete."""
+    async def test(held: HeldBodies) -> None:
+        whole, waits = Client(held, 950_000), Client(held, 200_000)
+        await whole.send(950_000)
+        await waits.send(100_000)
+        await look(held, STILL_LOOKS)
+        assert not waits.reading.done()
+        await look(held)
+        with pytest.raises(Overloaded):
+            await waits.reading
+        whole.body.release()
+        waits.body.release()
+
+    running(test)
+
+
+# -- a server ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    model = write_model(tmp_path_factory.mktemp("model") / "tiny")
+    with ScriptedServer(model, lambda prompt: "yes, it is") as made:
+        yield made
+
+
+def connect(server: ScriptedServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=60)
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+TURN = [{"role": "user", "content": "a"}]
+NAME = "tiny"
+
+
+@pytest.mark.reliability("H-02c")
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/chat/completions", {"messages": TURN, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+    ("/v1/messages", {"model": NAME, "max_tokens": 1, "messages": TURN}),
+    ("/v1/responses", {"input": "a"}),
+    ("/v1/embeddings", {"input": "a", "dimensions": 0}),             # refused: this engine has no vectors
+    ("/api/chat", {"model": NAME, "messages": TURN}),
+    ("/completion", {"prompt": "a", "n_predict": 1}),
+    ("/tokenize", {"prompt": "a"}),
+])
+def test_half_sent_bodies_hold_no_slot(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(server.service.slots, "limit", 2)
+    request = post(path, body)
+    connections = server._server.server_state.connections
+    halves = [connect(server) for _ in range(6)]
+    try:
+        for each in halves:
+            each.sendall(request[:-5])
+        wait_until(lambda: sum(each.cycle is not None for each in list(connections)) == len(halves))
+        assert server.service.slots.taken == 0
+        with connect(server) as whole:
+            whole.sendall(request)
+            reply = whole.recv(65536)
+            assert reply.startswith((b"HTTP/1.1 200", b"HTTP/1.1 400")), reply[:200]
+        halves[0].sendall(request[-5:])
+        assert halves[0].recv(65536).startswith(reply[:12])
+    finally:
+        for each in halves:
+            each.close()
+    wait_until(lambda: not connections)
+
+
+def test_a_silent_body_makes_room_for_one_that_waits(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = server.service.bodies
+    monkeypatch.setattr(held, "most", 150_000)
+    monkeypatch.setattr(admission, "LOOK_SECONDS", 0.02)
+    request = post("/tokenize", {"prompt": "x" * 100_000})
+    with connect(server) as silent, connect(server) as waits:
+        silent.sendall(request[:-10])
+        wait_until(lambda: held.num_bytes > 90_000)
+        waits.sendall(request)
+        reply = silent.recv(65536)
+        assert reply.startswith(b"HTTP/1.1 429") and b"retry-after:" in reply.lower()
+        assert waits.recv(65536).startswith(b"HTTP/1.1 400")                 # too long for this model's context
+    wait_until(lambda: not held.num_bytes)
