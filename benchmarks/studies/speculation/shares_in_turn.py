@@ -3,7 +3,7 @@
     python benchmarks/studies/speculation/shares_in_turn.py --out benchmarks/cpu/shares-in-turn.json
 
 With drafts, shares are made anew for every step of a GPU; without, every 32 steps. `bench host` on a CPU has no shares, so they
-are not in its figures. Rows are of like length (600 to 680 keys, where several cuts are compared) or of all lengths (100 to 1,100).
+are not in its figures. Rows are of like length (600 to 680 keys, where several cuts are compared) or of any (100 to 1,100).
 """
 
 from __future__ import annotations
