@@ -131,6 +131,10 @@ class SmallModel(RowByRow):
             if some.all():
                 return
 
+    def must_read(self, sequences: list[Sequence | None]) -> bool:
+        """Has it to catch up with one of these rows, beyond what a pass of drafts does?"""
+        return any(sequence is not None and self._catching_up(sequence) > 0 for sequence in sequences)
+
     def _catching_up(self, sequence: Sequence) -> float:
         """Its share of a step."""
         missing = self._missing(sequence)
