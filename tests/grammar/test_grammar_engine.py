@@ -307,7 +307,7 @@ def test_answers_do_not_depend_on_how_many_threads_follow_them(llm: LLM, monkeyp
 def test_answers_are_the_same_where_masks_are_filled_while_results_are_taken_in(
     model: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: str
 ) -> None:
-    """With a step in flight, as beside a GPU: answers end, and matchers are copied behind drafts, right after threads had them."""
+    """With a step in flight, as beside a GPU: answers end, and matchers are copied behind drafts after threads had them."""
     params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) if seed % 4 else SamplingParams(seed=seed, max_tokens=9)
               for seed in range(16)]
     prompts = ["Hello"] * 16
