@@ -61,7 +61,7 @@ _IGNORED: dict[str, str] = {
         multi_step_stream_outputs disable_async_output_proc preemption_mode= scheduler_delay_factor= watermark=
         scheduler_reserve_full_isl prefill_schedule_interval= long_prefill_token_threshold= max_num_partial_prefills=
         max_long_partial_prefills= max_num_scheduled_tokens= stream_interval= cudagraph_capture_sizes=
-        max_cudagraph_capture_size= cuda_graph_sizes= enable_trace_replay jit_monitor_mode= jit_monitor_verbose
+        cuda_graph_sizes= enable_trace_replay jit_monitor_mode= jit_monitor_verbose
         distributed_timeout_seconds= cpu_distributed_timeout_seconds= numa_bind numa_bind_nodes= numa_bind_cpus=
         disable_nccl_for_dp_synchronization enable_cumem_allocator fail_on_environ_validation
         engine_use_ray disable_frontend_multiprocessing aggregate_engine_logging allow_deprecated_quantization

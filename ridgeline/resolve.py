@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ridgeline.choices.draft_checkpoint import DraftCheckpoint, draft_checkpoint
 from ridgeline.choices.format_choices import check_formats, narrower_formats
+from ridgeline.choices.graph_sizes import largest_captured
 from ridgeline.choices.kv_options import budget_of, max_model_len_of
 from ridgeline.config import EngineConfig, require_text
 from ridgeline.draft_options import draft_options
@@ -26,7 +27,8 @@ from ridgeline.ops.kernel_table import DeviceFacts as KernelFacts
 from ridgeline.process import embedded
 from ridgeline.process.hub_cache import locate
 from ridgeline.sizes import ledger
-from ridgeline.sizes.graph_shapes import MOST_VERIFIED, PROMPT_TOKENS, most_queries
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
+from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.kv_format import KVFormat
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for
 from ridgeline.sizes.ledger import GIB
@@ -81,6 +83,7 @@ class ResolvedConfig:
     device_name: str = ""
     draft: DraftCheckpoint | None = None                         # the draft model
     linear_dtype: str = ""           # of most products of a layer, as measured rates name it
+    graph_tokens: int = 0            # of prompts in the largest CUDA graph
     narrower: tuple[str, ...] = ()   # options of narrower formats that are faster on this device (choices/format_choices.py)
 
     @property
@@ -103,6 +106,7 @@ class ResolvedConfig:
                 "num_gpu_blocks_override": self.num_blocks,
                 "kv_cache_memory_bytes": None,
                 "enable_prefix_caching": self.prefix_caching,
+                "max_cudagraph_capture_size": self.graph_tokens,
                 "async_scheduling": self.depth >= self.options.parallel.pipeline_parallel_size,
             }
         )
@@ -134,10 +138,12 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         if technique.name in off:
             reasons |= dict.fromkeys(technique.off, f"off: {technique.name} {off[technique.name]}")
     graphs = not config.execution.enforce_eager and "CUDA graphs" not in off and _can_capture(config, model, dtype, reasons)
+    linear_dtype = _linear_dtype(config, model, device, dtype)
+    captured = largest_captured(config, model, data_sheet(device.name), dtype, linear_dtype, reasons) if graphs else None
 
     def memory_of(most_tokens: int) -> Memory:
-        memory = Memory.of(config, device, model, dtype, groups, stored, longest, graphs, most_tokens)
-        return memory if draft is None else memory.beside(draft, config, device, longest, graphs, most_tokens)
+        memory = Memory.of(config, device, model, dtype, groups, stored, longest, captured, most_tokens)
+        return memory if draft is None else memory.beside(draft, config, device, longest, captured, most_tokens)
 
     max_num_seqs, budget, memory = _sizes(config, device, memory_of, longest, reasons)
     chunked = config.scheduler.enable_chunked_prefill or config.scheduler.max_num_batched_tokens is not None
@@ -156,7 +162,7 @@ def resolve(config: EngineConfig, device: DeviceFacts) -> ResolvedConfig:
         shared_prefixes=config.execution.shared_prefix_attention and "shared-prefix attention" not in off,
         step_seconds=_step_seconds(config, device), memory=memory.parts(num_blocks, max_num_seqs, budget),
         step_bytes=step_bytes, graph_bytes=graph_bytes, reasons=reasons, device_name=device.name,
-        draft=draft, linear_dtype=_linear_dtype(config, model, device, dtype),
+        draft=draft, linear_dtype=linear_dtype, graph_tokens=captured or 0,
         narrower=narrower_formats(config, model, path, device.kind, dtype, device.kernels),
     )
 
@@ -243,7 +249,7 @@ class Memory:
     per_row_logits: int              # a row's logits while a step computes them
     per_row_copied: int              # copies of them while tokens are sampled: without padding, for log-probabilities
     scored: int                      # logits of a prompt's positions, of which log-probabilities are wanted
-    graph_tokens: int                # of the longest captured prompts; activations in CUDA graphs have memory of their own
+    graph_tokens: int                # of the longest captured prompts, whose activations have memory of their own; 0: no graphs
     per_token: int                   # a token's activations in one layer, the widest
     kv_option: str                   # the option that gave the size of the KV cache
     scratch: int = 0                 # the largest weight that a product expands
@@ -253,8 +259,9 @@ class Memory:
     @classmethod
     def of(
         cls, config: EngineConfig, device: DeviceFacts, model: ModelConfig, dtype: str, groups: list[KVGroupSpec],
-        stored: KVFormat, longest: int, graphs: bool, budget: int,
+        stored: KVFormat, longest: int, captured: int | None, budget: int,
     ) -> Memory:
+        """`captured`: tokens of prompts in the largest CUDA graph; None: there are no graphs."""
         share, ranks = config.cache.gpu_memory_utilization, config.parallel.tensor_parallel_size
         mesh = config.parallel.mesh
         if not 0 < share <= 1:
@@ -283,26 +290,26 @@ class Memory:
             kind=device.kind, dtype=dtype, room=room, others=allowed - room,
             weights=fullest_weight_bytes(model, dtype, device.kind, mesh, config.model.quantization, device.kernels) + rotation,
             runtime=device.runtime, per_block=fullest_page_bytes(groups, model.num_layers, mesh.pipeline, stored),
-            vocab=model.vocab_size, per_row_kept=tables + (logits if graphs else 0) + partials,
+            vocab=model.vocab_size, per_row_kept=tables + (0 if captured is None else logits) + partials,
             per_row_logits=logits, per_row_copied=0 if device.kind == "cpu" else logits * 2,
             scored=0, graph_tokens=0, per_token=per_token, scratch=quantised.scratch * size,
             verified=MOST_VERIFIED if device.kind != "cpu" and draft_options(config.execution.speculative_config).on else 0,
             per_row_partials=partials,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
         )
-        return made.with_budget(budget, graphs)
+        return made.with_budget(budget, captured)
 
-    def with_budget(self, budget: int, graphs: bool) -> Memory:
+    def with_budget(self, budget: int, captured: int | None) -> Memory:
         """For steps of at most `budget` tokens."""
         scored = 0 if self.kind == "cpu" else min(budget, PROMPT_LOGPROB_ROWS) * self.per_row_logits
-        return dataclasses.replace(self, scored=scored, graph_tokens=min(PROMPT_TOKENS[-1], budget) if graphs else 0)
+        return dataclasses.replace(self, scored=scored, graph_tokens=0 if captured is None else max(1, min(captured, budget)))
 
     def beside(
-        self, draft: DraftCheckpoint, config: EngineConfig, device: DeviceFacts, longest: int, graphs: bool, budget: int
+        self, draft: DraftCheckpoint, config: EngineConfig, device: DeviceFacts, longest: int, captured: int | None, budget: int
     ) -> Memory:
         """With a draft model, whose steps and graphs run between those of the model, in the same memory."""
         plain = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization="none"))
-        own = Memory.of(plain, device, draft.config, self.dtype, draft.groups, draft.format, longest, graphs, budget)
+        own = Memory.of(plain, device, draft.config, self.dtype, draft.groups, draft.format, longest, captured, budget)
         return dataclasses.replace(
             self, weights=self.weights + own.weights, per_block=self.per_block + draft.block_bytes,
             per_row_kept=self.per_row_kept + own.per_row_kept, per_token=max(self.per_token, own.per_token),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ridgeline.grammar.fill_thread import FillThread
 from ridgeline.grammar.interface import LibraryMatcher, in_words
 from ridgeline.grammar.llguidance_backend import is_llguidance, make_pool
 from ridgeline.grammar.xgrammar_backend import BatchFiller, XGrammarMatcher
@@ -45,8 +46,8 @@ class Matcher:
     """The state of one answer in its grammar."""
 
     __slots__ = (
-        "__weakref__", "_accepted", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "drafted", "error",
-        "family", "grammar",
+        "__weakref__", "_accepted", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_stopped", "drafted",
+        "error", "family", "grammar",
     )
 
     def __init__(self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
@@ -57,6 +58,7 @@ class Matcher:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._accepted = False                           # its newest token, by `Masks.advance`; accept() has not been called
+        self._stopped: bool | None = None                # behind that token: other threads may have the library's matcher now
         # Ids held back before min_tokens, and after: (word of the mask, bit).
         self._early = _bits({*end_ids, *params.stop_token_ids}) if params.min_tokens else []
         self._late = _bits(end_ids) if params.ignore_eos else []
@@ -69,6 +71,7 @@ class Matcher:
             self._accepted = False
         elif not self.error:
             self._num_tokens += 1
+            self._stopped = None
             try:
                 if not self._matcher.consume_token(token):
                     self.fail(self._matcher.get_error())
@@ -113,7 +116,9 @@ class Matcher:
     @property
     def ended(self) -> bool:
         """The grammar is complete: only an end token can follow."""
-        return not self.error and bool(self._matcher.is_stopped())
+        if self.error:
+            return False
+        return bool(self._matcher.is_stopped()) if self._stopped is None else self._stopped
 
     def fail(self, reason: str) -> None:
         self.error = _FAILED + in_words(reason)
@@ -184,13 +189,17 @@ class Masks:
         self._look_for_slow = False
         self._warned: dict[int, tuple[int, float]] = {}  # by grammar: how many warnings, and when the last was
         self._ahead: dict[Matcher, int] = {}             # rows that advance() has filled for the next fill()
+        self._thread: FillThread | None = None           # in which it does
 
     def advance(self, said: Sequence[tuple[Matcher, int]], wanted: Sequence[tuple[int, Matcher]] = (), num_rows: int = 0) -> None:
-        """Accept the answers' newest tokens in the library's threads, and fill the masks that these answers need next.
+        """Accept the answers' newest tokens in the library's threads, and begin to fill the masks that these answers need next:
+        the caller has the result to take in meanwhile. Until wait() or fill() it may ask these matchers only for accept(), which
+        returns the outcome here, and `ended`.
 
-        A later `accept` of the same token only returns its outcome, and fill() of the same rows finds them filled. With too few
-        rows for threads nothing happens here, and those two do the work.
+        fill() of the same rows finds them filled. With too few rows for threads nothing happens here, and accept() and fill() do
+        the work.
         """
+        self.wait()
         ours = [each for each in said if each[0]._guided and not each[0].error]
         if len(ours) <= _ALONE or self._threads <= 1 or self._look_for_slow:
             return
@@ -206,19 +215,35 @@ class Masks:
             matcher._num_tokens += 1
             if not fits:
                 matcher.fail(matcher._matcher.get_error())
+            matcher._stopped = bool(matcher._matcher.is_stopped())
+        spent = time.perf_counter() - started
+        self.seconds += spent
+        self._look_for_slow = _work(spent, worked) > STEP_SECONDS        # next time, one by one: which grammar is it?
         masks = self._rows(num_rows)
         if len(wanted) < num_rows:
             masks.fill(-1)
         current = {matcher for matcher, _ in ours}
         ahead = [each for each in wanted if each[1] in current]
-        try:
-            self._fill_guided(ahead, masks)
-            self._ahead = {matcher: row for row, matcher in ahead}
-        except Exception:                                # fill() will find out which matcher failed
-            self._ahead = {}
-        spent = time.perf_counter() - started
-        self._look_for_slow = _work(spent, worked) > STEP_SECONDS       # next time, one by one: which grammar is it?
-        self.seconds += spent
+        self._ahead = {matcher: row for row, matcher in ahead}
+        if not ahead:
+            return
+        if self._thread is None:
+            self._thread = FillThread()
+        self._thread.start(lambda: self._fill_ahead(ahead, masks))
+
+    def _fill_ahead(self, ahead: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
+        """In the thread."""
+        started, worked = time.perf_counter(), time.process_time()
+        self._fill_guided(ahead, masks)
+        self._look_for_slow |= _work(time.perf_counter() - started, worked) > STEP_SECONDS
+
+    def wait(self) -> None:
+        """Until the masks are filled that advance() has begun. From now on their matchers may be asked for anything."""
+        if self._thread is not None and self._thread.busy:
+            started = time.perf_counter()
+            if self._thread.wait() is not None:          # fill() will find out which matcher failed
+                self._ahead = {}
+            self.seconds += time.perf_counter() - started
 
     def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray | None:
         """`wanted` are (row of the mask, matcher). All other rows, and those of matchers that fail, allow every token. None: no
@@ -227,6 +252,7 @@ class Masks:
         The result is valid until the next call. Each step that advance() fills masks for must call it, also without answers that
         go on: else those rows would be taken for the next step's.
         """
+        self.wait()
         ahead, self._ahead = self._ahead, {}
         if not wanted:
             return None
@@ -264,7 +290,10 @@ class Masks:
 
     def close(self) -> None:
         """End the threads."""
-        self._pool = None
+        self.wait()
+        if self._thread is not None:
+            self._thread.close()
+        self._pool = self._thread = None
 
     def _look_at(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
         """After filling: mark the matchers that failed, and hold back end tokens that may not come yet.

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from ridgeline.choices.draft_checkpoint import draft_pages
+from ridgeline.choices.graph_sizes import largest_captured
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ConfigError
@@ -28,7 +29,7 @@ from ridgeline.quant.format import MADE
 from ridgeline.quant.gpu_layout import gpu_bytes
 from ridgeline.resolve import CPU_KV_SHARE, CPU_STEP_TOKENS, DeviceFacts, Memory, gpu_sizes
 from ridgeline.sizes import ledger
-from ridgeline.sizes.hardware import Device
+from ridgeline.sizes.hardware import Device, data_sheet
 from ridgeline.sizes.kv_spec import KVGroupSpec, blocks_for, page_bytes
 from ridgeline.sizes.mesh_shape import stage_layers
 
@@ -55,9 +56,10 @@ class Capacity:
         if budget is None and setup.device.kind == "cpu":
             budget = CPU_STEP_TOKENS
         elif budget is None:
+            captured = captured_tokens(setup)
             any_budget = cls.of(setup, context, utilization, 0)      # counting the weights takes most of the time
-            _, budget = gpu_sizes(lambda tokens: any_budget.memory.with_budget(tokens, setup.graphs))
-            return replace(any_budget, budget=budget, memory=any_budget.memory.with_budget(budget, setup.graphs))
+            _, budget = gpu_sizes(lambda tokens: any_budget.memory.with_budget(tokens, captured))
+            return replace(any_budget, budget=budget, memory=any_budget.memory.with_budget(budget, captured))
         config = setup.model.config
         on_cpu = setup.device.kind == "cpu"
         made = on_cpu and setup.weights in ("int8", "int4") and not config.packed and config.quantisation is None
@@ -71,7 +73,7 @@ class Capacity:
             0 if on_cpu else RUNTIME, kernels=kernel_facts(setup.device),
         )
         groups = kv_groups(config, BLOCK_SIZE, setup.ranks, setup.ranks if setup.context_parallel else 1)
-        memory = Memory.of(options, facts, config, setup.dtype, groups, setup.wide_kv, context, setup.graphs, budget)
+        memory = Memory.of(options, facts, config, setup.dtype, groups, setup.wide_kv, context, captured_tokens(setup), budget)
         if not on_cpu and setup.kept is None:
             rotation = memory.weights - fullest_weight_bytes(
                 config, setup.dtype, facts.kind, options.parallel.mesh, kernels=facts.kernels)
@@ -145,6 +147,15 @@ class Capacity:
 def kernel_facts(device: Device) -> KernelFacts:
     """Of a GPU of the table, as the kernel table asks for them: on its kind depends how codes lie in memory."""
     return H200._replace(hopper=device.hopper, gluon=device.hopper, fp8="fp8" in device.flops)
+
+
+def captured_tokens(setup: Setup) -> int | None:
+    """Tokens of prompts in the largest CUDA graph, as the engine chooses it; None: it uses no graphs."""
+    if not setup.graphs:
+        return None
+    options = EngineConfig.of(tensor_parallel_size=setup.ranks, pipeline_parallel_size=setup.stages)
+    named = data_sheet(next(iter(setup.device.torch_names), ""))     # the engine knows no other
+    return largest_captured(options, setup.model.config, named, setup.dtype, setup.computed)
 
 
 def model_bytes(model: PlannedModel, setup: Setup) -> int:

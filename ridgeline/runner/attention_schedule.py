@@ -24,6 +24,7 @@ from ridgeline.ops.attention.attention_arguments import (
 )
 from ridgeline.ops.attention.prefill_tiles import cut_queries, most_tiles
 from ridgeline.ops.attention.split_kv import SHARE_UNIT, DeviceShares, num_items, share_out
+from ridgeline.ops.cpu import native
 from ridgeline.ops.launch import multiprocessors
 from ridgeline.runner.row_tables import RowTables
 from ridgeline.runner.shared_prefix import SPARE_TILES, NoSharedPrefixes, SharedPrefixes
@@ -92,6 +93,7 @@ class AttentionSchedule:
         self._windows = [group.window for group in groups]
         self._programs = [shape.programs for shape in shapes]    # per group: CTAs that attend at once, for each KV head
         self._on_cpu = device.type == "cpu"
+        self._native = native.if_built()
 
     def num_bytes(self, max_rows: int, max_step_tokens: int) -> int:
         """Most that it puts into staging for one step."""
@@ -158,5 +160,5 @@ class AttentionSchedule:
         read, window = lengths + self.growth, self._windows[group]
         if window is not None:
             read = np.minimum(read, window + queries - 1)
-        shares = share_out(read, self._programs[group], self.deterministic)
+        shares = share_out(read, self._programs[group], self.deterministic, self._native)
         return DeviceShares(*(staging.put(array) for array in (shares.item_row, shares.first_item, shares.size)))

@@ -32,7 +32,7 @@ from ridgeline.runner.device_rows import EVERY_HIDDEN, leading_decodes
 from ridgeline.runner.forward import Computed, EagerForward
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.start import memory_pools
-from ridgeline.sizes.graph_shapes import GraphShapes, Shape
+from ridgeline.sizes.graph_shapes import USUAL_PROMPT, GraphShapes, Shape
 
 logger = get_logger("graphs")
 
@@ -77,14 +77,14 @@ class GraphForward:
     def __init__(
         self, eager: EagerForward, max_rows: int, max_step_tokens: int, vocab_size: int, dtype: torch.dtype,
         device: torch.device, num_bytes: int = 0, most_verified: int = 0, stand_ins: bool = True,
-        beside: GraphForward | None = None,
+        beside: GraphForward | None = None, most_prompt: int = USUAL_PROMPT,
     ) -> None:
         """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph. `stand_ins`:
         may a step use a larger graph than its own? Not where other ranks, with other graphs, must have the same shape.
-        `beside`: another model's, in whose pool these graphs are, too."""
+        `beside`: another model's, in whose pool these graphs are, too. `most_prompt`: tokens of prompts in a graph."""
         self._stand_ins = stand_ins
         self.eager = eager
-        self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified)
+        self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified, most_prompt)
         self._shape: Shape | None = None                 # of the step that is about to run
         self._waiting: OrderedDict[_Key, _Seen] = OrderedDict()      # used, not captured yet; the last use last
         self._captured: OrderedDict[_Key, _Captured] = OrderedDict()

@@ -143,6 +143,7 @@ def _forward(
         return GraphForward(
             eager, config.max_num_seqs, config.max_num_batched_tokens, vocab, logits, rows.device,
             config.graph_bytes, verified, comm.size == 1, beside if isinstance(beside, GraphForward) else None,
+            config.graph_tokens,
         )
     if _runs_programs(config, rows.device, dtype):
         return ProgramForward(eager, rows.tables.groups, rows.last_token, rows.late.surplus)
@@ -238,11 +239,11 @@ def _first_steps(config: ResolvedConfig, runner: Runner, comm: Communicator) -> 
     """Reserve the memory that steps need, and run and capture what the first requests will launch."""
     memory_pools.take(runner.rows.device, config.step_bytes)
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
-    warm_up(runner, *sizes)
+    warm_up(runner, *sizes, config.graph_tokens)
     runner.drafter.warm_up()
     if isinstance(runner.forward, GraphForward):
         drafts = draft_options(config.options.execution.speculative_config).on
-        rehearsal = Rehearsal(runner, runner.forward, *sizes, comm, MOST_VERIFIED if drafts else 0)
+        rehearsal = Rehearsal(runner, runner.forward, *sizes, comm, MOST_VERIFIED if drafts else 0, config.graph_tokens)
         runner.rehearse = rehearsal.go_on
         with phase("graphs"):
             captured = rehearsal.before_ready(CAPTURE_SECONDS)

@@ -7,8 +7,10 @@ import itertools
 from dataclasses import dataclass
 
 PROMPT_ROWS = [1, 2, 4, 8]
-# Beyond these a GPU computes for longer than a host takes to launch, and a graph gains nothing.
-PROMPT_TOKENS = [*range(64, 513, 64), *range(640, 1281, 128)]
+# Up to USUAL_PROMPT for every model. choices/graph_sizes.py says how many of the others: beyond them a GPU computes for longer
+# than a host takes to launch, and a graph gains nothing.
+USUAL_PROMPT = 1280
+PROMPT_TOKENS = [*range(64, 513, 64), *range(640, USUAL_PROMPT + 1, 128), *range(1536, 4097, 256), *range(4608, 8193, 512)]
 
 
 # Most tokens of decodes with drafts in a step. Each has logits, 256 KB for a vocabulary of 128k.
@@ -44,8 +46,8 @@ def most_queries(rows: int) -> int:
 
 
 class GraphShapes:
-    def __init__(self, max_rows: int, max_step_tokens: int, most_verified: int = 0) -> None:
-        """`most_verified`: tokens of decodes with drafts; 0: such steps are not captured."""
+    def __init__(self, max_rows: int, max_step_tokens: int, most_verified: int = 0, most_prompt: int = USUAL_PROMPT) -> None:
+        """`most_verified`: tokens of decodes with drafts; 0: such steps are not captured. `most_prompt`: tokens of prompts."""
         self._max_rows = max_rows
         self.decodes = decode_sizes(max_rows)
         # Beside prompts fewer: there are prompts of all sizes for each of them.
@@ -53,7 +55,7 @@ class GraphShapes:
         most = min(most_verified, max_step_tokens)
         self.draft_tokens = [size for size in _DRAFTED if size < most] + [most] * bool(most)
         self._drafted_rows = [size for size in _DRAFTED_ROWS if size < max_rows] + [max_rows]
-        self.prompt_tokens = [size for size in PROMPT_TOKENS if size <= max_step_tokens]
+        self.prompt_tokens = [size for size in PROMPT_TOKENS if size <= min(most_prompt, max_step_tokens)]
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 
     def fit(self, decodes: int, prompts: int, prompt_tokens: int) -> Shape | None:

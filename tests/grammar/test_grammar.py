@@ -268,6 +268,68 @@ def test_masks_that_were_filled_ahead_for_answers_that_ended_are_not_the_next_st
     masks.close()
 
 
+def test_masks_are_filled_while_the_result_is_taken_in(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's threads need no Python: until they have filled the masks, the host says what was sampled, and what ended."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab?"))
+    made, a, b = [matcher(vocabulary, params) for _ in range(8)], vocabulary.pieces.index(b"a"), vocabulary.pieces.index(b"b")
+    taken_in, seen = threading.Event(), list[bool]()
+
+    class Slow:
+        pool = LLExecutor(2)
+        consume_token_par = pool.consume_token_par
+
+        def unsafe_compute_mask_ptr(self, *given: Any) -> None:
+            seen.append(taken_in.wait(20))               # fails where advance() waits for this
+            self.pool.unsafe_compute_mask_ptr(*given)
+
+    masks = Masks(PADDED, 2)
+    monkeypatch.setattr(masks, "_pool", Slow())
+    masks.advance([(at, a) for at in made], list(enumerate(made)), 8)
+    for at in made:
+        monkeypatch.setattr(at, "_matcher", kept := Held(at._matcher))
+        assert at.accept(a) and not at.ended and not kept.asked, "the library's matcher is in use"
+        monkeypatch.undo()
+    monkeypatch.setattr(masks, "_pool", Slow())
+    taken_in.set()
+    filled = masks.fill(list(enumerate(made)), 8)
+    assert seen == [True] and filled is not None and all(allowed(row) == [b, EOS] for row in filled)
+    assert all(at.accept(b) and at.ended for at in made), "later tokens are told one by one again"
+    masks.close()
+
+
+class Held:
+    """In the place of a library's matcher while other threads have it."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher, self.asked = matcher, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked.append(name)
+        return getattr(self.matcher, name)
+
+
+def test_masks_that_cannot_be_filled_ahead_are_filled_one_by_one(
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        pool = LLExecutor(2)
+        consume_token_par = pool.consume_token_par
+
+        def unsafe_compute_mask_ptr(self, *given: Any) -> None:
+            raise ValueError("no threads")
+
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab"))
+    made, a, b = [matcher(vocabulary, params) for _ in range(8)], vocabulary.pieces.index(b"a"), vocabulary.pieces.index(b"b")
+    masks = Masks(PADDED, 2)
+    monkeypatch.setattr(masks, "_pool", Broken())
+    for _ in range(2):                                   # the thread goes on after an error
+        masks.advance([(at, a) for at in made], list(enumerate(made)), 8)
+        filled = masks.fill(list(enumerate(made)), 8)
+        assert filled is not None and all(allowed(row) == [b] for row in filled)
+        made = [matcher(vocabulary, params) for _ in range(8)]
+    masks.close()
+
+
 class Clock:
     """Replaces the time module. Work moves all clocks, waiting for a CPU moves only those of wall-clock time."""
 

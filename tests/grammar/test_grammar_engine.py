@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.loop import load
 from ridgeline.engine.ipc import TO_ENGINE, Loading, Ready, Vocabulary
 from ridgeline.errors import BadRequest, ConfigError, RequestError
+from ridgeline.grammar.fill_thread import FillThread
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
 from ridgeline.runner.runner import Runner
@@ -300,6 +301,25 @@ def test_answers_do_not_depend_on_how_many_threads_follow_them(llm: LLM, monkeyp
     assert answers(llm.generate(prompts, params, use_tqdm=False)) == expected
     assert done["said"] > 50 and done["rows"] > 50
     llm.core.grammars.masks.close()
+
+
+@pytest.mark.parametrize("drafts", ["", "auto"])
+def test_answers_are_the_same_where_masks_are_filled_while_results_are_taken_in(
+    model: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, drafts: str
+) -> None:
+    """With a step in flight, as beside a GPU: answers end, and matchers are copied behind drafts after threads had them."""
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) if seed % 4 else SamplingParams(seed=seed, max_tokens=9)
+              for seed in range(16)]
+    prompts = ["Hello"] * 16
+    expected = answers(llm.generate(prompts, params, use_tqdm=False))
+    overlapped = LLM(model, **OPTIONS | {"async_scheduling": True, "speculative_config": drafts or None})
+    started: list[Callable[[], object]] = []
+    start = FillThread.start
+    monkeypatch.setattr(FillThread, "start", lambda self, call: (started.append(call), start(self, call))[1])
+    monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda: 3)
+    assert answers(overlapped.generate(prompts, params, use_tqdm=False)) == expected
+    assert len(started) > (0 if drafts else 20)
+    overlapped.close()
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ridgeline.ops.attention.split_kv import (
@@ -22,6 +22,7 @@ from ridgeline.ops.attention.split_kv import (
     most_items,
     share_out,
 )
+from ridgeline.ops.cpu import native
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 66                        # CTAs: four on each of 132 SMs, eight KV heads
@@ -52,6 +53,26 @@ def test_every_key_is_read_once(lengths: list[int], programs: int, fixed: bool) 
     assert [next_key[row] for row in range(len(lengths))] == lengths and len(seen) == len(lengths)
     counts = np.bincount(shares.item_row[shares.item_row >= 0])
     assert counts.max() <= (FIXED_SHARES if fixed else MOST_SHARES)
+
+
+LENGTHS = st.one_of(
+    st.lists(st.integers(0, 20_000), min_size=3, max_size=300),
+    st.integers(3, 600).flatmap(lambda rows: st.integers(1, 9000).flatmap(       # alike: several cuts are compared
+        lambda length: st.lists(st.integers(length, length + length // 4), min_size=rows, max_size=rows)
+    )),
+)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no compiler")
+@given(LENGTHS, st.integers(1, 200))
+@example([0, 0, 0], 66)
+@example([131_072] * 40 + [131_071], 66)
+def test_one_native_call_shares_out_as_numpy_does(lengths: list[int], programs: int) -> None:
+    array = np.array(lengths, np.int32)
+    ours, theirs = share_out(array, programs), share_out(array, programs, native=native.library())
+    for name in ("item_row", "first_item", "size"):
+        expected, found = getattr(ours, name), getattr(theirs, name)
+        assert found.dtype == expected.dtype and np.array_equal(found, expected), name
 
 
 def test_equal_rows_are_not_cut_for_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ridgeline.sizes.graph_shapes import PROMPT_TOKENS, GraphShapes, Shape, decode_sizes
+from ridgeline.sizes.graph_shapes import GraphShapes, Shape, decode_sizes
 
 
 @given(max_rows=st.integers(1, 1100), budget=st.integers(1, 9000), data=st.data())
@@ -35,7 +35,7 @@ def test_padding_is_bounded(max_rows: int) -> None:
 def test_long_prompts_and_many_rows_are_left_alone() -> None:
     shapes = GraphShapes(1024, 8192)
     assert shapes.fit(0, 1, 512) == Shape(0, 1, 512) and shapes.fit(0, 3, 500) == Shape(0, 4, 512)
-    assert shapes.fit(0, 1, PROMPT_TOKENS[-1] + 1) is None and shapes.fit(0, 9, 200) is None
+    assert shapes.fit(0, 1, 1281) is None and shapes.fit(0, 9, 200) is None
     assert shapes.fit(40, 1, 70) == Shape(64, 1, 128), "beside prompts decodes come in fewer sizes"
     assert shapes.fit(40, 0, 0) == Shape(40, 0, 0)
 

@@ -292,6 +292,8 @@ def served(folder: Path, reserved: str, shape: str, options: dict[str, Any], cha
                  marks=pytest.mark.slow),
     pytest.param("llama-3.2-1b", {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 2000}, {},
                  marks=pytest.mark.slow),
+    pytest.param("llama-3.2-1b", {"max_num_seqs": 64, "max_num_batched_tokens": 4352, "num_gpu_blocks_override": 2000,
+                                  "max_model_len": 5000, "max_cudagraph_capture_size": 4096}, {}, marks=pytest.mark.slow),
     pytest.param("qwen3-8b", FEW | {"kv_cache_dtype": "fp8"}, {}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW | {"deterministic": True}, {}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW | {"enforce_eager": True}, {}, marks=pytest.mark.slow),

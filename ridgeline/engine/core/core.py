@@ -214,11 +214,13 @@ class EngineCore:
     def _sample_constrained(self, deltas: TokenDeltas) -> None:
         """Sample the newest step, some of whose rows have a grammar: the allowed tokens depend on the last one.
 
-        So the steps before it are taken in first, and masks are filled while its forward pass runs.
+        So the steps before it are taken in first, and masks are filled while its forward pass runs, in other threads while this
+        one takes in the last of them.
         """
         self._launching = False
         while (num_in_flight := self.scheduler.num_in_flight) > 1:
             deltas += self._take_in(masks=num_in_flight == 2)
+        self.grammars.masks.wait()                       # matchers are copied behind drafts
         wanted, num_sampled = self.scheduler.constrained()
         masks = self.grammars.masks.fill(wanted, num_sampled)
         self._launching = True

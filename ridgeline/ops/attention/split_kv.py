@@ -9,14 +9,16 @@ rows of 2,000 keys took 198 us, and take 158 cut in three. For such rows several
 their last wave, with a fixed cost per share. A last wave that is fairly full is left alone if shares would be short: 96 rows
 of 640 keys were 5 % slower when cut.
 
-This is numpy on the host, computed during the step before, and kept for as many steps as a share has room for. The length of the
-lists depends only on the number of rows, as a captured CUDA graph needs it.
+It is computed on the host during the step before, and kept for as many steps as a share has room for; with drafts it is computed
+for every step. The numpy here is the definition, and one native call (ops/cpu/src/shares.c) does the same where the library is
+there. The length of the lists depends only on the number of rows, as a captured CUDA graph needs it.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -83,11 +85,18 @@ def num_items(rows: int, programs: int, fixed: bool) -> int:
     return rows * FIXED_SHARES if fixed else most_items(rows, programs)
 
 
-def share_out(lengths: np.ndarray, programs: int, fixed: bool = False) -> Shares:
-    """`lengths`: keys that each row reads for itself; 0 for padding, which has an item too, to write its zeros."""
+def share_out(lengths: np.ndarray, programs: int, fixed: bool = False, native: Any = None) -> Shares:
+    """`lengths`: keys that each row reads for itself; 0 for padding, which has an item too, to write its zeros. `native`: the
+    library; None: all is done here."""
     rows = len(lengths)
     if rows == 1 and not fixed:
         return _one_row(int(lengths[0]), programs)
+    if native is not None and rows > FEW_ROWS and not fixed:
+        items = most_items(rows, programs)
+        out = np.empty(items + 2 * rows, np.int32)
+        given = lengths.astype(np.int32).tobytes()       # copied: an address takes longer to ask for
+        if native.share_out(given, out.ctypes.data, rows, programs, wanted_shares(rows, programs), items) == 0:
+            return Shares(out[:items], out[items : items + rows], out[items + rows :])
     shares = np.clip(lengths // LEAST_FIXED_SHARE, 1, FIXED_SHARES) if fixed else _cut(lengths, programs)
     size = _sizes(lengths, shares)
     shares = np.maximum(-(-lengths // size), 1)          # rounding to whole tiles may leave the last shares empty

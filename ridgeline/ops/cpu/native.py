@@ -65,11 +65,12 @@ _PLAIN: dict[str, tuple[list[Any], Any]] = {
     "lay_drafts": ([_POINTER] * 5 + [_INT] * 4, _INT),
     "book_decodes": ([_POINTER] * 4 + [_INT] * 2, _INT),
     "take_in_decodes": ([_POINTER] * 15 + [_INT] * 6, _INT),
+    "share_out": ([_POINTER] * 2 + [_INT] * 4, _INT),                    # ops/attention/split_kv.py
 }
 # They take microseconds, whatever the prompts, and keep Python's lock: another thread would not give it back as soon.
 _SHORT = {
     "lay_out_guesses", "settle_drafts", "drafted_tokens", "draft_outcome", "draft_chances", "send_drafts", "arrange_offers",
-    "choose_drafts", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes",
+    "choose_drafts", "decode_again", "lay_drafts", "book_decodes", "take_in_decodes", "share_out",
 }
 SPLIT = 64                          # as in step/decode_attention.c
 MOST_TOP = 64                        # as in step/logits.c

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 SOURCES = Path(__file__).with_name("src")
 # All others are compiled for every level.
-ONCE = ("pool.c", "program.c", "relay.c", "gather.c", "grams.c", "drafted.c", "decodes.c")
+ONCE = ("pool.c", "program.c", "relay.c", "gather.c", "grams.c", "drafted.c", "decodes.c", "shares.c")
 # No flag that reorders additions or ignores NaN: a broken row must show, and a row alone equals the row in a batch.
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 
 
-HOST = ("drafted.c", "decodes.c")    # choices, which are those of numpy to the last bit: no additions fused with products
+HOST = ("drafted.c", "decodes.c", "shares.c")    # choices, those of numpy to the last bit: no additions fused with products
 PRODUCTS = ("product.c",)            # unrolled by hand: -O3 takes minutes on it and gains nothing
 
 

@@ -24,7 +24,7 @@ from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.start.kernel_steps import KernelStep, run_step
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.sizes.graph_shapes import GraphShapes, Shape
+from ridgeline.sizes.graph_shapes import USUAL_PROMPT, GraphShapes, Shape
 
 logger = get_logger("graphs")
 
@@ -43,12 +43,12 @@ def covering(sizes: list[int]) -> set[int]:
 class Rehearsal:
     def __init__(
         self, runner: Runner, forward: GraphForward, num_groups: int, max_rows: int, max_step_tokens: int, max_model_len: int,
-        comm: Communicator | None = None, most_verified: int = 0,
+        comm: Communicator | None = None, most_verified: int = 0, most_prompt: int = USUAL_PROMPT,
     ) -> None:
         """`comm`: of several ranks, which capture the same steps at the same time."""
         self._comm = comm or Communicator()
         self._runner, self._forward, self._num_groups = runner, forward, num_groups
-        self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified)
+        self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified, most_prompt)
         decodes = [[1] * size for size in self._shapes.decodes if size <= max_step_tokens]
         prompts = [[size] for size in self._shapes.prompt_tokens if size < max_model_len]
         common = COMMON | covering([len(step) for step in decodes])

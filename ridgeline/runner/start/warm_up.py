@@ -17,7 +17,7 @@ from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.ops.kernel_table import GATED_ROWS
 from ridgeline.runner.runner import Runner
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
-from ridgeline.sizes.graph_shapes import GraphShapes
+from ridgeline.sizes.graph_shapes import USUAL_PROMPT, GraphShapes
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
 _NONE = np.zeros(0, np.int32)
@@ -29,7 +29,10 @@ _COSTLY = SamplingParams(
 )
 
 
-def warm_up(runner: Runner, num_groups: int, max_rows: int, max_step_tokens: int, max_model_len: int) -> None:
+def warm_up(
+    runner: Runner, num_groups: int, max_rows: int, max_step_tokens: int, max_model_len: int, most_prompt: int = USUAL_PROMPT
+) -> None:
+    """`most_prompt`: tokens of prompts in the largest CUDA graph."""
     num_rows = min(max_rows, max_step_tokens)
     most_tokens = min(max_step_tokens, num_rows * (max_model_len - 1))
     largest = _spread(most_tokens, num_rows)
@@ -38,7 +41,7 @@ def warm_up(runner: Runner, num_groups: int, max_rows: int, max_step_tokens: int
         largest = np.append(_spread(most_tokens - scored, num_rows - 1), np.int32(scored))
     wide = GATED_ROWS - 1
     widest = [_spread(wide, min(wide, num_rows))] if most_tokens > wide else []
-    shapes = GraphShapes(max_rows, max_step_tokens)
+    shapes = GraphShapes(max_rows, max_step_tokens, most_prompt=most_prompt)
     prompts = [size for size in shapes.prompt_tokens if size < max_model_len]
     longest = np.array([max(prompts, default=1)], np.int32)
     ones = np.ones(num_rows, np.int32)

@@ -256,20 +256,25 @@ class Controller:
         that try what is not sure.
 
         A graph with room for many queries of a row takes longer. So for each bound of queries the best drafts within it
-        compete. Padding is free: only numbers that fill a size are compared, and all drafts there are.
+        compete. Padding is free: only numbers that fill a size are compared, and all drafts there are. Where the draft model
+        would have to read texts first, drafts must pay by what is known: a try would cost all of that (look() tries one row).
         """
         count, positions, times = len(rows.sequences), chances.shape[1], self.times
         order, flat = by_chance(chances, _LEAST_CHANCE), honesty * chances.ravel()
         best, promised = order[:0], self._least_rate(rows)
+        sure, curious = _GAIN * count / times.seconds(count, rows.keys), curious or self._step % _CURIOUS_EVERY == 0
         for bound in times.bounds(count, min(self._most, int(rows.most.max())) + 1):
             kept = (order if bound > positions else order[order % positions < bound - 1])[: rows.room]
             table, small = times.table(bound, rows.keys), self._small
             choices: Iterable[tuple[np.ndarray, np.ndarray | None]] = [(kept, None)]
+            reads = False
             if small is not None and made_for is not None:
                 choices = small.choices(count, made_for, kept, positions)
+                reads = small.must_read(made_for)
             for some, costs in choices:
-                number, rate = self._best_number(flat[some], count, table, costs, curious or self._step % _CURIOUS_EVERY == 0)
-                if rate > promised:
+                made = reads and costs is not None and len(costs) > 0 and float(costs[-1]) > 0
+                number, rate = self._best_number(flat[some], count, table, costs, curious and not made)
+                if rate > (max(promised, sure) if made else promised):
                     best, promised = some[:number], rate
             if bound > positions:
                 break

@@ -2,8 +2,9 @@
 
     seconds of w drafts  =  w · t(rows)  +  what it has to catch up, spread over the steps that the answer may still get
 
-t, the time of one pass of the draft model, is the median of what was measured. How many tokens a row has to catch up, in which
-no drafts were made for it, is known here roughly: the device finds some of them in the prefix cache.
+t, the time of one pass of the draft model, is the median of what was measured. With more rows than were measured a pass takes no
+less than with fewer: where that is too much even if all drafts were right, it is not tried. How many tokens a row has to catch
+up, in which no drafts were made for it, is known here roughly: the device finds some of them in the prefix cache.
 """
 
 from __future__ import annotations
@@ -63,7 +64,12 @@ class SmallModel(RowByRow):
 
     def pass_seconds(self, rows: int) -> float:
         measured = self._passes.get(rows.bit_length())
-        return sorted(measured)[len(measured) // 2] if measured else _HOPE * self._model(rows)
+        return _median(measured) if measured else max(_HOPE * self._model(rows), self._least_seconds(rows))
+
+    def _least_seconds(self, rows: int) -> float:
+        """Of a pass, by what was measured of as many rows or fewer; 0: nothing."""
+        bits = rows.bit_length()
+        return max((_median(each) for own, each in self._passes.items() if own <= bits and len(each) >= _BELIEVED), default=0.0)
 
     def took(self, rows: int, width: int, seconds: float, caught_up: int, catch_up_seconds: float) -> None:
         """Proposals of a step have come back: `width` passes, of which the first is a part of catching up, if there was that."""
@@ -81,7 +87,9 @@ class SmallModel(RowByRow):
         `since`: steps since there were drafts."""
         count, self._only = len(rows.sequences), None
         unknown = len(self._passes.get(count.bit_length(), ())) < _BELIEVED
-        self.resting = not unknown and step - self._believed < _RETRY_STEPS and not self._could_pay(count, rows.keys, times)
+        own = self._least_seconds(count) if unknown else self.pass_seconds(count)        # what is hoped for is no evidence
+        believed = own > 0 and step - self._believed < _RETRY_STEPS
+        self.resting = believed and not self._could_pay(count, rows.keys, times, own)
         if self.resting:
             return False
         self._believed = step
@@ -97,9 +105,9 @@ class SmallModel(RowByRow):
         self._tries, self._tried = self._tries + 1, step
         return True
 
-    def _could_pay(self, rows: int, keys: int, times: ShapeTimes) -> bool:
-        """Would any number of drafts pay if all were right?"""
-        own, off = self.pass_seconds(rows), times.seconds(rows, keys)
+    def _could_pay(self, rows: int, keys: int, times: ShapeTimes, own: float) -> bool:
+        """Would any number of drafts pay if all were right? `own`: seconds of a pass."""
+        off = times.seconds(rows, keys)
         widths = range(1, 1 + min(self._most, times.most_queries(rows) - 1))
         return any(times.drafted(rows, 1 + width, keys) + width * own < (1 + width) * off / _GAIN for width in widths)
 
@@ -123,6 +131,10 @@ class SmallModel(RowByRow):
             if some.all():
                 return
 
+    def must_read(self, sequences: list[Sequence | None]) -> bool:
+        """Has it to catch up with one of these rows, beyond what a pass of drafts does?"""
+        return any(sequence is not None and self._catching_up(sequence) > 0 for sequence in sequences)
+
     def _catching_up(self, sequence: Sequence) -> float:
         """Its share of a step."""
         missing = self._missing(sequence)
@@ -134,4 +146,8 @@ class SmallModel(RowByRow):
 
     def _token_seconds(self) -> float:
         """Of a token that is caught up."""
-        return sorted(self._catch_up)[len(self._catch_up) // 2] if self._catch_up else self._model(_CHUNK) / _CHUNK
+        return _median(self._catch_up) if self._catch_up else self._model(_CHUNK) / _CHUNK
+
+
+def _median(seconds: deque[float]) -> float:
+    return sorted(seconds)[len(seconds) // 2]

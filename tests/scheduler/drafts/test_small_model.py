@@ -18,6 +18,7 @@ from ridgeline.scheduler.drafts.offer import Offer, RowByRow
 from ridgeline.scheduler.drafts.shape_times import ShapeTimes
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.sequence import Sequence
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED
 
 NONE = np.zeros(0, np.int32)
 
@@ -45,8 +46,9 @@ class Engine:
 
     def _step(self) -> None:
         count = len(self.sequences)
+        most = min(MOST_DRAFTS, self.controller.times.most_queries(count) - 1)
         planned = self.controller.plan(DecodingRows(
-            self.sequences, np.full(count, MOST_DRAFTS), np.zeros(count, np.int64), 10**6, count, CONTEXT * count
+            self.sequences, np.full(count, most), np.zeros(count, np.int64), MOST_VERIFIED - count, count, CONTEXT * count
         ))
         width = np.zeros(count, np.int64) if planned is None else planned.width
         accepted = np.array([self._accepted(own) for own in width.tolist()])
@@ -91,7 +93,8 @@ def off(rows: int, cpu: bool) -> float:
     return (on_a_cpu if cpu else on_a_gpu)(rows, rows, 1, CONTEXT)
 
 
-QUICK = {                            # every value of everything, but for rows
+QUICK = {                            # every value of everything; 16 rows: a try for all of them would read all their texts
+    (16, 0.0, 0.4, False),
     (1, 0.0, 0.4, False), (1, 0.5, 0.4, False), (1, 0.9, 1.0, False),
     (1, 0.0, 1.0, True), (1, 0.5, 0.1, True), (1, 0.9, 0.1, True),
 }
@@ -118,6 +121,28 @@ def test_a_draft_model_that_cannot_pay_is_not_asked_again() -> None:
     before = engine.drafted
     assert 1 <= before <= 20
     assert engine.run(2000).drafted == before
+
+
+def grown(own: float, first: int, then: int) -> tuple[int, Engine]:
+    """Steps with drafts after `first` rows have become `then`. `own`: a pass, as a share of a step of the first rows."""
+    engine = Engine(then, 0.5, own * off(first, False), own * off(first, False) / 200)
+    every, engine.sequences = engine.sequences, engine.sequences[:first]
+    before = engine.run(120).drafted
+    assert before, "nothing was measured"
+    engine.sequences, engine.tokens, engine.time = every, 0.0, 0.0
+    return engine.run(300).drafted - before, engine
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 64), (1, 128), (1, 256)])
+def test_a_draft_model_is_not_tried_where_more_rows_make_it_a_sure_loss(first: int, then: int) -> None:
+    """A pass takes as long as two steps of the first rows, and with more rows no less: drafts would not pay if all were right."""
+    drafted, engine = grown(2.0, first, then)
+    assert drafted == 0 and engine.tokens / engine.time == pytest.approx(engine.expected(0))
+
+
+def test_more_rows_are_no_reason_not_to_try_one_that_could_pay() -> None:
+    drafted, _ = grown(0.1, 1, 64)
+    assert drafted > 0
 
 
 def test_probes_in_vain_become_rare() -> None:

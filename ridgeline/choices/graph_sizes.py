@@ -1,0 +1,69 @@
+"""The largest prompts that are captured as CUDA graphs, for a model on a GPU: those that the device computes faster than the host
+launches them kernel by kernel. No torch.
+
+Up to FEWEST tokens every model's prompts are captured: the host has other work, too. Beyond that a graph gains nothing once the
+device computes for longer than the launches take, and its activations need memory. That point follows from the model: prompts
+of an 8B model reach it before FEWEST tokens on an H200, those of a 1.5B model at about three times as many. A step is padded to
+a captured size only where the device computes that size faster than the host launches: padding never costs time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from ridgeline.config import EngineConfig
+from ridgeline.models.model_config import ModelConfig
+from ridgeline.roofline.decoder_shape import decoder_shape
+from ridgeline.roofline.step_cost import Peaks, StepCost, step_cost
+from ridgeline.sizes.graph_shapes import PROMPT_TOKENS, USUAL_PROMPT
+from ridgeline.sizes.hardware import Device
+
+FEWEST = USUAL_PROMPT                # also of GPUs without a data sheet
+# Of an op by the host, Python and torch included: 21.4 ms for a decode of 46 to 112 rows of an 8B model that was launched kernel
+# by kernel (benchmarks/studies/first_pass/q4_k_m.log, steps 256 to 260; 4-bit weights), in which step_cost counts 292 ops. A
+# bare launch is 7.2 µs of it.
+OP_SECONDS = 73e-6
+# Shares of a data sheet's rates that our kernels reach, as fitted for `plan` (plan/fitted.json; a test compares them).
+READ, COMPUTED = 0.947, 0.729
+
+
+def largest_captured(
+    config: EngineConfig, model: ModelConfig, device: Device | None, dtype: str, linear_dtype: str,
+    reasons: dict[str, str] | None = None,
+) -> int:
+    """Tokens of prompts in the largest graph. `device`: None where it has no data sheet. `linear_dtype`: of most products."""
+    asked = config.execution.max_cudagraph_capture_size
+    if asked is not None:
+        return max((size for size in PROMPT_TOKENS if size <= asked), default=0)
+    if device is None:
+        return FEWEST
+    ranks, stages = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    if ranks * stages > 1:               # what ranks say to each other is not in this model of a step's time
+        return FEWEST
+    larger = [size for size in PROMPT_TOKENS if size > FEWEST]
+    shape, peaks = decoder_shape(model, dtype), _peaks(device, linear_dtype)
+
+    def spared(tokens: int) -> float:
+        """Seconds that the device computes beyond the host's launches."""
+        cost = step_cost(shape, [(tokens, tokens)])
+        return device_seconds(cost, peaks) - launch_seconds(cost)
+
+    count = bisect_right(larger, 0.0, key=spared)
+    found = larger[count - 1] if count else FEWEST
+    if reasons is not None:
+        why = "computes longer prompts for longer than the host launches"
+        reasons["max_cudagraph_capture_size"] = f"{found}: the {device.name} {why}"
+    return found
+
+
+def launch_seconds(cost: StepCost) -> float:
+    """Of a step that the host launches kernel by kernel."""
+    return OP_SECONDS * sum(op.calls for op in cost.ops.values())
+
+
+def device_seconds(cost: StepCost, peaks: Peaks) -> float:
+    return sum(peaks.floor(cost).values())
+
+
+def _peaks(device: Device, linear_dtype: str) -> Peaks:
+    return Peaks(device.bandwidth * READ, device.rate(linear_dtype) * COMPUTED)

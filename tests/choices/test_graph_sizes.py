@@ -1,0 +1,104 @@
+"""The largest captured prompts follow from the model and the GPU, and the memory ledger counts them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ridgeline.choices.graph_sizes import COMPUTED, FEWEST, READ, device_seconds, largest_captured, launch_seconds
+from ridgeline.config import EngineConfig
+from ridgeline.plan.capacity import Capacity, captured_tokens
+from ridgeline.plan.prediction import Setup, fitted
+from ridgeline.plan.public_models import CONFIGS, find_model
+from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
+from ridgeline.roofline.decoder_shape import decoder_shape
+from ridgeline.roofline.step_cost import Peaks, step_cost
+from ridgeline.sizes import ledger
+from ridgeline.sizes.graph_shapes import PROMPT_TOKENS, GraphShapes, Shape
+from ridgeline.sizes.hardware import find_device
+
+H200 = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), 760 * 2**20, 0, "NVIDIA H200")
+
+
+def largest(model: str, gpu: str = "H200", **options: Any) -> int:
+    return largest_captured(EngineConfig.of(**options), find_model(model).config, find_device(gpu), "bfloat16", "bfloat16")
+
+
+def resolved(folder: Path, shape: str, facts: DeviceFacts = H200, **options: Any) -> ResolvedConfig:
+    (folder / shape).mkdir(exist_ok=True)
+    (folder / shape / "config.json").write_text(json.dumps(CONFIGS[shape]))
+    return resolve(EngineConfig.of(model=str(folder / shape), load_format="dummy", **options), facts)
+
+
+def test_small_models_have_graphs_of_longer_prompts() -> None:
+    assert largest("llama-3.1-8b") == largest("llama-3.1-70b") == FEWEST
+    assert largest("qwen2.5-1.5b") == 4096
+    assert largest("qwen2.5-1.5b", "L4") == FEWEST < largest("llama-3.1-8b", "B200"), "a slower GPU computes for longer"
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.2-3b", "qwen3-30b-a3b"])
+def test_padding_to_a_captured_size_never_takes_longer_than_the_launches(model: str) -> None:
+    device = find_device("H200")
+    peaks = Peaks(device.bandwidth * READ, device.rate("bfloat16") * COMPUTED)
+    shape = decoder_shape(find_model(model).config, "bfloat16")
+    for size in PROMPT_TOKENS:
+        cost = step_cost(shape, [(size, size)])
+        gains = device_seconds(cost, peaks) <= launch_seconds(cost)
+        assert gains == (size <= largest(model)) or size <= FEWEST
+
+
+@pytest.mark.parametrize(("tokens", "gain"), [(1536, 2.8), (2048, 2.1), (3072, 1.4), (4096, 1.0)])
+def test_the_gain_that_docs_techniques_cuda_graphs_predicts(tokens: int, gain: float) -> None:
+    device = find_device("H200")
+    cost = step_cost(decoder_shape(find_model("qwen2.5-1.5b").config, "bfloat16"), [(tokens, tokens)])
+    peaks = Peaks(device.bandwidth * READ, device.rate("bfloat16") * COMPUTED)
+    assert round(launch_seconds(cost) / device_seconds(cost, peaks), 1) == gain
+
+
+def test_what_is_asked_for_decides() -> None:
+    assert largest("llama-3.1-8b", max_cudagraph_capture_size=2000) == 1792, "the next smaller size that is captured"
+    assert largest("qwen2.5-1.5b", max_cudagraph_capture_size=512) == 512
+    assert largest("qwen2.5-1.5b", max_cudagraph_capture_size=0) == 0
+    assert largest("qwen2.5-1.5b", tensor_parallel_size=2) == FEWEST
+    config = find_model("qwen2.5-1.5b").config
+    assert largest_captured(EngineConfig.of(), config, None, "bfloat16", "bfloat16") == FEWEST, "a GPU without a data sheet"
+
+
+def test_shapes_end_there() -> None:
+    assert GraphShapes(64, 8192).fit(0, 1, 2000) is None
+    assert GraphShapes(64, 8192, most_prompt=4096).fit(0, 1, 2000) == Shape(0, 1, 2048)
+    assert GraphShapes(64, 2048, most_prompt=4096).prompt_tokens[-1] == 2048
+    none = GraphShapes(64, 8192, most_prompt=0)
+    assert none.fit(0, 1, 10) is None and none.fit(3, 0, 0) == Shape(4)
+
+
+def test_the_ledger_counts_the_bytes_of_the_graphs(tmp_path: Path) -> None:
+    few = resolved(tmp_path, "qwen2.5-coder-1.5b", max_num_seqs=64, max_cudagraph_capture_size=1280)
+    auto = resolved(tmp_path, "qwen2.5-coder-1.5b", max_num_seqs=64)
+    assert (few.graph_tokens, auto.graph_tokens) == (1280, 4096)
+    model = auto.model
+    per_token = 2 * (4 * model.hidden_size + (model.num_heads + 2 * model.num_kv_heads) * model.head_dim + model.mlp_elements)
+    assert auto.graph_bytes - few.graph_bytes == (4096 - 1280) * per_token
+    assert auto.memory[ledger.STEPS] - few.memory[ledger.STEPS] == auto.graph_bytes - few.graph_bytes
+    assert resolve(auto.pinned(), H200).graph_tokens == 4096
+    decodes = resolved(tmp_path, "qwen2.5-coder-1.5b", max_num_seqs=64, max_cudagraph_capture_size=0)
+    assert decodes.graphs and decodes.graph_tokens == 0 < decodes.graph_bytes < few.graph_bytes
+    eager = resolved(tmp_path, "qwen2.5-coder-1.5b", enforce_eager=True)
+    assert eager.graph_tokens == eager.graph_bytes == 0
+
+
+def test_a_plan_counts_what_the_engine_does(tmp_path: Path) -> None:
+    for shape in ("qwen2.5-coder-1.5b", "llama-3.1-8b"):
+        setup = Setup(model=find_model(shape), device=find_device("H200"))
+        engine = resolved(tmp_path, shape, max_model_len=2048)
+        capacity = Capacity.of(setup, 2048)
+        assert captured_tokens(setup) == engine.graph_tokens == capacity.memory.graph_tokens
+        assert capacity.memory.pools(1, capacity.budget)[1] > 0
+
+
+def test_the_shares_of_the_data_sheet_are_those_of_the_plan() -> None:
+    assert fitted().linear_read == pytest.approx(READ, abs=5e-4)
+    assert fitted().linear_compute == pytest.approx(COMPUTED, abs=5e-4)
