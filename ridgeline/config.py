@@ -119,8 +119,8 @@ class SchedulerOptions:
 class ExecutionOptions:
     enforce_eager: bool = option(False, "use no CUDA graphs: launch every kernel by itself")
     max_cudagraph_capture_size: int | None = option(
-        None, "most prompt tokens of a step that is captured as a CUDA graph (decodes always are); auto: as long as the GPU "
-        "computes them faster than the host launches, but 1280 at least", low=0
+        None, "most prompt tokens of a step that is captured as a CUDA graph (decodes always are); auto: as long as a "
+        "graph gains by an estimate for this GPU, but 1280 at least", low=0
     )
     shared_prefix_attention: bool = option(True, "attention reads a prefix that running requests share only once (GPU only)")
     deterministic: bool = option(

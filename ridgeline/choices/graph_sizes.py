@@ -3,8 +3,8 @@ launches them kernel by kernel. No torch.
 
 Up to FEWEST tokens every model's prompts are captured: the host has other work, too. Beyond that a graph gains nothing once the
 device computes for longer than the launches take, and its activations need memory. That point follows from the model: prompts
-of an 8B model reach it before FEWEST tokens on an H200, those of a 1.5B model at about three times as many. A step is padded to
-a captured size only where the device computes that size faster than the host launches: padding never costs time.
+of an 8B model reach it before FEWEST tokens on an H200, those of a 1.5B model at about twice as many. Both times are estimates:
+a graph must be GAIN times as fast by them, which also pays for the padding to a captured size.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FEWEST = USUAL_PROMPT                # also of GPUs without a data sheet
 # by kernel (benchmarks/studies/first_pass/q4_k_m.log, steps 256 to 260; 4-bit weights), in which step_cost counts 292 ops. A
 # bare launch is 7.2 µs of it.
 OP_SECONDS = 73e-6
+GAIN = 1.4
 # Shares of a data sheet's rates that our kernels reach, as fitted for `plan` (plan/fitted.json; a test compares them).
 READ, COMPUTED = 0.947, 0.729
 
@@ -44,15 +45,15 @@ def largest_captured(
     shape, peaks = decoder_shape(model, dtype), _peaks(device, linear_dtype)
 
     def spared(tokens: int) -> float:
-        """Seconds that the device computes beyond the host's launches."""
+        """Seconds by which a graph gains too little."""
         cost = step_cost(shape, [(tokens, tokens)])
-        return device_seconds(cost, peaks) - launch_seconds(cost)
+        return GAIN * device_seconds(cost, peaks) - launch_seconds(cost)
 
     count = bisect_right(larger, 0.0, key=spared)
     found = larger[count - 1] if count else FEWEST
     if reasons is not None:
-        why = "computes longer prompts for longer than the host launches"
-        reasons["max_cudagraph_capture_size"] = f"{found}: the {device.name} {why}"
+        why = f"a longer prompt would gain less than {GAIN} x from a graph on the {device.name}"
+        reasons["max_cudagraph_capture_size"] = f"{found}: {why if found < PROMPT_TOKENS[-1] else 'the longest that is captured'}"
     return found
 
 

@@ -15,7 +15,7 @@ class FillThread:
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._begun, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.busy = False                                # a call has been started and not been waited for
         threading.Thread(target=self._run, name="masks", daemon=True).start()
 
@@ -27,9 +27,11 @@ class FillThread:
         self._begun.acquire()
 
     def wait(self) -> Exception | None:
-        """Until the call has returned; the error that it raised."""
+        """Until the call has returned; the error that it raised. A panic of the library, which is no Exception, is raised."""
         self._done.acquire()
         self.busy = False
+        if self._error is not None and not isinstance(self._error, Exception):
+            raise self._error
         return self._error
 
     def close(self) -> None:
@@ -41,7 +43,7 @@ class FillThread:
             self._begun.release()
             try:
                 call()
-            except Exception as error:
+            except BaseException as error:               # a caller that waits must go on, whatever happened
                 self._error = error
             del call                                     # with what it holds on to
             self._done.release()

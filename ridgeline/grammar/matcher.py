@@ -232,7 +232,8 @@ class Masks:
         self._thread.start(lambda: self._fill_ahead(ahead, masks))
 
     def _fill_ahead(self, ahead: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
-        """In the thread."""
+        """In the thread. What the caller does meanwhile counts, too: at worst the next step looks for a slow grammar, by the
+        processor time of each, and finds none."""
         started, worked = time.perf_counter(), time.process_time()
         self._fill_guided(ahead, masks)
         self._look_for_slow |= _work(time.perf_counter() - started, worked) > STEP_SECONDS

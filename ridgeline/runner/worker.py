@@ -42,7 +42,7 @@ from ridgeline.runner.start.warm_up import warm_up
 from ridgeline.runner.step_programs import ProgramForward
 from ridgeline.runner.to_host import reserve_masks
 from ridgeline.sizes import ledger
-from ridgeline.sizes.graph_shapes import MOST_VERIFIED
+from ridgeline.sizes.graph_shapes import MOST_VERIFIED, USUAL_PROMPT
 from ridgeline.sizes.kv_spec import groups_here
 from ridgeline.sizes.mesh_shape import one_shot_memory
 
@@ -239,7 +239,7 @@ def _first_steps(config: ResolvedConfig, runner: Runner, comm: Communicator) -> 
     """Reserve the memory that steps need, and run and capture what the first requests will launch."""
     memory_pools.take(runner.rows.device, config.step_bytes)
     sizes = (len(config.groups), config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
-    warm_up(runner, *sizes, config.graph_tokens)
+    warm_up(runner, *sizes, max(config.graph_tokens, USUAL_PROMPT))
     runner.drafter.warm_up()
     if isinstance(runner.forward, GraphForward):
         drafts = draft_options(config.options.execution.speculative_config).on

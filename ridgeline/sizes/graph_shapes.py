@@ -7,8 +7,8 @@ import itertools
 from dataclasses import dataclass
 
 PROMPT_ROWS = [1, 2, 4, 8]
-# Up to USUAL_PROMPT for every model. choices/graph_sizes.py says how many of the others: beyond them a GPU computes for longer
-# than a host takes to launch, and a graph gains nothing.
+# Up to USUAL_PROMPT for every model. Longer ones only for one prompt alone; choices/graph_sizes.py says up to which: beyond it a
+# GPU computes for longer than a host takes to launch, and a graph gains nothing.
 USUAL_PROMPT = 1280
 PROMPT_TOKENS = [*range(64, 513, 64), *range(640, USUAL_PROMPT + 1, 128), *range(1536, 4097, 256), *range(4608, 8193, 512)]
 
@@ -66,6 +66,8 @@ class GraphShapes:
             min(_enough(self._mixed if prompts else self.decodes, decodes), self._max_rows - rows), rows,
             _enough(self.prompt_tokens, prompt_tokens),
         )
+        if shape.prompt_tokens > USUAL_PROMPT and shape != Shape(0, 1, shape.prompt_tokens):
+            return None                                  # with all numbers of rows beside it there would be a thousand
         fits = shape.decodes >= decodes and shape.prompts >= prompts and shape.prompt_tokens >= prompt_tokens
         return shape if fits and shape.decodes + shape.prompt_tokens <= self.most_tokens else None
 

@@ -53,7 +53,8 @@ class Rehearsal:
         prompts = [[size] for size in self._shapes.prompt_tokens if size < max_model_len]
         common = COMMON | covering([len(step) for step in decodes])
         likely = [step for step in (*prompts, *decodes[1:]) if (len(step) if step[0] == 1 else step[0]) in common]
-        rest = [step for step in (*prompts, *decodes[1:]) if step not in likely]
+        usual = [step for step in prompts if step[0] <= USUAL_PROMPT]
+        rest = [step for step in (*usual, *decodes[1:], *prompts[len(usual):]) if step not in likely]
         self._steps: Iterator[KernelStep] = itertools.chain(
             self._unknown([decodes[0], *likely]), self._drafted(max_rows, max_model_len), self._unknown(rest)
         )

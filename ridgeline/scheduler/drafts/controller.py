@@ -263,14 +263,14 @@ class Controller:
         order, flat = by_chance(chances, _LEAST_CHANCE), honesty * chances.ravel()
         best, promised = order[:0], self._least_rate(rows)
         sure, curious = _GAIN * count / times.seconds(count, rows.keys), curious or self._step % _CURIOUS_EVERY == 0
+        small = self._small if made_for is not None else None
+        reads = small is not None and made_for is not None and small.must_read(made_for)
         for bound in times.bounds(count, min(self._most, int(rows.most.max())) + 1):
             kept = (order if bound > positions else order[order % positions < bound - 1])[: rows.room]
-            table, small = times.table(bound, rows.keys), self._small
+            table = times.table(bound, rows.keys)
             choices: Iterable[tuple[np.ndarray, np.ndarray | None]] = [(kept, None)]
-            reads = False
             if small is not None and made_for is not None:
                 choices = small.choices(count, made_for, kept, positions)
-                reads = small.must_read(made_for)
             for some, costs in choices:
                 made = reads and costs is not None and len(costs) > 0 and float(costs[-1]) > 0
                 number, rate = self._best_number(flat[some], count, table, costs, curious and not made)

@@ -83,6 +83,13 @@ static void check_packed(int kind, int64_t inputs, int64_t span) {
                 near(name, i, out[i], sum, 1e-6 * size);
             }
         }
+    static const float BROKEN[3] = {NAN, INFINITY, -INFINITY};
+    for (int i = 0; i < 3; i++) {                        /* one number of the last row: that row shows it, the others do not */
+        x[2 * inputs + inputs / 2] = BROKEN[i];
+        KERNEL(packed_linear)(parts, 2, x, bias, out, 3, inputs, outputs, inputs, 1);
+        for (int64_t o = 0; o < 3 * outputs; o++)
+            if (isfinite(out[o]) == (o >= 2 * outputs)) near("a number that is not finite", o, out[o], 0.0, -1.0);
+    }
     free(x), free(bias), free(w), free(parts[0].data), free(parts[1].data);
 }
 

@@ -236,6 +236,10 @@ int main(void) {
             check_attention(70, 201, 2, 2, 80, window, cap, kind / 2);
             check_attention(150, 150, 1, 1, 96, window, cap, kind / 2);
             check_attention(3, 130, 1, 8, 256, window, cap, kind / 2);
+            check_attention(1, 70, 2, 2, 64, window, cap, kind / 2);     /* heads that share a key: up to four at once */
+            check_attention(1, 70, 1, 4, 128, window, cap, kind / 2);
+            check_attention(1, 70, 2, 5, 96, window, cap, kind / 2);
+            check_attention(1, 70, 1, 8, 80, window, cap, kind / 2);
         }
     return failures > 0;
 }

@@ -25,7 +25,12 @@
 #else
 #define LANES 4
 #endif
-#define ENOUGH (1024 * LANES)        /* elements from which a loop is worth waking the other threads for */
+/* Elements from which a loop is worth waking the other threads for. */
+#if defined(__aarch64__)
+#define ENOUGH 4096
+#else
+#define ENOUGH 16384
+#endif
 typedef float Lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Places __attribute__((vector_size(4 * LANES)));
 

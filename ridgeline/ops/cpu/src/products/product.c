@@ -143,16 +143,16 @@ ALWAYS void tile_products(int bits, const Bytes *codes, const Activations *x, in
 
 /* The products of a tile, with the scales of both sides. */
 ALWAYS Floats tile_sum(int style, int bits, Floats products[HALVES], const Scale *scale, const Facts *facts, Floats sum) {
-    const Few scales = few(facts->scale), last = few(facts->scale + 1);      /* scale 0, scale 1, sum, ...; ..., sums 0, sums 1 */
-    products[0] = times_lane(products[0], scales, 0);
+    const Few scales = few(facts->all), last = few(facts->all + 1);          /* four each */
+    products[0] = times_lane(products[0], scales, SCALE_0);
     if (style == K_SIGNED) {
         sum = plus_times(sum, products[0], scale->scale[0]);
-        sum = plus_times_lane(sum, scale->offset[0], last, 2);
-        sum = plus_times(sum, times_lane(products[1], scales, 1), scale->scale[1]);
-        return plus_times_lane(sum, scale->offset[1], last, 3);
+        sum = plus_times_lane(sum, scale->offset[0], last, SUMS_0 - 1);
+        sum = plus_times(sum, times_lane(products[1], scales, SCALE_1), scale->scale[1]);
+        return plus_times_lane(sum, scale->offset[1], last, SUMS_1 - 1);
     }
-    sum = plus_times(sum, plus_times_lane(products[0], products[1], scales, 1), scale->scale[0]);
-    if (has_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[0], scales, 2);
+    sum = plus_times(sum, plus_times_lane(products[0], products[1], scales, SCALE_1), scale->scale[0]);
+    if (has_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[0], scales, SUM);
     return sum;
 }
 

@@ -107,7 +107,11 @@ ALWAYS Group group_at(const Segment *segment, int64_t number) {
 #define SHARE 16                     /* as GROUP in ops/linear/gguf_blocks.py, and the inputs that share a scale of Q6_K */
 #define HALVES (DEEP / SHARE)
 
-typedef struct { float scale[HALVES], sum, sums[HALVES]; } Facts;
+typedef union {
+    struct { float scale[HALVES], sum, sums[HALVES]; };
+    float all[2 * HALVES + 1];                           /* the same by number */
+} Facts;
+enum { SCALE_0, SCALE_1, SUM, SUMS_0, SUMS_1 };
 
 typedef struct {
     const int8_t *codes;             /* [rows][tiles * 32] */

@@ -11,9 +11,9 @@
 #else
 #define REGISTERS 2
 #endif
-/* With four lanes a key is multiplied by four heads once it was read (4 x 4 sums), and float16 is widened there: the unit that widens
-   works beside the one that multiplies. With more lanes it is widened once for all heads, and multiplied by one after the other. */
-#if LANES == 4
+/* With four lanes and 32 registers a key is multiplied by four heads once it was read (4 x 4 sums), and float16 is widened there: the unit
+   that widens works beside the one that multiplies. Elsewhere it is widened once for all heads, and multiplied by one after the other. */
+#if defined(__aarch64__)
 #define BLOCKED 4
 #else
 #define BLOCKED 1
@@ -208,12 +208,13 @@ static void attend_task(void *with, int64_t task) {
                part_of(job, row, split));
 }
 
-/* The parts of one row, in order. A row without keys gives zeros. */
-static void merge_task(void *with, int64_t row) {
+/* The parts of one row and of the heads of one KV head, in order. A row without keys gives zeros. */
+static void merge_task(void *with, int64_t task) {
     const Decode *job = with;
-    int64_t width = job->cache.width, heads = job->cache.kv_heads * job->group;
+    int64_t row = task / job->cache.kv_heads, width = job->cache.width, heads = job->cache.kv_heads * job->group;
     int64_t low = first_seen(job, row) / SPLIT, high = (job->kv_len[row] + SPLIT - 1) / SPLIT;
-    for (int64_t head = 0; head < heads; head++) {
+    int64_t first = task % job->cache.kv_heads * job->group;
+    for (int64_t head = first; head < first + job->group; head++) {
         float *to = job->out + (row * heads + head) * width, top = -INFINITY, total = 0.0f;
         for (int64_t split = low; split < high; split++) {
             float largest = part_of(job, row, split).largest[head];
@@ -248,5 +249,5 @@ void KERNEL(decode_attention)(const float *q, const void *k_cache, const void *v
     }
     job.splits = (longest + SPLIT - 1) / SPLIT;
     run_tasks(rows * job.splits, seen * kv_heads * group * width > 4 * ENOUGH, attend_task, &job);
-    run_tasks(rows, rows * job.splits * kv_heads * group * width > 8 * ENOUGH, merge_task, &job);
+    run_tasks(rows * kv_heads, rows * job.splits * kv_heads * group * width > 8 * ENOUGH, merge_task, &job);
 }
