@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ridgeline.errors import ConfigError
-from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, idle_seconds, paces, step_parts, step_seconds
+from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, fitted_as, idle_seconds, paces, step_parts, step_seconds
 from ridgeline.plan.records import MeasuredRow, Record, of_card
 from ridgeline.plan.workload_steps import Steps, count_rows, decode_rows, gather, workload_counts
 from ridgeline.sizes.graph_shapes import decode_sizes
@@ -46,7 +46,10 @@ _EXPECTED_CPU: dict[str, tuple[float, float]] = {
     "attention_compute": (0.3, 0.7), "layer_one_s": (6e-6, 0.2), "layer_many_s": (150e-6, 0.7), "step_s": (1.1e-3, 0.1),
     "idle_s": (1e-3, 0.5),
 }
-_EXPECTED = {"cuda": _EXPECTED_GPU, "cpu": _EXPECTED_CPU}
+# The same study on a Neoverse N1. Its records have the rate of packed products as it was measured, of which a step's products
+# leave little out.
+_EXPECTED_AARCH64 = _EXPECTED_CPU | {"linear_compute": (0.9, 0.2), "layer_one_s": (9e-6, 0.2), "step_s": (0.75e-3, 0.1)}
+_EXPECTED = {"cuda": _EXPECTED_GPU, "cpu": _EXPECTED_CPU, "cpu-aarch64": _EXPECTED_AARCH64}
 _ADMISSION = ("host_add_s", "host_add_token_s", "host_request_s", "host_token_s", "host_cached_s")
 _ERROR = 0.02                        # of every measured figure: cards of one kind differ by at least this much
 OPS_HEADS = (32, 8, 128)             # heads, KV heads and their size in `bench ops`: Llama-3.1-8B's
@@ -261,10 +264,10 @@ def _speed(row: dict[str, Any], rate: str, call_s: float) -> float:
 
 
 def one_kind(records: Sequence[Record]) -> str:
-    """The kind of device that all of these were measured on."""
-    kinds = {record.setup.device.kind for record in records} or {"cuda"}
+    """The kind of device that all of these were measured on, of FITTED."""
+    kinds = {fitted_as(record.setup.device) for record in records} or {"cuda"}
     if len(kinds) > 1:
-        raise ConfigError("constants are fitted for GPUs or for CPUs: these records are of both")
+        raise ConfigError(f"constants are fitted for one kind of device: these records are of {' and '.join(sorted(kinds))}")
     return kinds.pop()
 
 
@@ -286,7 +289,7 @@ def fit(
 
     def constants(logs: np.ndarray) -> Constants:
         values: dict[str, float] = dict(zip(names, np.exp(logs).tolist(), strict=True))
-        if kind == "cpu":
+        if kind != "cuda":
             return Constants(**values, launch_s=0.0)     # a recorded step launches nothing
         factor = values.pop("host")
         measured = {name: value * (factor if name in _ADMISSION else 1) for name, value in (host or {}).items()}

@@ -47,7 +47,9 @@ from ridgeline.sizes.hardware import INFINIBAND, Device, Link
 from ridgeline.sizes.kv_format import KVFormat, cache_dtype
 from ridgeline.techniques import turned_off
 
-FITTED = {"cuda": Path(__file__).with_name("fitted.json"), "cpu": Path(__file__).with_name("fitted_cpu.json")}
+# By kind of device. Of CPUs, kernels for each architecture reach other shares of their own peaks.
+FITTED = {kind: Path(__file__).with_name(name) for kind, name in {
+    "cuda": "fitted.json", "cpu": "fitted_cpu.json", "cpu-aarch64": "fitted_cpu_aarch64.json"}.items()}
 EXPERTS = PRODUCTS.index("experts")
 MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
@@ -107,6 +109,13 @@ class Constants:
         return {field.name: getattr(self, field.name) for field in fields(Constants)}
 
 
+def fitted_as(device: Device) -> str:
+    """The constants that hold for a device, of FITTED."""
+    if device.kind != "cpu":
+        return "cuda"
+    return "cpu-aarch64" if device.architecture == "aarch64" else "cpu"
+
+
 @functools.cache
 def fitted(kind: str = "cuda") -> Constants:
     """Of a kind of device: shares of a GPU's data sheet, or of a CPU's measured peaks."""
@@ -158,7 +167,7 @@ class Setup:
 
     @property
     def used(self) -> Constants:
-        return self.constants or fitted("cpu" if self.device.kind == "cpu" else "cuda")
+        return self.constants or fitted(fitted_as(self.device))
 
     @property
     def shape(self) -> DecoderShape:

@@ -51,6 +51,7 @@ class Device:
     inline_ecc: bool = False         # error correction takes a sixteenth of the memory itself, as on servers' GDDR6
     hopper: bool = False             # TMA and wgmma, for which many kernels are written
     taken: float = 0.0               # of a measured CPU: the share of its cores that other programs had meanwhile
+    architecture: str = ""           # of a CPU, where it is known
 
     @property
     def usable(self) -> int:
@@ -187,7 +188,7 @@ def measure_cpu() -> Device:
     bandwidth = cores * _READ_BYTES / _best(read)
     rate = 2 * _SIDE**3 / _best(lambda: matrix @ matrix)
     return Device("CPU", platform.available_memory(), bandwidth, {"float32": rate}, NO_LINK, kind="cpu",
-                  torch_names=(f"{os.uname().machine}, {cores} cores",), taken=platform.core_seconds().others_since(before))
+                  torch_names=(f"{os.uname().machine}, {cores} cores",), taken=platform.core_seconds().others_since(before), architecture=os.uname().machine)
 
 
 def described(
