@@ -19,7 +19,16 @@ from typing import Any
 import numpy as np
 
 from ridgeline.errors import ConfigError
-from ridgeline.plan.prediction import MOST_ROWS, Constants, Setup, fitted_as, idle_seconds, paces, step_parts, step_seconds
+from ridgeline.plan.prediction import (
+    MOST_ROWS,
+    Constants,
+    Setup,
+    fitted_as,
+    idle_seconds,
+    paces,
+    step_parts,
+    step_seconds,
+)
 from ridgeline.plan.records import MeasuredRow, Record, of_card
 from ridgeline.plan.workload_steps import Steps, count_rows, decode_rows, gather, workload_counts
 from ridgeline.sizes.graph_shapes import decode_sizes
