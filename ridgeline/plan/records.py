@@ -233,7 +233,7 @@ def _cpu(raw: dict[str, Any]) -> Record:
     stored = min(formats - {None}, default=4.0)
     width = packed_width(8 * stored)
     rates = figures.get("peak_flops_s") or {"float32": rate / PROMPT_SHARE, width or "float32": rate / PROMPT_SHARE}
-    device = Device("CPU", 0, bandwidth, rates, NO_LINK, kind="cpu", architecture=raw["machine"].get("architecture", ""))
+    device = Device("CPU", 0, bandwidth, rates, NO_LINK, kind="cpu", architecture=raw.get("machine", {}).get("architecture", ""))
     kept = StoredWeights(width, stored, stored, stored) if width else None
     setup = Setup(model=model, device=device, dtype="float32", weights=width or "float32", stored=kept)
     return Record(workload["model"], setup, rows, 512, 128)

@@ -188,7 +188,8 @@ def measure_cpu() -> Device:
     bandwidth = cores * _READ_BYTES / _best(read)
     rate = 2 * _SIDE**3 / _best(lambda: matrix @ matrix)
     return Device("CPU", platform.available_memory(), bandwidth, {"float32": rate}, NO_LINK, kind="cpu",
-                  torch_names=(f"{os.uname().machine}, {cores} cores",), taken=platform.core_seconds().others_since(before), architecture=os.uname().machine)
+                  torch_names=(f"{os.uname().machine}, {cores} cores",), taken=platform.core_seconds().others_since(before),
+                  architecture=os.uname().machine)
 
 
 def described(
