@@ -824,7 +824,7 @@ def test_the_cpus_constants_are_fitted_again(kind: str, tmp_path: Path) -> None:
 
 
 def test_records_of_a_cpu_and_of_a_gpu_are_not_fitted_together() -> None:
-    with pytest.raises(ConfigError, match="of cpu-aarch64 and cuda|of cpu and cuda"):
+    with pytest.raises(ConfigError, match=r"of cpu.* and cuda"):
         one_kind([read_record(CPU_RECORDS[0], {}), read_record(smallest(), {})])
 
 
