@@ -63,7 +63,7 @@ class Endpoint(ABC):
             check_media_type(scope, self._dialect.any_media_type)
             await body.read(receive, scope["headers"])
             with self._service.slots.taking(1):          # a body that does not come holds none
-                self._service.require_ready()
+                self._service.require_ready(is_new=False)
                 prometheus.note_arrival(scope)
                 self._service.tracing.note(scope)
                 await while_connected(receive, self._answer(scope, body, send))

@@ -70,6 +70,7 @@ class HeldBodies:
         self.most = max(most, longest)                   # a single body always fits
         self.longest = longest
         self.num_bytes = 0
+        self.num_reading = 0                             # bodies of any length, on their way: their requests hold no slot yet
         self.arriving: dict[Body, None] = {}             # those that have leave and are incomplete
         self._waiting: list[tuple[float, int, int, Body, asyncio.Future[None]]] = []     # a heap
         self._numbers = count()
@@ -164,12 +165,14 @@ class Body:
 
     async def read(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """All of it; connection_limits limits its size while it arrives. Overloaded if it stops while other long ones wait."""
+        self._held.num_reading += 1
         try:
             async with asyncio.timeout(None) as self._limit:
                 await self._receive(receive, headers)
         except TimeoutError:
             raise Overloaded("the body stopped arriving while others waited for its memory; try again later") from None
         finally:
+            self._held.num_reading -= 1
             self._held.arriving.pop(self, None)
             self._limit = None
         self._give_back(max(0, self.leave - self.size))  # of a body without a declared length

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -284,3 +285,17 @@ def test_a_silent_body_makes_room_for_one_that_waits(server: ScriptedServer, mon
         assert reply.startswith(b"HTTP/1.1 429") and b"retry-after:" in reply.lower()
         assert waits.recv(65536).startswith(b"HTTP/1.1 400")                 # too long for this model's context
     wait_until(lambda: not held.num_bytes)
+
+
+def test_a_request_whose_body_arrives_while_the_server_drains_is_answered(tmp_path: Path) -> None:
+    request = post("/v1/chat/completions", {"messages": TURN, "max_tokens": 1})
+    with ScriptedServer(write_model(tmp_path / "tiny"), lambda prompt: "yes, it is") as server:
+        with connect(server) as begun:
+            begun.sendall(request[:-5])
+            wait_until(lambda: server.service.bodies.num_reading == 1)
+            server._server.should_exit = True
+            wait_until(lambda: server.service.stopping)
+            server.run_what_is_due()                     # the drain has begun
+            begun.sendall(request[-5:])
+            assert begun.recv(65536).startswith(b"HTTP/1.1 200")
+        assert server.service.num_open == 0
