@@ -448,6 +448,7 @@ def test_the_time_in_which_this_server_did_not_read_is_not_the_clients(
 
 def test_a_client_that_leaves_while_its_body_is_not_read_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_limits, "LEFT_SECONDS", 0.01)
+    monkeypatch.setattr(connection_limits, "BODY_SECONDS", 10_000.0)         # not by this
     connections = server._server.server_state.connections
     wait_until(lambda: not connections)
     before = server.app.gone
