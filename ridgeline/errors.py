@@ -99,16 +99,17 @@ def one_line(error: BaseException) -> str:
 
 def shown(value: Any) -> str:
     """Any value for an error message: short, on one line. Only what is shown is formatted: a client may have sent megabytes."""
-    text = ""
+    text, parts = "", _parts(value)
     try:
-        for part in _parts(value):
+        for part in parts:
             text += part
             if len(text) > MOST_SHOWN:
                 break
+        was_cut = next(parts, None) is not None
     except Exception:                                    # an integer with too many digits; an object whose repr fails
         return f"a value of type {type(value).__name__}"
     text = " ".join(text.split())
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN - 3]}..."
+    return f"{text[:MOST_SHOWN - 3]}..." if was_cut or len(text) > MOST_SHOWN else text
 
 
 def _parts(value: Any) -> Iterator[str]:
@@ -116,6 +117,8 @@ def _parts(value: Any) -> Iterator[str]:
     kind = type(value)
     if kind in (str, bytes):
         yield repr(value[: MOST_SHOWN + 1])
+        if len(value) > MOST_SHOWN + 1:
+            yield ""                                     # the rest, which is not formatted
     elif kind in (list, tuple) and value:
         opens, closes = ("[", "]") if kind is list else ("(", ",)" if len(value) == 1 else ")")
         for place, each in enumerate(value):

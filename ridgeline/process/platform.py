@@ -181,8 +181,9 @@ def enlarge_stack() -> None:
     if soft == resource.RLIM_INFINITY or soft >= STACK_BYTES:
         return
     largest = STACK_BYTES if hard == resource.RLIM_INFINITY else min(hard, STACK_BYTES)
-    if largest < LEAST_STACK:
-        raise ConfigError(f"a stack may have {largest >> 10} KiB here (ulimit -s); at least {LEAST_STACK >> 10} are needed")
-    if largest > soft:
-        resource.setrlimit(resource.RLIMIT_STACK, (largest, hard))
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if largest > max(soft, LEAST_STACK - 1) and sys.executable:      # it has none where Python is embedded
+        with suppress(OSError):
+            resource.setrlimit(resource.RLIMIT_STACK, (largest, hard))
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if soft < LEAST_STACK:
+        raise ConfigError(f"a stack may have {soft >> 10} KiB here (ulimit -s); at least {LEAST_STACK >> 10} are needed")

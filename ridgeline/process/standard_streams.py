@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
 from typing import Any
+
+FULL_MILLISECONDS = 20               # of a wait for a pipe's reader …
+MOST_FULL = 3                        # … and how many of them, one after the other, before the rest is lost
 
 
 def open_missing() -> None:
@@ -25,21 +29,35 @@ def open_missing() -> None:
             os.set_inheritable(number, True)
     sys.stdout = sys.stdout or open(1, "w", closefd=False)
     if sys.stderr is sys.__stderr__:                     # not where a program has put another in its place
-        written = io.BufferedWriter(_Lossy(2, "w", closefd=False))
+        raw = _Lossy(2, "w", closefd=False)
+        at_once = bool(getattr(sys.stderr, "write_through", False))      # python -u
+        written: Any = raw if at_once else io.BufferedWriter(raw)
         encoding = None if sys.stderr is None else sys.stderr.encoding
-        sys.stderr = io.TextIOWrapper(written, encoding, errors="backslashreplace", line_buffering=True)
+        sys.stderr = io.TextIOWrapper(written, encoding, "backslashreplace", line_buffering=True, write_through=at_once)
         sys.__stderr__ = sys.stderr                      # type: ignore[misc]
 
 
 class _Lossy(io.FileIO):
-    """Loses what cannot be written."""
+    """Loses what cannot be written. A full pipe that does not block (a supervisor may have made it so) gets a moment."""
 
     def write(self, data: Any) -> int:
-        try:
-            written = super().write(data)
-        except OSError:
-            written = None
-        return len(data) if written is None else written
+        left, num_full = memoryview(data).cast("B"), 0
+        while left and num_full <= MOST_FULL:
+            try:
+                written = super().write(left)
+            except OSError:
+                break
+            if written is None:
+                num_full += 1
+                self._wait()
+            else:
+                left, num_full = left[written:], 0
+        return memoryview(data).nbytes
+
+    def _wait(self) -> None:
+        asked = select.poll()
+        asked.register(self.fileno(), select.POLLOUT)
+        asked.poll(FULL_MILLISECONDS)
 
 
 def say(text: str) -> bool:

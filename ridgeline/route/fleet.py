@@ -64,6 +64,11 @@ class Fleet:
         return Overloaded("all replicas of this router are busy; try again later", min(waits, default=1.0))
 
     @property
+    def num_open(self) -> int:
+        """Answers that run or wait, and requests whose bodies arrive."""
+        return self.slots.taken + self.bodies.num_reading
+
+    @property
     def state(self) -> str:
         if self.stopping:
             return "stopping"

@@ -26,7 +26,7 @@ from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.near_paths import suggestion
-from ridgeline.server.http.stream import ClientGone, Receive, Send, send_json, while_connected
+from ridgeline.server.http.stream import DIRECT, ClientGone, Receive, Send, send_json, while_connected
 from ridgeline.server.observe.dashboard import fleet_page
 from ridgeline.server.observe.prometheus import TEXT
 from ridgeline.version import __version__
@@ -84,7 +84,7 @@ class RouteApp:
             fleet.slots.check_free()
             if scope["method"] == "POST":
                 check_media_type(scope)                  # a foreign page's form must not reach a replica
-            await body.read(receive, scope["headers"])
+            await body.read(receive, scope["headers"], scope.get(DIRECT))
             with fleet.slots.taking(1):                  # a body that does not come holds none
                 await while_connected(receive, self._deliver(scope, body, send, deliveries))
         except ClientGone:

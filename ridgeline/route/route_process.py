@@ -58,10 +58,10 @@ class RouteServer(ListeningServer):
         await drained
 
     async def _drain(self) -> None:
-        slots, deadline = self._fleet.slots, time.monotonic() + self._fleet.options.drain_timeout
-        if slots.taken:
-            logger.info("waiting for %d answers to finish; Ctrl-C again stops at once", slots.taken)
-        while slots.taken and time.monotonic() < deadline and not self.force_exit:
+        fleet, deadline = self._fleet, time.monotonic() + self._fleet.options.drain_timeout
+        if fleet.num_open:
+            logger.info("waiting for %d answers to finish; Ctrl-C again stops at once", fleet.num_open)
+        while fleet.num_open and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):
             connection.transport.abort()                 # its requests are cancelled, and their replicas see it
@@ -77,7 +77,7 @@ async def serve(fleet: Fleet, keys: Keys, listener: socket.socket, on_ready: Cal
     beside = [asyncio.create_task(keep_checking(each, interval)) for each in fleet.replicas]
     try:
         collect_rarely()
-        beside.append(asyncio.create_task(MemoryKeeper(lambda: not fleet.slots.taken, num_done).watch()))
+        beside.append(asyncio.create_task(MemoryKeeper(lambda: not fleet.num_open, num_done).watch()))
         on_ready()
         await server.serve(sockets=[listener])
     finally:

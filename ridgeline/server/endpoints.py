@@ -61,9 +61,9 @@ class Endpoint(ABC):
             self._service.require_ready()
             self._service.slots.check_free()             # before a byte of the body is read
             check_media_type(scope, self._dialect.any_media_type)
-            await body.read(receive, scope["headers"])
+            await body.read(receive, scope["headers"], scope.get(DIRECT))
             with self._service.slots.taking(1):          # a body that does not come holds none
-                self._service.require_ready()
+                self._service.require_ready(is_new=False)
                 prometheus.note_arrival(scope)
                 self._service.tracing.note(scope)
                 await while_connected(receive, self._answer(scope, body, send))

@@ -152,14 +152,14 @@ class HttpServer(ListeningServer):
         await drained
 
     async def _drain(self) -> None:
-        slots, deadline = self._service.slots, time.monotonic() + self._service.options.drain_timeout
-        if slots.taken and self._service.llm.is_alive:
-            logger.info("waiting for %d answers to finish; Ctrl-C again stops at once", slots.taken)
-            while slots.taken and self._service.llm.is_alive and time.monotonic() < deadline and not self.force_exit:
+        service, deadline = self._service, time.monotonic() + self._service.options.drain_timeout
+        if service.num_open and service.llm.is_alive:
+            logger.info("waiting for %d answers to finish; Ctrl-C again stops at once", service.num_open)
+            while service.num_open and service.llm.is_alive and time.monotonic() < deadline and not self.force_exit:
                 await asyncio.sleep(0.05)
-        await self._service.llm.shutdown()               # fails the requests that are still open
+        await service.llm.shutdown()                     # fails the requests that are still open
         deadline = time.monotonic() + GOODBYE_SECONDS
-        while slots.taken and time.monotonic() < deadline:
+        while service.slots.taken and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         for connection in list(self.server_state.connections):
             connection.transport.abort()                 # a client that does not even read its error
@@ -189,7 +189,7 @@ async def serve(
         starting.result()
         service.open()
         collect_rarely()
-        keeper = asyncio.create_task(MemoryKeeper(lambda: not service.slots.taken, num_done).watch())
+        keeper = asyncio.create_task(MemoryKeeper(lambda: not service.num_open, num_done).watch())
         on_ready(service, address_of(listener, "https" if service.options.ssl_certfile else "http"))
         died = asyncio.create_task(llm.died())
         await asyncio.wait({http, died}, return_when=asyncio.FIRST_COMPLETED)

@@ -87,12 +87,20 @@ class Service:
     @property
     def state(self) -> str:
         """ok, or why no requests are accepted: stopping, loading, stalled, restarting or dead."""
-        if self.stopping:
-            return "stopping"
+        return "stopping" if self.stopping else self._engine_state
+
+    @property
+    def _engine_state(self) -> str:
         return self.llm.state if self.slots.limit else "loading"
 
-    def require_ready(self) -> None:
-        state = self.state
+    @property
+    def num_open(self) -> int:
+        """Answers that run or wait, and requests whose bodies arrive."""
+        return self.slots.taken + self.bodies.num_reading
+
+    def require_ready(self, is_new: bool = True) -> None:
+        """Not `is_new`: the request came before this server began to stop, and is still answered."""
+        state = self.state if is_new else self._engine_state
         if state != "ok":
             raise Unavailable(NOT_READY[state])
 

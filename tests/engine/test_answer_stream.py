@@ -44,6 +44,8 @@ async def turns(count: int = 3) -> None:
 class Client:
     """A connection whose reader keeps up or does not; `send` waits for it as uvicorn's does, Direct does not wait."""
 
+    is_gone = False
+
     def __init__(self) -> None:
         self.got = b""
         self.free = asyncio.Event()

@@ -149,6 +149,13 @@ def test_a_forked_command_says_and_returns_what_a_started_one_does(warm: Any) ->
     assert (forked.returncode, forked.stdout, forked.stderr) == (started.returncode, started.stdout, started.stderr)
 
 
+def test_a_forked_script_knows_how_it_would_be_started_again(warm: Any, tmp_path: Path) -> None:
+    script = tmp_path / "words.py"
+    script.write_text("import sys; print(sys.orig_argv)")
+    command = [sys.executable, str(script), "a"]
+    assert warm_start.run(command, 200, env=one_thread()).stdout == f"{command}\n"
+
+
 def test_a_command_with_variables_that_libraries_read_is_started_cold(warm: Any) -> None:
     before = warm.num_forked
     done = warm_start.run([sys.executable, "-m", "ridgeline", "--version"], 200, env=one_thread() | {"OMP_NUM_THREADS": "3"})

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,8 @@ import pytest
 from served_model import wait_until
 
 from ridgeline import __main__ as command
-from ridgeline.process import platform
+from ridgeline.errors import ConfigError
+from ridgeline.process import platform, standard_streams
 from ridgeline.process.memory_kills import OUT_OF_MEMORY, OutOfMemoryKills
 
 
@@ -65,6 +67,48 @@ def test_a_full_standard_error_ends_nothing(how: str) -> None:
     assert (done.returncode, done.stdout) == (0, "out\n")
 
 
+def test_a_pipe_that_does_not_block_gets_all_that_its_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard_streams, "FULL_MILLISECONDS", 60_000)
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    written, read = 300_000, bytearray()
+
+    def take() -> None:
+        while len(read) < written:
+            read.extend(os.read(ours, 65536))
+
+    reader = threading.Thread(target=take)
+    reader.start()
+    with standard_streams._Lossy(theirs, "w", closefd=True) as stream:
+        assert stream.write(bytes(written)) == written
+    reader.join(60)
+    os.close(ours)
+    assert len(read) == written
+
+
+def test_a_pipe_that_does_not_block_and_is_not_read_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standard_streams, "FULL_MILLISECONDS", 0)
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    with standard_streams._Lossy(theirs, "w", closefd=True) as stream:
+        assert stream.write(bytes(300_000)) == 300_000
+    os.close(ours)
+
+
+def test_standard_error_is_not_buffered_where_python_is_told_so() -> None:
+    source = "import os, sys; from ridgeline.process.standard_streams import open_missing; open_missing(); "
+    source += "sys.stderr.write('half a line'); os._exit(0)"
+    done = subprocess.run([sys.executable, "-u", "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "half a line"
+
+
+def test_an_engine_without_memory_says_what_found_none() -> None:
+    source = "import json, runpy, sys\ndef no(text): raise MemoryError('no room for it')\njson.loads = no\n"
+    source += "sys.argv = ['engine', '{}']\nrunpy.run_module('ridgeline.engine.core.engine_process', run_name='__main__')"
+    done = python(source)
+    assert (done.returncode, done.stderr) == (OUT_OF_MEMORY, "MemoryError: no room for it\n")
+
+
 COMMAND = "import sys; from ridgeline.__main__ import main; sys.exit(main())"
 STACK = "import resource, sys; from ridgeline.process.platform import enlarge_stack; enlarge_stack(); " \
     "print(resource.getrlimit(resource.RLIMIT_STACK)[0] >> 10)"
@@ -75,6 +119,18 @@ STACK = "import resource, sys; from ridgeline.process.platform import enlarge_st
 def test_a_small_stack_is_raised(limit: str, kib: int) -> None:
     """By another start: threads of libraries have the size that was set when the program started."""
     assert python(STACK, before=limit).stdout == f"{kib}\n"
+
+
+@pytest.mark.parametrize("executable", ["", "/no/such/python"])
+def test_a_program_that_cannot_be_started_again_goes_on_with_its_stack(executable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    soft = 2 << 20
+    monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (soft, resource.RLIM_INFINITY))
+    monkeypatch.setattr(platform.resource, "setrlimit", lambda which, limits: None)
+    monkeypatch.setattr(sys, "executable", executable)
+    platform.enlarge_stack()
+    soft = 512 << 10
+    with pytest.raises(ConfigError, match="512 KiB here"):
+        platform.enlarge_stack()
 
 
 @pytest.mark.reliability("R-14")

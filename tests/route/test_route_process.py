@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from typing import Any
 
 import pytest
 from fake_replica import Behaviour, FakeReplica
@@ -14,7 +15,10 @@ from fake_replica import Behaviour, FakeReplica
 from ridgeline.errors import ConfigError
 from ridgeline.route.fleet import Fleet, replica_keys
 from ridgeline.route.route_options import RouteOptions
+from ridgeline.route.route_process import RouteServer
 from ridgeline.route.upstream import Upstream
+from ridgeline.server.http.admission import Body
+from ridgeline.server.http.keys import Keys
 
 BODY = b'{"messages":[{"role":"user","content":"hi"}],"stream":true}'
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
@@ -52,6 +56,28 @@ def test_sigterm_lets_a_stream_finish() -> None:
             assert b"four " in rest and b"[DONE]" in rest
             writer.close()
             assert await router.wait() == 0
+
+    asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_the_drain_waits_for_a_body_that_arrives() -> None:
+    async def test() -> None:
+        fleet, rest = Fleet(["http://127.0.0.1:1"], RouteOptions()), asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await rest.wait()
+            return {"type": "http.request", "body": b"{}"}
+
+        reading = asyncio.create_task(Body(fleet.bodies).read(receive))
+        await asyncio.sleep(0)
+        drained = asyncio.create_task(RouteServer(fleet, Keys())._drain())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert fleet.num_open == 1 and not drained.done()
+        rest.set()
+        await reading
+        await drained
+        fleet.close()
 
     asyncio.run(asyncio.wait_for(test(), 120))
 

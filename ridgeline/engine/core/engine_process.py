@@ -13,8 +13,10 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from ridgeline.errors import one_line
 from ridgeline.process import head_start
 from ridgeline.process.memory_kills import OUT_OF_MEMORY
 from ridgeline.process.orphans import end_at_once, end_with_parent
@@ -66,4 +68,6 @@ if __name__ == "__main__":
     except (MemoryError, OSError) as error:
         if not _without_memory(error):
             raise
-        os._exit(OUT_OF_MEMORY)                          # the front end has the words
+        with suppress(MemoryError, OSError):
+            os.write(2, f"{one_line(error)}\n".encode()) # what it was that found none
+        os._exit(OUT_OF_MEMORY)                          # the front end has the words for it

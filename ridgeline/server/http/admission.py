@@ -1,10 +1,11 @@
 """What a request holds before it is answered: memory for its body, and then a slot.
 
 A body over 64 KiB needs leave for all of its declared length before more of it is read, so a body with leave can always be
-completed. While there is no room, its connection is not read: the client waits, and is not refused. Leave is given to small and
-old bodies first. A body that has leave and stops arriving gives way to those that wait, the longest silent first; one that
-arrives never does. Silence is counted in looks of the event loop, not in seconds: a process that stood still heard no client. A
-slot is taken when the body is whole. Knows ASGI messages, no requests.
+completed. Without a declared length, it needs leave for 1 MiB, and if it outgrows that, for the longest there may be. While there
+is no room, its connection is not read: the client waits, and is refused after 60 s. Leave is given to small and old bodies first.
+A body that has leave and stops arriving gives way to those that wait, the longest silent first; one that arrives never does.
+Silence is counted in looks of the event loop, not in seconds: a process that stood still heard no client. A slot is taken when
+the body is whole. Knows ASGI messages, no requests.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ import asyncio
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 
 from ridgeline.engine.client.long_work import LONG_BYTES, MOST_WAITING
 from ridgeline.errors import BadRequest, Overloaded
-from ridgeline.server.http.stream import ClientGone, Receive
+from ridgeline.server.http.stream import ClientGone, Direct, Receive
 
 MOST_HELD = MOST_WAITING             # bytes of long bodies that are received or parsed at once: all of them may wait to be parsed
 LONGEST = 16 * 2**20                 # bytes of a body without a declared length, unless told otherwise
+FIRST_LEAVE = 2**20                  # bytes, for a body without a declared length
 PATIENCE = 2**16                     # bytes: a body waits behind one that came a second later and is shorter by this many. Long
                                      # bodies that were begun and left give up (BODY_SECONDS) before they are ahead of short ones.
-LOOK_SECONDS = 1.0                   # between two looks at the bodies that arrive
+LOOK_SECONDS = 1.0                   # between two looks at the bodies that arrive or wait
 SILENT_LOOKS = 3                     # looks after which a body that did not arrive gives way
-STILL_LOOKS = 60                     # looks without any leave after which all that wait are refused
-SLOW = 64                            # a body that gains less than this share of itself between two looks cannot end in time
-SLOWEST = LONG_BYTES // 32           # bytes, the same for a body without a declared length
+WAIT_LOOKS = 60                      # looks after which a body that waits for leave is refused
+SLOW = 64                            # a body that gains less than this share of its leave between two looks cannot end in time
 
 
 class Slots:
@@ -70,50 +72,70 @@ class HeldBodies:
         self.most = max(most, longest)                   # a single body always fits
         self.longest = longest
         self.num_bytes = 0
+        self.num_reading = 0                             # bodies of any length, on their way: their requests hold no slot yet
         self.arriving: dict[Body, None] = {}             # those that have leave and are incomplete
-        self._waiting: list[tuple[float, int, int, Body, asyncio.Future[None]]] = []     # a heap
+        self._waiting: list[tuple[float, int, _Waiter]] = []     # a heap
+        self._num_growing = 0                            # of those that wait, for their second leave
         self._numbers = count()
-        self._still = 0                                  # looks since the last leave
         self._is_looking = False
 
     @property
     def num_waiting(self) -> int:
-        return sum(not future.done() for *_, future in self._waiting)
+        return sum(not waiter.future.done() for *_, waiter in self._waiting)
 
     async def leave(self, body: Body, num_bytes: int) -> None:
-        """Wait until there is room for all `num_bytes` of the body. Overloaded if others are not done with theirs for long."""
+        """Wait until there is room for `num_bytes` more of the body. Overloaded if others are not done with theirs for long."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        heapq.heappush(self._waiting, (loop.time() + num_bytes / PATIENCE, next(self._numbers), num_bytes, body, future))
+        waiter = _Waiter(body, num_bytes, loop.create_future())
+        self.arriving.pop(body, None)                    # it is not read meanwhile
+        heapq.heappush(self._waiting, (loop.time() + num_bytes / PATIENCE, next(self._numbers), waiter))
+        grows = body.leave > 0
+        self._num_growing += grows
         self._give_leave()
         self._make_room()
         self._look_later()
-        await future
+        try:
+            await waiter.future
+        finally:
+            self._num_growing -= grows
 
     def add(self, body: Body, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        body.leave = num_bytes
+        body.leave += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
         self._give_leave()
 
+    def _next(self) -> _Waiter | None:
+        """The first that waits, without those whose requests have ended."""
+        while self._waiting:
+            waiter = self._waiting[0][-1]
+            if not waiter.has_ended():
+                return waiter
+            heapq.heappop(self._waiting)
+        return None
+
     def _give_leave(self) -> None:
         """In order: a large body is not overtaken for ever."""
-        while self._waiting:
-            _, _, num_bytes, body, future = self._waiting[0]
-            if not future.done():                        # else its request was ended
-                if self.num_bytes + num_bytes > self.most:
-                    return
-                self.add(body, num_bytes)
-                self.arriving[body] = None
-                self._still = 0
-                future.set_result(None)
-            heapq.heappop(self._waiting)
+        while (waiter := self._next()) is not None and self.num_bytes + waiter.num_bytes <= self.most:
+            self._let_go_on(waiter)
+        if self._num_growing and waiter is not None and self.num_bytes <= self.most:
+            # Those that wait for their second leave hold their first: with all the room taken by them, none could ever end. So
+            # one at a time goes on beyond it.
+            growing = (each for each in self._waiting if each[-1].body.leave and not each[-1].has_ended())
+            if (first := min(growing, default=None)) is not None:
+                self._let_go_on(first[-1])
+
+    def _let_go_on(self, waiter: _Waiter) -> None:
+        self.add(waiter.body, waiter.num_bytes)
+        waiter.body.silent_looks = 0
+        self.arriving[waiter.body] = None
+        waiter.future.set_result(None)
 
     def _make_room(self) -> None:
         """The longest silent give way, as many as it takes."""
-        while self._waiting:
+        while self._next() is not None:
             silent = max(self.arriving, key=lambda body: body.silent_looks, default=None)
             if silent is None or silent.silent_looks < SILENT_LOOKS:
                 return
@@ -129,17 +151,34 @@ class HeldBodies:
         self._is_looking = False
         for body in self.arriving:
             body.look()
+        for *_, waiter in self._waiting:
+            waiter.look(self.num_bytes)
+        self._waiting = [each for each in self._waiting if not each[-1].has_ended()]
+        heapq.heapify(self._waiting)
+        self._give_leave()                               # one that did not fit may have ended
         self._make_room()
-        self._still = self._still + 1 if self._waiting else 0
-        if self._still > STILL_LOOKS:
-            self._refuse_all()
         self._look_later()
 
-    def _refuse_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for *_, future in waiting:
-            if not future.done():
-                future.set_exception(Overloaded(f"bodies of {self.num_bytes >> 20} MiB are being read; try again later"))
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A body that waits for leave."""
+
+    body: Body
+    num_bytes: int
+    future: asyncio.Future[None]
+    looks: int = 0
+
+    def has_ended(self) -> bool:
+        """Its request has ended; or its client has left, which a connection that is not read tells no one."""
+        if not self.future.done() and self.body.is_gone:
+            self.future.set_exception(ClientGone())
+        return self.future.done()
+
+    def look(self, num_bytes: int) -> None:
+        self.looks += 1
+        if self.looks > WAIT_LOOKS and not self.has_ended():
+            self.future.set_exception(Overloaded(f"bodies of {num_bytes >> 20} MiB are being read; try again later"))
 
 
 class Body:
@@ -151,8 +190,9 @@ class Body:
         self.leave = 0                                   # bytes that it may have, of those that all long bodies share
         self.silent_looks = 0                            # one after the other, in which it did not arrive
         self._seen = 0                                   # its size at the last look
-        self._least = SLOWEST                            # bytes that it must gain between two looks
+        self._gave_way = False
         self._held = held
+        self._direct: Direct | None = None
         self._limit: asyncio.Timeout | None = None       # of the wait for more of it
 
     @property
@@ -162,14 +202,24 @@ class Body:
             self.parts = [b"".join(self.parts)]
         return self.parts[0] if self.parts else b""
 
-    async def read(self, receive: Receive, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    @property
+    def is_gone(self) -> bool:
+        """Its client has left."""
+        return self._direct is not None and self._direct.is_gone
+
+    async def read(
+        self, receive: Receive, headers: Iterable[tuple[bytes, bytes]] = (), direct: Direct | None = None
+    ) -> None:
         """All of it; connection_limits limits its size while it arrives. Overloaded if it stops while other long ones wait."""
+        self._direct = direct
+        self._held.num_reading += 1
         try:
             async with asyncio.timeout(None) as self._limit:
                 await self._receive(receive, headers)
         except TimeoutError:
-            raise Overloaded("the body stopped arriving while others waited for its memory; try again later") from None
+            raise self._stopped() from None
         finally:
+            self._held.num_reading -= 1
             self._held.arriving.pop(self, None)
             self._limit = None
         self._give_back(max(0, self.leave - self.size))  # of a body without a declared length
@@ -180,34 +230,40 @@ class Body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
+            if self._gave_way:                           # in the same turn of the loop; its memory is another's
+                raise self._stopped()
             self.parts.append(message.get("body", b""))
             self.size += len(self.parts[-1])
             more = message.get("more_body", False)
-            if self.size > LONG_BYTES and not self.leave:    # short ones are limited by the number of connections
+            if self.size > max(LONG_BYTES, self.leave):  # short ones are limited by the number of connections
                 if more:
-                    await self._held.leave(self, self._expected(headers))
+                    await self._held.leave(self, self._expected(headers) - self.leave)
                 else:                                    # it is here, whatever room there is
-                    self._held.add(self, self.size)
+                    self._held.add(self, self.size - self.leave)
 
     def _expected(self, headers: Iterable[tuple[bytes, bytes]]) -> int:
-        """Its declared length; the longest there may be, if it has none."""
+        """Its declared length; if it has none, a usual one, and the longest there may be if that was too little."""
         declared = next((value for name, value in headers if name == b"content-length"), b"")
         if any(name == b"transfer-encoding" for name, _ in headers) or not declared.isdigit():
-            return max(self._held.longest, self.size)
-        length = max(int(declared), self.size)
-        self._least = max(1, length // SLOW)
-        return length
+            longest = self._held.longest
+            return max(longest if self.leave else min(FIRST_LEAVE, longest), self.size)
+        return max(int(declared), self.size)
 
     def look(self) -> None:
         """Note whether it has arrived since the last look."""
-        self.silent_looks = 0 if self.size - self._seen >= self._least else self.silent_looks + 1
+        self.silent_looks = 0 if self.size - self._seen >= max(1, self.leave // SLOW) else self.silent_looks + 1
         self._seen = self.size
 
     def give_way(self) -> None:
         """Its memory is given back now, and freed when its reader is told in the loop's next turn."""
-        if self._limit is not None:
+        if self._limit is not None and not self._gave_way:
             self._limit.reschedule(0.0)
+        self._gave_way = True
         self._give_back(self.leave)
+
+    @staticmethod
+    def _stopped() -> Overloaded:
+        return Overloaded("the body stopped arriving while others waited for its memory; try again later")
 
     def release(self) -> None:
         self.parts, self.size = [], 0

@@ -64,6 +64,11 @@ class DirectWrites:
         self.bytes_out = 0
 
     @property
+    def is_gone(self) -> bool:
+        cycle = self._cycle()
+        return cycle is None or cycle.disconnected
+
+    @property
     def is_free(self) -> bool:
         cycle = self._cycle()
         if cycle is None:
@@ -147,7 +152,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow = LineFlow(transport)
+        self.flow = LineFlow(transport, self.loop.time)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         if hasattr(transport, "max_size"):               # asyncio's own transports have it
             transport.max_size = READ_BYTES
@@ -240,8 +245,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self.loop.call_later(LEFT_SECONDS, self._watch_line)
 
     def _watch_line(self) -> None:
-        """A connection is not read while requests or an error wait in its line, so its end is not noticed by reading."""
-        if self.transport.is_closing() or not (self.pipeline or cast(LineFlow, self.flow).is_full):
+        """A connection is not read while requests or an error wait in its line, or a long body waits for memory (admission.py),
+        so its end is not noticed by reading."""
+        waits = self.pipeline or cast(LineFlow, self.flow).is_full or (self._arriving.in_body and self.flow.read_paused)
+        if self.transport.is_closing() or not waits:
             self._is_watched = False
         elif has_left(self.transport):
             self.transport.abort()
@@ -313,8 +320,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_beyond and len(self.connections) > most and not self.url.startswith(PROBED):
             self._stop(503, f"all {most} connections of this server are in use; try again later")
         self._expect_within(BODY_SECONDS)
-        self._arriving.in_body = True
         self._arriving.heard = self.loop.time()
+        self._arriving.in_body = True
         if self._arriving.is_coded:
             self._arriving.length = None
         super().on_headers_complete()
@@ -329,13 +336,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
         now = self._arriving
-        now.body_bytes += len(body)
         now.heard = self.loop.time()
+        now.body_bytes += len(body)
         now.chunks += 1
         self._check_body(now.body_bytes)
         if now.is_coded and now.chunks > FEW_CHUNKS and now.body_bytes < SMALL_CHUNK * now.chunks:
             self._stop(400, f"the chunks of the body are too small; send at least {SMALL_CHUNK} bytes in each")
         super().on_body(body)
+        if self.flow.read_paused:
+            self._start_watch()
 
     def on_message_complete(self) -> None:
         self._unparsed = 0
@@ -353,17 +362,28 @@ class LimitedProtocol(HttpToolsProtocol):
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
-    def _expect_within(self, seconds: float) -> None:
+    def _expect_within(self, seconds: float, allowed: float | None = None) -> None:
+        """`allowed`: what the client is told, if it has got more time meanwhile."""
         self._cancel_deadline()
-        self._deadline = self.loop.call_later(seconds, self._too_slow, seconds)
+        paused = cast(LineFlow, self.flow).paused_seconds
+        self._deadline = self.loop.call_later(seconds, self._too_slow, allowed or seconds, paused)
 
-    def _too_slow(self, seconds: float) -> None:
-        if self._arriving.in_body and self.flow.read_paused and not has_left(self.transport):
-            self._expect_within(seconds)                 # it is this server that does not read (admission.py)
+    def _too_slow(self, seconds: float, paused: float) -> None:
+        """`paused`: the seconds in which the connection was not read, when the time began."""
+        more = self._seconds_of_ours(paused)
+        if more > 0:
+            self._expect_within(more, seconds)
         elif self._arriving.in_message:
             self._refuse(408, f"the request was not complete after {seconds:g} s")
         else:
             self.transport.close()
+
+    def _seconds_of_ours(self, paused: float) -> float:
+        """In which this server did not read a body (admission.py): its client gets them back."""
+        if not self._arriving.in_body or has_left(self.transport):
+            return 0.0
+        flow = cast(LineFlow, self.flow)
+        return max(flow.paused_seconds - paused, LEFT_SECONDS if flow.read_paused else 0.0)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:
@@ -403,9 +423,11 @@ class LimitedProtocol(HttpToolsProtocol):
     @property
     def _silent_since(self) -> float | None:
         """Since when the body has stopped; None if it has not for long, or is not read, or its answer has begun."""
-        heard, cycle = self._arriving.heard, self.cycle
+        heard, cycle = max(self._arriving.heard, cast(LineFlow, self.flow).resumed_at), self.cycle
         is_silent = self.loop.time() >= heard + SILENT_SECONDS and not self.flow.read_paused and not has_bytes(self.transport)
-        return heard if is_silent and (cycle.response_complete or not cycle.response_started) else None
+        if not is_silent or cycle is None:               # None: the connection has just ended
+            return None
+        return heard if cycle.response_complete or not cycle.response_started else None
 
     @property
     def _is_answering(self) -> bool:

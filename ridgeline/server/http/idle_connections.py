@@ -1,4 +1,4 @@
-"""Which connections give way when all are taken: those that wait longest for a request of their client.
+"""Which connections give way when all are taken: those that wait longest for their client: for a request, or the rest of one.
 
 Without this, a client without a key could hold all connections by saying nothing on them, and shut out all others.
 """
@@ -15,7 +15,8 @@ SHARE = 16                           # one in so many of all is closed at once: 
 class Connection(Protocol):
     @property
     def idle_since(self) -> float | None:
-        """Since when it waits for the head of a request; None while one is read or answered."""
+        """Since when it waits for the head of a request, or for the rest of a body that has stopped; None while a request is read
+        or answered."""
 
     def give_way(self) -> None:
         """Close at once."""

@@ -36,12 +36,30 @@ def _polled(transport: asyncio.Transport, event: int) -> bool:
 
 
 class LineFlow(FlowControl):
-    """uvicorn's flow control; while the line is full, uvicorn itself does not resume reading either."""
+    """uvicorn's flow control; while the line is full, uvicorn itself does not resume reading either. Knows for how long the
+    connection was not read: no client is late for that."""
 
-    is_full = False
+    def __init__(self, transport: asyncio.Transport, now: Callable[[], float]) -> None:
+        super().__init__(transport)
+        self.is_full = False
+        self.resumed_at = 0.0
+        self._now = now
+        self._paused_at = 0.0
+        self._seconds = 0.0                              # of all pauses that have ended
+
+    @property
+    def paused_seconds(self) -> float:
+        """In all, since the connection began."""
+        return self._seconds + (self._now() - self._paused_at if self.read_paused else 0.0)
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self._paused_at = self._now()
+            super().pause_reading()
 
     def resume_reading(self) -> None:
-        if not self.is_full:
+        if self.read_paused and not self.is_full:
+            self._seconds, self.resumed_at = self.paused_seconds, self._now()
             super().resume_reading()
 
     def set_full(self, is_full: bool) -> None:

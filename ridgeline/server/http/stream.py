@@ -124,6 +124,10 @@ class Direct(Protocol):
     """Writes parts of one answer directly to its connection."""
 
     @property
+    def is_gone(self) -> bool:
+        """The client has left, or its request was refused."""
+
+    @property
     def is_free(self) -> bool:
         """The answer has begun and its client keeps up. Otherwise use `send`, which waits for the client."""
 

@@ -61,7 +61,8 @@ PROMISES = {
     "H-02": "connections of clients that send slowly are closed",
     "H-02b": "2,000 slow clients, a byte every 5 s: closed ≤ 15 s (headers) and ≤ 30 s (bodies) after they began, p99 of "
     "others ≤ 200 ms",
-    "H-02c": "a body that is not complete holds no slot; a silent one gives its memory to others, one that arrives never",
+    "H-02c": "a body that is not complete holds no slot; one that stops for 3 s, or is too slow to end in time, gives its memory "
+    "to others, one that arrives never; one that waits for memory for 60 s is refused",
     "H-03": "44 ambiguous requests (request smuggling): 400 and closed",
     "H-04": "1,000 streams × 64 tokens, three times: no errors, ≥ 20,000 events/s, p99 of the first byte ≤ 1 s",
     "H-05": "5,000 idle and 200 active connections: ≤ 300 MB, p99 < 2 ×",

@@ -293,7 +293,9 @@ def _become(call: dict[str, Any], streams: list[int]) -> None:
         module, *arguments = call["words"]
         if module in COMMAND:
             _stay_ready()
-        _show(["python", *([] if _is_script(module) else ["-P", "-m"]), module, *arguments])
+        words = [*([] if _is_script(module) else ["-P", "-m"]), module, *arguments]
+        _show(["python", *words])
+        sys.orig_argv = [sys.executable, *words]         # what a program that starts itself again reads (process/platform)
         sys.path[:0] = [each for each in call["env"].get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path]
         sys.argv = [module, *arguments]
         sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)

@@ -9,7 +9,7 @@ import logging
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from ridgeline.server.http import connection_limits
 from ridgeline.server.http.admission import Slots
 from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.hosts import HostGuard
+from ridgeline.server.http.pipelining import LineFlow
 from ridgeline.server.lifecycle import OTHER_FILES, ListeningServer, NoFiles, http_config, raise_file_limit
 from ridgeline.server.options import ServerOptions
 
@@ -238,7 +239,7 @@ def test_an_error_between_two_answers_waits_for_the_second(server: Server, monke
     wait = turns.wait
 
     def late(work: Any, loop: Any) -> None:
-        work.__self__._too_slow(1.0)
+        work.__self__._too_slow(1.0, 0.0)
         wait(work, loop)
 
     server.app.may_answer.clear()
@@ -382,22 +383,81 @@ def test_a_body_that_has_just_stopped_does_not_give_way(server: Server, body: by
     wait_until(lambda: not connections)
 
 
-def test_a_body_that_this_server_does_not_read_is_not_late(server: Server, impatient: None) -> None:
+def half_arrived(server: Server, client: socket.socket) -> Any:
+    """The connection of a client that has sent half a body."""
+    connections = server._server.server_state.connections
+    client.sendall(HALF)
+    wait_until(lambda: any(each.client == client.getsockname() for each in list(connections)))
+    (connection,) = [each for each in list(connections) if each.client == client.getsockname()]
+    wait_until(lambda: connection._arriving.body_bytes)
+    return connection
+
+
+def in_loop(connection: Any, work: Callable[[], Any]) -> Any:
+    async def run() -> Any:
+        return work()
+
+    return asyncio.run_coroutine_threadsafe(run(), connection.loop).result(60)
+
+
+def stop_reading(connection: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As uvicorn does while the application, which asks for more here, does not."""
+    def stop() -> None:
+        monkeypatch.setattr(connection.flow, "resume_reading", lambda: None)
+        connection.flow.pause_reading()
+
+    in_loop(connection, stop)
+
+
+def go_on_reading(connection: Any) -> None:
+    in_loop(connection, lambda: LineFlow.resume_reading(connection.flow))
+
+
+def test_a_body_that_this_server_does_not_read_is_not_late(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading is paused while a long body waits for memory (admission.py)."""
+    with server.connect() as client:
+        connection = half_arrived(server, client)
+        stop_reading(connection, monkeypatch)
+        before = connection._deadline
+        in_loop(connection, lambda: connection._too_slow(28.0, 0.0))
+        assert connection._deadline is not before and before.cancelled() and not connection._refused
+        client.sendall(b" whole")
+        go_on_reading(connection)
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(("paused", "status"), [(5000.0, b"200"), (0.0, b"408")])
+def test_the_time_in_which_this_server_did_not_read_is_not_the_clients(
+    server: Server, monkeypatch: pytest.MonkeyPatch, paused: float, status: bytes
+) -> None:
+    with server.connect() as client:
+        connection = half_arrived(server, client)
+        before, clock = connection._deadline, connection._arriving.heard
+        monkeypatch.setattr(connection.flow, "_now", lambda: clock)
+        stop_reading(connection, monkeypatch)
+        clock += paused
+        go_on_reading(connection)
+        in_loop(connection, lambda: connection._too_slow(28.0, 0.0))
+        assert connection._refused == (status == b"408")
+        if paused:
+            assert connection._deadline.when() > before.when() + paused / 2
+            assert connection.idle_since is None         # a moment ago it could not be heard
+            client.sendall(b" whole")
+        assert client.recv(4096).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_client_that_leaves_while_its_body_is_not_read_is_noticed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_limits, "LEFT_SECONDS", 0.01)
+    monkeypatch.setattr(connection_limits, "BODY_SECONDS", 10_000.0)         # not by this
     connections = server._server.server_state.connections
     wait_until(lambda: not connections)
+    before = server.app.gone
     with server.connect() as client:
-        client.sendall(HEAD + b"content-length: 10\r\n\r\nhalf")
-        wait_until(lambda: any(each._arriving.body_bytes for each in list(connections)))
-        (connection,) = connections
-        connection.loop.call_soon_threadsafe(connection.flow.pause_reading)
-        wait_until(lambda: connection.flow.read_paused)
-        before = connection._deadline
-        wait_until(lambda: connection._deadline is not before)               # it was too slow once, and may go on
-        client.sendall(b" whole")
-        connection.loop.call_soon_threadsafe(connection.flow.resume_reading)
-        assert client.recv(4096).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: not connections)
+        connection = half_arrived(server, client)
+        stop_reading(connection, monkeypatch)
+        client.sendall(b"more")
+        in_loop(connection, lambda: connection.on_body(b""))
+    wait_until(lambda: not connections and server.app.gone > before)
 
 
 def test_slots_are_given_back() -> None:

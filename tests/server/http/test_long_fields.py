@@ -56,6 +56,9 @@ def test_a_short_value_is_shown_as_it_is(value: Any) -> None:
 
 def test_a_long_value_is_cut_at_its_end() -> None:
     assert shown("a" * 100) == "'" + "a" * 76 + "..."
+    assert shown("a" + " " * 100 + "b") == "'a '..."    # what was cut is said, although the rest is short on one line
+    assert shown(["a", " " * 70, "b", "c"]) == "['a', ' ', 'b'..."
+    assert shown("a" + " " * 78 + "b") == "'a b'"
     assert shown(10**5000) == "a value of type int"
     nested: list[Any] = []
     for _ in range(100_000):
