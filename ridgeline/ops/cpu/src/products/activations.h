@@ -63,6 +63,7 @@ static void quantise_tile(const float *from, int8_t *codes, int16_t *pairs, Fact
     for (int h = 0; h < HALVES; h++) {
         int32_t sum;
         facts->scale[h] = quantise(from + h * SHARE, codes + h * SHARE, pairs ? pairs + h * SHARE : 0, &sum);
+        facts->counts[h] = sum;
         facts->sums[h] = facts->scale[h] * (float)sum;
         facts->sum += facts->sums[h];
     }

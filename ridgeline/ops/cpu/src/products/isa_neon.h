@@ -27,19 +27,19 @@ ALWAYS Floats plus_times(Floats sum, Floats a, Floats b) { return vfmaq_f32(sum,
 ALWAYS Floats load_floats(const void *from) { return vld1q_f32(from); }
 ALWAYS Floats load_halves(const void *from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 ALWAYS Floats load_brains(const void *from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(from), 16)); }
-/* A byte below the top of a float's bits adds to 2^23: as a sum of dots, without a conversion. */
-ALWAYS Floats above(uint8x16_t bytes, float begin) {
-    static const uint8_t PLACES[16] = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
-    uint32x4_t words = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, vld1q_u8(PLACES)));
+/* Four of 16 bytes as floats. A byte below the top of a float's bits adds to 2^23: as a sum of dots, without a conversion. */
+ALWAYS Floats above(uint8x16_t bytes, int part, float begin) {
+    #define PLACES(i) {i, 255, 255, 255, i + 1, 255, 255, 255, i + 2, 255, 255, 255, i + 3, 255, 255, 255}
+    static const uint8_t PLACES_OF[4][16] = {PLACES(0), PLACES(4), PLACES(8), PLACES(12)};
+    #undef PLACES
+    uint32x4_t words = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, vld1q_u8(PLACES_OF[part])));
     return vsubq_f32(vreinterpretq_f32_u32(vorrq_u32(words, vdupq_n_u32(0x4b000000))), vdupq_n_f32(begin));
 }
-ALWAYS uint8x16_t load_four(const void *from) {
-    float bytes;
-    __builtin_memcpy(&bytes, from, 4);
-    return vreinterpretq_u8_f32((float32x4_t){bytes, 0.0f, 0.0f, 0.0f});
+#define INNER 1
+ALWAYS Floats inner_unsigned(const uint8_t *all, int part) { return above(vld1q_u8(all), part, 8388608.0f); }
+ALWAYS Floats inner_signed(const uint8_t *all, int part) {
+    return above(veorq_u8(vld1q_u8(all), vdupq_n_u8(128)), part, 8388736.0f);
 }
-ALWAYS Floats load_unsigned(const void *from) { return above(load_four(from), 8388608.0f); }
-ALWAYS Floats load_signed(const void *from) { return above(veorq_u8(load_four(from), vdupq_n_u8(128)), 8388736.0f); }
 ALWAYS void store(float *to, Floats x) { vst1q_f32(to, x); }
 
 /* Numbers that registers are multiplied by, one lane after the other: a load into all lanes would take a slot of the arithmetic units. */
@@ -86,15 +86,18 @@ ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
 /* Rows whose sums are made side by side: an sdot that waits for the one before it holds up those behind it, the queues are short. */
 #define BESIDE(count) ((count) % 2 ? 1 : 2)
 #define SDOT(total, codes, x, lane) total = vdotq_laneq_s32(total, vreinterpretq_s8_u8(codes), x, lane)
-ALWAYS void dots_beside(const Bytes *codes, const int8_t *x, int64_t stride, int rows, Floats products[][HALVES]) {
+/* `middle`, the code that means 0, is taken off with the first value of a sum. */
+#define FOLDED 1
+ALWAYS void dots_beside(const Bytes *codes, int middle, const Activations *x, int64_t at, int rows, Floats products[][HALVES]) {
     int32x4_t totals[2][HALVES];
     int8x16_t from[2][HALVES];
     #pragma GCC unroll 2
     for (int r = 0; r < rows; r++)
         #pragma GCC unroll 2
         for (int h = 0; h < HALVES; h++) {
-            from[r][h] = vld1q_s8(x + r * stride + h * SHARE);
-            totals[r][h] = vreinterpretq_s32_f32(vdupq_n_f32(BEGIN));
+            const int64_t tile = at + r * x->tiles;
+            from[r][h] = vld1q_s8(x->codes + tile * DEEP + h * SHARE);
+            totals[r][h] = vdupq_n_s32(0x4b400000 - middle * (middle ? x->facts[tile].counts[h] : 0));
         }
     #define QUAD(lane) \
         for (int h = 0; h < HALVES; h++) \

@@ -30,6 +30,10 @@
 #if !defined(BESIDE)
 #define BESIDE(count) 1
 #endif
+#if !defined(INNER)                  /* scales of a register of outputs, of 16 */
+#define inner_unsigned(all, part) load_unsigned((all) + (part) * WIDE)
+#define inner_signed(all, part) load_signed((all) + (part) * WIDE)
+#endif
 #if !defined(BY_LANE)
 typedef const float *Few;
 ALWAYS Few few(const float *from) { return from; }
@@ -93,6 +97,7 @@ ALWAYS Head head_of(int style, const uint8_t *head, int part) {
     found.scale = full ? load_floats(head + 4 * at) : load_halves(head + 2 * at);
     found.offset = style == FULL_OFFSET ? load_floats(head + 4 * (ROWS + at))
                  : offsets ? load_halves(head + 2 * (ROWS + at)) : zeros();
+    if (style == K_OFFSET) found.offset = times(found.offset, all(-1.0f));
     return found;
 }
 
@@ -102,16 +107,15 @@ typedef struct { Floats scale[2], offset[2]; } Scale;
 
 ALWAYS Scale scales_of(int style, float middle, Head head, const uint8_t *inner, int part) {
     Scale found;
-    int at = part * WIDE;
     found.scale[0] = head.scale;
     found.offset[0] = style == HALF ? times(head.scale, all(-middle)) : head.offset;
     if (style == K_OFFSET) {
-        found.scale[0] = times(head.scale, load_unsigned(inner + at));
-        found.offset[0] = times(times(head.offset, all(-1.0f)), load_unsigned(inner + ROWS + at));
+        found.scale[0] = times(head.scale, inner_unsigned(inner, part));
+        found.offset[0] = times(head.offset, inner_unsigned(inner + ROWS, part));
     } else if (style == K_SIGNED) {
         #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
-            found.scale[i] = times(head.scale, load_signed(inner + i * ROWS + at));
+            found.scale[i] = times(head.scale, inner_signed(inner + i * ROWS, part));
             found.offset[i] = times(found.scale[i], all(-middle));
         }
     }
@@ -123,13 +127,22 @@ ALWAYS int has_offset(int style, int bits) {
     return style == HALF_OFFSET || style == K_OFFSET || style == FULL_OFFSET || style == K_SIGNED || (style == HALF && bits != 8);
 }
 
+/* The same for sums of integers: some have taken the code that means 0 off already. */
+ALWAYS int adds_offset(int style, int bits) {
+#if defined(FOLDED)
+    if (style == K_SIGNED || style == HALF) return 0;
+#endif
+    return has_offset(style, bits);
+}
+
 /* Integer products of the tile `at` and of those `beside` rows below, with the codes of one register of outputs. */
-ALWAYS void tile_products(int bits, const Bytes *codes, const Activations *x, int64_t at, int beside, Floats products[][HALVES]) {
-#if defined(SDOT)
+ALWAYS void tile_products(int bits, int middle, const Bytes *codes, const Activations *x, int64_t at, int beside,
+                          Floats products[][HALVES]) {
+#if defined(FOLDED)
     (void)bits;
-    dots_beside(codes, x->codes + at * DEEP, x->tiles * DEEP, beside, products);
+    dots_beside(codes, middle, x, at, beside, products);
 #else
-    (void)beside;
+    (void)beside, (void)middle;
     #pragma GCC unroll 2
     for (int h = 0; h < HALVES; h++) {
 #if defined(PAIRS)
@@ -147,12 +160,13 @@ ALWAYS Floats tile_sum(int style, int bits, Floats products[HALVES], const Scale
     products[0] = times_lane(products[0], scales, SCALE_0);
     if (style == K_SIGNED) {
         sum = plus_times(sum, products[0], scale->scale[0]);
-        sum = plus_times_lane(sum, scale->offset[0], last, SUMS_0 - 1);
+        if (adds_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[0], last, SUMS_0 - 1);
         sum = plus_times(sum, times_lane(products[1], scales, SCALE_1), scale->scale[1]);
-        return plus_times_lane(sum, scale->offset[1], last, SUMS_1 - 1);
+        if (adds_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[1], last, SUMS_1 - 1);
+        return sum;
     }
     sum = plus_times(sum, plus_times_lane(products[0], products[1], scales, SCALE_1), scale->scale[0]);
-    if (has_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[0], scales, SUM);
+    if (adds_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[0], scales, SUM);
     return sum;
 }
 
@@ -192,7 +206,7 @@ ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int
             #pragma GCC unroll 8
             for (int m = 0; m < count; m += beside) {
                 Floats products[2][HALVES];
-                tile_products(bits, codes, x, (row + m) * x->tiles + t, beside, products);
+                tile_products(bits, (int)format.middle, codes, x, (row + m) * x->tiles + t, beside, products);
                 #pragma GCC unroll 2
                 for (int r = 0; r < beside; r++) {
                     const Facts *facts = x->facts + (row + m + r) * x->tiles + t;

@@ -101,14 +101,14 @@ ALWAYS Group group_at(const Segment *segment, int64_t number) {
 }
 
 /* A row of activations in 8 bits. Each 16 (SHARE) have a scale, number = scale * code: one large number spoils few others, and a
-   tile's two sums of integers cost two operations more than one. `sums` are scale * sum of codes over each 16, `sum` is that of
+   tile's two sums of integers cost two operations more than one. `counts` are the sums of codes over each 16, `sums` scale * count, `sum` is that of
    the whole tile, which offsets are multiplied by. `pairs` are the codes again in 16 bits, where the machine multiplies 8-bit
    weights in 16 bits: of each four 0, 2, 1, 3. */
 #define SHARE 16                     /* as GROUP in ops/linear/gguf_blocks.py, and the inputs that share a scale of Q6_K */
 #define HALVES (DEEP / SHARE)
 
 typedef union {
-    struct { float scale[HALVES], sum, sums[HALVES]; };
+    struct { float scale[HALVES], sum, sums[HALVES]; int32_t counts[HALVES]; };
     float all[2 * HALVES + 1];                           /* the same by number */
 } Facts;
 enum { SCALE_0, SCALE_1, SUM, SUMS_0, SUMS_1 };
