@@ -111,9 +111,7 @@ class Constants:
 
 def fitted_as(device: Device) -> str:
     """The constants that hold for a device, of FITTED."""
-    if device.kind != "cpu":
-        return "cuda"
-    return "cpu-aarch64" if device.architecture == "aarch64" else "cpu"
+    return "cuda" if device.kind != "cpu" else "cpu-aarch64" if device.architecture == "aarch64" else "cpu"
 
 
 @functools.cache
