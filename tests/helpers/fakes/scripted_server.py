@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -169,3 +172,15 @@ class ScriptedServer:
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+
+def connect(server: ScriptedServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=60)
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """The bytes of a request."""
+    data = json.dumps(body).encode()
+    place = path if path.startswith("/") else f"/v1/{path}"
+    head = f"POST {place} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from scripted_server import ScriptedServer
+from scripted_server import ScriptedServer, connect, post
 from served_model import wait_until, write_model
 
 from ridgeline.errors import Overloaded
@@ -377,16 +374,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
     model = write_model(tmp_path_factory.mktemp("model") / "tiny")
     with ScriptedServer(model, lambda prompt: "yes, it is") as made:
         yield made
-
-
-def connect(server: ScriptedServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=60)
-
-
-def post(path: str, body: dict[str, Any]) -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
 
 
 TURN = [{"role": "user", "content": "a"}]

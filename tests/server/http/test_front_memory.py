@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -13,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from scripted_server import ScriptedServer
+from scripted_server import ScriptedServer, connect, post
 from served_model import wait_until, write_model
 
 from ridgeline.engine.client.long_work import num_done
@@ -64,17 +62,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
     model = write_model(tmp_path_factory.mktemp("model") / NAME)
     with ScriptedServer(model, lambda prompt: "yes, it is") as made:
         yield made
-
-
-def connect(server: ScriptedServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=60)
-
-
-def post(path: str, body: dict[str, Any]) -> bytes:
-    data = json.dumps(body).encode()
-    place = path if path.startswith("/") else f"/v1/{path}"
-    head = f"POST {place} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
 
 
 # -- cycles ------------------------------------------------------------------------------------------------------------

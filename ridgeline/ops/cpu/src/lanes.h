@@ -46,7 +46,7 @@ static const Places NUMBER = {
 
 /* e^x - 1 for x <= 0 is (p + 1) 2^n - 1: the p of this polynomial has a relative error of about 1e-7. Below -87 e^x stays
    at 1e-38, which is nothing beside the 1 that is always there; NaN stays NaN. n is rounded by an addition: 1.5 * 2^23 leaves it in
-   the lowest bits, and conversions take longer (Neoverse N1: four times). Once for a float and once for vectors. */
+   the lowest bits, and conversions take longer on some machines. Once for a float and once for vectors. */
 #define ROUNDING 12582912.0f
 #define EXPONENTIAL(REAL, SELECT) \
     x = SELECT(x < -87.0f, (REAL){0} - 87.0f, x); \

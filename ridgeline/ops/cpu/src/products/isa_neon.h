@@ -79,8 +79,8 @@ ALWAYS Floats found_in(const float table[16], Bytes codes, int place) {
 }
 
 /* Codes of up to 7 bits and signed bytes are both signed numbers. The sum begins at the bits of the float 1.5 * 2^23, and stays far
-   below 2^22: its bits are those of the float 1.5 * 2^23 + sum. To take 1.5 * 2^23 off is exact, and where scvtf holds one of two
-   arithmetic units for two cycles (Neoverse N1), it takes a quarter of its time. */
+   below 2^22: its bits are those of the float 1.5 * 2^23 + sum. To take 1.5 * 2^23 off is exact, and any arithmetic
+   unit can do it, where one alone converts (Neoverse N1). */
 #define BEGIN 12582912.0f
 
 /* Rows whose sums are made side by side: an sdot that waits for the one before it holds up those behind it, the queues are short. */

@@ -11,8 +11,8 @@
 #else
 #define REGISTERS 2
 #endif
-/* With four lanes and 32 registers a key is multiplied by four heads once it was read (4 x 4 sums), and float16 is widened there: the unit
-   that widens works beside the one that multiplies. Elsewhere it is widened once for all heads, and multiplied by one after the other. */
+/* With four lanes and 32 registers a key is multiplied by four heads once it was read (4 x 4 sums), and float16 is widened there,
+   without a copy. Elsewhere it is widened once for all heads, and multiplied by one after the other. */
 #if defined(__aarch64__)
 #define BLOCKED 4
 #else
