@@ -42,7 +42,7 @@ def largest_captured(
     if ranks * stages > 1:               # what ranks say to each other is not in this model of a step's time
         return FEWEST
     larger = [size for size in PROMPT_TOKENS if size > FEWEST]
-    shape, peaks = decoder_shape(model, dtype), _peaks(device, linear_dtype)
+    shape, peaks = decoder_shape(model, dtype), peaks_of(device, linear_dtype)
 
     def spared(tokens: int) -> float:
         """Seconds by which a graph gains too little."""
@@ -66,5 +66,5 @@ def device_seconds(cost: StepCost, peaks: Peaks) -> float:
     return sum(peaks.floor(cost).values())
 
 
-def _peaks(device: Device, linear_dtype: str) -> Peaks:
+def peaks_of(device: Device, linear_dtype: str) -> Peaks:
     return Peaks(device.bandwidth * READ, device.rate(linear_dtype) * COMPUTED)
