@@ -19,11 +19,12 @@ from ridgeline.sizes.graph_shapes import PROMPT_TOKENS, USUAL_PROMPT
 from ridgeline.sizes.hardware import Device
 
 FEWEST = USUAL_PROMPT                # also of GPUs without a data sheet
-# Of an op by the host, Python and torch included: 21.4 ms for a decode of 46 to 112 rows of an 8B model that was launched kernel
-# by kernel (benchmarks/studies/first_pass/q4_k_m.log, steps 256 to 260; 4-bit weights), in which step_cost counts 292 ops. A
-# bare launch is 7.2 µs of it.
-OP_SECONDS = 73e-6
-GAIN = 1.4
+# Of an op by the host, Python and torch included: prompts of 512 tokens of a 1.5B and an 8B model that were launched kernel by kernel
+# took 43 and 44 µs for each op that step_cost counts (benchmarks/studies/prompt_graphs/result.json, a host with 16 cores).
+OP_SECONDS = 43.5e-6
+# By the estimate. Small products are slower than their share of a data sheet: where the estimate is 1.7 the study measured 1.15, and
+# 1.02 where it is 1.3.
+GAIN = 1.6
 # Shares of a data sheet's rates that our kernels reach, as fitted for `plan` (plan/fitted.json; a test compares them).
 READ, COMPUTED = 0.947, 0.729
 
