@@ -37,8 +37,11 @@ def predicted(name: str) -> dict[str, object]:
     floor = batch["floor"]["counted"]
     of_experts = floor["seconds_by_part"]["experts"] / floor["seconds"]
     seconds = ROWS / batch["median"]["decode_tok_s"] * (1 - of_experts * (1 - zipf / even))
-    return {"model": f"{name}-zipf", "experts_visited_even": round(even, 1), "experts_visited_zipf": round(zipf, 1),
-            "batch128_decode_tok_s": round(ROWS / seconds), "latency_b1_decode_tok_s": round(rows["latency_b1"]["median"]["decode_tok_s"])}
+    return {
+        "model": f"{name}-zipf", "experts_visited_even": round(even, 1), "experts_visited_zipf": round(zipf, 1),
+        "batch128_decode_tok_s": round(ROWS / seconds),
+        "latency_b1_decode_tok_s": round(rows["latency_b1"]["median"]["decode_tok_s"]),
+    }
 
 
 if __name__ == "__main__":
