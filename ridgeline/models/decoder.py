@@ -91,7 +91,7 @@ def make_mlp(config: ModelConfig, number: int, place: Placement) -> GatedMLP | P
         rule["jitter"] = routing.jitter
     return Mixture(MixtureSpec(
         config.hidden_size, experts.count, experts.used, experts.width, experts.shared, experts.shared_gate, config.activation,
-        experts.bias, experts.router_bias, routing.choice_bias, experts.zipf, experts.limit,
+        experts.bias, experts.router_bias, routing.choice_bias, experts.zipf > 0, experts.limit,
         experts.alpha, experts.scales_input, rule,
     ), inside)
 

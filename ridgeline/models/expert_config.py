@@ -8,6 +8,8 @@ The decoder, the memory ledger, the live roofline and `plan` read the same objec
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,13 +44,15 @@ class Experts:
     shared_gate: bool = False        # the shared expert's output is multiplied by the sigmoid of one more logit
     router_bias: bool = False
     bias: bool = False               # of the experts' linears
-    zipf: bool = False               # of dummy weights: routers prefer few experts
+    zipf: float = 0.0                # of dummy weights whose routers prefer few experts: standard deviation of their logits
     limit: float | None = None       # gate and up are clamped to it (gpt-oss) …
     alpha: float = 1.702             # … and the gate is g · sigmoid(alpha · g), times up + 1
     scales_input: bool = False       # the weight of an expert multiplies its input, not its result
 
     def visited(self, tokens: float) -> float:
-        """Experts of a layer that some token of a step uses, if routing is independent and even."""
+        """Experts of a layer that some token of a step uses, if routing is independent, and even but for `zipf`."""
+        if self.zipf:
+            return sum(1 - (1 - chance) ** tokens for chance in _zipf_chances(self.count, self.used, self.zipf))
         return self.count * (1 - (1 - self.used / self.count) ** tokens)
 
     @property
@@ -67,6 +71,20 @@ class Experts:
     def active(self, layers: int) -> int:
         """Of them, what one token computes with."""
         return (layers - self.dense_layers) * (self.used * self.width + self.shared) + self.dense_layers * self.dense_width
+
+
+@functools.lru_cache
+def _zipf_chances(count: int, used: int, spread: float) -> tuple[float, ...]:
+    """Of each expert to be among the `used` ones with the highest logits: normal ones around -log(1 + place), as in
+    layers/mixture.py. Logits above one level, which `used` of them pass in the mean, stand for the highest."""
+    def above(level: float) -> tuple[float, ...]:
+        return tuple(0.5 * math.erfc((level + math.log1p(place)) / (spread * math.sqrt(2))) for place in range(count))
+
+    low, high = -20.0 - math.log1p(count), 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(above(middle)) > used else (low, middle)
+    return above(low)
 
 
 def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
@@ -93,10 +111,11 @@ def read_experts(fields: Fields, rule: ExpertRule, layers: int) -> Experts:
     dense = _dense_layers(fields, layers)
     if width < 1 or len(dense) >= layers or (dense and not whole):
         raise ModelError(f"{fields.where}: experts of width {width} in {layers - len(dense)} of {layers} layers cannot be")
-    zipf = fields.get("dummy_routing") == "zipf"         # a field of our own, for benchmarks: a checkpoint would lack the bias
+    # A field of our own, for benchmarks: a checkpoint would lack the bias. Dummy weights have a standard deviation of 0.02.
+    zipf = 0.02 * math.sqrt(first_of("hidden_size")) if fields.get("dummy_routing") == "zipf" else 0.0
     return Experts(
         count, used, width, shared, dense, whole if dense else 0, _routing(fields, rule, count, used),
-        rule.shared_gate and shared > 0, rule.router_bias or zipf, rule.bias, zipf,
+        rule.shared_gate and shared > 0, rule.router_bias or zipf > 0, rule.bias, zipf,
         fields.number("swiglu_limit", 7.0) if rule.clamped else None, fields.number("swiglu_alpha", 1.702), rule.scales_input,
     )
 

@@ -195,7 +195,7 @@ def tiny_presets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_presets_on_a_tiny_model(tiny_presets: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path / "tiny")
-    words = ["--load-format", "dummy", "--directory", str(tmp_path / "records")]
+    words = ["--load-format", "dummy", "--directory", str(tmp_path / "records"), "--time-limit", "100000"]
     names = ["latency_b1", "prefix", "throughput", "prefill_8k"]
     # A budget that the first prompt fills: those after it find its prefix computed.
     options = ["--set", "max_num_seqs=8", "device=cpu", "max_num_batched_tokens=72"]

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -270,6 +271,18 @@ def test_experts_that_a_step_reads_are_counted(tmp_path: Path, monkeypatch: pyte
     layers = llm.core.config.model.num_layers
     assert layers * experts.used < prompt <= layers * experts.count
     assert decodes and all(step == (1, layers * experts.used) for step in decodes)
+
+
+def test_floors_count_the_experts_that_zipf_routing_visits() -> None:
+    """Counted by routing random tokens as dummy weights do."""
+    experts = Experts(64, 6, zipf=0.9)
+    assert experts.visited(1) == pytest.approx(6, rel=1e-6)
+    rng, rows, total = np.random.default_rng(0), 128, 0
+    for _ in range(50):
+        logits = rng.normal(0, 0.9, (rows, 64)) - np.log1p(rng.permutation(64))
+        total += len(np.unique(np.argpartition(-logits, 6, axis=1)[:, :6]))
+    assert experts.visited(rows) == pytest.approx(total / 50, rel=0.03)
+    assert experts.visited(rows) < 0.8 * Experts(64, 6).visited(rows)
 
 
 def test_zipf_routing_of_dummy_weights_reads_fewer_experts() -> None:

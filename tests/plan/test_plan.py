@@ -79,7 +79,7 @@ from ridgeline.sizes.hardware import DEVICES, data_sheet, find_device, measure_c
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(
     (path for kind in ("offline", "serve") for path in (ROOT / "benchmarks/h200").rglob(f"{kind}-*.json")
-     if "deterministic" not in path.stem and "-rate-" not in path.stem and "all at once" not in path.read_text()),
+     if "deterministic" not in path.stem and "zipf" not in path.stem and "-rate-" not in path.stem and "all at once" not in path.read_text()),
     key=record_order,
 )
 PAGE = ROOT / "docs/lab/step-time.md"
@@ -839,9 +839,12 @@ def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.Cap
     made = json.loads(path.read_text())
     made["workload"]["options"]["deterministic"] = True
     (tmp_path / "other.json").write_text(json.dumps(made))
-    assert main(["plan", "--check", str(tmp_path / "other.json"), str(path), "--json"]) == 0
+    made["workload"] |= {"model": f"{made['workload']['model']}-zipf", "options": {}}
+    (tmp_path / "few.json").write_text(json.dumps(made))
+    others = [str(tmp_path / name) for name in ("other.json", "few.json")]
+    assert main(["plan", "--check", *others, str(path), "--json"]) == 0
     said = capsys.readouterr()
-    assert "left out: " in said.err
+    assert said.err.count("left out: ") == 2 and "even routing" in said.err
     assert {each["record"] for each in json.loads(said.out)} == {record_name(path)}
 
 
