@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # What needs a GPU to mean anything: kernels on the device, greedy tokens and laws on it, memory, sampling.
 GPU_TESTS := tests/ops/test_ops.py tests/runner/test_sampler.py tests/models/test_families.py tests/engine/test_laws.py \
     tests/ops/linear/test_linear_kernels.py tests/ops/linear/test_gemv_ring.py tests/ops/linear/test_gemm_ring.py tests/ops/linear/test_gemm_wide.py tests/ops/linear/test_gemm_gated.py tests/ops/test_attention_gpu_shapes.py tests/ops/test_draft_attention.py \
-    tests/ops/packed tests/ops/quantised tests/models/test_packed_scheme.py tests/models/test_fp8.py tests/models/checkpoints/test_upload.py tests/ops/test_kernel_prefill_hopper.py tests/runner/test_shared_prefix.py tests/runner/test_gpu_engine.py tests/runner/test_gpu_embedded.py
+    tests/ops/packed tests/ops/quantised tests/models/test_packed_scheme.py tests/models/test_fp8.py tests/models/checkpoints/test_upload.py tests/ops/test_kernel_prefill_hopper.py tests/runner/test_shared_prefix.py tests/runner/test_gpu_engine.py tests/runner/test_gpu_embedded.py tests/quantize/test_gpu_scales.py
 # These compare what the device holds with a prediction, or take all of it, so no other program may use it.
 GPU_TESTS_ALONE := tests/runner/test_gpu_memory.py tests/runner/test_gpu_out_of_memory.py tests/runner/test_gpu_ranks.py
 

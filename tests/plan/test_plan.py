@@ -79,7 +79,7 @@ from ridgeline.sizes.hardware import DEVICES, data_sheet, find_device, measure_c
 ROOT = Path(__file__).parents[2]
 RECORDS = sorted(
     (path for kind in ("offline", "serve") for path in (ROOT / "benchmarks/h200").rglob(f"{kind}-*.json")
-     if "deterministic" not in path.stem and "zipf" not in path.stem and "-rate-" not in path.stem and "all at once" not in path.read_text()),
+     if not any(word in path.stem for word in ("deterministic", "-zipf", "-rate-")) and "all at once" not in path.read_text()),
     key=record_order,
 )
 PAGE = ROOT / "docs/lab/step-time.md"

@@ -42,7 +42,7 @@ def _nvfp4(values: Tensor, format: WeightFormat, largest: float | None) -> Round
     block, shape = format.scales.block, (values.shape[0], values.shape[1])
     top = float(values.abs().amax()) if largest is None else largest
     outer = _inverse(torch.tensor(LARGEST * LARGEST_CODE["e2m1"] / top if top else 1.0)).to(values.device)
-    scale = (block_maxima(values.abs(), block) / LARGEST_CODE["e2m1"] / outer).clamp(max=LARGEST).to(CODES)
+    scale = (over(block_maxima(values.abs(), block), LARGEST_CODE["e2m1"]) / outer).clamp(max=LARGEST).to(CODES)
     any_scale = torch.tensor(0.125, dtype=CODES, device=scale.device)
     scale = torch.where(scale.float() == 0, any_scale, scale)            # a block of zeros: any scale gives them
     weight, _ = packed_codes("e2m1", e2m1_codes(values / spread(scale.float() * outer, block, shape)))
@@ -56,18 +56,23 @@ def _inverse(number: Tensor) -> Tensor:
     return 1 / number
 
 
+def over(values: Tensor, number: float) -> Tensor:
+    """values / number, the same on every device: on a GPU torch multiplies by 1 / number where that is a Python number."""
+    return values / values.new_tensor(number)
+
+
 def grid_of(values: Tensor, format: WeightFormat) -> tuple[Tensor, Tensor | None]:
     """(scales in the dtype in which they are stored, zero points as signed codes) of a block's values."""
     assert format.scales is not None
     stored = getattr(torch, format.scales.dtype)
     if format.scales.zero is None:
         zero, maxima = None, block_maxima(values.abs(), format.scales.block)
-        wide = maxima * (1.0 / 127.0) if keeps_outliers(format) else maxima / HALF_RANGE[format.grid]
+        wide = maxima * (1.0 / 127.0) if keeps_outliers(format) else over(maxima, HALF_RANGE[format.grid])
         if per_tensor(format):
             wide = wide.amax().expand_as(wide).contiguous()
     else:
         least = -block_maxima((-values).clamp_min(0), format.scales.block)
-        wide = (block_maxima(values.clamp_min(0), format.scales.block) - least) / (2 * HALF_RANGE[format.grid])
+        wide = over(block_maxima(values.clamp_min(0), format.scales.block) - least, 2 * HALF_RANGE[format.grid])
     scale = wide.to(stored)
     # A block of zeros, or of numbers too small for the dtype: any scale gives zeros. One that is not subnormal, so that no
     # kernel flushes it.

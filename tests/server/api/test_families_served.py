@@ -34,7 +34,8 @@ def with_tokenizer(name: str, path: Path) -> Path:
 
 def streamed(url: str, model: str) -> str:
     body = {"model": model, "messages": MESSAGES, "stream": True, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     parts, ended = [], False
     with urllib.request.urlopen(request, timeout=120) as answer:
         for line in answer:
