@@ -137,13 +137,16 @@ def test_a_stopped_run_goes_on_where_it_stopped(plain: Path, tmp_path: Path, mon
         file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
 
 
-def test_a_block_cut_short_is_made_again(plain: Path, tmp_path: Path) -> None:
+def test_one_run_at_a_time_and_a_block_cut_short_is_made_again(plain: Path, tmp_path: Path) -> None:
     made = job(plain, tmp_path / "out")
     model = PlainModel(plain)
     space = Workspace(made.out, quantize_model._run(made, model, None), len(model.blocks))
     model.close()
     space.file(0).write_bytes(b"\0" * 100)
     assert not space.is_done(0)
+    with pytest.raises(ConfigError, match=r"another run is writing .*out\.part: wait for it, or choose another --out"):
+        quantize(made)
+    space.end()
     quantize(made)
     load(made.out)
 
