@@ -16,6 +16,7 @@ PAIRS = same_size("smollm2-135m")
 RIGHT = 0.25
 NEAR = {"rtn": 0.01, "awq": 0.03, "gptq": 0.03}         # how much more perplexity than llm-compressor's
 COMPARED = sorted(path for path in (STUDIES / "llm_compressor").glob("*.json") if not path.stem.startswith("equal-codes"))
+SAME_CODES = {"equal-codes-smollm2-135m": 210, "equal-codes-qwen2.5-coder-1.5b": 196}       # record -> linears of the model
 MOST_S = {"8b": 6 * 60, "1.5b": 45 * 60}                # of GPTQ: on an H200, and on two cores
 
 
@@ -85,13 +86,14 @@ def test_perplexities_are_those_of_llm_compressor(file: Path) -> None:
     assert ppl["gptq"] < ppl["awq"] < ppl["rtn"]
 
 
-def test_codes_rounded_to_nearest_are_those_of_compressed_tensors() -> None:
-    alone = read(STUDIES / "llm_compressor" / "equal-codes-smollm2-135m.json")
-    assert alone["linears"] == 210 and alone["equal_codes"] == alone["codes"] and alone["equal_scales"] == alone["scales"]
+@pytest.mark.parametrize(("name", "linears"), SAME_CODES.items())
+def test_codes_rounded_to_nearest_are_those_of_compressed_tensors(name: str, linears: int) -> None:
+    alone = read(STUDIES / "llm_compressor" / f"{name}.json")
+    assert alone["linears"] == linears and alone["equal_codes"] == alone["codes"] and alone["equal_scales"] == alone["scales"]
 
 
 @pytest.mark.parametrize("name", ["auto_methods/result", *(f"llm_compressor/{path.stem}" for path in COMPARED),
-                                  "llm_compressor/equal-codes-smollm2-135m"])
+                                  *(f"llm_compressor/{name}" for name in SAME_CODES)])
 def test_a_study_names_a_commit_of_the_history(name: str) -> None:
     require_commit(read(STUDIES / f"{name}.json")["commit"])
 
