@@ -57,6 +57,8 @@ from ridgeline.version import __version__
 # and how many such passages. A linear alone costs a pass through half of the model.
 SEARCH_READ, SEARCH_JUDGED, SEARCH_ALONE, SEARCH_PASSAGES = 512, 512, 24, 8
 
+FEWEST_JUDGED = 64                   # tokens of a text of the user's that a card reads: figures of fewer are noise
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -118,8 +120,11 @@ def _quantize(job: Job) -> dict[str, Any] | None:
 
 
 def _checked_card(job: Job, task: Task, tokenizer: Tokenizer) -> Task:
-    """ConfigError: texts that cannot be read, and needles that fit into none, unless they may be left out."""
+    """ConfigError: texts that cannot be read, too little of the user's, and needles that fit into none, unless they may be left
+    out."""
     texts = slice_texts(task)
+    if task.text and (count := len(tokenizer.encode(texts[DEFAULT_TEXT]))) < FEWEST_JUDGED:
+        raise ConfigError(f"too little text to measure on: --card-text has {count} tokens, at least {FEWEST_JUDGED} are needed")
     if not task.needle:
         return task
     try:
@@ -143,7 +148,9 @@ def _forecast(
     job: Job, model: PlainModel, linears: list[Linear], calibration: Calibration | None, space: Workspace
 ) -> Forecast | None:
     """None: a part of the work is done already, and what is left is not predicted."""
-    if any(space.is_done(place) for place in range(space.blocks)):
+    if done := sum(space.is_done(place) for place in range(space.blocks)):
+        if job.show:
+            say(f"going on with {space.folder}: {done} of {space.blocks} files are there")
         return None
     by_name = {linear.weight: linear for linear in linears if linear.format is not None}
     size = sum(block_bytes(model, by_name, block) for block in model.blocks)
