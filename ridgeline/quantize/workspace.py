@@ -49,6 +49,8 @@ class Claim:
             except BlockingIOError:
                 self.end()
                 raise ConfigError(f"another run is writing {folder}: wait for it, or choose another --out") from None
+            except OSError:                              # a file system without locks: runs there are not told apart
+                pass
         if self._file is None or not self._is_same(run):
             self.end()
             raise ConfigError(

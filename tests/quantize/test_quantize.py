@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -149,6 +150,15 @@ def test_one_run_at_a_time_and_a_block_cut_short_is_made_again(plain: Path, tmp_
     space.end()
     quantize(made)
     load(made.out)
+
+
+def test_a_file_system_without_locks_can_be_written(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(workspace.fcntl, "flock", no_locks)
+    quantize(job(plain, tmp_path / "out"))
+    load(tmp_path / "out")
 
 
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────────
