@@ -78,6 +78,14 @@ def test_methods_that_know_more_are_nearer(order: tuple[str, ...]) -> None:
         assert better["kl"] < worse["kl"] and better["perplexity"] < worse["perplexity"]
 
 
+def test_a_scale_for_each_output_is_nearer_than_one_for_a_matrix() -> None:
+    study = read(STUDIES / "static_scales" / "result.json")
+    rows, whole = study["w8a8"], study["w8a8-static"]
+    assert rows["tokens"] == whole["tokens"] and rows["perplexity"] < whole["perplexity"]
+    assert all(rows["slices"][name] < kl for name, kl in whole["slices"].items())
+    require_commit(whole["machine"]["commit"])
+
+
 @pytest.mark.parametrize("file", COMPARED, ids=lambda file: file.stem)
 def test_perplexities_are_those_of_llm_compressor(file: Path) -> None:
     """The same weights, tokens and settings: equal codes rounded to nearest, and little difference by search."""
