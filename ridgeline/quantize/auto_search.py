@@ -17,7 +17,7 @@ from typing import Any
 
 from ridgeline.errors import ConfigError
 from ridgeline.quantize.allocation import allocate, steps_of
-from ridgeline.quantize.card import LIMITS
+from ridgeline.quantize.card import LIMITS, LimitsMissed
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import QuantizeRecipe, exact_recipe, read_recipe
 from ridgeline.quantize.sensitivity import PLAIN_BYTES, Measure, Texts, Unit, added_up
@@ -87,8 +87,7 @@ def tried_options(own_text: bool, moves_scales: bool) -> tuple[str, ...]:
 
 def measured(measure: Measure, model: PlainModel, space: Space, texts: Texts, kept: Path) -> Costs:
     """What each linear costs; kept in a file beside the output, so that a stopped run need not measure again."""
-    stamp = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in model.files()]
-    key = json.loads(json.dumps([stamp, space.base.as_data(), space.options, asdict(texts)]))
+    key = json.loads(json.dumps([model.stamps(), space.base.as_data(), space.options, asdict(texts)]))
     try:
         found = json.loads(kept.read_text())
         if found["key"] == key:
@@ -266,5 +265,5 @@ def search(
     if best is None:
         said = "" if nearest is None else (f": the nearest has a slice at {nearest[0]:.2f} times its limit, "
                                            f"with {nearest[1]['size']['output_bytes'] / 1e9:.2f} GB")
-        raise ConfigError(f"no formats of auto meet the limits{said}")
+        raise LimitsMissed(f"no formats of auto meet the limits{said}")
     return best

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -280,9 +280,12 @@ class Calibration:
         """False: there is nothing to go on with."""
         if not file.is_file():
             return False
-        with safe_open(file, framework="pt") as found:
-            self.layer = int(found.metadata()["layer"])
-            self.streams = [found.get_tensor(name).to(self.device) for name in sorted(found.keys())]
+        try:
+            with safe_open(file, framework="pt") as found:
+                self.layer = int(found.metadata()["layer"])
+                self.streams = [found.get_tensor(name).to(self.device) for name in sorted(found.keys())]
+        except SafetensorError:                          # a machine that stopped may leave a file without its content
+            return False
         return True
 
 

@@ -41,6 +41,10 @@ def parse_limits(words: str) -> dict[str, float]:
     return limits
 
 
+class LimitsMissed(ConfigError):
+    """An output was measured, and is worse than was asked for: another try with the same limits finds the same."""
+
+
 def require_quality(found: CardFound | None, limits: dict[str, float], model: str) -> None:
     """The worst slice decides, as with gates of `ridgeline eval`. NaN never passes."""
     if found is None or not found.matches:
@@ -54,7 +58,7 @@ def require_limits(card: dict[str, Any], limits: dict[str, float], where: str) -
         for part, row in card["quality"]["slices"].items():
             value = LIMITS[name](row)
             if not value <= limit:
-                raise ConfigError(f"{where}: {name} of the slice {part} is {value:.4g}, the limit is {limit:g}")
+                raise LimitsMissed(f"{where}: {name} of the slice {part} is {value:.4g}, the limit is {limit:g}")
 
 
 # A format's name on a card -> as `ridgeline plan` calls it.

@@ -209,11 +209,12 @@ def _rounding(linear: Linear, values: Tensor, timer: Timed) -> Spent:
         return _by_columns(linear, values, timer)
     part = values if values.is_cuda else values[: max(ROWS, CACHED // linear.inputs)]
     times = len(values) / len(part)
+    compared = timer(lambda: (part.float() - part).norm() / part.float().norm()) * times     # the error, for the card
     if linear.method in ("magnitude", "wanda"):
-        return timer(lambda: magnitude_sparse(part)) * times
+        return timer(lambda: magnitude_sparse(part)) * times + compared
     once = timer(lambda: expanded(rounded(part, format), format, linear.inputs)) * times
     if linear.method not in SEARCHES:
-        return once + timer(lambda: (part.float() - part).norm() / part.float().norm()) * times      # the error, for the card
+        return once + compared
     x = torch.randn(SAMPLE, linear.inputs, device=values.device)
     product = timer(lambda: x @ part.float().t()) * times
     tried = timer(lambda: as_rounded(part, format)) * times

@@ -127,9 +127,11 @@ class PlainModel:
     def linears(self, recipe: QuantizeRecipe) -> list[Linear]:
         """All linears of the decoder with what the recipe makes of them, in order."""
         found = list(self._linears(recipe))
-        for pattern in recipe.keep:                      # a head that is tied to the embedding has no linear to keep
-            if not any(re.search(pattern, name) for name in (*(linear.module for linear in found), LM_HEAD)):
-                raise ConfigError(f"--keep {pattern!r} matches none of the {len(found)} linears, such as {found[0].module}")
+        names = (*(linear.module for linear in found), LM_HEAD)          # a head that is tied to the embedding is no linear
+        given = [("--keep", pattern) for pattern in recipe.keep] + [(recipe.name, rule.pattern) for rule in recipe.rules]
+        for where, pattern in given:                     # a typing error would leave weights as they are, or change them
+            if not any(re.search(pattern, name) for name in names):
+                raise ConfigError(f"{where} {pattern!r} matches none of the {len(found)} linears, such as {found[-1].module}")
         _check_alike(found)
         return found
 
@@ -168,6 +170,10 @@ class PlainModel:
         if self.gguf:
             return [self.path]
         return sorted({self.path / stored.file for stored in self.source.tensors.values()})
+
+    def stamps(self) -> list[list[str | int]]:
+        """Of these files, what changes with their content; to read them all takes too long."""
+        return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files()]
 
     def close(self) -> None:
         self.source.__exit__()

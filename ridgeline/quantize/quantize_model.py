@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import platform as python_platform
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from ridgeline.quantize.calibration import (
     calibration_text,
     halves,
 )
+from ridgeline.quantize.card import LimitsMissed
 from ridgeline.quantize.card_page import page as card_page
 from ridgeline.quantize.ct_writer import Linear, header_bytes, quantization_config
 from ridgeline.quantize.duration import Forecast, Spent, Watch, forecast
@@ -47,7 +48,7 @@ from ridgeline.quantize.own_text import SEARCH_OPENINGS, own_passages
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.recipes import AUTO, OWN_TEXT, READ_TEXT, QuantizeRecipe, require_new
 from ridgeline.quantize.sensitivity import Measure, Texts, Unit
-from ridgeline.quantize.workspace import Workspace
+from ridgeline.quantize.workspace import Tries, Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
@@ -55,6 +56,8 @@ from ridgeline.version import __version__
 # Tokens of text to choose formats by: that methods read, that whole models are judged by, of each passage for one linear alone,
 # and how many such passages. A linear alone costs a pass through half of the model.
 SEARCH_READ, SEARCH_JUDGED, SEARCH_ALONE, SEARCH_PASSAGES = 512, 512, 24, 8
+
+FEWEST_JUDGED = 64                   # tokens of a text of the user's that a card reads: figures of fewer are noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ def quantize(job: Job) -> dict[str, Any] | None:
 
 def _quantize(job: Job) -> dict[str, Any] | None:
     model = PlainModel(job.model)
+    space: Workspace | None = None
     try:
         linears = model.linears(job.recipe)
         if not any(linear.format is not None for linear in linears):
@@ -108,14 +112,19 @@ def _quantize(job: Job) -> dict[str, Any] | None:
         space.finish()
     finally:
         model.close()
+        if space is not None:
+            space.end()
     if made is not None:
         quality_card.find_card(job.out)                          # hashes are remembered: the first start need not compute them
     return made
 
 
 def _checked_card(job: Job, task: Task, tokenizer: Tokenizer) -> Task:
-    """ConfigError: texts that cannot be read, and needles that fit into none, unless they may be left out."""
+    """ConfigError: texts that cannot be read, too little of the user's, and needles that fit into none, unless they may be left
+    out."""
     texts = slice_texts(task)
+    if task.text and (count := len(tokenizer.encode(texts[DEFAULT_TEXT]))) < FEWEST_JUDGED:
+        raise ConfigError(f"too little text to measure on: --card-text has {count} tokens, at least {FEWEST_JUDGED} are needed")
     if not task.needle:
         return task
     try:
@@ -139,7 +148,9 @@ def _forecast(
     job: Job, model: PlainModel, linears: list[Linear], calibration: Calibration | None, space: Workspace
 ) -> Forecast | None:
     """None: a part of the work is done already, and what is left is not predicted."""
-    if any(space.is_done(place) for place in range(space.blocks)):
+    if done := sum(space.is_done(place) for place in range(space.blocks)):
+        if job.show:
+            say(f"going on with {space.folder}: {done} of {space.blocks} files are there")
         return None
     by_name = {linear.weight: linear for linear in linears if linear.format is not None}
     size = sum(block_bytes(model, by_name, block) for block in model.blocks)
@@ -160,37 +171,50 @@ def _times(expected: Forecast | None, quantised: Spent, judged: Spent) -> dict[s
 
 
 def _search(job: Job) -> dict[str, Any]:
-    """Several whole outputs, each beside the final place; the smallest that meets the limits gets its name."""
+    """Several whole outputs, each beside the final place; the smallest that meets the limits gets its name. A search that was
+    stopped goes on with the tries that are there. Where nothing meets the limits, they are of no use."""
     if job.card is None or not (job.limits or job.most_bytes):
         raise ConfigError("the recipe auto needs a limit that the card can check: --max-kl, --max-flips or --max-ppl-increase; "
                           "or --max-gb")
     require_new(job.out)
     if job.fastest:
         auto_search.parse_fastest(job.fastest)           # a wrong name, before minutes of work
-    tries: list[tuple[Path, dict[str, Any]]] = []
+    tries, complete = Tries(job.out, _searched(job)), list[tuple[Path, dict[str, Any]]]()
 
     def make(recipe: QuantizeRecipe) -> dict[str, Any]:
-        folder = job.out.with_name(f"{job.out.name}.{os.getpid()}.try{len(tries) + 1}")
-        try:
+        folder, made = tries.place(recipe.as_data())
+        if made is None:
             made = _quantize(replace(job, recipe=recipe, out=folder, name=job.out.name))
-        except BaseException:
-            shutil.rmtree(folder.with_name(f"{folder.name}.part"), ignore_errors=True)
-            raise
+        elif job.show:
+            say(f"{folder}: complete since an earlier start, its card is taken")
         assert made is not None
-        tries.append((folder, made))
+        complete.append((folder, made))
         return made
 
     kept = job.costs or job.out.with_name(f"{job.out.name}.costs.json")
     try:
         made = _chosen(job, kept, make)
-        next(folder for folder, its in tries if its is made).rename(job.out)
+        tries.take(next(folder for folder, its in complete if its is made))
+    except LimitsMissed:
+        tries.remove()
+        raise
     finally:
-        for folder, _ in tries:
-            shutil.rmtree(folder, ignore_errors=True)
+        tries.end()
     if job.costs is None:
         kept.unlink(missing_ok=True)
     quality_card.find_card(job.out)
     return made
+
+
+def _searched(job: Job) -> dict[str, Any]:
+    """What decides a search."""
+    assert job.card is not None
+    text = OWN_TEXT if job.text == OWN_TEXT else fingerprint(calibration_text(job.text))
+    judged = {name: fingerprint(each) for name, each in slice_texts(job.card).items()}
+    with closing(PlainModel(job.model)) as model:
+        return {"version": __version__, "input": model.stamps(), "recipe": job.recipe.as_data(), "seed": job.seed, "text": text,
+                "tokens": job.tokens, "card": [asdict(job.card), judged], "limits": job.limits, "bytes": job.most_bytes,
+                "fastest": job.fastest}
 
 
 def _chosen(job: Job, kept: Path, make: Callable[[QuantizeRecipe], dict[str, Any]]) -> dict[str, Any]:
@@ -253,8 +277,7 @@ def search_texts(job: Job) -> Texts:
 
 def _run(job: Job, model: PlainModel, calibration: Calibration | None) -> dict[str, Any]:
     """What decides the weights that are written."""
-    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in model.files()]
-    return {"version": __version__, "input": files, "recipe": job.recipe.as_data(), "seed": job.seed,
+    return {"version": __version__, "input": model.stamps(), "recipe": job.recipe.as_data(), "seed": job.seed,
             "calibration": None if calibration is None else _calibration_facts(job, calibration)}
 
 

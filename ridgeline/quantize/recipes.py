@@ -5,6 +5,7 @@ Embeddings, norms and biases are never quantised; the head only where a pattern 
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -155,12 +156,18 @@ def read_recipe(
         rules = tuple(_rule(str(pattern), entry, given) for pattern, entry in _read_file(given).items())
         given = Path(given).name
     else:
-        raise ConfigError(f"there is no recipe {given!r}; there are {', '.join(RECIPES)}, {AUTO}, or give a .yaml file")
+        raise ConfigError(f"there is no recipe {given!r}{_near(given)}; there are {', '.join(RECIPES)}, {AUTO}, or give a .yaml "
+                          "file")
     if group is not None:
         if not any(rule.format is not None and rule.format.grid == "uint4" for rule in rules):
             raise ConfigError(f"--group changes 4-bit integers; {given} has none")
         rules = tuple(replace(rule, group=_group(group, "--group")) for rule in rules)
     return QuantizeRecipe(given, rules, keep, keep_first, keep_last, kv)
+
+
+def _near(given: str) -> str:
+    close = difflib.get_close_matches(given, (*RECIPES, AUTO), 1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def exact_recipe(name: str, rules: Mapping[str, Rule | None], base: QuantizeRecipe) -> QuantizeRecipe:
@@ -195,7 +202,8 @@ def _rule(pattern: str, entry: Any, where: str) -> Rule:
         return Rule(pattern, None)
     if isinstance(entry, str):
         if entry not in RECIPES:
-            raise ConfigError(f"{where}: {pattern}: there is no recipe {entry!r}; there are none, {', '.join(RECIPES)}")
+            raise ConfigError(f"{where}: {pattern}: there is no recipe {entry!r}{_near(entry)}; there are none, "
+                              f"{', '.join(RECIPES)}")
         return _named(pattern, entry)
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: {pattern}: must be the name of a recipe or {{bits: …}}, got {str(entry)[:40]!r}")

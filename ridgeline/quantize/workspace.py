@@ -2,10 +2,16 @@
 
     OUT.part/run.json             what is being made: a second run with the same goes on, any other is refused
     OUT.part/model-00001-of-00032.safetensors …       one file for each block, whole or absent
+
+A search (`--recipe auto`) makes several outputs, and a kill loses one layer of the last:
+
+    OUT.search/run.json           what is searched
+    OUT.search/try1 …             whole outputs with their cards; try2.part: the one that was being made
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -19,10 +25,96 @@ from torch import Tensor
 
 from ridgeline.errors import ConfigError
 from ridgeline.models.weights import INDEX
+from ridgeline.quant.quality_card import find_card
 from ridgeline.quantize.recipes import require_new
 
 RUN, ERRORS = "run.json", "errors.json.writing"
 SPARE = 64 << 20                     # bytes that stay free on the disk
+
+
+class Claim:
+    """One run at a time writes a folder. The kernel ends the claim of a run that was killed."""
+
+    def __init__(self, folder: Path, run: dict[str, Any], out: Path) -> None:
+        """`run`: everything that decides what is written. A folder of another run is refused."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            strange = not (folder / RUN).exists() and any(folder.iterdir())
+            self._file = None if strange else (folder / RUN).open("a+")
+        except OSError as error:
+            raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None
+        if self._file is not None:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.end()
+                raise ConfigError(f"another run is writing {folder}: wait for it, or choose another --out") from None
+            except OSError:                              # a file system without locks: runs there are not told apart
+                pass
+        if self._file is None or not self._is_same(run):
+            self.end()
+            raise ConfigError(
+                f"{folder} belongs to a run with another model, recipe, text, seed or limit: delete it, or choose another --out"
+            )
+
+    def _is_same(self, run: dict[str, Any]) -> bool:
+        assert self._file is not None
+        self._file.seek(0)
+        found = self._file.read()
+        if not found:                                    # new, or killed before it was written: nothing else is there
+            self._file.write(json.dumps(run))
+            self._file.flush()
+            return True
+        try:
+            return bool(json.loads(found) == json.loads(json.dumps(run)))
+        except ValueError:
+            return False
+
+    def end(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class Tries:
+    """The outputs of a search. One that was stopped goes on with those that are there."""
+
+    def __init__(self, out: Path, run: dict[str, Any]) -> None:
+        require_new(out)
+        self.out, self.folder = out, out.with_name(f"{out.name}.search")
+        self._claim = Claim(self.folder, run, out)
+
+    def place(self, recipe: dict[str, Any]) -> tuple[Path, dict[str, Any] | None]:
+        """Where to make the output of this recipe; with its card, where it is complete. Folders tell by their recipes what they
+        are: sums in another order, as with more threads, may choose others."""
+        number, wanted = 1, json.loads(json.dumps(recipe))
+        while (folder := self.folder / f"try{number}").exists():
+            found = find_card(folder)
+            if found is not None and found.matches and found.card["recipe"] == wanted:
+                return folder, found.card
+            number += 1
+        part = folder.with_name(f"{folder.name}.part")
+        try:
+            begun = json.loads((part / RUN).read_text())["recipe"]
+        except (OSError, ValueError, KeyError):
+            begun = None
+        if begun != wanted:
+            shutil.rmtree(part, ignore_errors=True)
+        return folder, None
+
+    def take(self, folder: Path) -> None:
+        """This one appears under the output's name. The others go first: a run that is killed here leaves no gigabytes."""
+        for other in self.folder.iterdir():
+            if other.is_dir() and other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+        _tidy(folder)
+        folder.rename(self.out)
+        self.remove()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def end(self) -> None:
+        self._claim.end()
 
 
 class Workspace:
@@ -31,27 +123,10 @@ class Workspace:
         self.out, self.blocks = out, blocks
         self.folder = out.with_name(f"{out.name}.part")
         require_new(out)
-        if self.folder.exists():
-            self._check_same(run)
-        else:
-            self._create(run)
+        self._claim = Claim(self.folder, run, out)
 
-    def _create(self, run: dict[str, Any]) -> None:
-        try:
-            self.folder.mkdir(parents=True)
-            (self.folder / RUN).write_text(json.dumps(run))
-        except OSError as error:
-            raise ConfigError(f"--out {self.out} cannot be written: {error.strerror}") from None
-
-    def _check_same(self, run: dict[str, Any]) -> None:
-        try:
-            found = json.loads((self.folder / RUN).read_text())
-        except (OSError, ValueError):
-            found = None
-        if found != json.loads(json.dumps(run)):
-            raise ConfigError(
-                f"{self.folder} belongs to a run with another model, recipe, text or seed: delete it, or choose another --out"
-            )
+    def end(self) -> None:
+        self._claim.end()
 
     def file(self, block: int) -> Path:
         """By the block's place, from 0."""
@@ -78,7 +153,9 @@ class Workspace:
 
     def add_errors(self, errors: Mapping[str, float]) -> None:
         """Of the linears of a block, for the card."""
-        (self.folder / ERRORS).write_text(json.dumps(self.errors() | dict(errors)))
+        part = self.folder / f"next-{ERRORS}"
+        part.write_text(json.dumps(self.errors() | dict(errors)))
+        os.replace(part, self.folder / ERRORS)
 
     def errors(self) -> dict[str, float]:
         try:
@@ -108,8 +185,11 @@ class Workspace:
         return total
 
     def finish(self) -> None:
-        """The output appears under its name."""
-        (self.folder / RUN).unlink()
-        for left in self.folder.glob("*.writing"):
-            left.unlink()
+        """The output appears under its name. What only a run needs goes after that: a run that is killed here is complete."""
         os.rename(self.folder, self.out)
+        _tidy(self.out)
+
+
+def _tidy(output: Path) -> None:
+    for left in (output / RUN, *output.glob("*.writing")):
+        left.unlink(missing_ok=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import random
 import shutil
 from collections.abc import Mapping
@@ -15,15 +13,13 @@ from typing import Any
 import pytest
 import torch
 from quantised_models import SIZES
-from safetensors.torch import load_file
 from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_logits
 
 from ridgeline.errors import ConfigError
 from ridgeline.evaluate.rounded_inputs import round_inputs
 from ridgeline.evaluate.task import Task
 from ridgeline.quant.format import Activation
-from ridgeline.quant.quality_card import CARD, hashes, output_files
-from ridgeline.quantize import auto_search, quantize_model
+from ridgeline.quantize import auto_search
 from ridgeline.quantize.allocation import allocate
 from ridgeline.quantize.auto_search import (
     Costs,
@@ -294,45 +290,6 @@ def test_figures_that_are_not_numbers_meet_no_limit() -> None:
 def test_limits_that_nothing_meets_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="no formats of auto meet the limits: the nearest has a slice at 5"):
         search(UNITS, {"kl": 0.1}, SPACE, lambda recipe: card_of(1e6, 0.5))
-
-
-def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formats by linear in one output under its own name; tries and what linears cost are gone."""
-    monkeypatch.setattr(quantize_model, "_calibration", lambda job, model, linears: Calibration(model, SEQUENCES))
-    monkeypatch.setattr(quantize_model, "search_texts", lambda job: TEXTS)
-    monkeypatch.setattr(quantize_model.Tokenizer, "load", lambda path: None)
-    monkeypatch.setattr(quantize_model, "slice_texts", lambda task: {})
-    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES)
-    before = load(plain)
-
-    def judged(job: Job, model: Any, linears: Any, folder: Path) -> dict[str, Any]:
-        after, kls = load(folder), []
-        for tokens in SEQUENCES:
-            old, new = (teacher_forced_logits(each, tokens, len(tokens)).log_softmax(-1) for each in (before, after))
-            kls.append((old.exp() * (old - new)).sum(-1))
-        made = card_of(sum(file.stat().st_size for file in folder.glob("*.safetensors")), float(torch.cat(kls).mean()))
-        made["quality"]["all"] = made["quality"]["slices"]["prose"]
-        return made | {"recipe": job.recipe.as_data(), "model": job.name, "output": {"sha256": hashes(output_files(folder))}}
-
-    monkeypatch.setattr(quantize_model, "make_card", judged)
-    monkeypatch.setattr(quantize_model, "card_page", lambda made: "")
-    monkeypatch.setattr(quantize_model.card, "write_card",
-                        lambda made, folder, plots: (folder / CARD).write_text(json.dumps(made)))
-    monkeypatch.setattr(quantize_model.card, "summary_line", lambda made: "")
-    job = Job(model=plain, recipe=AUTO, out=tmp_path / "out", card=Task(), limits={"kl": 0.01}, show=False)
-    made = quantize(job)
-    assert made is not None and made["quality"]["all"]["kl"] <= 0.01 and made["model"] == "out"
-    formats = {rule["format"] for rule in made["recipe"]["rules"]}
-    assert "gptq" not in {rule["method"] for rule in made["recipe"]["rules"]}    # it is for text of the user's own
-    assert len(formats) > 1 and sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny"]
-    assert load(tmp_path / "out") is not None
-    with pytest.raises(ConfigError, match="exists already"):
-        quantize(job)
-    # A limit of bytes counts whole files: without headers, this output would be chosen again.
-    most = sum(tensor.nbytes for file in (tmp_path / "out").glob("*.safetensors") for tensor in load_file(file).values())
-    assert made["size"]["output_bytes"] > most
-    smaller = quantize(dataclasses.replace(job, out=tmp_path / "smaller", limits={}, most_bytes=float(most)))
-    assert smaller is not None and smaller["size"]["output_bytes"] <= most
 
 
 def test_the_least_time_is_not_the_fewest_bytes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ and times were predicted within 25 %."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ PAIRS = same_size("smollm2-135m")
 RIGHT = 0.25
 NEAR = {"rtn": 0.01, "awq": 0.03, "gptq": 0.03}         # how much more perplexity than llm-compressor's
 COMPARED = sorted(path for path in (STUDIES / "llm_compressor").glob("*.json") if not path.stem.startswith("equal-codes"))
+SAME_CODES = {"equal-codes-smollm2-135m": 210, "equal-codes-qwen2.5-coder-1.5b": 196}       # record -> linears of the model
 MOST_S = {"8b": 6 * 60, "1.5b": 45 * 60}                # of GPTQ: on an H200, and on two cores
 
 
@@ -65,10 +67,23 @@ def test_gptq_takes_minutes() -> None:
     assert read(CARDS / "smollm2-135m-int4-gptq.json")["time"]["quantise"]["cpu_s"] <= 4 * 60
 
 
-def test_sparse_weights_that_know_their_inputs_are_nearer() -> None:
-    magnitude, *others = (read(CARDS / f"smollm2-135m-sparse24-{method}.json")["quality"]["all"]
-                          for method in ("magnitude", "wanda", "sparsegpt"))
-    assert all(each["tokens"] == magnitude["tokens"] and each["perplexity"] < magnitude["perplexity"] for each in others)
+@pytest.mark.parametrize("order", [
+    ("sparse24-sparsegpt", "sparse24-wanda", "sparse24-magnitude"), ("w8a8-smooth", "w8a8"),
+], ids=" ".join)
+def test_methods_that_know_more_are_nearer(order: tuple[str, ...]) -> None:
+    """The first has the least KL and perplexity, over all slices."""
+    found = [read(CARDS / f"smollm2-135m-{recipe}.json")["quality"]["all"] for recipe in order]
+    assert len({each["tokens"] for each in found}) == 1
+    for better, worse in itertools.pairwise(found):
+        assert better["kl"] < worse["kl"] and better["perplexity"] < worse["perplexity"]
+
+
+def test_a_scale_for_each_output_is_nearer_than_one_for_a_matrix() -> None:
+    study = read(STUDIES / "static_scales" / "result.json")
+    rows, whole = study["w8a8"], study["w8a8-static"]
+    assert rows["tokens"] == whole["tokens"] and rows["perplexity"] < whole["perplexity"]
+    assert all(rows["slices"][name] < kl for name, kl in whole["slices"].items())
+    require_commit(whole["machine"]["commit"])
 
 
 @pytest.mark.parametrize("file", COMPARED, ids=lambda file: file.stem)
@@ -85,13 +100,14 @@ def test_perplexities_are_those_of_llm_compressor(file: Path) -> None:
     assert ppl["gptq"] < ppl["awq"] < ppl["rtn"]
 
 
-def test_codes_rounded_to_nearest_are_those_of_compressed_tensors() -> None:
-    alone = read(STUDIES / "llm_compressor" / "equal-codes-smollm2-135m.json")
-    assert alone["linears"] == 210 and alone["equal_codes"] == alone["codes"] and alone["equal_scales"] == alone["scales"]
+@pytest.mark.parametrize(("name", "linears"), SAME_CODES.items())
+def test_codes_rounded_to_nearest_are_those_of_compressed_tensors(name: str, linears: int) -> None:
+    alone = read(STUDIES / "llm_compressor" / f"{name}.json")
+    assert alone["linears"] == linears and alone["equal_codes"] == alone["codes"] and alone["equal_scales"] == alone["scales"]
 
 
 @pytest.mark.parametrize("name", ["auto_methods/result", *(f"llm_compressor/{path.stem}" for path in COMPARED),
-                                  "llm_compressor/equal-codes-smollm2-135m"])
+                                  *(f"llm_compressor/{name}" for name in SAME_CODES)])
 def test_a_study_names_a_commit_of_the_history(name: str) -> None:
     require_commit(read(STUDIES / f"{name}.json")["commit"])
 

@@ -55,6 +55,13 @@ def test_work_grows_with_the_text_and_the_layers(model: PlainModel) -> None:
             assert half.parts[part].wall == pytest.approx(some.parts[part].wall / 2)
 
 
+def test_the_error_of_weights_counts_for_every_method_that_rounds_at_once(model: PlainModel) -> None:
+    """Every piece takes a second here: rounding, and comparing with what was there."""
+    linears = len(model.linears(read_recipe("int4-rtn"))) - 1            # without the head
+    for recipe in ("int4-rtn", "sparse24-magnitude", "sparse24-wanda"):
+        assert told(model, recipe).parts["round"].wall == pytest.approx(2 * linears), recipe
+
+
 def test_the_card_counts_slices_and_needles(model: PlainModel) -> None:
     cards = [told(model, "fp8", 0, Task(slices=slices, tokens=512, needle=needle)).card.wall
              for slices, needle in (((), ()), (("prose",), ()), (("prose",), (256,)))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -137,15 +138,27 @@ def test_a_stopped_run_goes_on_where_it_stopped(plain: Path, tmp_path: Path, mon
         file.name: file.read_bytes() for file in (tmp_path / "whole").iterdir()}
 
 
-def test_a_block_cut_short_is_made_again(plain: Path, tmp_path: Path) -> None:
+def test_one_run_at_a_time_and_a_block_cut_short_is_made_again(plain: Path, tmp_path: Path) -> None:
     made = job(plain, tmp_path / "out")
     model = PlainModel(plain)
     space = Workspace(made.out, quantize_model._run(made, model, None), len(model.blocks))
     model.close()
     space.file(0).write_bytes(b"\0" * 100)
     assert not space.is_done(0)
+    with pytest.raises(ConfigError, match=r"another run is writing .*out\.part: wait for it, or choose another --out"):
+        quantize(made)
+    space.end()
     quantize(made)
     load(made.out)
+
+
+def test_a_file_system_without_locks_can_be_written(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(workspace.fcntl, "flock", no_locks)
+    quantize(job(plain, tmp_path / "out"))
+    load(tmp_path / "out")
 
 
 # ── bad input ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -223,14 +236,17 @@ def test_needles_that_fit_into_no_text_are_refused_before_the_work(
     monkeypatch.setattr(quantize_model.Tokenizer, "load", lambda path: Letters)
     monkeypatch.setattr(needle, "start_tokens", lambda tokenizer: [])
     text, out = tmp_path / "short.txt", tmp_path / "empty/out"
-    text.write_text("too short for a haystack")
+    text.write_text("too short for a haystack " * 4)
     out.parent.mkdir()
     with pytest.raises(ConfigError, match=says):
         quantize(replace(job(plain, out), card=Task(text=str(text), needle=(length,))))
+    text.write_text("too short for a card")
+    with pytest.raises(ConfigError, match="too little text to measure on: --card-text has 20 tokens, at least 64 are needed"):
+        quantize(replace(job(plain, out), card=Task(text=str(text))))
     assert not list(out.parent.iterdir())
 
 
-@pytest.mark.parametrize("words", ["too short for a haystack", "long enough for one. " * 20])
+@pytest.mark.parametrize("words", ["too short for a haystack " * 4, "long enough for one. " * 20])
 def test_needles_that_were_not_asked_for_are_left_out_of_a_short_text(
     words: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +280,10 @@ def test_a_recipe_that_fits_no_linear_says_why(plain: Path, tmp_path: Path) -> N
         quantize(job(plain, tmp_path / "out", keep=["proj"]))
     with pytest.raises(ConfigError, match=r"--keep 'atention' matches none of the 15 linears"):
         quantize(job(plain, tmp_path / "out", keep=["lm_head", "atention"]))
+    file = tmp_path / "typo.yaml"
+    file.write_text("mlp: {bits: 4}\nmpl: {bits: 8}\n")
+    with pytest.raises(ConfigError, match=r"typo.yaml 'mpl' matches none of the 15 linears, such as model\.layers\.1\."):
+        quantize(job(plain, tmp_path / "out", str(file)))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "gpt_neox", "gpt2"])

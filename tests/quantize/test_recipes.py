@@ -74,5 +74,7 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, said: str) -> N
 def test_an_unknown_name_lists_the_recipes() -> None:
     with pytest.raises(ConfigError, match="no recipe 'int3'; there are fp8"):
         read_recipe("int3")
+    with pytest.raises(ConfigError, match=r"no recipe 'int4-gtpq' \(did you mean int4-gptq\?\); there are fp8"):
+        read_recipe("int4-gtpq")
     with pytest.raises(ConfigError, match="--group changes 4-bit integers"):
         read_recipe("fp8", group=64)

@@ -12,6 +12,7 @@ from tiny_models import load, random_tokens, save_checkpoint, teacher_forced_log
 from torch import Tensor
 
 from ridgeline.errors import ModelError
+from ridgeline.evaluate.rounded_inputs import round_inputs
 from ridgeline.quant.format import INT8_ROW, WeightFormat
 from ridgeline.quantize import quantize_model
 from ridgeline.quantize.calibration import Calibration, Inputs
@@ -22,9 +23,10 @@ from ridgeline.quantize.methods.scale_search import awq_scales, clipped, int8_to
 from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse, two_of_four, wanda_sparse
 from ridgeline.quantize.plain_model import PlainModel
 from ridgeline.quantize.quantize_model import Job, quantize
-from ridgeline.quantize.recipes import read_recipe
+from ridgeline.quantize.recipes import RECIPES, read_recipe
 
 SEQUENCES = [random_tokens(20 + number, seed=number) for number in range(11)]
+LINEARS = (".qkv", ".output", ".gate_up", ".down")
 PLAIN = Fold("layers.0.mlp.down", ("down_proj.weight",))
 
 
@@ -185,18 +187,23 @@ def planted(path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("better", "worse"), [
-    ("int4-awq-asym", "int4-rtn-asym"), ("sparse24-sparsegpt", "sparse24-wanda"),
+    ("int4-awq-asym", "int4-rtn-asym"), ("sparse24-sparsegpt", "sparse24-wanda"), ("w8a8-smooth", "w8a8"),
     pytest.param("int4-awq", "int4-rtn", marks=pytest.mark.slow),
+    pytest.param("w8a8", "w8a8-static", marks=pytest.mark.slow),
     pytest.param("sparse24-wanda", "sparse24-magnitude", marks=pytest.mark.slow),
 ])
 def test_logits_are_nearer(better: str, worse: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With activations rounded as the recipe's file asks for: kernels of a CPU keep them."""
     monkeypatch.setattr(quantize_model, "_calibration", lambda job, model, linears: Calibration(model, SEQUENCES))
     plain = planted(save_checkpoint("llama", tmp_path / "tiny", **SIZES))
     expected = load(plain)
 
     def error(recipe: str) -> float:
         quantize(Job(model=plain, recipe=read_recipe(recipe), out=tmp_path / recipe, show=False))
-        found = load(tmp_path / recipe)
+        found, activation = load(tmp_path / recipe), RECIPES[recipe][0].activation
+        if activation is not None:
+            linears = [path for path, _ in found.named_modules() if path.endswith(LINEARS)]
+            assert round_inputs(found, dict.fromkeys(linears, activation)) == len(LINEARS) * SIZES["num_hidden_layers"]
         return sum(float((teacher_forced_logits(found, each, len(each)) - teacher_forced_logits(expected, each, len(each))).pow(2)
                          .mean()) for each in SEQUENCES)
 
