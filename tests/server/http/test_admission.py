@@ -11,10 +11,13 @@ import pytest
 from scripted_server import ScriptedServer, connect, post
 from served_model import wait_until, write_model
 
+from ridgeline.engine.client import long_work
+from ridgeline.engine.client.long_work import LongWork
 from ridgeline.errors import Overloaded
 from ridgeline.server.http import admission, connection_limits
 from ridgeline.server.http.admission import SILENT_LOOKS, WAIT_LOOKS, Body, HeldBodies
 from ridgeline.server.http.stream import ClientGone
+from ridgeline.server.options import ServerOptions
 
 PIECE = 50_000                       # bytes: two of them make a body long
 
@@ -428,6 +431,26 @@ def test_a_silent_body_makes_room_for_one_that_waits(server: ScriptedServer, mon
         assert reply.startswith(b"HTTP/1.1 429") and b"retry-after:" in reply.lower()
         assert waits.recv(65536).startswith(b"HTTP/1.1 400")                 # too long for this model's context
     wait_until(lambda: not held.num_bytes)
+
+
+@pytest.mark.parametrize("place", ["for memory", "for a thread"])
+def test_a_request_timeout_ends_the_wait_of_a_long_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.setattr(admission, "SILENT_LOOKS", 10**9)
+    monkeypatch.setattr(admission, "WAIT_LOOKS", 10**9)
+    busy = LongWork(threads=0)                           # it takes work, and begins none
+    monkeypatch.setattr(long_work, "LONG_WORK", busy)
+    request = post("/tokenize", {"prompt": "x" * 100_000})
+    options = ServerOptions(port=0, request_timeout=1)
+    with ScriptedServer(write_model(tmp_path / "tiny"), lambda prompt: "", server=options) as server:
+        held = server.service.bodies
+        if place == "for memory":
+            held.most = held.num_bytes = 150_000         # of others
+        with connect(server) as waits:
+            waits.sendall(request)
+            reply = waits.recv(65536)
+            assert reply.startswith(b"HTTP/1.1 504") and b'"request_timeout"' in reply
+        wait_until(lambda: held.num_bytes == (150_000 if place == "for memory" else 0))
+        assert not held.num_waiting and not busy.waiting
 
 
 def test_a_client_that_leaves_while_its_body_waits_is_forgotten(
