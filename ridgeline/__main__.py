@@ -13,7 +13,7 @@ import sys
 
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.process.head_start import keep_byte_code
-from ridgeline.process.platform import enlarge_stack
+from ridgeline.process.platform import current_directory, enlarge_stack
 from ridgeline.process.standard_streams import discard_output, open_missing
 from ridgeline.report.columns import fitted
 from ridgeline.version import __version__
@@ -149,6 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno in REFUSED_PATHS and error.filename is not None:
             return _refuse(f"{_shortened(os.fsdecode(error.filename))}: {error.strerror}", 2)
+        if error.errno == errno.ENOENT and current_directory() is None:          # libraries ask for it when they are imported
+            return _refuse("the current directory was removed; change to another one", 2)
         if error.errno not in SCARCE:
             raise
         discard_output()                                 # it may be what could not be written

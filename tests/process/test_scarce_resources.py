@@ -161,6 +161,15 @@ def test_what_has_run_out_is_one_line_and_code_2(
     assert words in said and said.count("\n") == 1
 
 
+@pytest.mark.reliability("R-14")
+def test_a_current_directory_that_was_removed_is_one_line_and_code_2(tmp_path: Path) -> None:
+    """torch asks for it when it is imported."""
+    (tmp_path / "gone").mkdir()
+    asks = "import os; import ridgeline.__main__ as it; it.run = lambda argv: os.getcwd(); raise SystemExit(it.main(['eval']))"
+    done = python(asks, before=f"cd {tmp_path}/gone; rmdir {tmp_path}/gone")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "current directory" in done.stderr, done.stderr
+
+
 def test_a_limit_on_addresses_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = (2 << 40, resource.RLIM_INFINITY)
     before = platform.available_memory()
