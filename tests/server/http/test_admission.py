@@ -11,13 +11,10 @@ import pytest
 from scripted_server import ScriptedServer, connect, post
 from served_model import wait_until, write_model
 
-from ridgeline.engine.client import long_work
-from ridgeline.engine.client.long_work import LongWork
 from ridgeline.errors import Overloaded
 from ridgeline.server.http import admission, connection_limits
 from ridgeline.server.http.admission import SILENT_LOOKS, WAIT_LOOKS, Body, HeldBodies
 from ridgeline.server.http.stream import ClientGone
-from ridgeline.server.options import ServerOptions
 
 PIECE = 50_000                       # bytes: two of them make a body long
 
@@ -296,6 +293,28 @@ def test_a_body_that_gives_way_while_its_next_part_comes_does_not_begin_again(mo
     running(test)
 
 
+def test_many_silent_bodies_give_way_a_few_per_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is answered: a thousand at once would hold up health checks."""
+    async def test(held: HeldBodies) -> None:
+        silent = [Client(held, 100_000) for _ in range(10)]
+        waits = [Client(held, 100_000) for _ in range(10)]
+        for each in (*silent, *waits):
+            await each.send(70_000)
+        await look(held, SILENT_LOOKS)                   # one more than the bodies have been silent for, in the last one
+        monkeypatch.setattr(admission, "GIVE_WAY_AT_ONCE", 3)
+        held._look()
+        assert sum(each.body._gave_way for each in silent) == 3
+        await turns()
+        assert all(each.body._gave_way for each in silent) and all(each.body.leave for each in waits)
+        for each in waits:
+            await each.send(30_000)
+        for each in (*silent, *waits):
+            each.body.release()
+        assert all(isinstance(each.reading.exception(), Overloaded) for each in silent)
+
+    running(test)
+
+
 def test_each_waits_for_leave_for_a_limited_time() -> None:
     """Although others get theirs."""
     async def test(held: HeldBodies) -> None:
@@ -431,28 +450,6 @@ def test_a_silent_body_makes_room_for_one_that_waits(server: ScriptedServer, mon
         assert reply.startswith(b"HTTP/1.1 429") and b"retry-after:" in reply.lower()
         assert waits.recv(65536).startswith(b"HTTP/1.1 400")                 # too long for this model's context
     wait_until(lambda: not held.num_bytes)
-
-
-@pytest.mark.parametrize("place", ["for memory", "for a thread"])
-def test_a_request_timeout_ends_the_wait_of_a_long_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    monkeypatch.setattr(admission, "SILENT_LOOKS", 10**9)
-    monkeypatch.setattr(admission, "WAIT_LOOKS", 10**9)
-    busy = LongWork(threads=0)                           # it takes work, and begins none
-    monkeypatch.setattr(long_work, "LONG_WORK", busy)
-    request = post("/tokenize", {"prompt": "x" * 100_000})
-    options = ServerOptions(port=0, request_timeout=1)
-    with ScriptedServer(write_model(tmp_path / "tiny"), lambda prompt: "", server=options) as server:
-        held = server.service.bodies
-        if place == "for memory":
-            held.most = held.num_bytes = 150_000         # of others
-        with connect(server) as waits:
-            waits.sendall(request)
-            reply = b""
-            while b"}}" not in reply and (part := waits.recv(65536)):        # its head may come before its body
-                reply += part
-            assert reply.startswith(b"HTTP/1.1 504") and b'"request_timeout"' in reply
-        wait_until(lambda: held.num_bytes == (150_000 if place == "for memory" else 0))
-        assert not held.num_waiting and not busy.waiting
 
 
 def test_a_client_that_leaves_while_its_body_waits_is_forgotten(
