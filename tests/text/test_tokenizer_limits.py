@@ -59,14 +59,19 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
         ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**32 - 9}, "merges": []}}, "4,294,967,2..; the model has 260 tokens"),
         ({"added_tokens": added(256, [f"{n}" + "x" * 270 for n in range(8_000)])}, "bytes of text; at most"),
         ({"normalizer": {"type": "Sequence", "normalizers": [replace("a" * 1000)] * 3}}, "characters of one; at most 128"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFD"}] * 20_000}}, "normalizer has 20,001 steps"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [{"type": "NFD"}] * 99}] * 9}},
+         "normalizer has 901 steps"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 256}}, "pre_tokenizer has 257 steps"),
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 300}}, "decoder has 301 steps"),
         ({"normalizer": replace("b" * 200, {"Regex": ""})}, "makes up to 201 characters of one"),
         ({"normalizer": charsmap(5_000)}, "makes up to 5,000 characters"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}}, "characters of one"),
         ({"decoder": {"type": "Sequence", "decoders": [replace("a" * 1000)] * 3}}, "its decoder makes up to 1,000,000,000 ch"),
         ({"post_processor": {"type": "Sequence", "processors": [template(2_000, 500)] * 2}}, "adds 2,000,000 tokens to every"),
     ],
-    ids=["id", "largest id", "added tokens", "three times a thousand", "nothing replaced", "table", "byte levels", "decoder",
-         "tokens around a text"],
+    ids=["id", "largest id", "added tokens", "three times a thousand", "normalizers", "nested normalizers", "pre-tokenizers",
+         "decoders", "nothing replaced", "table", "byte levels", "decoder", "tokens around a text"],
 )
 def test_files_that_would_cost_too_much_are_refused(parts: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words) as refusal:
