@@ -124,6 +124,9 @@ SCARCE = {
 REFUSED_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+LONGEST_REASON = 2000                # characters
+
+
 def main(argv: list[str] | None = None) -> int:
     open_missing()
     try:
@@ -162,6 +165,8 @@ def _shortened(path: str) -> str:
 
 
 def _refuse(reason: str, code: int) -> int:
+    if len(reason) > LONGEST_REASON:                     # it quotes a model's file, such as a shape of 100,000 numbers
+        reason = f"{reason[: LONGEST_REASON - 500]} … {reason[-500:]}"
     print(f"ridgeline: error: {reason}", file=sys.stderr)                # not folded: it may end with a command to copy
     return code
 

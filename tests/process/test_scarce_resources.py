@@ -163,6 +163,18 @@ def test_what_has_run_out_is_one_line_and_code_2(
     assert words in said and said.count("\n") == 1
 
 
+def test_a_reason_of_any_length_is_a_line_that_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: list[str]) -> int:
+        raise ConfigError(f"a tensor has shape {[1] * 100_000}; what to do")
+
+    monkeypatch.setattr(command, "run", run)
+    assert command.main(["serve"]) == 2
+    said = capfd.readouterr().err
+    assert len(said) < 2100 and "a tensor has" in said and said.endswith("; what to do\n")
+
+
 @pytest.mark.reliability("R-14")
 def test_a_current_directory_that_was_removed_is_one_line_and_code_2(tmp_path: Path) -> None:
     """torch asks for it when it is imported."""
