@@ -29,7 +29,8 @@ from ridgeline.text.vocabulary_hf import directory_vocabulary
 
 logger = get_logger("text")
 
-_LONG_TEXT = 4_096                   # characters
+_LONG_TEXT = 2_000                   # characters; such texts are read in threads, and the library must not keep Python's lock
+_SLOW_SECONDS = 0.05                 # of CPU time for a shorter text, which usually takes a millisecond
 
 
 class Encoded(dict[str, Any]):
@@ -52,6 +53,7 @@ class Tokenizer:
         self.bos_token_id = vocabulary.bos_token_id
         self.eos_token_ids = vocabulary.eos_token_ids        # any of them ends an answer
         self.has_prefix_space = vocabulary.has_prefix_space
+        self.is_slow = False                                 # short texts take long, too: by a pattern that goes back and forth
         self._core = vocabulary.core
         self._growth = vocabulary.growth
         self._plain_core: tokenizers.Tokenizer | None = None
@@ -124,11 +126,12 @@ class Tokenizer:
         core = self._encoder(parse_special or not self._special.are_in(text))
         began = time.thread_time()
         try:
-            if len(text) < _LONG_TEXT:
+            if len(text) < _LONG_TEXT and not self.is_slow:
                 ids: list[int] = core.encode(text, add_special_tokens=False).ids
             else:
                 check_text(text, self._growth)
-                # Without the place of each token in the text: half the time, and memory that grows no faster than the text.
+                # This call leaves Python's lock to other threads. Without the place of each token in the text: half the time,
+                # and memory that grows no faster than the text.
                 ids = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError):
             raise _not_text(text) from None
@@ -137,7 +140,9 @@ class Tokenizer:
                 raise
             raise _not_cut(error) from None
         finally:
-            SPENT["tokenising"] += time.thread_time() - began
+            spent = time.thread_time() - began
+            SPENT["tokenising"] += spent
+            self.is_slow |= spent > _SLOW_SECONDS and len(text) < _LONG_TEXT
         return [*self._around[0], *ids, *self._around[1]] if add_special_tokens else ids
 
     def encode_batch(

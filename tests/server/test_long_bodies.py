@@ -46,6 +46,7 @@ from ridgeline.server.long_bodies import (
 )
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import ModelNotFound
+from ridgeline.text.tokenizer import Tokenizer
 
 TURN = [{"role": "user", "content": "a"}]
 LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
@@ -445,6 +446,23 @@ def test_a_function_that_is_not_listed_runs_here(monkeypatch: pytest.MonkeyPatch
 def test_replies_travel(server: ScriptedServer) -> None:
     for reply in (Wanted("a", ["b"]), Made(b"x", False, 1.0), failure_of(BadRequest("no"))):
         assert long_bodies.TO_REPLY.decode(long_bodies.msgspec.msgpack.encode(reply)) == reply
+
+
+def test_texts_for_a_slow_tokenizer_are_never_read_on_the_event_loop(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, *given: Any, **more: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(self, *given, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    monkeypatch.setattr(server.llm.get_tokenizer(), "is_slow", True)
+    for body in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+        assert httpx.post(f"{server.url}/tokenize", json=body, timeout=60).status_code == 200
+    assert threads and server._thread.name not in threads
 
 
 @pytest.mark.parametrize("place", ["for memory", "for a thread"])

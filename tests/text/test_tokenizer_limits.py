@@ -17,6 +17,7 @@ from ridgeline.config import ModelOptions
 from ridgeline.engine.client.processor import Processor
 from ridgeline.errors import BadRequest, ModelError
 from ridgeline.models.model_config import load_model_config
+from ridgeline.text import tokenizer as text_tokenizer
 from ridgeline.text import tokenizer_limits
 from ridgeline.text.gguf_patterns import PRE_TOKENIZERS
 from ridgeline.text.tokenizer import Tokenizer
@@ -148,6 +149,23 @@ def test_a_file_that_makes_the_library_panic_is_refused(backtracking: Path, monk
     monkeypatch.setattr("ridgeline.text.tokenizer.directory_vocabulary", panics)
     with pytest.raises(ModelError, match="cannot be used: boom boom"):
         Tokenizer.load(backtracking)
+
+
+def test_long_texts_and_slow_tokenizers_leave_pythons_lock_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library keeps it in `encode`: the event loop would wait for a thread."""
+    tokenizer, calls = Tokenizer.load(write_model(tmp_path / "tiny")), list[str]()
+    core = tokenizer._core
+
+    class Core:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(core, name)
+
+    tokenizer._core = Core()                             # type: ignore[assignment]
+    assert len(tokenizer.encode("abc")) == 3 and len(tokenizer.encode("a" * 2_000)) == 2_000 and not tokenizer.is_slow
+    monkeypatch.setattr(text_tokenizer, "_SLOW_SECONDS", -1.0)
+    assert len(tokenizer.encode("abc")) == 3 and tokenizer.is_slow and len(tokenizer.encode("abcd")) == 4
+    assert calls == ["encode", "encode_batch_fast", "encode", "encode_batch_fast"]
 
 
 @pytest.mark.reliability("S-10d")
