@@ -22,7 +22,7 @@ from ridgeline.process.log import get_logger
 from ridgeline.text.chat_template import ChatTemplate
 from ridgeline.text.decoders import WindowDecoder
 from ridgeline.text.quoting import Quoted, Special
-from ridgeline.text.tokenizer_limits import check_text, is_panic
+from ridgeline.text.tokenizer_limits import TextCost, check_text, is_panic
 from ridgeline.text.vocabulary import Vocabulary
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
 from ridgeline.text.vocabulary_hf import directory_vocabulary
@@ -53,9 +53,8 @@ class Tokenizer:
         self.bos_token_id = vocabulary.bos_token_id
         self.eos_token_ids = vocabulary.eos_token_ids        # any of them ends an answer
         self.has_prefix_space = vocabulary.has_prefix_space
-        self.is_slow = False                                 # short texts take long, too: by a pattern that goes back and forth
         self._core = vocabulary.core
-        self._growth = vocabulary.growth
+        self._cost = TextCost(vocabulary.growth)
         self._plain_core: tokenizers.Tokenizer | None = None
         self._pieces = vocabulary.pieces
         self._shown_pieces = list(vocabulary.pieces)
@@ -102,6 +101,11 @@ class Tokenizer:
         return self.vocab_size
 
     @property
+    def is_slow(self) -> bool:
+        """Whether a short text took long: others may, too, and are to be read in threads."""
+        return self._cost.is_slow
+
+    @property
     def bos_token(self) -> str | None:
         return self._chat.special_tokens.get("bos_token")
 
@@ -129,7 +133,7 @@ class Tokenizer:
             if len(text) < _LONG_TEXT and not self.is_slow:
                 ids: list[int] = core.encode(text, add_special_tokens=False).ids
             else:
-                check_text(text, self._growth)
+                check_text(text, self._cost.growth)
                 # This call leaves Python's lock to other threads. Without the place of each token in the text: half the time,
                 # and memory that grows no faster than the text.
                 ids = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -142,7 +146,7 @@ class Tokenizer:
         finally:
             spent = time.thread_time() - began
             SPENT["tokenising"] += spent
-            self.is_slow |= spent > _SLOW_SECONDS and len(text) < _LONG_TEXT
+            self._cost.is_slow |= spent > _SLOW_SECONDS and len(text) < _LONG_TEXT
         return [*self._around[0], *ids, *self._around[1]] if add_special_tokens else ids
 
     def encode_batch(
@@ -152,7 +156,7 @@ class Tokenizer:
         try:
             for text in texts:
                 if len(text) >= _LONG_TEXT:
-                    check_text(text, self._growth)
+                    check_text(text, self._cost.growth)
             encodings = self._encoder(parse_special).encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
             return [self.encode(text, add_special_tokens, parse_special) for text in texts]    # names the bad one

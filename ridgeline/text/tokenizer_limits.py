@@ -10,6 +10,7 @@ import base64
 import binascii
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ MAX_BLANKS = 500_000                 # in a row; patterns go back over them, and
 MAX_STEPS = 256                      # of each kind; models have up to ten, and 256 take 0.1 s for a text of 3,000 letters
 _UNICODE_GROWTH = 18.0
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")      # the steps of a Sequence, by its kind
+
+
+@dataclass(slots=True)
+class TextCost:
+    """What a model's texts cost its tokenizer."""
+
+    growth: float                    # characters that its normalizer makes of one
+    is_slow: bool = False            # a short text took long, by a pattern that goes back and forth
 
 
 class _Facts(msgspec.Struct):

@@ -459,7 +459,7 @@ def test_texts_for_a_slow_tokenizer_are_never_read_on_the_event_loop(
         return encode(self, *given, **more)
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
-    monkeypatch.setattr(server.llm.get_tokenizer(), "is_slow", True)
+    monkeypatch.setattr(server.llm.get_tokenizer()._cost, "is_slow", True)
     for body in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
         assert httpx.post(f"{server.url}/tokenize", json=body, timeout=60).status_code == 200
     assert threads and server._thread.name not in threads
