@@ -13,7 +13,7 @@ import sys
 
 from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.process.head_start import keep_byte_code
-from ridgeline.process.platform import enlarge_stack
+from ridgeline.process.platform import current_directory, enlarge_stack
 from ridgeline.process.standard_streams import discard_output, open_missing
 from ridgeline.report.columns import fitted
 from ridgeline.version import __version__
@@ -34,13 +34,13 @@ COMMANDS = {
     "build": ("ridgeline.cli.cmd_build", "compile the CPU kernels for this machine"),
     "completion": ("ridgeline.cli.cmd_completion", "print shell completions for bash or zsh"),
     "bench serve": ("ridgeline.bench.serve", "measure any OpenAI-compatible server under load"),
-    "bench offline": ("ridgeline.bench.offline", "measure generation without a server"),
-    "bench host": ("ridgeline.bench.host", "measure the host's share: scheduling, tokenising and detokenising"),
-    "bench grammar": ("ridgeline.bench.grammar", "measure the cost of structured output"),
+    "bench offline": ("ridgeline.bench.options.offline_options", "measure generation without a server"),
+    "bench host": ("ridgeline.bench.options.host_options", "measure the host's share: scheduling, tokenising, detokenising"),
+    "bench grammar": ("ridgeline.bench.options.grammar_options", "measure the cost of structured output"),
     "bench ops": ("ridgeline.bench.ops", "measure every operation's kernels against the roofline"),
     "bench frontend": ("ridgeline.bench.frontend", "measure the front end's cost per token, with a fake engine"),
-    "bench idle": ("ridgeline.bench.idle", "trace decode steps: time of every kernel, and idle time of the device"),
-    "bench comm": ("ridgeline.bench.collectives", "measure collectives between ranks: latency and bandwidth"),
+    "bench idle": ("ridgeline.bench.options.idle_options", "trace decode steps: time of every kernel, idle time of the device"),
+    "bench comm": ("ridgeline.bench.options.comm_options", "measure collectives between ranks: latency and bandwidth"),
     "bench startup": ("ridgeline.bench.startup", "measure an engine's start-up, phase by phase"),
     "bench soak": ("ridgeline.bench.soak", "stress-test a server with mixed traffic, and check for leaks and slow-down"),
     "bench loop": ("ridgeline.diagnose.tuning_loop", "diagnose, apply a remedy, measure again: predicted and achieved gain"),
@@ -124,6 +124,9 @@ SCARCE = {
 REFUSED_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
+LONGEST_REASON = 2000                # characters
+
+
 def main(argv: list[str] | None = None) -> int:
     open_missing()
     try:
@@ -149,6 +152,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno in REFUSED_PATHS and error.filename is not None:
             return _refuse(f"{_shortened(os.fsdecode(error.filename))}: {error.strerror}", 2)
+        if error.errno == errno.ENOENT and current_directory() is None:          # libraries ask for it when they are imported
+            return _refuse("the current directory was removed; change to another one", 2)
         if error.errno not in SCARCE:
             raise
         discard_output()                                 # it may be what could not be written
@@ -160,6 +165,8 @@ def _shortened(path: str) -> str:
 
 
 def _refuse(reason: str, code: int) -> int:
+    if len(reason) > LONGEST_REASON:                     # it quotes a model's file, such as a shape of 100,000 numbers
+        reason = f"{reason[: LONGEST_REASON - 500]} … {reason[-500:]}"
     print(f"ridgeline: error: {reason}", file=sys.stderr)                # not folded: it may end with a command to copy
     return code
 

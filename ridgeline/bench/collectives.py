@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ridgeline.bench.lab import table
-from ridgeline.bench.lab.record import add_output, finish, record
+from ridgeline.bench.lab.record import finish, record
 from ridgeline.distributed.time_collectives import ONE_SHOT
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.children import start_child
@@ -28,16 +28,6 @@ from ridgeline.process.children import start_child
 SIZES = [4**power for power in range(5, 14)]             # 1 KiB to 64 MiB
 _LONGEST = 300.0                     # seconds
 _LOOK = 0.05                         # seconds between two looks at the ranks
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL (default: cpu)")
-    parser.add_argument("--sizes", nargs="+", type=int, metavar="BYTES",
-                        help="message sizes, multiples of 4 times the ranks (default: 1 KiB to 64 MiB, rounded up to such)")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements of each size; the median counts (default: 5)")
-    parser.add_argument("--in-a-row", type=int, default=10, help="calls in one measurement (default: 10)")
-    add_output(parser)
 
 
 def sent(operation: str, size: int, ranks: int) -> float:

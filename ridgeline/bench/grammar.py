@@ -22,10 +22,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.record import add_output, finish, percentiles, record
+from ridgeline.bench.lab.record import finish, percentiles, record
 from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.bench.workload.bench_engine import Engine, quality_of
-from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.engine.core.core import EngineCore, grammar_vocabulary, make_grammars
 from ridgeline.engine.core.grammars import COPIES_PER_THREAD, Compiled
 from ridgeline.grammar.compiler import compile_grammar, make_backend
@@ -48,20 +48,6 @@ ITEM = {
 ASKED = StructuredOutputs(json={"type": "array", "items": ITEM, "minItems": 1000})
 TEXT = '[{"id": 17, "name": "A chair of oak", "price": 24.5, "tags": ["used", "rare"], "note": "one leg is short"}, {"id"'
 PROMPT = 64                          # tokens
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="",
-                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="use a public model's shapes with dummy weights")
-    parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 128], help="batch sizes to fill masks for")
-    parser.add_argument("--requests", type=int, default=8, help="concurrent requests; 0: measure only masks")
-    parser.add_argument("--tokens", type=int, default=32, help="answer length")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
-    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:

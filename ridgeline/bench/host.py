@@ -23,7 +23,7 @@ import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.device_peaks import device_kind
-from ridgeline.bench.lab.record import add_output, finish, percentiles, record
+from ridgeline.bench.lab.record import finish, percentiles, record
 from ridgeline.bench.workload.host_drafts import CALLS, drafted_steps
 from ridgeline.bench.workload.host_engine import engine_steps
 from ridgeline.bench.workload.plan_only import PlanOnly
@@ -53,17 +53,6 @@ REPORT_STEPS = 100                   # half a second of steps of 5 ms
 ADMITTED = {"admitting_64": (64, False), "admitting_2048": (2048, False), "admitting_2048_cached": (2048, True)}
 _WARM_STEPS = 10                     # not counted
 RECORDED = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--running", type=int, nargs="+",
-                        help="numbers of running requests (default: 256 1024; with --shape 1 128)")
-    parser.add_argument("--steps", type=int, help="decode steps to time (default: 600; with --shape 200)")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="time a real engine with this model's shapes and dummy weights")
-    parser.add_argument("--drafts", nargs="*", default=["256:1", "64:3"], metavar="ROWS:EACH",
-                        help="numbers of running requests, and drafts of each in a step (default: 256:1 64:3)")
-    parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
-    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:

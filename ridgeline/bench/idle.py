@@ -29,11 +29,11 @@ import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.device_peaks import device_kind, machine_peaks
-from ridgeline.bench.lab.record import add_output, finish, percentiles, record
+from ridgeline.bench.lab.record import finish, percentiles, record
 from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.bench.workload.bench_engine import Engine, quality_of
 from ridgeline.bench.workload.floors import step_floor
-from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.roofline.decoder_shape import decoder_shape
@@ -46,21 +46,6 @@ _FLOOR_PARTS = {
     "attention": ("attention",), "norms": ("norms",), "rotary and kv_write": ("rotary_write",),
     "activation": ("activation",), "linears and head": ("linears", "head"), "sampling": ("sample",),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="", help="name in the HF cache, directory or .gguf file; see also --shape")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="use a public model's shapes with dummy weights")
-    parser.add_argument("--layers", type=int, help="with --shape: number of layers (default: the model's)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 256], help="batch sizes")
-    parser.add_argument("--context", type=int, default=640, help="context length of each request at the first traced step")
-    parser.add_argument("--steps", type=int, default=30, help="decode steps to trace")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="engine options")
-    parser.add_argument("--top", type=int, default=25, help="number of kernels to list")
-    parser.add_argument("--trace", help="read this Chrome trace instead of making one")
-    parser.add_argument("--keep-trace", help="keep the traces in this directory, for a viewer")
-    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:

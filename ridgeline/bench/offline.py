@@ -24,20 +24,19 @@ from ridgeline.bench.lab.device_peaks import machine_peaks, read_bandwidth
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, parse_options, settings
+from ridgeline.bench.options.offline_options import NAMED
 from ridgeline.bench.peers import first_tokens
 from ridgeline.bench.peers.peer_llama_cpp import LlamaCppPeer
 from ridgeline.bench.peers.peer_transformers import TransformersPeer
 from ridgeline.bench.workload import presets
 from ridgeline.bench.workload.bench_engine import Engine, quality_of
-from ridgeline.bench.workload.workloads import BESIDE_LLAMA_CPP, PRESETS, Workload
+from ridgeline.bench.workload.workloads import PRESETS, Workload
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.report.columns import fitted
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.roofline.decoder_shape import decoder_shape
 from ridgeline.roofline.step_cost import step_cost
-
-NAMED = PRESETS | BESIDE_LLAMA_CPP
 
 
 class Contender(Protocol):
@@ -48,26 +47,6 @@ class Contender(Protocol):
 
     def run(self, prompts: list[list[int]], tokens_out: int) -> list[float]:
         """Answer all prompts; seconds from the start to each request's first token, and last the total."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="",
-                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
-    parser.add_argument("--workload", nargs="+", choices=sorted(NAMED),
-                        help="default: batch, latency and prefill")
-    parser.add_argument("--requests", type=int, nargs="+", help="numbers of concurrent requests, instead of a named workload")
-    parser.add_argument("--input-len", type=int, nargs="+", default=[128], help="with --requests: prompt length")
-    parser.add_argument("--output-len", type=int, nargs="+", default=[128], help="with --requests: answer length")
-    parser.add_argument("--against", choices=["transformers", "llama.cpp"],
-                        help="also measure another engine in the same run, and with llama.cpp both starts")
-    parser.add_argument("--repeats", type=int, help="timed runs of each workload, reported as a median (default: 3; presets: 2)")
-    parser.add_argument("--dtype", nargs="+", default=["auto"])
-    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
-    sustain.add_arguments(parser)
-    price.add_arguments(parser)
-    table.add_format(parser)
-    parser.add_argument("--out", help="also write the record to this file")
-    presets.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,11 +6,16 @@ only this user can enter, under a random name. No torch, and no knowledge of wha
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import secrets
 import shutil
 import signal
+import socket
+import stat
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -224,6 +229,30 @@ SAID_TOKENS: Codec[Said] = Codec(Said)
 
 _LONGEST_FOLDER = 50
 _OTHER_FOLDERS = ("/tmp", "/var/tmp")
+_FOLDER = re.compile(r"ridgeline-[0-9a-f]{16}-\w{8}")
+_LEFT_OVER_SECONDS = 600.0           # a folder without a listener that is younger may belong to a server that starts
+
+
+def remove_left_over(place: Path) -> None:
+    """Folders of servers of this user that were killed and could not clean up: no socket in them has a listener any more."""
+    with suppress(OSError), os.scandir(place) as found:
+        for each in found:
+            with suppress(OSError):
+                if _FOLDER.fullmatch(each.name) and each.is_dir(follow_symlinks=False) and _is_left_over(each):
+                    shutil.rmtree(each.path)
+
+
+def _is_left_over(folder: os.DirEntry[str]) -> bool:
+    facts = folder.stat(follow_symlinks=False)
+    if facts.st_uid != os.geteuid() or time.time() - facts.st_mtime < _LEFT_OVER_SECONDS:
+        return False                                     # another's, or of a server that starts now
+    for entry in os.scandir(folder.path):
+        if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)
+                if probe.connect_ex(entry.path) != errno.ECONNREFUSED:
+                    return False
+    return True
 
 
 class SocketDir:
@@ -232,6 +261,7 @@ class SocketDir:
     def __init__(self) -> None:
         self.path = self._make()
         os.chmod(self.path, 0o700)
+        remove_left_over(self.path.parent)
 
     @staticmethod
     def _make() -> Path:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ridgeline.process import spare_files
 from ridgeline.process.head_start import byte_code_environment
+from ridgeline.process.platform import current_directory
 
 _NAMES = frozenset(
     "PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR TERM NO_COLOR VIRTUAL_ENV CC CXX LD_LIBRARY_PATH LD_PRELOAD "
@@ -41,7 +42,10 @@ def start_child(
     if "PYTHONPYCACHEPREFIX" not in variables:
         variables = {**variables, **byte_code_environment()}
     command = [sys.executable, "-P", "-m", module, *arguments]
-    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True} | popen
+    # Where the directory is gone, libraries would fail at their import: torch asks for it.
+    options: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL, "start_new_session": True, "cwd": None if current_directory() else "/",
+    } | popen
     with spare_files.lent():
         return subprocess.Popen(command, env={**variables, "PYTHONPATH": os.pathsep.join(module_path())}, **options)
 
@@ -58,8 +62,9 @@ def _may_know(name: str) -> bool:
 def module_path() -> list[str]:
     """Where this process finds modules, without the current directory. This package's own place comes last: it may be
     the current directory, and then nothing there hides an installed module."""
-    here = Path.cwd()
-    found = [path for path in sys.path if path and Path(path).resolve() != here]
+    here = current_directory()
+    found = [path for path in sys.path if os.path.isabs(path) or (path and here)]
+    found = [path for path in found if Path(path).resolve() != here]
     return [*found, str(Path(__file__).resolve().parents[2])]
 
 

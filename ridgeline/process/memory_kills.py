@@ -11,6 +11,8 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from ridgeline.process.platform import is_address_space_limited
+
 OUT_OF_MEMORY = errno.ENOMEM         # the exit code of a child that had no memory left to say so
 _LESS = "use a smaller model, a smaller max_model_len or kv_cache_memory_bytes, or end other programs"
 _COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
@@ -33,6 +35,8 @@ class OutOfMemoryKills:
         name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
         if number == signal.SIGKILL and self._counted() > self._before:
             return f"was killed by {name}, probably because the machine ran out of memory: {_LESS}"
+        if number in (signal.SIGABRT, signal.SIGSEGV) and is_address_space_limited():        # what libraries do without memory
+            return f"was killed by {name}, probably because `ulimit -v` leaves too little memory: {_LESS}"
         return f"was killed by {name}"
 
     def _counted(self) -> int:

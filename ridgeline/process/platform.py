@@ -174,6 +174,19 @@ def available_memory() -> int:
     return max(0, available)
 
 
+def is_address_space_limited() -> bool:
+    """By `ulimit -v`: memory that is only reserved counts."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def current_directory() -> Path | None:
+    """None: it was removed, as a deployment does with an old release. Engines must start again all the same."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
+
+
 def enlarge_stack() -> None:
     """Start this program again with a larger stack where `ulimit -s` is small and may be raised: threads of libraries have the
     size that was set when the program started, and overflow without a word. ConfigError where it must stay too small."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-COUNT = 14                           # an engine's sockets and pipes take 12
+COUNT = 15                           # an engine's sockets, its pipes and the descriptor of its process take 13
 
 _lock = threading.RLock()
 _kept: list[int] = []

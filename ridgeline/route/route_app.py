@@ -26,7 +26,7 @@ from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.near_paths import suggestion
-from ridgeline.server.http.stream import DIRECT, ClientGone, Receive, Send, send_json, while_connected
+from ridgeline.server.http.stream import DIRECT, ClientGone, Receive, Send, in_time, send_json, while_connected
 from ridgeline.server.observe.dashboard import fleet_page
 from ridgeline.server.observe.prometheus import TEXT
 from ridgeline.version import __version__
@@ -84,7 +84,8 @@ class RouteApp:
             fleet.slots.check_free()
             if scope["method"] == "POST":
                 check_media_type(scope)                  # a foreign page's form must not reach a replica
-            await body.read(receive, scope["headers"], scope.get(DIRECT))
+            async with in_time(caller_of(scope).ends):
+                await body.read(receive, scope["headers"], scope.get(DIRECT))
             with fleet.slots.taking(1):                  # a body that does not come holds none
                 await while_connected(receive, self._deliver(scope, body, send, deliveries))
         except ClientGone:
@@ -100,7 +101,8 @@ class RouteApp:
     async def _deliver(self, scope: Scope, body: Body, send: Send, deliveries: list[Delivery]) -> None:
         """`deliveries` gets the one that is made."""
         # In a thread: to check and to decode 16 MB takes some tenths of a second, and health checks must not wait for that.
-        request = await away_if_long(body.size, lambda: forwarded(scope, body.data, self._has_keys))
+        async with in_time(caller_of(scope).ends):
+            request = await away_if_long(body.size, lambda: forwarded(scope, body.data, self._has_keys))
         body.parts = [request.body]                      # one copy, in case that it is sent again
         deliveries.append(Delivery(self._fleet, request, scope["headers"], send))
         await self._within(scope, deliveries[0])

@@ -9,7 +9,9 @@ import torch
 # Where there is no type for it: torch's allocator on a CPU, the driver, and libraries that allocate by themselves. Any other
 # error of a device leaves it in a state that nothing can be said of.
 _WORDS = (
-    "DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",            # torch for ARM, which has another allocator
+    "std::bad_alloc", "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory (12)",
 )
 

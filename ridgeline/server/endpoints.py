@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,6 +33,7 @@ from ridgeline.server.http.stream import (
     EventStream,
     Receive,
     Send,
+    in_time,
     send_bytes,
     send_json,
     while_connected,
@@ -40,6 +41,8 @@ from ridgeline.server.http.stream import (
 from ridgeline.server.observe import prometheus
 from ridgeline.server.server_errors import WrongMediaType
 from ridgeline.server.service import Service
+
+T = TypeVar("T")
 
 BYTES_PER_NUMBER = 16                # of JSON, for each number or character of an answer, with the time it takes
 EVENTS_AT_ONCE = 4                   # written before the next check whether the client keeps up
@@ -61,7 +64,8 @@ class Endpoint(ABC):
             self._service.require_ready()
             self._service.slots.check_free()             # before a byte of the body is read
             check_media_type(scope, self._dialect.any_media_type)
-            await body.read(receive, scope["headers"], scope.get(DIRECT))
+            async with in_time(caller_of(scope).ends):
+                await body.read(receive, scope["headers"], scope.get(DIRECT))
             with self._service.slots.taking(1):          # a body that does not come holds none
                 self._service.require_ready(is_new=False)
                 prometheus.note_arrival(scope)
@@ -78,6 +82,12 @@ class Endpoint(ABC):
     @abstractmethod
     async def _answer(self, scope: Scope, body: Body, send: Send) -> None: ...
 
+    async def _made(self, function: Callable[[Service, Caller, bytes], Awaitable[T]], caller: Caller, body: Body) -> T:
+        """What `function` makes of the body, in the time that the request has."""
+        async with in_time(caller.ends):
+            made: T = await self._service.reader.read(function, self._service, caller, body)
+            return made
+
 
 class Question(Endpoint):
     """An endpoint whose answer is one struct, or its JSON."""
@@ -93,7 +103,7 @@ class Question(Endpoint):
 
     async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
         caller = caller_of(scope)
-        answer = await self._service.reader.read(self._read, self._service, caller, body)
+        answer = await self._made(self._read, caller, body)
         body.release()                                   # an engine may take minutes
         if self._then is not None:
             answer = await self._then(self._service, caller, answer)
@@ -137,7 +147,7 @@ class Generation(Endpoint):
 
     async def _generate(self, scope: Scope, body: Body, send: Send) -> None:
         caller = caller_of(scope)
-        prepared = await self._service.reader.read(self._prepare, self._service, caller, body)
+        prepared = await self._made(self._prepare, caller, body)
         body.release()
         if isinstance(prepared, bytes):
             await send_json(send, 200, prepared)
@@ -240,7 +250,7 @@ class Invocations(Endpoint):
         self._endpoints = endpoints
 
     async def _answer(self, scope: Scope, body: Body, send: Send) -> None:
-        given = await self._service.reader.read(field_names, self._service, caller_of(scope), body)
+        given = await self._made(field_names, caller_of(scope), body)
         chosen = next((endpoint for name, endpoint in self._endpoints.items() if name in given), None)
         if chosen is None:
             raise BadRequest(f"the body needs one of {', '.join(self._endpoints)}, which says what kind of request it is")

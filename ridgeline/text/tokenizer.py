@@ -22,14 +22,15 @@ from ridgeline.process.log import get_logger
 from ridgeline.text.chat_template import ChatTemplate
 from ridgeline.text.decoders import WindowDecoder
 from ridgeline.text.quoting import Quoted, Special
-from ridgeline.text.tokenizer_limits import check_text, is_panic
+from ridgeline.text.tokenizer_limits import TextCost, check_text, is_panic
 from ridgeline.text.vocabulary import Vocabulary
 from ridgeline.text.vocabulary_gguf import gguf_vocabulary
 from ridgeline.text.vocabulary_hf import directory_vocabulary
 
 logger = get_logger("text")
 
-_LONG_TEXT = 4_096                   # characters
+_LONG_TEXT = 2_000                   # characters; such texts are read in threads, and the library must not keep Python's lock
+_SLOW_SECONDS = 0.05                 # of CPU time for a shorter text, which usually takes a millisecond
 
 
 class Encoded(dict[str, Any]):
@@ -53,7 +54,7 @@ class Tokenizer:
         self.eos_token_ids = vocabulary.eos_token_ids        # any of them ends an answer
         self.has_prefix_space = vocabulary.has_prefix_space
         self._core = vocabulary.core
-        self._growth = vocabulary.growth
+        self._cost = TextCost(vocabulary.growth)
         self._plain_core: tokenizers.Tokenizer | None = None
         self._pieces = vocabulary.pieces
         self._shown_pieces = list(vocabulary.pieces)
@@ -100,6 +101,11 @@ class Tokenizer:
         return self.vocab_size
 
     @property
+    def is_slow(self) -> bool:
+        """Whether a short text took long: others may, too, and are to be read in threads."""
+        return self._cost.is_slow
+
+    @property
     def bos_token(self) -> str | None:
         return self._chat.special_tokens.get("bos_token")
 
@@ -124,11 +130,12 @@ class Tokenizer:
         core = self._encoder(parse_special or not self._special.are_in(text))
         began = time.thread_time()
         try:
-            if len(text) < _LONG_TEXT:
+            if len(text) < _LONG_TEXT and not self.is_slow:
                 ids: list[int] = core.encode(text, add_special_tokens=False).ids
             else:
-                check_text(text, self._growth)
-                # Without the place of each token in the text: half the time, and memory that grows no faster than the text.
+                check_text(text, self._cost.growth)
+                # This call leaves Python's lock to other threads. Without the place of each token in the text: half the time,
+                # and memory that grows no faster than the text.
                 ids = core.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError):
             raise _not_text(text) from None
@@ -137,7 +144,9 @@ class Tokenizer:
                 raise
             raise _not_cut(error) from None
         finally:
-            SPENT["tokenising"] += time.thread_time() - began
+            spent = time.thread_time() - began
+            SPENT["tokenising"] += spent
+            self._cost.is_slow |= spent > _SLOW_SECONDS and len(text) < _LONG_TEXT
         return [*self._around[0], *ids, *self._around[1]] if add_special_tokens else ids
 
     def encode_batch(
@@ -147,7 +156,7 @@ class Tokenizer:
         try:
             for text in texts:
                 if len(text) >= _LONG_TEXT:
-                    check_text(text, self._growth)
+                    check_text(text, self._cost.growth)
             encodings = self._encoder(parse_special).encode_batch_fast(list(texts), add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
             return [self.encode(text, add_special_tokens, parse_special) for text in texts]    # names the bad one

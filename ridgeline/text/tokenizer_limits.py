@@ -10,6 +10,7 @@ import base64
 import binascii
 import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,17 @@ MAX_GROWTH = 128.0                   # characters that a normalizer may make of 
 MAX_NORMALIZED = 64_000_000          # characters of one text after it
 MAX_AROUND = 1_024                   # tokens that every text gets before and behind it; models have up to three
 MAX_BLANKS = 500_000                 # in a row; patterns go back over them, and the library panics at 10,000,000 steps back
+MAX_STEPS = 256                      # of each kind; models have up to ten, and 256 take 0.1 s for a text of 3,000 letters
 _UNICODE_GROWTH = 18.0
+_LISTS = ("normalizers", "pretokenizers", "decoders", "processors")      # the steps of a Sequence, by its kind
+
+
+@dataclass(slots=True)
+class TextCost:
+    """What a model's texts cost its tokenizer."""
+
+    growth: float                    # characters that its normalizer makes of one
+    is_slow: bool = False            # a short text took long, by a pattern that goes back and forth
 
 
 class _Facts(msgspec.Struct):
@@ -33,6 +44,7 @@ class _Facts(msgspec.Struct):
 
     added_tokens: Any = None
     normalizer: Any = None
+    pre_tokenizer: Any = None
     decoder: Any = None
     post_processor: Any = None
 
@@ -52,6 +64,9 @@ def read_tokenizer(file: Path) -> tuple[str, float]:
         raise ModelError(f"{file}: not a tokenizer: {' '.join(str(error).split())[:200]}") from None
     listed = facts.added_tokens if isinstance(facts.added_tokens, list) else []
     require_few_added((str(each.get("content", "")) for each in listed if isinstance(each, dict)), str(file))
+    for name in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        if (steps := _num_steps(getattr(facts, name))) > MAX_STEPS:
+            raise ModelError(f"{file}: its {name} has {steps:,} steps; at most {MAX_STEPS} are allowed")
     for name, step in (("decoder", facts.decoder), ("normalizer", facts.normalizer)):
         growth = _growth(step)
         if growth > MAX_GROWTH:
@@ -61,6 +76,17 @@ def read_tokenizer(file: Path) -> tuple[str, float]:
     if around > MAX_AROUND:
         raise ModelError(f"{file}: its post_processor adds {around:,} tokens to every text; at most {MAX_AROUND:,} are allowed")
     return text, growth
+
+
+def _num_steps(part: Any) -> int:
+    """Of a Sequence, and of those inside it."""
+    count, left = 0, [part]
+    while left:
+        count += 1
+        step = left.pop()
+        for inner in (step.get(name) for name in _LISTS) if isinstance(step, dict) else ():
+            left += inner if isinstance(inner, list) else []
+    return count
 
 
 def _tokens_around(processor: Any) -> int:

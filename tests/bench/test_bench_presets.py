@@ -17,10 +17,11 @@ import torch
 from served_model import write_model
 
 from ridgeline.__main__ import main
-from ridgeline.bench import idle, offline, ops, startup, studies
+from ridgeline.bench import idle, ops, startup, studies
 from ridgeline.bench.gguf_shapes import ALIGNMENT, MIXES, TYPES
 from ridgeline.bench.lab import device_log, nvidia_smi
 from ridgeline.bench.lab.sweep import parse_options
+from ridgeline.bench.options import offline_options, suite
 from ridgeline.bench.workload import floors, presets, quality, shapes, workloads
 from ridgeline.bench.workload.bench_engine import Engine
 from ridgeline.bench.workload.floors import preset_floor, step_floor, workload_floor
@@ -96,14 +97,14 @@ def test_shapes_are_the_public_models() -> None:
 
 
 def test_the_suite_covers_every_shape_and_every_workload() -> None:
-    groups = presets.SUITE.values()
+    groups = suite.SUITE.values()
     assert {group.shape for group in groups} == set(SHAPES) and set(presets.MODEL_OPTIONS) <= set(SHAPES)
-    assert set(presets.SUITE["llama-3.1-8b"].presets) == set(GPU_PRESETS)
+    assert set(suite.SUITE["llama-3.1-8b"].presets) == set(GPU_PRESETS)
     parser = OptionParser(prog="bench")
-    offline.add_arguments(parser)
+    offline_options.add_arguments(parser)
     asked = parser.parse(["--preset", "h200", "--set", "step_time_ms=0"])
     asked.repeats = 2
-    for name, group in presets.SUITE.items():
+    for name, group in suite.SUITE.items():
         args = parser.parse(presets.group_words(name, asked, 100.0))
         assert args.label == name and args.preset == list(group.presets) and args.shape == [group.shape]
         assert parse_options(args.set) == group.options | {"step_time_ms": 0.0}
@@ -111,7 +112,7 @@ def test_the_suite_covers_every_shape_and_every_workload() -> None:
     # Idle time with one row and with 256, wherever there is room for them.
     assert all({"latency_b1", "batch128"} <= set(group.presets) for group in groups if group.shape != "llama-3.1-70b")
     modules = {"startup": startup, "studies": studies, "ops": ops}
-    for name in presets.COMMANDS:
+    for name in suite.COMMANDS:
         command, *words = presets.command_words(name, asked)
         parser = OptionParser(prog="bench")
         modules[command].add_arguments(parser)
@@ -125,9 +126,9 @@ def llama_8b() -> DecoderShape:
     return decoder_shape(load_model_config(write_shape("llama-3.1-8b")), "bfloat16", 2.0)
 
 
-@pytest.mark.parametrize("name", list(presets.SUITE))
+@pytest.mark.parametrize("name", list(suite.SUITE))
 def test_every_group_fits_on_the_card_it_is_for(name: str) -> None:
-    group = presets.SUITE[name]
+    group = suite.SUITE[name]
     longest = presets._context([GPU_PRESETS[preset] for preset in group.presets])
     options = {"max_model_len": longest, "dtype": "bfloat16", "device": "cuda", "load_format": "dummy"}
     options |= {"skip_tokenizer_init": True} | presets.MODEL_OPTIONS.get(group.shape, {}) | group.options

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
+import socket
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -207,6 +210,36 @@ def test_the_socket_directory_is_private_and_goes_away() -> None:
         each.close()
         assert not each.path.exists()
         each.close()
+
+
+@pytest.fixture
+def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary folder, with a short path: a socket's has 107 characters."""
+    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@pytest.mark.reliability("S-03")
+def test_folders_of_killed_servers_are_removed_by_the_next_one(short_folder: Path) -> None:
+    kinds = ("dead", "alive", "empty", "young", "file")
+    places = {kind: short_folder / f"ridgeline-{number:016x}-abcdefgh" for number, kind in enumerate(kinds)}
+    places["other"] = short_folder / "ridgeline-shape-abcdefgh"
+    for kind, place in places.items():
+        place.touch() if kind == "file" else place.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(places["alive"] / "to-engine"))
+        listener.listen()
+        with socket.socket(socket.AF_UNIX) as killed:
+            killed.bind(str(places["dead"] / "to-engine"))
+            killed.listen()
+        for kind in kinds:
+            if kind != "young":
+                os.utime(places[kind], (0, 0))
+        sockets = ipc.SocketDir()
+        assert {kind for kind, place in places.items() if place.exists()} == {"alive", "young", "file", "other"}
+        assert sockets.path.exists()
+        sockets.close()
 
 
 def test_sockets_fit_whatever_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

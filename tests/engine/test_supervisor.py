@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def test_a_first_launch_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("site", ["start_child", "thread"])
+@pytest.mark.parametrize("site", ["start_child", "pidfd_open", "thread"])
 def test_a_child_that_cannot_be_made_leaves_nothing(site: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started: list[Any] = []
     start_child = engine_child.start_child
@@ -177,9 +178,12 @@ def test_a_child_that_cannot_be_made_leaves_nothing(site: str, monkeypatch: pyte
         def __init__(self, **options: Any) -> None:
             raise RuntimeError("can't start new thread")
 
+    def no_descriptor(pid: int) -> int:
+        raise OSError(errno.ENOSYS if site == "thread" else errno.EMFILE, site)
+
     monkeypatch.setattr(engine_child, "start_child", sleeper)
-    if site == "thread":
-        monkeypatch.setattr(engine_child.threading, "Thread", NoThread)
+    monkeypatch.setattr(engine_child.os, "pidfd_open", no_descriptor)
+    monkeypatch.setattr(engine_child.threading, "Thread", NoThread)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def scene() -> None:
@@ -190,6 +194,36 @@ def test_a_child_that_cannot_be_made_leaves_nothing(site: str, monkeypatch: pyte
 
     asyncio.run(scene())
     assert not list(tmp_path.iterdir()) and all(child.poll() is not None for child in started)
+
+
+@pytest.mark.reliability("R-12")
+@pytest.mark.parametrize("has_descriptors", [True, False])
+def test_the_end_of_an_engine_is_noticed_without_a_thread_where_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, has_descriptors: bool
+) -> None:
+    """Thread.start() never returns if memory is too short for the thread's first line: the event loop would stand still."""
+    def no_descriptor(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "not implemented")
+
+    def hang(self: threading.Thread) -> None:
+        raise AssertionError("a thread was started")
+
+    if has_descriptors:
+        monkeypatch.setattr(threading.Thread, "start", hang)
+    else:
+        monkeypatch.setattr(engine_child.os, "pidfd_open", no_descriptor)
+    monkeypatch.setattr(engine_child, "start_child", lambda module, *given, **options: subprocess.Popen(["sleep", "600"]))
+
+    async def scene() -> str:
+        before = psutil.Process().num_fds()
+        child = EngineChild("module", EngineConfig.of(), lambda m: None, lambda: None)
+        os.kill(child.pid, signal.SIGKILL)
+        lost = await asyncio.wait_for(asyncio.shield(child.lost), 60)
+        await asyncio.wait_for(child.stop(), 60)
+        assert psutil.Process().num_fds() == before
+        return str(lost)
+
+    assert "SIGKILL" in asyncio.run(scene())
 
 
 @pytest.mark.reliability("R-05")

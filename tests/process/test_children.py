@@ -74,6 +74,20 @@ def test_the_package_is_found_in_the_current_directory(monkeypatch: pytest.Monke
     assert module_path().count(str(PACKAGE)) == 1
 
 
+@pytest.mark.reliability("R-12")
+def test_a_child_starts_where_the_current_directory_was_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = tmp_path / "release-1"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setattr(sys, "path", ["", "lib", *sys.path])
+    gone.rmdir()
+    assert module_path()[-1] == str(PACKAGE) and not {"", "lib"} & set(module_path())
+    (tmp_path / "where.py").write_text("import os; print(os.getcwd())")      # as torch does when it is imported
+    sys.path.append(str(tmp_path))
+    child = start_child("where", stdout=subprocess.PIPE)
+    assert child.communicate()[0] == b"/\n" and child.returncode == 0
+
+
 def test_a_child_is_told_settings_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"OMP_NUM_THREADS": "3", "RIDGELINE_LOG": "WARNING", "CUDA_VISIBLE_DEVICES": "", "LC_ALL": "C",
             "RAY_USE_TLS": "1", "RAY_TLS_SERVER_KEY": "/key.pem"}

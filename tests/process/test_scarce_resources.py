@@ -102,11 +102,13 @@ def test_standard_error_is_not_buffered_where_python_is_told_so() -> None:
     assert done.stderr == "half a line"
 
 
-def test_an_engine_without_memory_says_what_found_none() -> None:
-    source = "import json, runpy, sys\ndef no(text): raise MemoryError('no room for it')\njson.loads = no\n"
+@pytest.mark.parametrize("error", ["MemoryError: no room for it", "ImportError: zmq.so: failed to map segment"])
+def test_an_engine_without_memory_says_what_found_none(error: str) -> None:
+    kind, _, words = error.partition(": ")
+    source = f"import json, runpy, sys\ndef no(text): raise {kind}('{words}')\njson.loads = no\n"
     source += "sys.argv = ['engine', '{}']\nrunpy.run_module('ridgeline.engine.core.engine_process', run_name='__main__')"
     done = python(source)
-    assert (done.returncode, done.stderr) == (OUT_OF_MEMORY, "MemoryError: no room for it\n")
+    assert (done.returncode, done.stderr) == (OUT_OF_MEMORY, f"{error}\n")
 
 
 COMMAND = "import sys; from ridgeline.__main__ import main; sys.exit(main())"
@@ -161,6 +163,37 @@ def test_what_has_run_out_is_one_line_and_code_2(
     assert words in said and said.count("\n") == 1
 
 
+def test_a_reason_of_any_length_is_a_line_that_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(argv: list[str]) -> int:
+        raise ConfigError(f"a tensor has shape {[1] * 100_000}; what to do")
+
+    monkeypatch.setattr(command, "run", run)
+    assert command.main(["serve"]) == 2
+    said = capfd.readouterr().err
+    assert len(said) < 2100 and "a tensor has" in said and said.endswith("; what to do\n")
+
+
+@pytest.mark.reliability("R-14")
+def test_a_current_directory_that_was_removed_is_one_line_and_code_2(tmp_path: Path) -> None:
+    """torch asks for it when it is imported."""
+    (tmp_path / "gone").mkdir()
+    asks = "import os; import ridgeline.__main__ as it; it.run = lambda argv: os.getcwd(); raise SystemExit(it.main(['eval']))"
+    done = python(asks, before=f"cd {tmp_path}/gone; rmdir {tmp_path}/gone")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "current directory" in done.stderr, done.stderr
+
+
+@pytest.mark.reliability("R-14")
+@pytest.mark.parametrize("limit", ["unlimited", "8000000"])
+def test_an_engine_with_a_limit_on_addresses_reserves_few(limit: str) -> None:
+    """torch's allocator on ARM reserves 1 GiB: with `ulimit -v 2000000` nothing was left for the engine, with less it started."""
+    begun = "import os; from ridgeline.process import head_start; head_start.begin(gpu=False); " \
+        "print(os.environ.get('MIMALLOC_ARENA_RESERVE'))"
+    done = python(begun, before=f"ulimit -v {limit}; unset MIMALLOC_ARENA_RESERVE")
+    assert done.stdout.split() == ["None" if limit == "unlimited" else "65536"], done.stderr
+
+
 def test_a_limit_on_addresses_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = (2 << 40, resource.RLIM_INFINITY)
     before = platform.available_memory()
@@ -181,7 +214,7 @@ def test_a_limit_on_data_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.reliability("R-12")
-def test_a_kill_for_memory_is_told_as_such(tmp_path: Path) -> None:
+def test_a_kill_for_memory_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counter, other = tmp_path / "vmstat", tmp_path / "memory.events"
     counter.write_text("nr_free_pages 7\noom_kill 3\n")
     kills = OutOfMemoryKills((counter, other))
@@ -190,6 +223,8 @@ def test_a_kill_for_memory_is_told_as_such(tmp_path: Path) -> None:
     assert "ran out of memory" in kills.how_it_ended(-signal.SIGKILL)
     assert "ran out of memory" in kills.how_it_ended(OUT_OF_MEMORY)
     assert kills.how_it_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (2**30, 2**30))
+    assert "ulimit -v" in kills.how_it_ended(-signal.SIGABRT)
     assert kills.how_it_ended(-40) == "was killed by signal 40" and kills.how_it_ended(3) == "ended with code 3"
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import io
+import subprocess
+import sys
 
 import pytest
 
+from ridgeline.__main__ import COMMANDS as ENTRIES
 from ridgeline.__main__ import main, overview
-from ridgeline.bench import host, kernel, offline
+from ridgeline.bench import kernel
+from ridgeline.bench.options import comm_options, grammar_options, host_options, idle_options, offline_options
 from ridgeline.cli import cmd_plan, cmd_quantize, cmd_serve
 from ridgeline.cli.config_options import OptionParser
 from ridgeline.report.columns import fitted
@@ -40,7 +44,19 @@ def test_the_overview_fits_and_an_error_is_whole(monkeypatch: pytest.MonkeyPatch
     assert main(["plan", "embedded"]) == 2 and len(said.getvalue().splitlines()) == 1
 
 
-COMMANDS = [cmd_plan, cmd_quantize, cmd_serve, host, kernel, offline]
+LIGHT = [comm_options, grammar_options, host_options, idle_options, offline_options]
+COMMANDS = [cmd_plan, cmd_quantize, cmd_serve, kernel, *LIGHT]
+
+
+def test_mistakes_in_the_options_of_benchmarks_are_told_without_torch() -> None:
+    """Its import takes seconds on a busy machine."""
+    names = [place for name, (place, _) in ENTRIES.items() if place.startswith("ridgeline.bench.options.")]
+    assert len(names) == len(LIGHT)
+    code = f"import sys, {', '.join(names)}; from ridgeline.__main__ import main\n"
+    code += "codes = [main(['bench', each, '--no-such-option']) for each in ('offline', 'host', 'grammar', 'idle', 'comm')]\n"
+    code += "print(codes, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[2, 2, 2, 2, 2] False\n" and done.stderr.count("--no-such-option") == 5
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__.split(".")[-1])

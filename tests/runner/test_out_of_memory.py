@@ -212,6 +212,8 @@ def test_where_ranks_share_a_step_the_engine_ends(tmp_path: Path) -> None:
     (NO_MEMORY, True),
     (MemoryError(), True),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"), True),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:113] data. DefaultCPUAllocator: not enough memory: you tried"), True),
+    (RuntimeError("std::bad_alloc"), True),
     (RuntimeError("CUDA error: out of memory"), True),
     (RuntimeError("Triton Error [CUDA]: out of memory"), True),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
@@ -219,6 +221,12 @@ def test_where_ranks_share_a_step_the_engine_ends(tmp_path: Path) -> None:
 ])
 def test_which_errors_are_of_memory(error: BaseException, is_memory: bool) -> None:
     assert is_out_of_memory(error) == is_memory
+
+
+def test_what_this_torch_says_without_memory_is_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
 
 
 def test_thrift() -> None:

@@ -10,15 +10,17 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from scripted_server import ScriptedServer
+from scripted_server import ScriptedServer, connect, post
 from served_model import wait_until, write_model
 
-from ridgeline.engine.client.long_work import LONG_BYTES
+from ridgeline.engine.client import long_work
+from ridgeline.engine.client.long_work import LONG_BYTES, LongWork
 from ridgeline.engine.client.request_context import LOCAL
 from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, TryAgain
 from ridgeline.process import framed_child
@@ -28,6 +30,7 @@ from ridgeline.server.api import prepare
 from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore
 from ridgeline.server.body_process import LentResponses, settings_of
 from ridgeline.server.body_work import RESULTS
+from ridgeline.server.http import admission
 from ridgeline.server.http.admission import Body, HeldBodies
 from ridgeline.server.long_bodies import (
     MANY_BYTES,
@@ -43,6 +46,7 @@ from ridgeline.server.long_bodies import (
 )
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import ModelNotFound
+from ridgeline.text.tokenizer import Tokenizer
 
 TURN = [{"role": "user", "content": "a"}]
 LOOK = {"name": "look", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}
@@ -442,3 +446,42 @@ def test_a_function_that_is_not_listed_runs_here(monkeypatch: pytest.MonkeyPatch
 def test_replies_travel(server: ScriptedServer) -> None:
     for reply in (Wanted("a", ["b"]), Made(b"x", False, 1.0), failure_of(BadRequest("no"))):
         assert long_bodies.TO_REPLY.decode(long_bodies.msgspec.msgpack.encode(reply)) == reply
+
+
+def test_texts_for_a_slow_tokenizer_are_never_read_on_the_event_loop(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, *given: Any, **more: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(self, *given, **more)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    monkeypatch.setattr(server.llm.get_tokenizer()._cost, "is_slow", True)
+    for body in ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}):
+        assert httpx.post(f"{server.url}/tokenize", json=body, timeout=60).status_code == 200
+    assert threads and server._thread.name not in threads
+
+
+@pytest.mark.parametrize("place", ["for memory", "for a thread"])
+def test_a_request_timeout_ends_the_wait_of_a_long_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.setattr(admission, "SILENT_LOOKS", 10**9)
+    monkeypatch.setattr(admission, "WAIT_LOOKS", 10**9)
+    busy = LongWork(threads=0)                           # it takes work, and begins none
+    monkeypatch.setattr(long_work, "LONG_WORK", busy)
+    request = post("/tokenize", {"prompt": "x" * 100_000})
+    options = ServerOptions(port=0, request_timeout=1)
+    with ScriptedServer(write_model(tmp_path / "tiny"), lambda prompt: "", server=options) as server:
+        held = server.service.bodies
+        if place == "for memory":
+            held.most = held.num_bytes = 150_000         # of others
+        with connect(server) as waits:
+            waits.sendall(request)
+            reply = b""
+            while b"}}" not in reply and (part := waits.recv(65536)):        # its head may come before its body
+                reply += part
+            assert reply.startswith(b"HTTP/1.1 504") and b'"request_timeout"' in reply
+        wait_until(lambda: held.num_bytes == (150_000 if place == "for memory" else 0))
+        assert not held.num_waiting and not busy.waiting

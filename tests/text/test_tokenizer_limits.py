@@ -17,6 +17,7 @@ from ridgeline.config import ModelOptions
 from ridgeline.engine.client.processor import Processor
 from ridgeline.errors import BadRequest, ModelError
 from ridgeline.models.model_config import load_model_config
+from ridgeline.text import tokenizer as text_tokenizer
 from ridgeline.text import tokenizer_limits
 from ridgeline.text.gguf_patterns import PRE_TOKENIZERS
 from ridgeline.text.tokenizer import Tokenizer
@@ -59,14 +60,19 @@ def template(pieces: int, ids: int) -> dict[str, Any]:
         ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 2**32 - 9}, "merges": []}}, "4,294,967,2..; the model has 260 tokens"),
         ({"added_tokens": added(256, [f"{n}" + "x" * 270 for n in range(8_000)])}, "bytes of text; at most"),
         ({"normalizer": {"type": "Sequence", "normalizers": [replace("a" * 1000)] * 3}}, "characters of one; at most 128"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFD"}] * 20_000}}, "normalizer has 20,001 steps"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [{"type": "NFD"}] * 99}] * 9}},
+         "normalizer has 901 steps"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 256}}, "pre_tokenizer has 257 steps"),
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 300}}, "decoder has 301 steps"),
         ({"normalizer": replace("b" * 200, {"Regex": ""})}, "makes up to 201 characters of one"),
         ({"normalizer": charsmap(5_000)}, "makes up to 5,000 characters"),
         ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}}, "characters of one"),
         ({"decoder": {"type": "Sequence", "decoders": [replace("a" * 1000)] * 3}}, "its decoder makes up to 1,000,000,000 ch"),
         ({"post_processor": {"type": "Sequence", "processors": [template(2_000, 500)] * 2}}, "adds 2,000,000 tokens to every"),
     ],
-    ids=["id", "largest id", "added tokens", "three times a thousand", "nothing replaced", "table", "byte levels", "decoder",
-         "tokens around a text"],
+    ids=["id", "largest id", "added tokens", "three times a thousand", "normalizers", "nested normalizers", "pre-tokenizers",
+         "decoders", "nothing replaced", "table", "byte levels", "decoder", "tokens around a text"],
 )
 def test_files_that_would_cost_too_much_are_refused(parts: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=words) as refusal:
@@ -143,6 +149,23 @@ def test_a_file_that_makes_the_library_panic_is_refused(backtracking: Path, monk
     monkeypatch.setattr("ridgeline.text.tokenizer.directory_vocabulary", panics)
     with pytest.raises(ModelError, match="cannot be used: boom boom"):
         Tokenizer.load(backtracking)
+
+
+def test_long_texts_and_slow_tokenizers_leave_pythons_lock_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library keeps it in `encode`: the event loop would wait for a thread."""
+    tokenizer, calls = Tokenizer.load(write_model(tmp_path / "tiny")), list[str]()
+    core = tokenizer._core
+
+    class Core:
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(core, name)
+
+    tokenizer._core = Core()                             # type: ignore[assignment]
+    assert len(tokenizer.encode("abc")) == 3 and len(tokenizer.encode("a" * 2_000)) == 2_000 and not tokenizer.is_slow
+    monkeypatch.setattr(text_tokenizer, "_SLOW_SECONDS", -1.0)
+    assert len(tokenizer.encode("abc")) == 3 and tokenizer.is_slow and len(tokenizer.encode("abcd")) == 4
+    assert calls == ["encode", "encode_batch_fast", "encode", "encode_batch_fast"]
 
 
 @pytest.mark.reliability("S-10d")

@@ -228,7 +228,7 @@ class AsyncLLM:
 
         await self._check_grammar(params, caller)
         amount = amount_of_work(prompts, params)
-        made = await away(amount, make) if amount >= LONG_WORK else make()
+        made = await away(amount, make) if amount >= LONG_WORK or self._is_slow else make()
         return self._submit(made, request_id, arrived, caller)
 
     async def _check_grammar(self, params: SamplingParams, caller: Caller) -> None:
@@ -289,7 +289,7 @@ class AsyncLLM:
             )
 
         # A thread costs several switches, of 5 ms each when this one is busy; rendering a short chat takes a tenth of that.
-        if (num_bytes is None or num_bytes <= LONG_BYTES) and is_brief(messages, template):
+        if (num_bytes is None or num_bytes <= LONG_BYTES) and is_brief(messages, template) and not tokenizer.is_slow:
             try:
                 return render(may_wait=False)
             except RendererBusy:
@@ -301,7 +301,7 @@ class AsyncLLM:
         await self.start()
         tokenizer = self.get_tokenizer()
         self._limits.check_text(text)
-        if len(text) < LONG_WORK:
+        if len(text) < LONG_WORK and not tokenizer.is_slow:
             return tokenizer.encode(text, add_special_tokens, parse_special)
         return await away(len(text), lambda: tokenizer.encode(text, add_special_tokens, parse_special))
 
@@ -343,6 +343,11 @@ class AsyncLLM:
         if self._processor is None or self._processor.tokenizer is None:
             raise BadRequest("there is no tokenizer: the engine is not started, or skip_tokenizer_init is set")
         return self._processor.tokenizer
+
+    @property
+    def _is_slow(self) -> bool:
+        """Whether even short texts take this model's tokenizer long."""
+        return self._processor is not None and self._processor.tokenizer is not None and self._processor.tokenizer.is_slow
 
     @property
     def _limits(self) -> PromptLimits:

@@ -7,6 +7,7 @@ engine/client/supervisor decides when to start one; engine/client/async_llm hand
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -90,7 +91,7 @@ class EngineChild:
             # Also without stop(): at the latest when the interpreter ends.
             self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
             undo.callback(self._cleanup)
-            threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
+            self._watch_for_end()
             self._loop.add_reader(self._fd, self._read)
             undo.pop_all()
 
@@ -102,7 +103,7 @@ class EngineChild:
         try:
             self._to_engine.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
-            pass                                         # the process is gone; _watch reports it in a moment
+            pass                                         # the process is gone, which is reported in a moment
 
     def greet(self, frame: bytes) -> None:
         """Send a frame as soon as the process, which may be importing still, has connected its end of the socket."""
@@ -183,8 +184,25 @@ class EngineChild:
             logger.exception("a message from the engine could not be taken in")
         return True
 
-    def _watch(self) -> None:
-        """In a thread: wait for the process's end."""
+    def _watch_for_end(self) -> None:
+        """By a descriptor of the process, which becomes readable at its end. A thread that waits for it would do, too, but
+        Thread.start() waits for ever for a thread that dies of a lack of memory before its first line."""
+        try:
+            process = os.pidfd_open(self._child.pid)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+            threading.Thread(target=self._wait_for_end, name="engine-exit", daemon=True).start()     # a kernel without them
+        else:
+            self._loop.add_reader(process, self._has_ended, process)
+
+    def _has_ended(self, process: int) -> None:
+        self._loop.remove_reader(process)
+        os.close(process)
+        self._ended(self._child.wait())
+
+    def _wait_for_end(self) -> None:
+        """In a thread."""
         code = self._child.wait()
         try:
             self._loop.call_soon_threadsafe(self._ended, code)

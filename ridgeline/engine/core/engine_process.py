@@ -34,7 +34,7 @@ def main(settings: str) -> int:
     try:
         head_start.begin(gpu=given["options"].get("device") != "cpu")
         from ridgeline.engine.core.loop import run
-    except (ImportError, OSError, MemoryError) as error: # a broken installation, or no memory for its libraries
+    except Exception as error:                           # a broken installation, or no memory for its libraries
         unusable = f"the engine's libraries cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
     from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
     from ridgeline.engine.ipc import SHOW_STACKS, Failed
@@ -59,13 +59,15 @@ def main(settings: str) -> int:
 
 
 def _without_memory(error: BaseException) -> bool:
+    if isinstance(error, ImportError):                   # a library that could not be mapped
+        return "failed to map" in str(error) or "cannot allocate memory" in str(error).lower()
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1]))
-    except (MemoryError, OSError) as error:
+    except (MemoryError, OSError, ImportError) as error:
         if not _without_memory(error):
             raise
         with suppress(MemoryError, OSError):

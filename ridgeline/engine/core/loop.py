@@ -40,6 +40,7 @@ from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineErr
 from ridgeline.messages import TokenDeltas
 from ridgeline.process.log import get_logger
 from ridgeline.process.orphans import may_clean_up
+from ridgeline.process.platform import is_address_space_limited
 from ridgeline.process.start_phases import phase
 from ridgeline.runner.memory_errors import is_out_of_memory
 
@@ -242,7 +243,9 @@ def run(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] | 
     except FrontEndGone:
         raise
     except Exception as error:
-        if core is None and is_out_of_memory(error):
+        # C code that finds no memory may forget to say so: a SystemError.
+        lost = isinstance(error, SystemError) and is_address_space_limited()
+        if core is None and (lost or is_out_of_memory(error)):
             error = ConfigError(f"memory ran out while the engine loaded ({one_line(error)}); use a smaller model, "
                                 "max_model_len, max_num_seqs or kv_cache_memory_bytes")
         if not isinstance(error, RidgelineError):

@@ -28,6 +28,7 @@ PATIENCE = 2**16                     # bytes: a body waits behind one that came 
                                      # bodies that were begun and left give up (BODY_SECONDS) before they are ahead of short ones.
 LOOK_SECONDS = 1.0                   # between two looks at the bodies that arrive or wait
 SILENT_LOOKS = 3                     # looks after which a body that did not arrive gives way
+GIVE_WAY_AT_ONCE = 32                # bodies
 WAIT_LOOKS = 60                      # looks after which a body that waits for leave is refused
 SLOW = 64                            # a body that gains less than this share of its leave between two looks cannot end in time
 
@@ -74,6 +75,7 @@ class HeldBodies:
         self.num_bytes = 0
         self.num_reading = 0                             # bodies of any length, on their way: their requests hold no slot yet
         self.arriving: dict[Body, None] = {}             # those that have leave and are incomplete
+        self._silent: list[Body] = []                    # of those, at the last look; the longest silent is the last
         self._waiting: list[tuple[float, int, _Waiter]] = []     # a heap
         self._num_growing = 0                            # of those that wait, for their second leave
         self._numbers = count()
@@ -134,13 +136,15 @@ class HeldBodies:
         waiter.future.set_result(None)
 
     def _make_room(self) -> None:
-        """The longest silent give way, as many as it takes."""
-        while self._next() is not None:
-            silent = max(self.arriving, key=lambda body: body.silent_looks, default=None)
-            if silent is None or silent.silent_looks < SILENT_LOOKS:
+        """The longest silent give way, as many as it takes; a few per turn of the event loop, which answers each of them."""
+        for _ in range(GIVE_WAY_AT_ONCE):
+            if not self._silent or self._next() is None:
                 return
-            del self.arriving[silent]
-            silent.give_way()
+            silent = self._silent.pop()
+            if silent in self.arriving:
+                del self.arriving[silent]
+                silent.give_way()
+        asyncio.get_running_loop().call_soon(self._make_room)
 
     def _look_later(self) -> None:
         if not self._is_looking and (self._waiting or self.arriving):
@@ -151,6 +155,8 @@ class HeldBodies:
         self._is_looking = False
         for body in self.arriving:
             body.look()
+        silent = [body for body in self.arriving if body.silent_looks >= SILENT_LOOKS]
+        self._silent = sorted(silent, key=lambda body: body.silent_looks)
         for *_, waiter in self._waiting:
             waiter.look(self.num_bytes)
         self._waiting = [each for each in self._waiting if not each[-1].has_ended()]

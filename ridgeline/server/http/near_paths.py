@@ -63,5 +63,6 @@ def _spellings(path: str) -> Iterator[str]:
     yield f"/v1{bare}"
     if (place := bare.rfind("/v1/")) > 0:
         yield bare[place:]
-    yield "/" + bare[1:].partition("/")[2]
-    yield "/v1/" + bare[1:].partition("/")[2]
+    if rest := bare[1:].partition("/")[2]:
+        yield f"/{rest}"
+        yield f"/v1/{rest}"

@@ -8,8 +8,9 @@ Knows bytes and ASGI messages, not the meaning of events.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, MutableMapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import msgspec
 from starlette.responses import Response
 
 from ridgeline.engine.client.long_work import LONG_BYTES
+from ridgeline.errors import TimedOut
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -189,6 +191,18 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         # The error refers to this frame, and the task to the error: without this, the request's data would stay until a
         # garbage collection.
         del task, work
+
+
+@asynccontextmanager
+async def in_time(ends: float | None) -> AsyncIterator[None]:
+    """TimedOut if what is inside takes longer than until `ends`, by time.monotonic(): for all that comes before an answer."""
+    try:
+        async with asyncio.timeout(None if ends is None else max(0.0, ends - time.monotonic())) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise                                        # another limit, inside
+        raise TimedOut("the request was not read within this server's request_timeout") from None
 
 
 async def _disconnected(receive: Receive) -> None:

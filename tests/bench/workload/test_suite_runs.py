@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from ridgeline.__main__ import main
+from ridgeline.bench.options import suite
 from ridgeline.bench.workload import presets, quality, shapes, workloads
 from ridgeline.bench.workload.shapes import GGUF_SHAPES, SHAPES, write_shape
 from ridgeline.bench.workload.workloads import GPU_PRESETS, Lengths, Preset
@@ -45,10 +46,10 @@ EXPERTS = {"n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8, "moe
 SHORT = (quality.Part("one row", 4, 12, 2, together=False, alike=True), quality.Part("long prompt", 1, 24, 2, scored=8))
 
 
-@pytest.mark.parametrize("name", presets.SUITE)
+@pytest.mark.parametrize("name", suite.SUITE)
 def test_two_layers_of_every_group_take_the_bytes_that_are_counted(name: str) -> None:
     """Of full width, in the formats of a GPU, before they are packed for its kernels."""
-    group = presets.SUITE[name]
+    group = suite.SUITE[name]
     dtype = "float16" if group.shape in GGUF_SHAPES else "bfloat16"
     config, asked = load_model_config(write_shape(group.shape, 2)), group.options.get("quantization", "none")
     formats = LinearFormats(config, asked, "cuda", 1, dtype)
@@ -72,13 +73,13 @@ def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, group in presets.SUITE.items() if "deterministic" not in group.options])
+@pytest.mark.parametrize("name", [name for name, group in suite.SUITE.items() if "deterministic" not in group.options])
 def test_every_group_measures_and_writes_its_record(name: str, narrow: None, tmp_path: Path) -> None:
     given = Namespace(directory=str(tmp_path), repeats=2, dtype=["auto"], no_quality=False, price=None, sustain=None,
                       set=["device=cpu", "max_num_seqs=4"])
     assert main(["bench", "offline", *presets.group_words(name, given, math.inf)]) == 0
     made = json.loads((tmp_path / f"offline-{name}.json").read_text())
-    assert set(made["figures"]["rows"]) == set(presets.SUITE[name].presets) and not made["figures"]["not_measured"]
+    assert set(made["figures"]["rows"]) == set(suite.SUITE[name].presets) and not made["figures"]["not_measured"]
     assert made["figures"]["quality"]["dtype"] == made["workload"]["dtype"]
 
 

@@ -97,6 +97,7 @@ def test_parts_of_openais_api_that_are_not_here_are_told_so(server: ScriptedServ
 
 def test_other_paths_are_not_guessed() -> None:
     assert suggestion("/favicon.ico", {"/v1/models", "/health"}) == "" and suggestion("/x" * 5000, {"/health"}) == ""
+    assert suggestion("/favicon.ico", {"/", "/v1", "/v1/", "/health"}) == ""             # not "/"
     assert "merge them into the model" in suggestion("/lora-adapters/", {"/v1/completions"})
 
 

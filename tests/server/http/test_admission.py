@@ -293,6 +293,28 @@ def test_a_body_that_gives_way_while_its_next_part_comes_does_not_begin_again(mo
     running(test)
 
 
+def test_many_silent_bodies_give_way_a_few_per_turn_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is answered: a thousand at once would hold up health checks."""
+    async def test(held: HeldBodies) -> None:
+        silent = [Client(held, 100_000) for _ in range(10)]
+        waits = [Client(held, 100_000) for _ in range(10)]
+        for each in (*silent, *waits):
+            await each.send(70_000)
+        await look(held, SILENT_LOOKS)                   # one more than the bodies have been silent for, in the last one
+        monkeypatch.setattr(admission, "GIVE_WAY_AT_ONCE", 3)
+        held._look()
+        assert sum(each.body._gave_way for each in silent) == 3
+        await turns()
+        assert all(each.body._gave_way for each in silent) and all(each.body.leave for each in waits)
+        for each in waits:
+            await each.send(30_000)
+        for each in (*silent, *waits):
+            each.body.release()
+        assert all(isinstance(each.reading.exception(), Overloaded) for each in silent)
+
+    running(test)
+
+
 def test_each_waits_for_leave_for_a_limited_time() -> None:
     """Although others get theirs."""
     async def test(held: HeldBodies) -> None:

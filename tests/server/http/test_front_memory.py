@@ -23,7 +23,7 @@ from ridgeline.server import give_back
 from ridgeline.server.api.openai.embeddings import Embedding, EmbeddingReply, EmbeddingUsage
 from ridgeline.server.api.vllm.tokenize import DetokenizeReply, TokenizeReply
 from ridgeline.server.endpoints import Question, encoded, num_items
-from ridgeline.server.give_back import GROWTH, LONGEST_WAIT, MUCH_GROWTH, MemoryKeeper
+from ridgeline.server.give_back import GROWTH, LONGEST_WAIT, MUCH_GROWTH, VERY_MUCH_GROWTH, YOUNG, MemoryKeeper
 from ridgeline.server.http import connection_limits, stream
 from ridgeline.server.http.connection_limits import LimitedProtocol, limited_protocol
 from ridgeline.server.http.pipelining import MAX_IN_LINE, TURNS_AT_ONCE, Turns
@@ -364,11 +364,13 @@ class Machine:
         self.done = 0
         self.idle = True
         self.collections = 0
+        self.generations: list[int] = []
         monkeypatch.setattr(give_back.gc, "collect", self._collect)
         self.keeper = MemoryKeeper(lambda: self.idle, lambda: self.done, lambda: self.size, lambda: self.now)
 
-    def _collect(self) -> None:
+    def _collect(self, generation: int = 2) -> None:
         self.collections += 1
+        self.generations.append(generation)
 
     def tries(self, seconds: int) -> int:
         """How many tries there are in the next seconds; none gives anything back."""
@@ -400,6 +402,20 @@ def test_a_busy_server_collects_only_after_growth(monkeypatch: pytest.MonkeyPatc
     machine.size += MUCH_GROWTH
     assert machine.tries(1) == 1 and machine.collections == 1
     assert machine.tries(100) > 0 and machine.collections == 1
+
+
+def test_a_busy_server_looks_at_all_objects_only_after_very_much_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 3,000 connections that takes 0.2 s, in which no health check is answered."""
+    machine = Machine(monkeypatch)
+    machine.idle = False
+    while VERY_MUCH_GROWTH not in range(machine.size - 100 * 2**20):
+        machine.size += MUCH_GROWTH + 2**20
+        machine.tries(1)
+    assert machine.generations == [YOUNG] * (len(machine.generations) - 1) + [2] and len(machine.generations) > 5
+    machine.idle = True
+    machine.size += GROWTH
+    machine.tries(1)
+    assert machine.generations[-1] == 2
 
 
 def test_resident_bytes_are_those_of_this_process() -> None:

@@ -1,0 +1,22 @@
+"""Options of `ridgeline bench comm`, without torch: a mistake in them is told at once. collectives runs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from ridgeline.bench.lab.record import add_output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: gloo; cuda: NCCL (default: cpu)")
+    parser.add_argument("--sizes", nargs="+", type=int, metavar="BYTES",
+                        help="message sizes, multiples of 4 times the ranks (default: 1 KiB to 64 MiB, rounded up to such)")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements of each size; the median counts (default: 5)")
+    parser.add_argument("--in-a-row", type=int, default=10, help="calls in one measurement (default: 10)")
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    importlib.import_module("ridgeline.bench.collectives").run(args)
