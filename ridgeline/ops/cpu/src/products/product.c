@@ -23,6 +23,7 @@
 
 #if !defined(OWN_SUMS)
 #define ABREAST(count) 1
+#define PANEL_TILES(count) INT64_MAX
 #define inner_unsigned(all, part) load_unsigned((all) + (part) * WIDE)      /* scales of a register of outputs, of 16 */
 #define inner_signed(all, part) load_signed((all) + (part) * WIDE)
 #endif
@@ -141,19 +142,18 @@ ALWAYS Floats tile_sum(int style, int bits, Floats products[HALVES], const Scale
     return sum;
 }
 
-/* `count` rows of integer activations from `row` on against `parts` (1) registers of outputs of a group, from `part` on. */
-ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int64_t row, int64_t span, int part, int parts,
-                         int count, Floats all_sums[][MOST]) {
+/* `count` rows of integer activations from `row` on, tiles `from` to `to`, against one register of outputs of a group: added to
+   `sums`. */
+ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int64_t row, int64_t from, int64_t to, int64_t span,
+                         int part, int parts, int count, Floats all_sums[][MOST]) {
     const Format format = FORMATS[kind];
     const int bits = format.bits, style = format.style;
-    const uint8_t *head_at = group->heads;
+    const uint8_t *head_at = group->heads + from / span * head_bytes(style);
     Head head = head_of(style, head_at, part);
     Floats *sums = all_sums[0];
     (void)parts;
-    #pragma GCC unroll 8
-    for (int m = 0; m < count; m++) sums[m] = zeros();
-    int64_t left = span;
-    for (int64_t t = 0; t < x->tiles; t++) {
+    int64_t left = span - from % span;
+    for (int64_t t = from; t < to; t++) {
         Bytes codes[REGISTERS];
         if (format.span == 1) head = head_of(style, head_at, part);
         unpack(bits, group->codes + t * code_bytes(bits), part, codes);
@@ -180,7 +180,7 @@ ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int
         }
         if (--left) continue;
         head_at += head_bytes(style), left = span;
-        if (format.span != 1 && t + 1 < x->tiles) head = head_of(style, head_at, part);
+        if (format.span != 1 && t + 1 < to) head = head_of(style, head_at, part);
     }
 }
 #endif
@@ -299,20 +299,33 @@ ALWAYS void put(const Job *job, const Floats sums[MOST], int64_t row, int64_t fi
     }
 }
 
-/* All rows against one group. kind: a constant for integer activations; KINDS: float32 ones. */
+/* `count` rows against one group, panel by panel of inputs: sums that are not whole yet are kept. kind: a constant for integer
+   activations; KINDS: float32 ones. */
 ALWAYS void some_rows(const Job *job, int kind, const Segment *segment, const Group *group, int64_t row, int64_t first,
                       int64_t left, int count) {
     const int parts = kind == KINDS ? 1 : ABREAST(count);
-    #pragma GCC unroll 1
-    for (int part = 0; part < ROWS / WIDE && part * WIDE < left; part += parts) {
-        Floats sums[ROWS / WIDE][MOST];
-        if (kind == KINDS) float_sums(segment, group, job->x, row, part, count, sums[0]);
-        else integer_sums(kind, group, job->x, row, segment->span, part, parts, count, sums);
-        #pragma GCC unroll 4
-        for (int p = 0; p < parts; p++) {
-            const int before = (part + p) * WIDE;
-            if (before < left) put(job, sums[p], row, first + before, left - before, count);
+    const int64_t tiles = job->x->tiles, panel = kind == KINDS ? INT64_MAX : PANEL_TILES(count);
+    Floats kept[ROWS / WIDE][MOST];
+    for (int64_t from = 0; from < tiles; from += panel) {
+        const int64_t to = tiles - from > panel ? from + panel : tiles;
+        #pragma GCC unroll 1
+        for (int part = 0; part < ROWS / WIDE && part * WIDE < left; part += parts) {
+            Floats sums[ROWS / WIDE][MOST];
+            #pragma GCC unroll 4
+            for (int p = 0; p < parts; p++)
+                #pragma GCC unroll 8
+                for (int m = 0; m < count; m++) sums[p][m] = from ? kept[part + p][m] : zeros();
+            if (kind == KINDS) float_sums(segment, group, job->x, row, part, count, sums[0]);
+            else integer_sums(kind, group, job->x, row, from, to, segment->span, part, parts, count, sums);
+            #pragma GCC unroll 4
+            for (int p = 0; p < parts; p++) {
+                const int before = (part + p) * WIDE;
+                if (to == tiles && before < left) put(job, sums[p], row, first + before, left - before, count);
+                #pragma GCC unroll 8
+                for (int m = 0; m < count && to < tiles; m++) kept[part + p][m] = sums[p][m];
+            }
         }
+        if (panel == INT64_MAX) break;
     }
 }
 

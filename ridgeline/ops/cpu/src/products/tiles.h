@@ -125,7 +125,7 @@ typedef struct {
     int64_t tiles, stride;
 } Activations;
 
-/* Where tile t of row `row` + m lies, of `count` rows from `row` on that are multiplied together: the same tile of them side by side. */
+/* Where tile t of row `row` + m lies, of `count` rows from `row` on that are multiplied together: tile by tile, side by side. */
 ALWAYS int64_t tile_at(const Activations *x, int64_t row, int count, int m, int64_t t) { return row * x->tiles + t * count + m; }
 
 #define BEGIN 12582912.0f            /* 1.5 * 2^23 */
