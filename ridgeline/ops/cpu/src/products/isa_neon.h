@@ -16,8 +16,8 @@ ALWAYS Floats plus_times(Floats sum, Floats a, Floats b) { return vfmaq_f32(sum,
 ALWAYS Floats load_floats(const void *from) { return vld1q_f32(from); }
 ALWAYS Floats load_halves(const void *from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 ALWAYS Floats load_brains(const void *from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(from), 16)); }
-/* Four of 16 bytes as floats, 0 to 255. A byte in the middle of the bits of 2^15 adds to it: no conversion (sums_neon.h). The bits
-   of 2^15 are loaded, because to copy a register takes an arithmetic unit. */
+/* Four of 16 bytes as floats, 0 to 255. A byte in the middle of the bits of 2^15 adds to it: no conversion (sums_neon.h). The
+   bits of 2^15 are loaded, because to copy a register takes an arithmetic unit. */
 ALWAYS Floats four_of(uint8x16_t bytes, int part, float begin) {
     #define PLACES(i) {255, i, 255, 255, 255, i + 1, 255, 255, 255, i + 2, 255, 255, 255, i + 3, 255, 255}
     static const uint8_t PLACES_OF[4][16] = {PLACES(0), PLACES(4), PLACES(8), PLACES(12)};

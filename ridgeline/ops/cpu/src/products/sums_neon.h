@@ -184,10 +184,31 @@ ALWAYS void add_few(int kind, const uint8_t *tile, const uint8_t *scales, const 
     }
 }
 
-ALWAYS void add_parts(int kind, const uint8_t *tile, const uint8_t *scales, int part, int parts, const Activations *x,
-                      int64_t at, int count, Floats sums[][MOST]) {
-    (void)parts;
-    if (count <= 2) add_few(kind, tile, scales, x, at, count, sums);
+/* One tile of one row of 8-bit weights against all 4 registers. Memory binds: products between the loads cost nothing, and all
+   loads in a row wait. The results are those of add_few(), to the bit. */
+ALWAYS void add_bytes(int kind, const uint8_t *tile, const uint8_t *scales, const Activations *x, int64_t at,
+                      Floats sums[][MOST]) {
+    const Floats facts = vld1q_f32(x->facts[at].scale), begin = vdupq_n_f32(BEGIN);
+    const int8x16_t x0 = vld1q_s8(x->codes + at * DEEP), x1 = vld1q_s8(x->codes + at * DEEP + SHARE);
+    #pragma GCC unroll 4
+    for (int p = 0; p < ROWS / WIDE; p++) {
+        Bytes c[8];
+        unpack(8, tile, p, c);
+        const Floats w = scale_at(FORMATS[kind].style, scales, p, 0);
+        int32x4_t t0 = vdupq_n_s32(BEGIN_BITS), t1 = t0;
+        #define BOTH(lane) t0 = vdotq_laneq_s32(t0, vreinterpretq_s8_u8(c[lane]), x0, lane); \
+                           t1 = vdotq_laneq_s32(t1, vreinterpretq_s8_u8(c[4 + lane]), x1, lane);
+        BOTH(0) BOTH(1) BOTH(2) BOTH(3)
+        #undef BOTH
+        sums[p][0] = plus_times(sums[p][0], vmulq_laneq_f32(vsubq_f32(vreinterpretq_f32_s32(t0), begin), facts, 0), w);
+        sums[p][0] = plus_times(sums[p][0], vmulq_laneq_f32(vsubq_f32(vreinterpretq_f32_s32(t1), begin), facts, 1), w);
+    }
+}
+
+ALWAYS void add_tile_of(int kind, const uint8_t *tile, const uint8_t *scales, int part, const Activations *x, int64_t at,
+                        int count, Floats sums[][MOST]) {
+    if (count == 1 && FORMATS[kind].bits == 8) add_bytes(kind, tile, scales, x, at, sums);
+    else if (count <= 2) add_few(kind, tile, scales, x, at, count, sums);
     else add_rows(kind, tile, scales, part, x, at, count, sums[0]);
 }
 
@@ -224,8 +245,8 @@ ALWAYS void add_span(int kind, const Group *group, const uint8_t *head, const Ac
     }
     for (int64_t d = t; d < t + deep; d++) {
         fetch(next + d * each, each);
-        add_parts(kind, group->codes + d * code_bytes(format.bits), group->inner + d * inner_bytes(format.style), part, parts, x,
-                  tile_at(x, row, count, 0, d), count, inner);
+        add_tile_of(kind, group->codes + d * code_bytes(format.bits), group->inner + d * inner_bytes(format.style), part, x,
+                    tile_at(x, row, count, 0, d), count, inner);
     }
     #pragma GCC unroll 4
     for (int p = 0; p < parts; p++) {
@@ -256,7 +277,7 @@ ALWAYS void integer_sums(int kind, const Group *group, const Activations *all_x,
         const int64_t at = tile_at(x, row, count, 0, t);
         #pragma GCC unroll 4
         for (int p = 0; p < parts && offsets; p++) add_offsets(head_of(style, head, part + p).offset, x, at, count, sums[p]);
-        add_parts(kind, group->codes + t * code_bytes(format.bits), head, part, parts, x, at, count, sums);
+        add_tile_of(kind, group->codes + t * code_bytes(format.bits), head, part, x, at, count, sums);
         if (--left == 0) head += head_bytes(style), left = span;
     }
 }
