@@ -19,10 +19,14 @@
 /* Tiles after which the next register of outputs has its turn: their activations stay in the L1 cache. A multiple of 8. */
 #define PANEL_TILES(count) ((count) <= 2 ? INT64_MAX : 32)
 
-/* What comes after a group is asked for while the group is multiplied by. */
-ALWAYS void fetch(const uint8_t *from, int64_t bytes) {
+/* What comes after a group is asked for while the group is multiplied by: of many rows into the L2 cache, because activations fill
+   the L1 cache. */
+ALWAYS void fetch(const uint8_t *from, int64_t bytes, int count) {
     #pragma GCC unroll 8
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
+    for (int64_t at = 0; at < bytes; at += 64) {
+        if (count <= 2) __builtin_prefetch(from + at, 0, 3);
+        else __builtin_prefetch(from + at, 0, 2);
+    }
 }
 
 /* Of activations: codes, first values of sums, facts->less and facts->scale, of the first row and half that are multiplied. */
@@ -244,7 +248,7 @@ ALWAYS void add_span(int kind, const Group *group, const uint8_t *head, const Ac
         }
     }
     for (int64_t d = t; d < t + deep; d++) {
-        fetch(next + d * each, each);
+        fetch(next + d * each, each, count);
         add_tile_of(kind, group->codes + d * code_bytes(format.bits), group->inner + d * inner_bytes(format.style), part, x,
                     tile_at(x, row, count, 0, d), count, inner);
     }
@@ -273,7 +277,7 @@ ALWAYS void integer_sums(int kind, const Group *group, const Activations *all_x,
     const int64_t each = tile_bytes(kind) * parts * WIDE / ROWS / 64 * 64;    /* of the next group, for a tile of this one */
     int64_t left = span - from % span;
     for (int64_t t = from; t < to; t++) {
-        fetch(next + t * each, each);
+        fetch(next + t * each, each, count);
         const int64_t at = tile_at(x, row, count, 0, t);
         #pragma GCC unroll 4
         for (int p = 0; p < parts && offsets; p++) add_offsets(head_of(style, head, part + p).offset, x, at, count, sums[p]);
