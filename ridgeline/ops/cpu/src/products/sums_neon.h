@@ -19,8 +19,8 @@
 /* Tiles after which the next register of outputs has its turn: their activations stay in the L1 cache. A multiple of 8. */
 #define PANEL_TILES(count) ((count) <= 2 ? INT64_MAX : 32)
 
-/* What comes after a group is asked for while the group is multiplied by: of many rows into the L2 cache, because activations fill
-   the L1 cache. */
+/* What comes after a group is asked for while the group is multiplied by: of many rows into the L2 cache, because activations
+   fill the L1 cache. */
 ALWAYS void fetch(const uint8_t *from, int64_t bytes, int count) {
     #pragma GCC unroll 8
     for (int64_t at = 0; at < bytes; at += 64) {
