@@ -36,10 +36,11 @@ def block_linear_reference(x: Tensor, matrix: Matrix, bias: Tensor | None = None
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x as the 8-bit codes of each 16 say it. The codes are those of float32 numbers, whatever x's dtype."""
+    """x as the 8-bit codes of each 16 say it. The codes are those of float32 numbers, whatever x's dtype. A scale's last two
+    bits are 0: kernels need its product with a small number to be exact."""
     inputs = x.shape[-1]
     blocks = F.pad(x.float(), (0, -inputs % GROUP)).unflatten(-1, (-1, GROUP))
-    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    scale = ((blocks.abs().amax(-1, keepdim=True) / 127).view(torch.int32) & ~3).view(torch.float32)
     codes = (blocks.double() * torch.where(scale > 0, 1 / scale, 0)).round()     # of the exact product
     return (codes.to(x.dtype) * scale.to(x.dtype)).flatten(-2)[..., :inputs]
 

@@ -17,7 +17,7 @@
 static double rounded(const float *x, int64_t inputs, int64_t k) {
     float largest = 0.0f;
     for (int64_t i = k / 16 * 16; i < k / 16 * 16 + 16 && i < inputs; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-    float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    float scale = scale_of(largest), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     return nearbyint((double)x[k] * inverse) * scale;
 }
 
@@ -98,6 +98,8 @@ static void check_products(void) {
     for (int kind = 0; kind < KINDS; kind++)
         if (has_codes(kind)) check_packed(kind, 157, 1), check_packed(kind, 256, 4);
         else check_packed(kind, FORMATS[kind].span == 8 ? 512 : 160, FORMATS[kind].span);
+    /* More inputs than one register of outputs is multiplied by at a time: a scale of each K type, of blocks, of 3 tiles. */
+    check_packed(Q4_K, 1280, 8), check_packed(Q6_K, 1280, 8), check_packed(Q4_1, 1120, 1), check_packed(INT8, 1100, 3);
     float *x = noises(INPUTS), *bias = noises(OUTPUTS), *w = noises(OUTPUTS * INPUTS), out[OUTPUTS];
     KERNEL(linear_row)(x, w, bias, out, INPUTS, OUTPUTS);
     for (int o = 0; o < OUTPUTS; o++) {

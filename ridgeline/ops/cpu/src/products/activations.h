@@ -1,11 +1,18 @@
-/* Activations in 8 bits: of every 16, the largest becomes 127. */
+/* Activations in 8 bits: of every 16, the largest becomes 127. The last two bits of a scale are 0, so that its product with a small
+   number is exact (sums_neon.h). */
 
 #include "../lanes.h"
 
 typedef int8_t Small __attribute__((vector_size(LANES)));
 typedef int16_t Middle __attribute__((vector_size(2 * LANES)));
 
-#define SHIFT 12582912.0f            /* 1.5 * 2^23: added to a number, it leaves the number rounded in the lowest bits */
+#define SHIFT BEGIN                  /* added to a number, it leaves the number rounded in the lowest bits */
+
+ALWAYS float scale_of(float largest) {
+    union { float value; uint32_t bits; } scale = {largest / 127.0f};
+    scale.bits &= ~3u;
+    return scale.value;
+}
 
 /* Returns the scale of these numbers; *sum: of their codes. */
 #if defined(__aarch64__)
@@ -15,7 +22,7 @@ ALWAYS float quantise(const float *from, int8_t *codes, int16_t *pairs, int32_t 
     (void)pairs;
     #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) x[i] = vld1q_f32(from + 4 * i), most = vmaxq_f32(most, vabsq_f32(x[i]));
-    const float largest = vmaxvq_f32(most), scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const float largest = vmaxvq_f32(most), scale = scale_of(largest), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
         rounded[i] = vreinterpretq_s32_f32(vfmaq_n_f32(vdupq_n_f32(SHIFT), x[i], inverse));
@@ -34,7 +41,7 @@ ALWAYS float quantise(const float *from, int8_t *codes, int16_t *pairs, int32_t 
         largest = larger((Lanes)((Places)x[i] & 0x7fffffff), largest);
         bad += x[i] * 0.0f;                              /* NaN where x is not finite: a broken row must show */
     }
-    float scale = largest_of(largest) / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    float scale = scale_of(largest_of(largest)), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     *sum = 0;
     for (int i = 0; i < SHARE / LANES; i++) {
 #if defined(__FMA__)
@@ -58,14 +65,23 @@ ALWAYS float quantise(const float *from, int8_t *codes, int16_t *pairs, int32_t 
 }
 #endif
 
-static void quantise_tile(const float *from, int8_t *codes, int16_t *pairs, Facts *facts) {
+static void quantise_tile(const float *from, const Activations *x, int64_t at) {
+    Facts *facts = (Facts *)x->facts + at;
+    int8_t *codes = (int8_t *)x->codes + at * DEEP;
+    int16_t *pairs = x->pairs ? (int16_t *)x->pairs + at * DEEP : 0;
     facts->sum = 0.0f;
     for (int h = 0; h < HALVES; h++) {
         int32_t sum;
         facts->scale[h] = quantise(from + h * SHARE, codes + h * SHARE, pairs ? pairs + h * SHARE : 0, &sum);
-        facts->counts[h] = sum;
+#if defined(OWN_SUMS)
+        facts->sum += facts->scale[h] * (float)sum;
+        vst1q_f32(facts->less[h], vdupq_n_f32(facts->scale[h] * -BEGIN));
+        for (int i = 0; i < 3; i++)
+            if (x->begins[i]) vst1q_s32((int32_t *)x->begins[i][at][h], vdupq_n_s32(BEGIN_BITS - (8 << i) * sum));
+#else
         facts->sums[h] = facts->scale[h] * (float)sum;
         facts->sum += facts->sums[h];
+#endif
     }
 }
 
@@ -78,26 +94,32 @@ static void prepare_rows(void *with, int64_t task) {
     const Preparation *job = with;
     const Activations *x = job->x;
     int64_t end = (task + 1) * job->each < job->rows ? (task + 1) * job->each : job->rows;
-    for (int64_t row = task * job->each; row < end; row++)
+    for (int64_t row = task * job->each; row < end; row++) {
+        const Together rows = together(job->rows, row);
         for (int64_t t = 0; t < x->tiles; t++) {
             const float *from = x->numbers + row * x->stride + t * DEEP;
-            int64_t at = row * x->tiles + t;
             float filled[DEEP] = {0};
             if (job->inputs - t * DEEP < DEEP) {
                 memcpy(filled, from, (job->inputs - t * DEEP) * sizeof(float));
                 from = filled;
             }
-            quantise_tile(from, (int8_t *)x->codes + at * DEEP, x->pairs ? (int16_t *)x->pairs + at * DEEP : 0,
-                          (Facts *)x->facts + at);
+            quantise_tile(from, x, tile_at(x, rows.first, rows.count, (int)(row - rows.first), t));
         }
+    }
 }
 
-static void prepare(Activations *x, int64_t rows, int64_t inputs, int pairs) {
-    int64_t tiles = rows * x->tiles, codes = tiles * DEEP, facts = tiles * (int64_t)sizeof(Facts);
-    uint8_t *at = room(PREPARED, codes + facts + (pairs ? 2 * codes : 0));
+/* middles: bit i is set where weights have the code 8 << i for 0. */
+static void prepare(Activations *x, int64_t rows, int64_t inputs, int pairs, int middles) {
+    int64_t tiles = rows * x->tiles, codes = tiles * DEEP, facts = tiles * (int64_t)sizeof(Facts), begins = 0;
+#if defined(OWN_SUMS)
+    begins = tiles * (int64_t)sizeof *x->begins[0];
+#endif
+    uint8_t *at = room(PREPARED, codes + facts + (pairs ? 2 * codes : 0) + 3 * begins);
     x->codes = (int8_t *)at;
     x->facts = (const Facts *)(at + codes);
     x->pairs = pairs ? (const int16_t *)(at + codes + facts) : 0;
+    for (int i = 0; i < 3; i++)
+        x->begins[i] = begins && middles >> i & 1 ? (const int32_t (*)[HALVES][4])(at + codes + facts + i * begins) : 0;
     Preparation job = {x, inputs, rows, tiles > 256 ? (rows + 7) / 8 : rows};
     ridgeline_pool_run((rows + job.each - 1) / job.each, prepare_rows, &job);
 }

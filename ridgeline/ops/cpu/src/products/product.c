@@ -21,24 +21,11 @@
 #include "isa_plain.h"
 #endif
 
-#if !defined(ABREAST)
+#if !defined(OWN_SUMS)
 #define ABREAST(count) 1
-#endif
-#if !defined(FETCH)
-#define fetch(from, bytes) (void)(from)
-#endif
-#if !defined(BESIDE)
-#define BESIDE(count) 1
-#endif
-#if !defined(INNER)                  /* scales of a register of outputs, of 16 */
-#define inner_unsigned(all, part) load_unsigned((all) + (part) * WIDE)
+#define PANEL_TILES(count) INT64_MAX
+#define inner_unsigned(all, part) load_unsigned((all) + (part) * WIDE)      /* scales of a register of outputs, of 16 */
 #define inner_signed(all, part) load_signed((all) + (part) * WIDE)
-#endif
-#if !defined(BY_LANE)
-typedef const float *Few;
-ALWAYS Few few(const float *from) { return from; }
-#define times_lane(a, x, i) times(a, all((x)[i]))
-#define plus_times_lane(sum, a, x, i) plus_times(sum, a, all((x)[i]))
 #endif
 
 #if defined(__AVX512VNNI__)
@@ -61,31 +48,30 @@ static void *room(enum Use use, int64_t bytes) {
     return kept[use];
 }
 
-/* The codes of a tile, as 8 registers of quads; `part` is the number of the register of outputs. */
-ALWAYS void unpack(int bits, const uint8_t *from, int part, Bytes codes[8]) {
+/* The codes of half a tile, as 4 registers of quads; `part` is the number of the register of outputs. */
+ALWAYS void unpack_half(int bits, const uint8_t *from, int part, int half, Bytes codes[4]) {
     from += part * WIDE * 4;
-    if (bits == 8) {
-        #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) codes[i] = load_bytes(from + 64 * i);
-        return;
-    }
     #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-        Bytes both = load_bytes(from + 64 * c);
-        codes[c] = masked(both, 15);
-        codes[c + 4] = upper(both);
-    }
-    if (bits == 5) {
-        Bytes fifths = load_bytes(from + 256);
-        #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) codes[i] = with_bits(codes[i], i < 4 ? up(fifths, 4 - i) : down(fifths, i - 4), 16);
-    }
-    if (bits == 6)
-        #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            Bytes pairs = load_bytes(from + 256 + i / 4 * 64);
-            codes[i] = with_bits(codes[i], i % 4 < 3 ? up(pairs, 4 - 2 * (i % 4)) : down(pairs, 2), 48);
+        if (bits == 8) {
+            codes[c] = load_bytes(from + 64 * (4 * half + c));
+            continue;
         }
+        Bytes both = load_bytes(from + 64 * c);
+        codes[c] = half ? upper(both) : masked(both, 15);
+        if (bits == 5) {
+            Bytes fifths = load_bytes(from + 256);
+            codes[c] = with_bits(codes[c], half ? down(fifths, c) : up(fifths, 4 - c), 16);
+        } else if (bits == 6) {
+            Bytes pairs = load_bytes(from + 256 + half * 64);
+            codes[c] = with_bits(codes[c], c < 3 ? up(pairs, 4 - 2 * c) : down(pairs, 2), 48);
+        }
+    }
+}
+
+ALWAYS void unpack(int bits, const uint8_t *from, int part, Bytes codes[8]) {
+    unpack_half(bits, from, part, 0, codes);
+    unpack_half(bits, from, part, 1, codes + 4);
 }
 
 /* The numbers of a head, for one register of outputs. */
@@ -127,104 +113,77 @@ ALWAYS int has_offset(int style, int bits) {
     return style == HALF_OFFSET || style == K_OFFSET || style == FULL_OFFSET || style == K_SIGNED || (style == HALF && bits != 8);
 }
 
-/* The same for sums of integers: some have taken the code that means 0 off already. */
-ALWAYS int adds_offset(int style, int bits) {
-#if defined(FOLDED)
-    if (style == K_SIGNED || style == HALF) return 0;
-#endif
-    return has_offset(style, bits);
-}
-
-/* Integer products of the tile `at` and of those `beside` rows below, with the codes of one register of outputs. */
-ALWAYS void tile_products(int bits, int middle, const Bytes *codes, const Activations *x, int64_t at, int beside,
-                          Floats products[][HALVES]) {
-#if defined(FOLDED)
-    (void)bits;
-    dots_beside(codes, middle, x, at, beside, products);
+#if defined(OWN_SUMS)
+#include "sums_neon.h"
 #else
-    (void)beside, (void)middle;
+/* Integer products of the tile `at` with the codes of one register of outputs. */
+ALWAYS void tile_products(int bits, const Bytes *codes, const Activations *x, int64_t at, Floats products[HALVES]) {
     #pragma GCC unroll 2
     for (int h = 0; h < HALVES; h++) {
 #if defined(PAIRS)
-        if (bits == 8) products[0][h] = dots_of_pairs(codes + h * SHARE / 2, x->pairs + at * DEEP + h * SHARE);
+        if (bits == 8) products[h] = dots_of_pairs(codes + h * SHARE / 2, x->pairs + at * DEEP + h * SHARE);
         else
 #endif
-        products[0][h] = dots(bits, codes + h * SHARE / 4, x->codes + at * DEEP + h * SHARE);
+        products[h] = dots(bits, codes + h * SHARE / 4, x->codes + at * DEEP + h * SHARE);
     }
-#endif
 }
 
 /* The products of a tile, with the scales of both sides. */
 ALWAYS Floats tile_sum(int style, int bits, Floats products[HALVES], const Scale *scale, const Facts *facts, Floats sum) {
-    const Few scales = few(facts->all), last = few(facts->all + 1);          /* four each */
-    products[0] = times_lane(products[0], scales, SCALE_0);
+    products[0] = times(products[0], all(facts->scale[0]));
     if (style == K_SIGNED) {
         sum = plus_times(sum, products[0], scale->scale[0]);
-        if (adds_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[0], last, SUMS_0 - 1);
-        sum = plus_times(sum, times_lane(products[1], scales, SCALE_1), scale->scale[1]);
-        if (adds_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[1], last, SUMS_1 - 1);
-        return sum;
+        sum = plus_times(sum, scale->offset[0], all(facts->sums[0]));
+        sum = plus_times(sum, times(products[1], all(facts->scale[1])), scale->scale[1]);
+        return plus_times(sum, scale->offset[1], all(facts->sums[1]));
     }
-    sum = plus_times(sum, plus_times_lane(products[0], products[1], scales, SCALE_1), scale->scale[0]);
-    if (adds_offset(style, bits)) sum = plus_times_lane(sum, scale->offset[0], scales, SUM);
+    sum = plus_times(sum, plus_times(products[0], products[1], all(facts->scale[1])), scale->scale[0]);
+    if (has_offset(style, bits)) sum = plus_times(sum, scale->offset[0], all(facts->sum));
     return sum;
 }
 
-/* `count` rows of integer activations from `row` on against `parts` registers of outputs of a group, from `part` on. */
-ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int64_t row, int64_t span, int part, int parts,
-                         int count, Floats sums[][MOST]) {
+/* `count` rows of integer activations from `row` on, tiles `from` to `to`, against one register of outputs of a group: added to
+   `sums`. */
+ALWAYS void integer_sums(int kind, const Group *group, const Activations *x, int64_t row, int64_t from, int64_t to, int64_t span,
+                         int part, int parts, int count, Floats all_sums[][MOST]) {
     const Format format = FORMATS[kind];
-    const int bits = format.bits, style = format.style, beside = BESIDE(count);
-    Head heads[ROWS / WIDE];
-    const uint8_t *head = group->heads, *next = group->codes + group->bytes * (ROWS + part * WIDE) / ROWS;
-    const int64_t each = tile_bytes(kind) * parts * WIDE / ROWS / 64 * 64;    /* of the next group, for a tile of this one */
-    #pragma GCC unroll 4
-    for (int p = 0; p < parts; p++) {
-        heads[p] = head_of(style, head, part + p);
-        #pragma GCC unroll 8
-        for (int m = 0; m < count; m++) sums[p][m] = zeros();
-    }
-    int64_t left = span;
-    for (int64_t t = 0; t < x->tiles; t++) {
-        fetch(next + t * each, each);
-        #pragma GCC unroll 4
-        for (int p = 0; p < parts; p++) {
-            Bytes codes[REGISTERS];
-            if (format.span == 1) heads[p] = head_of(style, head, part + p);
-            unpack(bits, group->codes + t * code_bytes(bits), part + p, codes);
-            const Scale scale = scales_of(style, format.middle, heads[p], group->inner + t * inner_bytes(style), part + p);
+    const int bits = format.bits, style = format.style;
+    const uint8_t *head_at = group->heads + from / span * head_bytes(style);
+    Head head = head_of(style, head_at, part);
+    Floats *sums = all_sums[0];
+    (void)parts;
+    int64_t left = span - from % span;
+    for (int64_t t = from; t < to; t++) {
+        Bytes codes[REGISTERS];
+        if (format.span == 1) head = head_of(style, head_at, part);
+        unpack(bits, group->codes + t * code_bytes(bits), part, codes);
+        const Scale scale = scales_of(style, format.middle, head, group->inner + t * inner_bytes(style), part);
 #if defined(PAIRS)
-            if (bits == 8)
-                #pragma GCC unroll 8
-                for (int i = 7; i >= 0; i--) widen(codes[i], &codes[2 * i], &codes[2 * i + 1]);
-#elif defined(UNSIGNED_WEIGHTS)
-            const Floats shift = times(scale.scale[0], all(-128.0f));
-            if (bits == 8)
-                #pragma GCC unroll 8
-                for (int i = 0; i < 8; i++) codes[i] = _mm512_xor_si512(codes[i], _mm512_set1_epi8((char)128));
-#endif
+        if (bits == 8)
             #pragma GCC unroll 8
-            for (int m = 0; m < count; m += beside) {
-                Floats products[2][HALVES];
-                tile_products(bits, (int)format.middle, codes, x, (row + m) * x->tiles + t, beside, products);
-                #pragma GCC unroll 2
-                for (int r = 0; r < beside; r++) {
-                    const Facts *facts = x->facts + (row + m + r) * x->tiles + t;
-                    Floats sum = tile_sum(style, bits, products[r], &scale, facts, sums[p][m + r]);
-#if defined(UNSIGNED_WEIGHTS)
-                    if (bits == 8) sum = plus_times(sum, shift, all(facts->sum));
+            for (int i = 7; i >= 0; i--) widen(codes[i], &codes[2 * i], &codes[2 * i + 1]);
+#elif defined(UNSIGNED_WEIGHTS)
+        const Floats shift = times(scale.scale[0], all(-128.0f));
+        if (bits == 8)
+            #pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) codes[i] = _mm512_xor_si512(codes[i], _mm512_set1_epi8((char)128));
 #endif
-                    sums[p][m + r] = sum;
-                }
-            }
+        #pragma GCC unroll 8
+        for (int m = 0; m < count; m++) {
+            Floats products[HALVES];
+            const int64_t at = tile_at(x, row, count, m, t);
+            tile_products(bits, codes, x, at, products);
+            sums[m] = tile_sum(style, bits, products, &scale, x->facts + at, sums[m]);
+#if defined(UNSIGNED_WEIGHTS)
+            if (bits == 8) sums[m] = plus_times(sums[m], shift, all(x->facts[at].sum));
+#endif
         }
         if (--left) continue;
-        head += head_bytes(style), left = span;
-        if (format.span == 1 || t + 1 == x->tiles) continue;
-        #pragma GCC unroll 4
-        for (int p = 0; p < parts; p++) heads[p] = head_of(style, head, part + p);
+        head_at += head_bytes(style), left = span;
+        if (format.span != 1 && t + 1 < to) head = head_of(style, head_at, part);
     }
 }
+#endif
 
 /* One tile of float32 activations against its numbers. [inputs][stride] */
 ALWAYS void add_tile(const float *weights, int64_t stride, const float *from, int64_t x_stride, int64_t inputs, int count,
@@ -340,32 +299,60 @@ ALWAYS void put(const Job *job, const Floats sums[MOST], int64_t row, int64_t fi
     }
 }
 
-/* All rows against one group. kind: a constant for integer activations; KINDS: float32 ones. */
+/* `count` rows against one group, panel by panel of inputs: sums that are not whole yet are kept. kind: a constant for integer
+   activations; KINDS: float32 ones. */
 ALWAYS void some_rows(const Job *job, int kind, const Segment *segment, const Group *group, int64_t row, int64_t first,
                       int64_t left, int count) {
     const int parts = kind == KINDS ? 1 : ABREAST(count);
-    #pragma GCC unroll 1
-    for (int part = 0; part < ROWS / WIDE && part * WIDE < left; part += parts) {
-        Floats sums[ROWS / WIDE][MOST];
-        if (kind == KINDS) float_sums(segment, group, job->x, row, part, count, sums[0]);
-        else integer_sums(kind, group, job->x, row, segment->span, part, parts, count, sums);
-        #pragma GCC unroll 4
-        for (int p = 0; p < parts; p++) {
-            const int before = (part + p) * WIDE;
-            if (before < left) put(job, sums[p], row, first + before, left - before, count);
+    const int64_t tiles = job->x->tiles, panel = kind == KINDS ? INT64_MAX : PANEL_TILES(count);
+    Floats kept[ROWS / WIDE][MOST];
+    for (int64_t from = 0; from < tiles; from += panel) {
+        const int64_t to = tiles - from > panel ? from + panel : tiles;
+        #pragma GCC unroll 1
+        for (int part = 0; part < ROWS / WIDE && part * WIDE < left; part += parts) {
+            Floats sums[ROWS / WIDE][MOST];
+            #pragma GCC unroll 4
+            for (int p = 0; p < parts; p++)
+                #pragma GCC unroll 8
+                for (int m = 0; m < count; m++) sums[p][m] = from ? kept[part + p][m] : zeros();
+            if (kind == KINDS) float_sums(segment, group, job->x, row, part, count, sums[0]);
+            else integer_sums(kind, group, job->x, row, from, to, segment->span, part, parts, count, sums);
+            #pragma GCC unroll 4
+            for (int p = 0; p < parts; p++) {
+                const int before = (part + p) * WIDE;
+                if (to == tiles && before < left) put(job, sums[p], row, first + before, left - before, count);
+                #pragma GCC unroll 8
+                for (int m = 0; m < count && to < tiles; m++) kept[part + p][m] = sums[p][m];
+            }
         }
+        if (panel == INT64_MAX) break;
     }
+}
+
+/* The rows that `row` is multiplied together with, of a block of `rows`: as many as possible, 8, 4, 2 or 1 (MOST at most). */
+typedef struct { int64_t first; int count; } Together;
+
+ALWAYS Together together(int64_t rows, int64_t row) {
+    Together found = {row / MOST * MOST, MOST};
+    while (rows - found.first < found.count) {
+        found.count /= 2;
+        if (row - found.first >= found.count && rows - found.first > found.count) found.first += found.count;
+    }
+    return found;
 }
 
 ALWAYS void group_rows(const Job *job, int kind, const Segment *segment, int64_t number, int64_t first, int64_t row, int64_t end) {
     const Group group = group_at(segment, number);
     const int64_t left = segment->rows - number * ROWS;
+    for (Together rows; row < end; row += rows.count) {
+        rows = together(end, row);
 #if MOST >= 8
-    for (; row + 8 <= end; row += 8) some_rows(job, kind, segment, &group, row, first, left, 8);
+        if (rows.count == 8) some_rows(job, kind, segment, &group, row, first, left, 8);
 #endif
-    for (; row + 4 <= end; row += 4) some_rows(job, kind, segment, &group, row, first, left, 4);
-    if (row + 2 <= end) some_rows(job, kind, segment, &group, row, first, left, 2), row += 2;
-    if (row < end) some_rows(job, kind, segment, &group, row, first, left, 1);
+        if (rows.count == 4) some_rows(job, kind, segment, &group, row, first, left, 4);
+        if (rows.count == 2) some_rows(job, kind, segment, &group, row, first, left, 2);
+        if (rows.count == 1) some_rows(job, kind, segment, &group, row, first, left, 1);
+    }
 }
 
 #define OF_KIND(KIND) \
@@ -509,16 +496,19 @@ static void multiply(Job *job) {
    integers: x is rounded to 8 bits, each 16 with a scale. */
 void KERNEL(packed_linear)(const Segment *segments, int64_t count, const float *x, const float *bias, float *out, int64_t rows,
                            int64_t inputs, int64_t outputs, int64_t x_stride, int64_t integers) {
-    int pairs = 0, codes = 0;
-    for (int64_t s = 0; s < count; s++) codes |= ROWS_OF[segments[s].kind] != 0;
+    int pairs = 0, codes = 0, middles = 0;
+    for (int64_t s = 0; s < count; s++) {
+        codes |= ROWS_OF[segments[s].kind] != 0;
+        middles |= (int)FORMATS[segments[s].kind].middle / 8;
+    }
     integers = integers && codes;                        /* other kinds are multiplied by numbers */
 #if defined(PAIRS)
     for (int64_t s = 0; s < count; s++) pairs |= ROWS_OF[segments[s].kind] && FORMATS[segments[s].kind].bits == 8;
 #endif
     for (int64_t row = 0; row < rows; row += BLOCK) {
         int64_t block = rows - row < BLOCK ? rows - row : BLOCK;
-        Activations prepared = {0, 0, 0, x + row * x_stride, (inputs + DEEP - 1) / DEEP, x_stride};
-        if (integers) prepare(&prepared, block, inputs, pairs);
+        Activations prepared = {0, 0, 0, {0, 0, 0}, x + row * x_stride, (inputs + DEEP - 1) / DEEP, x_stride};
+        if (integers) prepare(&prepared, block, inputs, pairs, middles);
         Job job = {segments, &prepared, bias, out + row * outputs, count, block, outputs, integers, 0, 0};
         multiply(&job);
     }

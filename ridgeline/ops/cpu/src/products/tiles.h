@@ -101,24 +101,35 @@ ALWAYS Group group_at(const Segment *segment, int64_t number) {
 }
 
 /* A row of activations in 8 bits. Each 16 (SHARE) have a scale, number = scale * code: one large number spoils few others, and a
-   tile's two sums of integers cost two operations more than one. `counts` are the sums of codes over each 16, `sums` scale * count, `sum` is that of
+   tile's two sums of integers cost two operations more than one. `sums` are scale * the sum of codes, `sum` is that of
    the whole tile, which offsets are multiplied by. `pairs` are the codes again in 16 bits, where the machine multiplies 8-bit
    weights in 16 bits: of each four 0, 2, 1, 3. */
 #define SHARE 16                     /* as GROUP in ops/linear/gguf_blocks.py, and the inputs that share a scale of Q6_K */
 #define HALVES (DEEP / SHARE)
 
-typedef union {
-    struct { float scale[HALVES], sum, sums[HALVES]; int32_t counts[HALVES]; };
-    float all[2 * HALVES + 1];                           /* the same by number */
+typedef struct {
+#if defined(__ARM_FEATURE_DOTPROD)
+    float less[HALVES][4];           /* sums_neon.h: -BEGIN * scale, in all lanes */
+    float scale[HALVES], sum, spare;
+#else
+    float scale[HALVES], sum, sums[HALVES];
+#endif
 } Facts;
-enum { SCALE_0, SCALE_1, SUM, SUMS_0, SUMS_1 };
 
 typedef struct {
-    const int8_t *codes;             /* [rows][tiles * 32] */
-    const int16_t *pairs;            /* the same shape, or NULL */
-    const Facts *facts;              /* [rows][tiles] */
+    const int8_t *codes;             /* of each tile 32, at tile_at() */
+    const int16_t *pairs;            /* at the same places, or NULL */
+    const Facts *facts;              /* as codes, for each tile */
+    const int32_t (*begins[3])[HALVES][4];   /* sums_neon.h: first values of sums, for weights whose code for 0 is 8, 16 or 32 */
     const float *numbers;            /* [rows][stride] */
     int64_t tiles, stride;
 } Activations;
+
+/* Where tile t of row `row` + m lies, of `count` rows from `row` on that are multiplied together: tile by tile, side by side. */
+ALWAYS int64_t tile_at(const Activations *x, int64_t row, int count, int m, int64_t t) { return row * x->tiles + t * count + m; }
+
+#define BEGIN 12582912.0f            /* 1.5 * 2^23 */
+#define BEGIN_BITS 0x4b400000
+#define BEGINS_OF(middle) ((middle) == 32 ? 2 : (middle) / 16)
 
 #endif
