@@ -7,6 +7,8 @@ only this user can enter, under a random name. No torch, and no knowledge of wha
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import os
 import re
 import secrets
@@ -229,8 +231,18 @@ SAID_TOKENS: Codec[Said] = Codec(Said)
 
 _LONGEST_FOLDER = 50
 _OTHER_FOLDERS = ("/tmp", "/var/tmp")
-_FOLDER = re.compile(r"ridgeline-[0-9a-f]{16}-\w{8}")
+_FOLDER = re.compile(r"ridgeline-([0-9a-f]{8})[0-9a-f]{8}-\w{8}")
 _LEFT_OVER_SECONDS = 600.0           # a folder without a listener that is younger may belong to a server that starts
+
+
+@functools.cache
+def _this_machine() -> str:
+    """Since it was started. In a folder that machines share, another one's sockets look dead from here."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        name = secrets.token_bytes(16)                   # nothing is known to be left over
+    return hashlib.sha256(name).hexdigest()[:8]
 
 
 def remove_left_over(place: Path) -> None:
@@ -238,7 +250,8 @@ def remove_left_over(place: Path) -> None:
     with suppress(OSError), os.scandir(place) as found:
         for each in found:
             with suppress(OSError):
-                if _FOLDER.fullmatch(each.name) and each.is_dir(follow_symlinks=False) and _is_left_over(each):
+                named = _FOLDER.fullmatch(each.name)
+                if named and named[1] == _this_machine() and each.is_dir(follow_symlinks=False) and _is_left_over(each):
                     shutil.rmtree(each.path)
 
 
@@ -246,13 +259,18 @@ def _is_left_over(folder: os.DirEntry[str]) -> bool:
     facts = folder.stat(follow_symlinks=False)
     if facts.st_uid != os.geteuid() or time.time() - facts.st_mtime < _LEFT_OVER_SECONDS:
         return False                                     # another's, or of a server that starts now
-    for entry in os.scandir(folder.path):
-        if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.setblocking(False)
-                if probe.connect_ex(entry.path) != errno.ECONNREFUSED:
-                    return False
+    with os.scandir(folder.path) as entries:
+        for entry in entries:
+            if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.setblocking(False)
+                    if probe.connect_ex(entry.path) != errno.ECONNREFUSED:
+                        return False
     return True
+
+
+def _prefix() -> str:
+    return f"ridgeline-{_this_machine()}{secrets.token_hex(4)}-"
 
 
 class SocketDir:
@@ -270,8 +288,8 @@ class SocketDir:
         places = [place for place in (tempfile.gettempdir(), *_OTHER_FOLDERS) if len(place) <= _LONGEST_FOLDER]
         for place in places[:-1]:
             with suppress(OSError):
-                return Path(tempfile.mkdtemp(prefix=f"ridgeline-{secrets.token_hex(8)}-", dir=place))
-        return Path(tempfile.mkdtemp(prefix=f"ridgeline-{secrets.token_hex(8)}-", dir=places[-1]))
+                return Path(tempfile.mkdtemp(prefix=_prefix(), dir=place))
+        return Path(tempfile.mkdtemp(prefix=_prefix(), dir=places[-1]))
 
     def address(self, name: str) -> str:
         return f"ipc://{self.path / name}"

@@ -125,7 +125,7 @@ def _setup(raw: dict[str, Any], file_of: Callable[[str], str]) -> Setup:
     if options.get("deterministic"):
         raise NotPredicted(f"{workload['model']} ran in deterministic mode, which has other kernels and is not predicted")
     if str(workload["model"]).endswith("-zipf"):
-        raise NotPredicted(f"{workload['model']} prefers few experts, and a plan counts even routing")
+        raise NotPredicted(f"{workload['model']} prefers few experts, and records are planned with even routing")
     device = data_sheet(raw["machine"]["gpu"]["name"])
     if device is None:
         raise ConfigError(f"the record's {raw['machine']['gpu']['name']} is not in the table of devices")

@@ -48,7 +48,7 @@ def begin(gpu: bool) -> None:
     gc.disable()
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     if platform.is_address_space_limited():              # torch's allocator on ARM reserves 1 GiB, used or not
-        os.environ.setdefault("MIMALLOC_ARENA_RESERVE", "65536")             # KiB
+        os.environ.setdefault("MIMALLOC_ARENA_RESERVE", "64M")
     sys.setdlopenflags(os.RTLD_LAZY)
     if not (gpu and has_driver()):
         leave_out_shapes()

@@ -8,6 +8,7 @@ This file knows neither requests nor streams (text/detokenizer), nor how a chat 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,11 @@ logger = get_logger("text")
 
 _LONG_TEXT = 2_000                   # characters; such texts are read in threads, and the library must not keep Python's lock
 _SLOW_SECONDS = 0.05                 # of CPU time for a shorter text, which usually takes a millisecond
+
+
+def _full_collections() -> int:
+    """Of garbage, so far: one in a thread takes as long as a slow text."""
+    return int(gc.get_stats()[2]["collections"])
 
 
 class Encoded(dict[str, Any]):
@@ -128,7 +134,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """`parse_special=False` reads the text of control tokens, such as <|im_end|>, as ordinary characters."""
         core = self._encoder(parse_special or not self._special.are_in(text))
-        began = time.thread_time()
+        began, collections = time.thread_time(), _full_collections()
         try:
             if len(text) < _LONG_TEXT and not self.is_slow:
                 ids: list[int] = core.encode(text, add_special_tokens=False).ids
@@ -146,7 +152,10 @@ class Tokenizer:
         finally:
             spent = time.thread_time() - began
             SPENT["tokenising"] += spent
-            self._cost.is_slow |= spent > _SLOW_SECONDS and len(text) < _LONG_TEXT
+            if spent > _SLOW_SECONDS and len(text) < _LONG_TEXT and not self.is_slow and collections == _full_collections():
+                self._cost.is_slow = True
+                logger.warning("the tokenizer took %.2f s for a text of %d characters: texts are read in threads from now on",
+                               spent, len(text))
         return [*self._around[0], *ids, *self._around[1]] if add_special_tokens else ids
 
     def encode_batch(

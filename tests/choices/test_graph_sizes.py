@@ -63,9 +63,9 @@ def test_a_captured_size_gains_by_the_estimate(model: str) -> None:
 def test_the_constants_are_those_of_the_study() -> None:
     """The host's time for an op, where the GPU is faster than the host; and no size is captured that gained nothing."""
     rows = json.loads((STUDIES / "prompt_graphs" / "result.json").read_text())["figures"]["rows"]
-    bound = [row["us_an_op"] for row in rows if row["tokens"] == 512]
-    assert len(bound) == 2
-    assert all(abs(each / (1e6 * OP_SECONDS) - 1) < 0.05 for each in bound)
+    bound = [row["us_an_op"] for row in rows if row["gain"] > 1.3]
+    assert len(bound) == 3
+    assert sum(bound) / len(bound) == pytest.approx(1e6 * OP_SECONDS, rel=0.02)
     for row in rows:
         if FEWEST < row["tokens"] <= largest(row["model"]):
             assert row["gain"] > 1.1

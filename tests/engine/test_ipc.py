@@ -221,23 +221,31 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.reliability("S-03")
-def test_folders_of_killed_servers_are_removed_by_the_next_one(short_folder: Path) -> None:
+def test_folders_of_killed_servers_are_removed_by_the_next_one(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ("dead", "alive", "empty", "young", "file")
-    places = {kind: short_folder / f"ridgeline-{number:016x}-abcdefgh" for number, kind in enumerate(kinds)}
+    places = {kind: short_folder / f"ridgeline-{ipc._this_machine()}{number:08x}-abcdefgh" for number, kind in enumerate(kinds)}
+    places["another machine's"] = short_folder / f"ridgeline-{'0' * 16}-abcdefgh"
     places["other"] = short_folder / "ridgeline-shape-abcdefgh"
     for kind, place in places.items():
         place.touch() if kind == "file" else place.mkdir()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(places["alive"] / "to-engine"))
         listener.listen()
-        with socket.socket(socket.AF_UNIX) as killed:
-            killed.bind(str(places["dead"] / "to-engine"))
-            killed.listen()
-        for kind in kinds:
+        for kind in ("dead", "young", "another machine's"):
+            with socket.socket(socket.AF_UNIX) as killed:
+                killed.bind(str(places[kind] / "to-engine"))
+                killed.listen()
+        for kind in (*kinds, "another machine's"):
             if kind != "young":
                 os.utime(places[kind], (0, 0))
+        user = os.geteuid()
+        with monkeypatch.context() as another:
+            another.setattr(ipc.os, "geteuid", lambda: user + 1)
+            ipc.SocketDir().close()
+        assert all(place.exists() for place in places.values()), "another user's"
         sockets = ipc.SocketDir()
-        assert {kind for kind, place in places.items() if place.exists()} == {"alive", "young", "file", "other"}
+        kept = {"alive", "young", "file", "other", "another machine's"}
+        assert {kind for kind, place in places.items() if place.exists()} == kept
         assert sockets.path.exists()
         sockets.close()
 

@@ -844,7 +844,7 @@ def test_what_has_no_bar_and_what_is_left_out(tmp_path: Path, capsys: pytest.Cap
     others = [str(tmp_path / name) for name in ("other.json", "few.json")]
     assert main(["plan", "--check", *others, str(path), "--json"]) == 0
     said = capsys.readouterr()
-    assert said.err.count("left out: ") == 2 and "even routing" in said.err
+    assert said.err.count("left out: ") == 2 and "with even routing" in said.err
     assert {each["record"] for each in json.loads(said.out)} == {record_name(path)}
 
 

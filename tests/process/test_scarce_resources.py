@@ -191,7 +191,7 @@ def test_an_engine_with_a_limit_on_addresses_reserves_few(limit: str) -> None:
     begun = "import os; from ridgeline.process import head_start; head_start.begin(gpu=False); " \
         "print(os.environ.get('MIMALLOC_ARENA_RESERVE'))"
     done = python(begun, before=f"ulimit -v {limit}; unset MIMALLOC_ARENA_RESERVE")
-    assert done.stdout.split() == ["None" if limit == "unlimited" else "65536"], done.stderr
+    assert done.stdout.split() == ["None" if limit == "unlimited" else "64M"], done.stderr
 
 
 def test_a_limit_on_addresses_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +222,7 @@ def test_a_kill_for_memory_is_told_as_such(tmp_path: Path, monkeypatch: pytest.M
     other.write_text("low 0\noom 1\noom_kill 1\n")
     assert "ran out of memory" in kills.how_it_ended(-signal.SIGKILL)
     assert "ran out of memory" in kills.how_it_ended(OUT_OF_MEMORY)
+    monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert kills.how_it_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
     monkeypatch.setattr(platform.resource, "getrlimit", lambda which: (2**30, 2**30))
     assert "ulimit -v" in kills.how_it_ended(-signal.SIGABRT)

@@ -18,6 +18,7 @@ import torch
 from ridgeline.bench.workload.shapes import MIXTURES
 
 RECORDS = Path(__file__).resolve().parents[2] / "h200"
+BEFORE = {"qwen3-30b-a3b": RECORDS / "history" / "459f2ec8247b"}         # the record that there was then
 EXPERTS = {"qwen3-30b-a3b": (128, 8), "gpt-oss-20b": (32, 4), "deepseek-v2-lite": (64, 6)}        # all, and of a token
 ROWS, DRAWS = 128, 40
 
@@ -33,7 +34,7 @@ def tiles(count: int, used: int, spread: float, zipf: bool, rows: int = ROWS) ->
 
 
 def predicted(name: str) -> dict[str, object]:
-    rows = json.loads((RECORDS / f"offline-{name}.json").read_text())["figures"]["rows"]
+    rows = json.loads((BEFORE.get(name, RECORDS) / f"offline-{name}.json").read_text())["figures"]["rows"]
     batch, (count, used) = rows["batch128"], EXPERTS[name]
     spread = 0.02 * MIXTURES[name]["hidden_size"] ** 0.5
     even, zipf = (tiles(count, used, spread, which) for which in (False, True))

@@ -91,7 +91,7 @@ class EngineChild:
             # Also without stop(): at the latest when the interpreter ends.
             self._cleanup = weakref.finalize(self, _abandon, self._child, self._sockets)
             undo.callback(self._cleanup)
-            self._watch_for_end()
+            self._watch_for_end(undo)
             self._loop.add_reader(self._fd, self._read)
             undo.pop_all()
 
@@ -184,17 +184,19 @@ class EngineChild:
             logger.exception("a message from the engine could not be taken in")
         return True
 
-    def _watch_for_end(self) -> None:
+    def _watch_for_end(self, undo: ExitStack) -> None:
         """By a descriptor of the process, which becomes readable at its end. A thread that waits for it would do, too, but
         Thread.start() waits for ever for a thread that dies of a lack of memory before its first line."""
         try:
             process = os.pidfd_open(self._child.pid)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+        except (OSError, AttributeError) as error:       # a kernel or a Python without them
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise
-            threading.Thread(target=self._wait_for_end, name="engine-exit", daemon=True).start()     # a kernel without them
+            threading.Thread(target=self._wait_for_end, name="engine-exit", daemon=True).start()
         else:
+            undo.callback(os.close, process)
             self._loop.add_reader(process, self._has_ended, process)
+            undo.callback(self._loop.remove_reader, process)
 
     def _has_ended(self, process: int) -> None:
         self._loop.remove_reader(process)

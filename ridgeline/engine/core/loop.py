@@ -243,7 +243,7 @@ def run(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] | 
     except FrontEndGone:
         raise
     except Exception as error:
-        # C code that finds no memory may forget to say so: a SystemError.
+        # C code may return without an error where malloc fails: a SystemError.
         lost = isinstance(error, SystemError) and is_address_space_limited()
         if core is None and (lost or is_out_of_memory(error)):
             error = ConfigError(f"memory ran out while the engine loaded ({one_line(error)}); use a smaller model, "

@@ -141,7 +141,7 @@ class HeldBodies:
             if not self._silent or self._next() is None:
                 return
             silent = self._silent.pop()
-            if silent in self.arriving:
+            if silent in self.arriving and silent.silent_looks >= SILENT_LOOKS:      # it may have got leave since the look
                 del self.arriving[silent]
                 silent.give_way()
         asyncio.get_running_loop().call_soon(self._make_room)
@@ -156,7 +156,7 @@ class HeldBodies:
         for body in self.arriving:
             body.look()
         silent = [body for body in self.arriving if body.silent_looks >= SILENT_LOOKS]
-        self._silent = sorted(silent, key=lambda body: body.silent_looks)
+        self._silent = sorted(reversed(silent), key=lambda body: body.silent_looks)      # the last gives way first
         for *_, waiter in self._waiting:
             waiter.look(self.num_bytes)
         self._waiting = [each for each in self._waiting if not each[-1].has_ended()]
