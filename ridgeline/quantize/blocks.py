@@ -16,7 +16,7 @@ from ridgeline.quantize.calibration import Calibration, Inputs
 from ridgeline.quantize.ct_writer import INPUT_SCALE, Linear, stored_bytes, stored_tensors
 from ridgeline.quantize.methods.folding import Fold, fold_layer, folds
 from ridgeline.quantize.methods.gptq_rounding import InverseFactor, gptq_rounded
-from ridgeline.quantize.methods.rounding import HALF_RANGE, Rounded, expanded, rounded
+from ridgeline.quantize.methods.rounding import HALF_RANGE, Rounded, expanded, over, rounded
 from ridgeline.quantize.methods.scale_search import awq_scales, clipped, smooth_scales
 from ridgeline.quantize.methods.sparse24 import magnitude_sparse, sparsegpt_sparse, wanda_sparse
 from ridgeline.quantize.plain_model import OUTSIDE, PlainModel
@@ -129,7 +129,7 @@ class _Rounding:
             return self._without_text(linear, values)
         if linear.method == "static":
             codes = rounded(values, linear.format)
-            top = inputs.largest.amax().clamp_min(SMALLEST) / HALF_RANGE[linear.format.grid]
+            top = over(inputs.largest.amax().clamp_min(SMALLEST), HALF_RANGE[linear.format.grid])
             return codes | {INPUT_SCALE: top.to(codes[SCALE].dtype)[None]}
         if linear.method == "wanda":
             assert inputs.moments is not None

@@ -46,7 +46,7 @@ from ridgeline.quantize.duration import Forecast, Spent, Watch, forecast
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.own_text import SEARCH_OPENINGS, own_passages
 from ridgeline.quantize.plain_model import PlainModel
-from ridgeline.quantize.recipes import AUTO, OWN_TEXT, READ_TEXT, QuantizeRecipe, require_new
+from ridgeline.quantize.recipes import AUTO, OWN_TEXT, READ_TEXT, QuantizeRecipe
 from ridgeline.quantize.sensitivity import Measure, Texts, Unit
 from ridgeline.quantize.workspace import Tries, Workspace
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -176,9 +176,9 @@ def _search(job: Job) -> dict[str, Any]:
     if job.card is None or not (job.limits or job.most_bytes):
         raise ConfigError("the recipe auto needs a limit that the card can check: --max-kl, --max-flips or --max-ppl-increase; "
                           "or --max-gb")
-    require_new(job.out)
     if job.fastest:
         auto_search.parse_fastest(job.fastest)           # a wrong name, before minutes of work
+    job = replace(job, card=_checked_card(job, job.card, Tokenizer.load(job.model)))
     tries, complete = Tries(job.out, _searched(job)), list[tuple[Path, dict[str, Any]]]()
 
     def make(recipe: QuantizeRecipe) -> dict[str, Any]:
@@ -193,15 +193,20 @@ def _search(job: Job) -> dict[str, Any]:
 
     kept = job.costs or job.out.with_name(f"{job.out.name}.costs.json")
     try:
-        made = _chosen(job, kept, make)
-        tries.take(next(folder for folder, its in complete if its is made))
+        if (found := tries.chosen()) is not None:
+            folder, made = found
+        else:
+            made = _chosen(job, kept, make)
+            folder = next(folder for folder, its in complete if its is made)
+            tries.choose(folder)
+        if job.costs is None:
+            kept.unlink(missing_ok=True)
+        tries.take(folder)
     except LimitsMissed:
         tries.remove()
         raise
     finally:
         tries.end()
-    if job.costs is None:
-        kept.unlink(missing_ok=True)
     quality_card.find_card(job.out)
     return made
 

@@ -7,6 +7,7 @@ A search (`--recipe auto`) makes several outputs, and a kill loses one layer of 
 
     OUT.search/run.json           what is searched
     OUT.search/try1 …             whole outputs with their cards; try2.part: the one that was being made
+    OUT.search/chosen             the name of the one that is taken: what is left to do is to rename it, and to delete the others
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from ridgeline.models.weights import INDEX
 from ridgeline.quant.quality_card import find_card
 from ridgeline.quantize.recipes import require_new
 
-RUN, ERRORS = "run.json", "errors.json.writing"
+RUN, ERRORS, CHOSEN = "run.json", "errors.json.writing", "chosen"
 SPARE = 64 << 20                     # bytes that stay free on the disk
 
 
@@ -37,33 +39,51 @@ class Claim:
 
     def __init__(self, folder: Path, run: dict[str, Any], out: Path) -> None:
         """`run`: everything that decides what is written. A folder of another run is refused."""
+        self._folder, self._file = folder, None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            strange = not (folder / RUN).exists() and any(folder.iterdir())
-            self._file = None if strange else (folder / RUN).open("a+")
+            if (folder / RUN).exists() or not any(folder.iterdir()):
+                self._file = (folder / RUN).open("a+")
+                self._lock(out)
+            same = self._file is not None and self._is_same(run)
         except OSError as error:
+            self.end()
             raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from None
-        if self._file is not None:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.end()
-                raise ConfigError(f"another run is writing {folder}: wait for it, or choose another --out") from None
-            except OSError:                              # a file system without locks: runs there are not told apart
-                pass
-        if self._file is None or not self._is_same(run):
+        except ConfigError:
+            self.end()
+            raise
+        if not same:
             self.end()
             raise ConfigError(
                 f"{folder} belongs to a run with another model, recipe, text, seed or limit: delete it, or choose another --out"
             )
 
+    def _lock(self, out: Path) -> None:
+        assert self._file is not None
+        busy = f"another run is writing {self._folder}: wait for it, or choose another --out"
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(busy) from None
+        except OSError:                                  # a file system without locks: runs there are not told apart
+            return
+        require_new(out)                                 # another run may have ended meanwhile, with this folder
+        if not (self._folder / RUN).exists() or not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._folder / RUN)):
+            raise ConfigError(busy)
+
     def _is_same(self, run: dict[str, Any]) -> bool:
         assert self._file is not None
         self._file.seek(0)
-        found = self._file.read()
-        if not found:                                    # new, or killed before it was written: nothing else is there
+        try:
+            found = self._file.read()
+        except ValueError:
+            return False
+        if not found:                                    # new, or the machine stopped before it was written
+            if any(entry.name != RUN for entry in self._folder.iterdir()):
+                return False
             self._file.write(json.dumps(run))
             self._file.flush()
+            os.fsync(self._file.fileno())
             return True
         try:
             return bool(json.loads(found) == json.loads(json.dumps(run)))
@@ -79,9 +99,26 @@ class Tries:
     """The outputs of a search. One that was stopped goes on with those that are there."""
 
     def __init__(self, out: Path, run: dict[str, Any]) -> None:
-        require_new(out)
         self.out, self.folder = out, out.with_name(f"{out.name}.search")
+        if out.exists() and (self.folder / CHOSEN).exists():
+            self.remove()                                # killed after the rename
+        require_new(out)
         self._claim = Claim(self.folder, run, out)
+
+    def chosen(self) -> tuple[Path, dict[str, Any]] | None:
+        """The output that an earlier start has chosen, and its card."""
+        with suppress(OSError):
+            folder = self.folder / (self.folder / CHOSEN).read_text()
+            found = find_card(folder) if folder != self.folder else None
+            if found is not None and found.matches:
+                return folder, found.card
+        return None
+
+    def choose(self, folder: Path) -> None:
+        with (self.folder / CHOSEN).open("w") as file:
+            file.write(folder.name)
+            file.flush()
+            os.fsync(file.fileno())
 
     def place(self, recipe: dict[str, Any]) -> tuple[Path, dict[str, Any] | None]:
         """Where to make the output of this recipe; with its card, where it is complete. Folders tell by their recipes what they
@@ -114,6 +151,9 @@ class Tries:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def end(self) -> None:
+        """What made no output is not in the way of the next command."""
+        if not any(self.folder.glob("try*")):
+            self.remove()
         self._claim.end()
 
 
@@ -186,6 +226,8 @@ class Workspace:
 
     def finish(self) -> None:
         """The output appears under its name. What only a run needs goes after that: a run that is killed here is complete."""
+        for left in self.folder.glob("*.writing"):
+            left.unlink()
         os.rename(self.folder, self.out)
         _tidy(self.out)
 

@@ -108,6 +108,17 @@ def test_a_row_gives_the_same_in_any_company(kind: str, integers: bool) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_gives_the_same_among_hundreds_and_with_many_inputs(kind: str) -> None:
+    """More inputs than a panel has, and more rows than a block."""
+    generator = torch.Generator().manual_seed(3)
+    matrix = Matrix([random_part(generator, kind, 19, 2304)])
+    x = torch.randn(263, 2304, generator=generator)
+    alone = torch.cat([block_linear_native(row[None], matrix, None, True) for row in x])
+    for count in (2, 5, 8, 33, 153, 263):
+        assert torch.equal(block_linear_native(x[:count], matrix, None, True), alone[:count])
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K"])
 def test_a_large_activation_spoils_few_others(kind: str) -> None:
     """Activations in 8 bits have a scale for each 16: those beside an outlier vanish, the other half of its tile stays exact."""

@@ -16,7 +16,10 @@ from make_quantize_tables import ALIKE, CARDS, HEADERS, ROOT, STUDIES, on_a_gpu,
 PAIRS = same_size("smollm2-135m")
 RIGHT = 0.25
 NEAR = {"rtn": 0.01, "awq": 0.03, "gptq": 0.03}         # how much more perplexity than llm-compressor's
-COMPARED = sorted(path for path in (STUDIES / "llm_compressor").glob("*.json") if not path.stem.startswith("equal-codes"))
+# By a commit that divided by a Python number on a GPU, and without AWQ: other codes between two numbers than on a CPU.
+ON_A_GPU = "qwen2.5-coder-1.5b"
+COMPARED = sorted(path for path in (STUDIES / "llm_compressor").glob("*.json")
+                  if not path.stem.startswith("equal-codes") and path.stem != ON_A_GPU)
 SAME_CODES = {"equal-codes-smollm2-135m": 210, "equal-codes-qwen2.5-coder-1.5b": 196}       # record -> linears of the model
 MOST_S = {"8b": 6 * 60, "1.5b": 45 * 60}                # of GPTQ: on an H200, and on two cores
 
@@ -98,6 +101,14 @@ def test_perplexities_are_those_of_llm_compressor(file: Path) -> None:
                                                          ("weight_packed", "weight_scale"))
     ppl = {method: row["ours_ppl"] for method, row in study["methods"].items()}
     assert ppl["gptq"] < ppl["awq"] < ppl["rtn"]
+
+
+def test_gptq_of_a_larger_model_is_that_of_llm_compressor() -> None:
+    study = read(STUDIES / "llm_compressor" / f"{ON_A_GPU}.json")
+    row = study["methods"]["gptq"]
+    assert study["layers"] == "all" and row["ratio"] == pytest.approx(row["ours_ppl"] / row["theirs_ppl"])
+    assert row["ratio"] <= 1 + NEAR["gptq"] and row["ours_ppl"] < study["methods"]["rtn"]["ours_ppl"]
+    require_commit(study["commit"])
 
 
 @pytest.mark.parametrize(("name", "linears"), SAME_CODES.items())

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from ridgeline.quantize.calibration import Calibration
 from ridgeline.quantize.quantize_model import Job, quantize
 from ridgeline.quantize.recipes import read_recipe
 from ridgeline.quantize.sensitivity import Texts
-from ridgeline.quantize.workspace import Workspace
+from ridgeline.quantize.workspace import RUN, Claim, Tries, Workspace
 
 SEQUENCES = [random_tokens(20 + number, seed=number) for number in range(9)]
 TEXTS = Texts(read=[random_tokens(40, seed=number) for number in range(20, 26)], judged=SEQUENCES, alone=SEQUENCES)
@@ -126,13 +127,37 @@ def test_a_stopped_search_of_other_limits_is_refused(tmp_path: Path) -> None:
             quantize(dataclasses.replace(job_of(plain, tmp_path / "out"), limits={"kl": 0.02}))
 
 
+def test_blocks_of_an_unknown_run_are_not_taken(tmp_path: Path) -> None:
+    """The machine stopped before run.json was on the disk."""
+    folder = tmp_path / "out.part"
+    Claim(folder, {"recipe": 1}, tmp_path / "out").end()
+    (folder / RUN).write_text("")
+    Claim(folder, {"recipe": 2}, tmp_path / "out").end()
+    (folder / RUN).write_text("")
+    (folder / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(ConfigError, match="belongs to a run with another"):
+        Claim(folder, {"recipe": 2}, tmp_path / "out")
+
+
+def test_a_search_that_made_nothing_is_not_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = save_checkpoint("llama", tmp_path / "tiny", **SIZES)
+    judge_without_an_engine(monkeypatch, plain)
+    job = job_of(plain, tmp_path / "out")
+    with pytest.raises(ConfigError, match="the smallest formats of auto take"):
+        quantize(dataclasses.replace(job, limits={}, most_bytes=1000.0))
+    assert not (tmp_path / "out.search").exists()
+    assert quantize(job) is not None
+
+
 def started(plain: Path, out: Path, recipe: str, moment: int) -> Any:
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RIDGELINE_CACHE": str(out.parent.parent / "cache")}
     return warm_start.run([sys.executable, __file__, str(plain), str(out), recipe, str(moment)], 600, env=variables)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    """Without the note that a run which is killed right after its last rename leaves."""
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*")
+            if file.is_file() and file != folder / "out" / RUN}
 
 
 class Moments:
@@ -160,7 +185,8 @@ def main() -> None:
     patch, moments = pytest.MonkeyPatch(), Moments(last)
     judge_without_an_engine(patch, plain)
     for owner, name in ((auto_search, "measured"), (auto_search, "refined"), (Workspace, "write"), (Workspace, "add_errors"),
-                        (Calibration, "save"), (quantize_model.card, "write_card"), (os, "rename"), (os, "mkdir")):
+                        (Calibration, "save"), (quantize_model.card, "write_card"), (os, "rename"), (Tries, "choose"),
+                        (Tries, "take"), (shutil, "rmtree")):
         patch.setattr(owner, name, moments.around(getattr(owner, name)))
     try:
         quantize(job_of(plain, out, recipe))

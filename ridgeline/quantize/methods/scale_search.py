@@ -21,7 +21,7 @@ from ridgeline.quant.format import WeightFormat
 from ridgeline.quant.quantise import block_maxima
 from ridgeline.quantize.calibration import Inputs
 from ridgeline.quantize.methods.folding import Fold
-from ridgeline.quantize.methods.rounding import as_rounded
+from ridgeline.quantize.methods.rounding import as_rounded, over
 
 STRENGTHS = tuple(step / 10 for step in range(1, 11))
 SHRINKS = tuple(1 - step / 20 for step in range(1, 11))                  # of the largest magnitude of a group
@@ -88,7 +88,7 @@ def _sizes(values: Tensor, format: WeightFormat) -> Tensor:
 
 def int8_tokens(x: Tensor) -> Tensor:
     """x with every token rounded to 255 levels, as W8A8 kernels read it."""
-    step = (x.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+    step = over(x.abs().amax(1, keepdim=True), 127.0).clamp_min(1e-12)
     return (x / step).round() * step
 
 

@@ -156,7 +156,7 @@ class HeldBodies:
         for body in self.arriving:
             body.look()
         silent = [body for body in self.arriving if body.silent_looks >= SILENT_LOOKS]
-        self._silent = sorted(reversed(silent), key=lambda body: body.silent_looks)      # the last gives way first
+        self._silent = sorted(silent, key=lambda body: -body.silent_looks)[::-1]             # the last gives way first
         for *_, waiter in self._waiting:
             waiter.look(self.num_bytes)
         self._waiting = [each for each in self._waiting if not each[-1].has_ended()]

@@ -17,7 +17,9 @@
 static double rounded(const float *x, int64_t inputs, int64_t k) {
     float largest = 0.0f;
     for (int64_t i = k / 16 * 16; i < k / 16 * 16 + 16 && i < inputs; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-    float scale = scale_of(largest), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    union { float number; uint32_t bits; } last = {largest / 127.0f};
+    last.bits &= ~3u;                                      /* so that its product with 1.5 * 2^23 is exact */
+    float scale = last.number, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     return nearbyint((double)x[k] * inverse) * scale;
 }
 

@@ -74,8 +74,8 @@ ALWAYS Place place_of(const Activations *x, int middle, int64_t at, int half) {
     TAKE(16, 20, 28, 4, 0) TAKE(17, 21, 29, 5, 0) TAKE(18, 22, 28, 6, 0) TAKE(19, 23, 29, 7, 0) \
     GIVE(s0, 24, w) GIVE(s1, 25, w) GIVE(s2, 26, w) GIVE(s3, 27, w) \
     GIVE(s4, 16, w) GIVE(s5, 17, w) GIVE(s6, 18, w) GIVE(s7, 19, w) \
-    : [s0] "+w"(sums[0]), [s1] "+w"(sums[1]), [s2] "+w"(sums[2]), [s3] "+w"(sums[3]), [s4] "+w"(sums[4]), [s5] "+w"(sums[5]), \
-      [s6] "+w"(sums[6]), [s7] "+w"(sums[7]) \
+    : [s0] "+&w"(sums[0]), [s1] "+&w"(sums[1]), [s2] "+&w"(sums[2]), [s3] "+&w"(sums[3]), [s4] "+&w"(sums[4]), [s5] "+&w"(sums[5]), \
+      [s6] "+&w"(sums[6]), [s7] "+&w"(sums[7]) \
     : FOUR(c, codes), [w] "w"(w), PLACE(at) : USED)
 ALWAYS void add_eight(const Bytes codes[4], Place at, int middle, Floats w, Floats sums[8]) {
     if (middle) EIGHT(16);
@@ -92,7 +92,7 @@ ALWAYS void add_eight(const Bytes codes[4], Place at, int middle, Floats w, Floa
     TAKE(16, 20, 28, 0, 1) TAKE(17, 21, 29, 1, 1) TAKE(18, 22, 28, 2, 1) TAKE(19, 23, 29, 3, 1) \
     GIVE(s0, 24, v) GIVE(s1, 25, v) GIVE(s2, 26, v) GIVE(s3, 27, v) \
     GIVE(s0, 16, w) GIVE(s1, 17, w) GIVE(s2, 18, w) GIVE(s3, 19, w) \
-    : [s0] "+w"(sums[0]), [s1] "+w"(sums[1]), [s2] "+w"(sums[2]), [s3] "+w"(sums[3]) \
+    : [s0] "+&w"(sums[0]), [s1] "+&w"(sums[1]), [s2] "+&w"(sums[2]), [s3] "+&w"(sums[3]) \
     : FOUR(c, codes), FOUR(d, codes + 4), [v] "w"(w[0]), [w] "w"(w[1]), PLACE(at) : USED)
 ALWAYS void add_four(const Bytes codes[8], Place at, int middle, const Floats w[HALVES], Floats sums[4]) {
     if (middle) TILE(16);
@@ -132,7 +132,7 @@ ALWAYS void dots_of(const Bytes codes[8], Place at, int middle, int count, Float
     TAKES(20, u0, 28, 0, 1) TAKES(21, u1, s, row, 1) TAKES(22, u2, 28, 0, 1) TAKES(23, u3, s, row, 1) \
     GIVE(s0, 16, v0) GIVE(s1, 17, v1) GIVE(s2, 18, v2) GIVE(s3, 19, v3) \
     GIVE(s0, 20, w0) GIVE(s1, 21, w1) GIVE(s2, 22, w2) GIVE(s3, 23, w3) \
-    : [s0] "+w"(*sums[0]), [s1] "+w"(*sums[1]), [s2] "+w"(*sums[2]), [s3] "+w"(*sums[3]) \
+    : [s0] "+&w"(*sums[0]), [s1] "+&w"(*sums[1]), [s2] "+&w"(*sums[2]), [s3] "+&w"(*sums[3]) \
     : FOUR(t, low), FOUR(u, high), FOUR(v, w), FOUR(w, others), READ(less, float, at.less), [scale] "r"(at.scale) \
     : "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v28", "v" #s)
 ALWAYS void give_four(const Floats low[4], const Floats high[4], Place at, const Floats w[4], const Floats others[4], int count,
