@@ -17,7 +17,6 @@ import signal
 import socket
 import stat
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -245,19 +244,21 @@ def _this_machine() -> str:
     return hashlib.sha256(name).hexdigest()[:8]
 
 
-def remove_left_over(place: Path) -> None:
-    """Folders of servers of this user that were killed and could not clean up: no socket in them has a listener any more."""
-    with suppress(OSError), os.scandir(place) as found:
+def remove_left_over(new: Path) -> None:
+    """Beside a new folder those of servers of this user that were killed and could not clean up: no socket in them has a listener
+    any more. The new one's time is now, by the clock of the file system."""
+    with suppress(OSError), os.scandir(new.parent) as found:
+        now = new.stat().st_mtime
         for each in found:
             with suppress(OSError):
                 named = _FOLDER.fullmatch(each.name)
-                if named and named[1] == _this_machine() and each.is_dir(follow_symlinks=False) and _is_left_over(each):
+                if named and named[1] == _this_machine() and each.is_dir(follow_symlinks=False) and _is_left_over(each, now):
                     shutil.rmtree(each.path)
 
 
-def _is_left_over(folder: os.DirEntry[str]) -> bool:
+def _is_left_over(folder: os.DirEntry[str], now: float) -> bool:
     facts = folder.stat(follow_symlinks=False)
-    if facts.st_uid != os.geteuid() or time.time() - facts.st_mtime < _LEFT_OVER_SECONDS:
+    if facts.st_uid != os.geteuid() or now - facts.st_mtime < _LEFT_OVER_SECONDS:
         return False                                     # another's, or of a server that starts now
     with os.scandir(folder.path) as entries:
         for entry in entries:
@@ -279,7 +280,7 @@ class SocketDir:
     def __init__(self) -> None:
         self.path = self._make()
         os.chmod(self.path, 0o700)
-        remove_left_over(self.path.parent)
+        remove_left_over(self.path)
 
     @staticmethod
     def _make() -> Path:
