@@ -150,8 +150,7 @@ def test_a_search_that_made_nothing_is_not_in_the_way(tmp_path: Path, monkeypatc
 
 
 def started(plain: Path, out: Path, recipe: str, moment: int) -> Any:
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RIDGELINE_CACHE": str(out.parent.parent / "cache"),
-                              "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     return warm_start.run([sys.executable, __file__, str(plain), str(out), recipe, str(moment)], 600, env=variables)
 
 
