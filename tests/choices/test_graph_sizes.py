@@ -17,6 +17,7 @@ from ridgeline.choices.graph_sizes import (
     device_seconds,
     largest_captured,
     launch_seconds,
+    peaks_of,
 )
 from ridgeline.config import EngineConfig
 from ridgeline.plan.capacity import Capacity, captured_tokens
@@ -24,7 +25,7 @@ from ridgeline.plan.prediction import Setup, fitted
 from ridgeline.plan.public_models import CONFIGS, find_model
 from ridgeline.resolve import DeviceFacts, ResolvedConfig, resolve
 from ridgeline.roofline.decoder_shape import decoder_shape
-from ridgeline.roofline.step_cost import Peaks, step_cost
+from ridgeline.roofline.step_cost import step_cost
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import PROMPT_TOKENS, GraphShapes, Shape
 from ridgeline.sizes.hardware import find_device
@@ -52,7 +53,7 @@ def test_small_models_have_graphs_of_longer_prompts() -> None:
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.2-3b", "qwen3-30b-a3b"])
 def test_a_captured_size_gains_by_the_estimate(model: str) -> None:
     device = find_device("H200")
-    peaks = Peaks(device.bandwidth * READ, device.rate("bfloat16") * COMPUTED)
+    peaks = peaks_of(device, "bfloat16")
     shape = decoder_shape(find_model(model).config, "bfloat16")
     for size in PROMPT_TOKENS:
         cost = step_cost(shape, [(size, size)])
