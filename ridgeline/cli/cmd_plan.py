@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.lab.sweep import middle
-from ridgeline.bench.workload.shapes import GGUF_SHAPES, write_shape
+from ridgeline.bench.workload.shapes import CODED, GGUF_SHAPES, write_shape
 from ridgeline.bench.workload.workloads import GPU_PRESETS, TIMED
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ConfigError
@@ -294,8 +294,8 @@ def preset_lengths() -> Mapping[str, Lengths]:
 
 
 def shape_file(name: str) -> str:
-    """Of a benchmark's shape that is a GGUF file, the file; other names stay."""
-    return str(write_shape(name)) if name in GGUF_SHAPES else name
+    """Of a benchmark's shape that has codes, its file or directory; other names stay."""
+    return str(write_shape(name)) if name in GGUF_SHAPES or name in CODED else name
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -85,9 +85,17 @@ MIXTURES: dict[str, dict[str, Any]] = {
                          "original_max_position_embeddings": 4096},
     },
 }
+# As NVIDIA's checkpoints say it.
+CODED: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b-nvfp4": DENSE["llama-3.1-8b"] | {
+        "quantization_config": {
+            "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"],
+        },
+    },
+}
 GGUF_SHAPES = {f"llama-3.1-8b-{mix}": DENSE["llama-3.1-8b"] for mix in MIXES}
 ZIPF_SHAPES = {f"{name}-zipf": config | {"dummy_routing": "zipf"} for name, config in MIXTURES.items()}
-SHAPES = DENSE | MIXTURES | ZIPF_SHAPES | GGUF_SHAPES
+SHAPES = DENSE | CODED | MIXTURES | ZIPF_SHAPES | GGUF_SHAPES
 
 
 def write_shape(name: str, layers: int | None = None, plain: bool = False, **changes: Any) -> Path:
