@@ -18,6 +18,7 @@ from ridgeline.ops.experts.few_tokens import MOST_TOKENS
 from ridgeline.ops.hopper import gl, group_barrier, viewed
 from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two
 from ridgeline.ops.linear.gemv import GATES
+from ridgeline.ops.packed.packed_asm import restored, sum_span
 from ridgeline.ops.packed.packed_gemv import (
     NAMES,
     _load_line,
@@ -25,6 +26,9 @@ from ridgeline.ops.packed.packed_gemv import (
     _plain_shared,
     _sum_layout,
     _word_layout,
+    place_x,
+    sum_shape,
+    summed,
 )
 from ridgeline.ops.packed.packed_sizes import RUN
 from ridgeline.ops.packed.packed_weight import PackedWeight
@@ -68,10 +72,10 @@ def _load_runs(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _place_rows(  # type: ignore[no-untyped-def]
-    x_ptr, memory, inputs, ROWS: gl.constexpr, RUNS: gl.constexpr, ROUNDS: gl.constexpr, GROUPS: gl.constexpr,
-    WARPS: gl.constexpr,
+    x_ptr, memory, x_sums, inputs, KIND: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr, ROWS: gl.constexpr,
+    RUNS: gl.constexpr, ROUNDS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """x [ROWS, inputs] into shared memory, in the order of the right operand, each row with RUNS times 512 inputs."""
+    """x [ROWS, inputs] into shared memory, each row with RUNS times 512 inputs."""
     CHUNK: gl.constexpr = 512 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [GROUPS * WARPS], [0])
     for part in gl.static_range(ROUNDS):
@@ -79,17 +83,20 @@ def _place_rows(  # type: ignore[no-untyped-def]
         row = column // (RUNS * 512)
         inside = column % (RUNS * 512)
         x = gl.load(x_ptr + row * inputs + inside, mask=(inside < inputs) & (row < ROWS), other=0.0)
-        memory.index(part).store(x.reshape([WARPS, 8, 2, 2, 2, 4, 2]).permute([1, 2, 0, 5, 3, 4, 6]))
+        place_x(x, memory, x_sums, part, KIND, "", GROUP, DTYPE, WARPS)
 
 
 @gluon_kernel()
-def _added(sums, memory, GROUPS: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _added(  # type: ignore[no-untyped-def]
+    sums, memory, KIND: gl.constexpr, DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr
+):
     """The warps' parts, added: (of outputs r, of outputs r + 8) [GROUPS, 64], each of eight outputs eight times."""
     memory.store(sums.reshape([GROUPS, WARPS, 32, 2, 2]).permute([3, 0, 1, 2, 4]))
     group_barrier()
     layout: gl.constexpr = _sum_layout(GROUPS, WARPS)
     halves = viewed(memory, gl.float32, [2, GROUPS, WARPS, 64], _plain_shared(3))
-    return gl.sum(halves.index(0).load(layout), axis=1), gl.sum(halves.index(1).load(layout), axis=1)
+    low, high = gl.sum(halves.index(0).load(layout), axis=1), gl.sum(halves.index(1).load(layout), axis=1)
+    return low * restored(KIND, DTYPE, False), high * restored(KIND, DTYPE, True)
 
 
 @gluon_kernel()
@@ -137,17 +144,20 @@ def packed_few_up_kernel(  # type: ignore[no-untyped-def]
     blocks = (USED * strips + GROUPS - 1) // GROUPS
     units = (blocks - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0) * ROUNDS
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, 4, 2, 2, 2], _plain_shared(7))
+    SPAN: gl.constexpr = sum_span(KIND, GROUP)
+    x_sums = gl.allocate_shared_memory(gl.float32, sum_shape(ROUNDS, WARPS, SPAN), _plain_shared(4))
     experts = chosen_ptr + token * USED
     _wait_first(DEPENDENT)
     following = _up_unit(
         code_ptr, scale_ptr, zero_ptr, experts, 0, strips, layout, USED, RUNS, EACH, ZEROS, GROUPS, WARPS
     )
-    _place_rows(x_ptr + token.to(gl.int64) * stride, memory, inputs, 1, RUNS, ROUNDS, GROUPS, WARPS)
+    _place_rows(x_ptr + token.to(gl.int64) * stride, memory, x_sums, inputs, KIND, GROUP, DTYPE, 1, RUNS, ROUNDS, GROUPS, WARPS)
     if READS:
         if gl.program_id(0) + token == 0:
             _visited(chosen_ptr, reads_ptr, pairs, PAIRS, GROUPS * WARPS)
     group_barrier()
     x_words = viewed(memory, gl.int32, [ROUNDS * 16, 1, WARPS, 1, 4, 4], _plain_shared(5))
+    totals = summed(x_sums, ROUNDS, WARPS, SPAN)
     parts = gl.allocate_shared_memory(gl.float32, [2, GROUPS, WARPS, 32, 2], _plain_shared(5))
     for begin in range(0, units, ROUNDS):
         sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
@@ -159,10 +169,10 @@ def packed_few_up_kernel(  # type: ignore[no-untyped-def]
                 )
             for block in gl.static_range(4):
                 sums = _multiply_block(
-                    sums, loaded, x_words, (unit - begin) * 16 + block * 4, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE,
-                    ZEROS, GROUPS, WARPS,
+                    sums, loaded, x_words, totals, (unit - begin) * 16 + block * 4, layout, block, KIND, GROUP, DTYPE,
+                    SCALE_DTYPE, ZEROS, GROUPS, WARPS,
                 )
-        gate, up = _added(sums, parts, GROUPS, WARPS)
+        gate, up = _added(sums, parts, KIND, DTYPE, GROUPS, WARPS)
         flat: gl.constexpr = gl.SliceLayout(1, _sum_layout(GROUPS, WARPS))
         place = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
         number = (gl.program_id(0) + begin // ROUNDS * gl.num_programs(0)) * GROUPS
@@ -208,10 +218,15 @@ def packed_few_down_kernel(  # type: ignore[no-untyped-def]
     experts, shares = chosen_ptr + token * USED, share_ptr + token * USED
     following = _down_unit(code_ptr, scale_ptr, zero_ptr, experts, 0, strips, layout, USED, RUNS, EACH, ZEROS, WARPS)
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, 4, 2, 2, 2], _plain_shared(7))
+    SPAN: gl.constexpr = sum_span(KIND, GROUP)
+    x_sums = gl.allocate_shared_memory(gl.float32, sum_shape(ROUNDS, WARPS, SPAN), _plain_shared(4))
     _wait_first(DEPENDENT)
-    _place_rows(x_ptr + (token * USED).to(gl.int64) * inputs, memory, inputs, USED, RUNS, ROUNDS, 1, WARPS)
+    _place_rows(
+        x_ptr + (token * USED).to(gl.int64) * inputs, memory, x_sums, inputs, KIND, GROUP, DTYPE, USED, RUNS, ROUNDS, 1, WARPS
+    )
     group_barrier()
     x_words = viewed(memory, gl.int32, [ROUNDS * 16, 1, WARPS, 1, 4, 4], _plain_shared(5))
+    totals = summed(x_sums, ROUNDS, WARPS, SPAN)
     flat: gl.constexpr = gl.SliceLayout(3, layout)
     warp = gl.arange(0, WARPS, gl.SliceLayout(0, gl.SliceLayout(2, flat)))[None, :][:, :, None]
     total = gl.zeros([1, WARPS, 32, 4], gl.float32, layout)
@@ -224,13 +239,14 @@ def packed_few_down_kernel(  # type: ignore[no-untyped-def]
         sums = gl.zeros([1, WARPS, 32, 4], gl.float32, layout)
         for block in gl.static_range(4):
             sums = _multiply_block(
-                sums, loaded, x_words, unit * 16 + block * 4, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, 1, WARPS
+                sums, loaded, x_words, totals, unit * 16 + block * 4, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, 1,
+                WARPS,
             )
         run = unit * WARPS + warp
         share = gl.load(shares + gl.minimum(run, USED * RUNS - 1) // RUNS).to(gl.float32)
         total += share[:, :, :, None] * sums
     parts = gl.allocate_shared_memory(gl.float32, [2, 1, WARPS, 32, 2], _plain_shared(5))
-    low, high = _added(total, parts, 1, WARPS)
+    low, high = _added(total, parts, KIND, DTYPE, 1, WARPS)
     thin: gl.constexpr = gl.SliceLayout(1, _sum_layout(1, WARPS))
     place = gl.arange(0, 64, gl.SliceLayout(0, thin))[None, :]
     output = gl.program_id(0) * 16 + place // 8

@@ -1,20 +1,22 @@
 """PTX for packed weights whose numbers are code * scale + offset (GGUF): codes of 4 to 6 bits to 16-bit numbers.
 
 Scales have two forms. `pair`: 16-bit numbers, as the other packed formats have them. `byte`: a signed byte, which the number of
-256 inputs multiplies: the scales of K types, exactly as a file has them. The product of both is rounded to 16 bits, and so is
-code * scale + offset: once, by one fma. The same instructions serve one row (mma.sync) and many (wgmma).
+256 inputs multiplies: the scales of K types, exactly as a file has them.
 
-In fp16 every second code is left where it is in its word, as 1024 + 16 code; the fma that subtracts the base also divides. A
-bf16 number has too few bits for that.
+One row (mma.sync) multiplies the codes as they are (packed_asm.py). Scales multiply the sums of a group in float32, and offsets
+the sums of its x, so nothing is rounded.
+
+Many rows (wgmma): the product of both scales is rounded to 16 bits, and so is code * scale + offset: once, by one fma. In fp16
+every second code is left where it is in its word, as 1024 + 16 code; the fma that subtracts the base also divides. A bf16 number
+has too few bits for that.
 """
 
 from __future__ import annotations
 
 from ridgeline.ops.hopper import compile_time
-from ridgeline.ops.packed.packed_asm import _floats, _from_lane
+from ridgeline.ops.packed.packed_asm import HIGH_PLACES, _floats, _from_lane, in_place, literal, raw_codes
 
 MIDDLES = {"uint4": 8, "q5": 16, "q6": 32}   # kinds, and the code that means 0 where there is no offset
-HIGH_PLACES = (4, 0, 6, 2)                   # where the two upper bits of each of a word's four pairs lie in their byte
 REGISTERS = (
     ".reg .b32 t<4>; .reg .b32 word; .reg .b32 high; .reg .b32 m<2>; .reg .b32 base<2>; .reg .b32 part; .reg .b32 q<4>; "
     ".reg .b32 p<4>; .reg .f32 f<4>; .reg .b16 h<2>;"
@@ -120,31 +122,34 @@ def weighted(out: str, dtype: str, scales: tuple[str, str], offsets: tuple[str, 
 
 
 @compile_time
-def _group(form: str, group: int, dtype: str, scale_dtype: str, block: int, scale: str, zero: str) -> list[str]:
-    """q0 to q3 and p0 to p3: factors of 32 inputs. m0 and m1 have the multipliers."""
-    lines = [_from_lane(scale, "word", block)]
-    if form.startswith("pair"):
-        lines += pair_factors("word", "q", dtype, scale_dtype)
-        if form == "pair+offset":
-            lines += [_from_lane(zero, "word", block), *pair_factors("word", "p", dtype, scale_dtype)]
-        return lines
-    if group == 32:
-        return lines + byte_factors("word", "q", dtype, ("m0", "m1"))
-    lines += byte_factors("word", "q", dtype, ("m0", "m0"))
-    if form == "byte+offset":
-        lines += [_from_lane(zero, "word", block), *byte_factors("word", "p", dtype, ("m1", "m1"))]
+def _bytes(word: str, out: str) -> list[str]:
+    """The four bytes of a word (+ 128) as float32 numbers."""
+    lines = []
+    for half in (0, 1):
+        lines += [f"prmt.b32 t0, {word}, 0x64646464, {0x4342 if half else 0x4140};", "sub.f16x2 t0, t0, t3;"]
+        lines += _floats("t0", f"{out}{2 * half}", f"{out}{2 * half + 1}", "f16")
+    return lines
+
+
+@compile_time
+def _group(form: str, group: int, scale_dtype: str, block: int, scale: str, zero: str) -> list[str]:
+    """g0 to g3 and k0 to k3: scales and offsets of 32 inputs, without their multipliers."""
+    byte = form.startswith("byte")
+    lines = [_from_lane(scale, "word", block), *(_bytes("word", "g") if byte else _floats("word", "g0", "g1", scale_dtype))]
+    if zero_words(form, group):
+        lines += [_from_lane(zero, "word", block), *(_bytes("word", "k") if byte else _floats("word", "k0", "k1", scale_dtype))]
     return lines
 
 
 @compile_time
 def named(form: str, group: int, half: int) -> tuple[tuple[str, str], tuple[str, str] | None]:
     """The registers with the scales, and those with the offsets, of one half of 32 inputs."""
-    scales, offsets = ("q0", "q1"), ("p0", "p1")
+    scales, offsets = ("g0", "g1"), ("k0", "k1")
     if form.startswith("byte"):
         if group == 32:
-            offsets = ("q2", "q3")
+            offsets = ("g2", "g3")
         elif half:
-            scales, offsets = ("q2", "q3"), ("p2", "p3")
+            scales, offsets = ("g2", "g3"), ("k2", "k3")
     return scales, (offsets if form.endswith("offset") else None)
 
 
@@ -154,42 +159,69 @@ def block_products(kind: str, form: str, group: int, dtype: str, scale_dtype: st
 
     Operands, four registers each: out sums; in sums, words of two tiles, x of these tiles (two registers for every 16 inputs),
     then, all four alike, four words of scales, four of offsets where they have their own, the word of the multipliers; then the
-    upper bits. `block`: which 128 of 512 inputs. Two chains of products take turns.
+    upper bits; then the sums of x, of as many inputs as share a scale, times `code_step`, without offsets its negative. `block`:
+    which 128 of 512 inputs. u: sums by scales, v: by offsets; the multipliers come last. Of outputs r + 8 u is 16 times as large
+    where codes stay in place.
     """
     zero_at = 4 + 4 + 8 + 16 + 16
     blocks_at = zero_at + (16 if zero_words(form, group) else 0)
     high_at = blocks_at + (4 if form.startswith("byte") else 0)
-    lines = [REGISTERS, ".reg .b32 a<4>; .reg .f32 d<4>; .reg .f32 e<4>;", *bases(kind, dtype, form.endswith("offset"))]
+    total_at = high_at + (4 if has_high(kind) else 0)
+    offset, middle, larger = form.endswith("offset"), MIDDLES[kind], 16 if in_place(kind, dtype) else 1
+    zero = literal(0)
+    lines = [REGISTERS, ".reg .b32 a<4>; .reg .f32 d<4>; .reg .f32 u<2>; .reg .f32 v<2>; .reg .f32 g<4>; .reg .f32 k<4>;"]
+    lines += [".reg .f32 y<2>; .reg .f32 s<4>;", *(f"mov.f32 s{number}, ${4 + number};" for number in range(4))]
+    lines += [*(f"mov.f32 {name}, {zero};" for name in ("u0", "u1", "v0", "v1"))]
     if form.startswith("byte"):
         lines += ["mov.b32 t3, 0x64806480;"]
-        lines += [_from_lane(f"${blocks_at}", f"m{number}", block // 2 * 2 + number) for number in (0, 1)]
+        lines += [_from_lane(f"${blocks_at}", f"m{number}", block // 2 * 2 + number) for number in range(1 + offset)]
     for step in range(8):
         if step % 2 == 0:
-            lines += _group(form, group, dtype, scale_dtype, block, f"${32 + 2 * step}", f"${zero_at + 2 * step}")
+            lines += _group(form, group, scale_dtype, block, f"${32 + 2 * step}", f"${zero_at + 2 * step}")
         if has_high(kind):
-            selector = "0x4342" if step % 2 else "0x4140"
-            lines.append(f"prmt.b32 high, ${high_at + step // 2}, 0, {selector};")
-        lines += code_numbers(f"${8 + step}", "a", kind, dtype, "high")
-        lines += weighted("a", dtype, *named(form, group, step % 2))
-        sums = "de"[step % 2]
-        names = ", ".join(f"{sums}{number}" for number in range(4))
-        added = names
-        if step < 2:
-            added = ", ".join("0f00000000" if step else f"${4 + number}" for number in range(4))
+            lines.append(f"prmt.b32 high, ${high_at + step // 2}, 0, {'0x4342' if step % 2 else '0x4140'};")
+        lines += raw_codes(f"${8 + step}", "a", kind, dtype, "high" if has_high(kind) else "")
+        begins, ends = (True, True) if group == 16 else (step % 2 == 0, step % 2 == 1)
+        added = f"{{{zero}, {zero}, {zero}, {zero}}}" if begins else "{d0, d1, d2, d3}"
         lines.append(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{{names}}}, {{a0, a1, a2, a3}}, "
-            f"{{${16 + 2 * step}, ${17 + 2 * step}}}, {{{added}}};"
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{d0, d1, d2, d3}}, {{a0, a1, a2, a3}}, "
+            f"{{${16 + 2 * step}, ${17 + 2 * step}}}, {added};"
         )
-    lines += [f"add.f32 d{number}, d{number}, e{number};" for number in range(4)]
-    lines += [f"mov.f32 ${number}, d{number};" for number in range(4)]
+        if not ends:
+            continue
+        scales, offsets = named(form, group, step % 2)
+        total = f"${total_at + (step if group == 16 else step // 2)}"
+        if offsets is None:
+            less = ((0, literal(middle)), (2, literal(middle * larger)))
+            lines += [f"fma.rn.f32 d{name}, {total}, {number}, d{name};" for name, number in less]
+        else:
+            lines += [f"fma.rn.f32 v{half}, {total}, {name}, v{half};" for half, name in enumerate(offsets)]
+        lines += [f"fma.rn.f32 u{half}, d{2 * half}, {name}, u{half};" for half, name in enumerate(scales)]
+    lines += [*_multiplied(form, larger), *(f"mov.f32 ${number}, s{number};" for number in range(4))]
     return "{ " + " ".join(lines) + " }"
+
+
+@compile_time
+def _multiplied(form: str, larger: int) -> list[str]:
+    """u and v times their multipliers, added to the sums."""
+    lines = []
+    if form.endswith("offset") and larger != 1:
+        lines += [f"mul.f32 v1, v1, {literal(larger)};"]
+    for letter, multiplier in [("u", "m0"), ("v", "m1")][: 2 if form.endswith("offset") else 1]:
+        if form.startswith("pair"):
+            lines += [f"add.f32 s{2 * half}, s{2 * half}, {letter}{half};" for half in (0, 1)]
+            continue
+        lines += _floats(multiplier, "y0", "y1", "f16")
+        lines += [f"fma.rn.f32 s{2 * half}, {letter}{half}, y{half}, s{2 * half};" for half in (0, 1)]
+    return lines
 
 
 @compile_time
 def block_product_registers(kind: str, form: str, group: int) -> str:
     """The constraints of `block_products`."""
     words = 8 + 16 + 16 + (16 if zero_words(form, group) else 0) + (4 if form.startswith("byte") else 0)
-    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * (words + (4 if has_high(kind) else 0)))
+    words += 4 if has_high(kind) else 0
+    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * words + ["f"] * (128 // group))
 
 
 # ── many rows ────────────────────────────────────────────────────────────────────────────────────────────────────────

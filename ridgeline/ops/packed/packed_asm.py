@@ -1,14 +1,103 @@
 """PTX that the kernels for packed 4-bit weights share: codes to 16-bit numbers, and products of 128 inputs on mma.sync.
 
 Triton has no 4-bit type, and its casts are several times the instructions that memory speed leaves room for: at 4.4 TB/s an SM
-has 3.4 issue slots for each weight. Here are 1.4 to unpack a uint4 weight. The numbers 128 + code (bf16; 1024 + code in fp16)
-are put together by bits, and the subtraction of 128 + zero is exact. e2m1 codes become subnormal numbers by bits, and a
-multiplication by a power of two gives their value.
+has 3.4 issue slots for each weight.
+
+One row (`products`, and block_asm.py's): the bits of a code, cut out of its word, are a number already, a subnormal one:
+code * 2^-24 in fp16, code * 2^-133 in bf16, and e2m1 codes their value * 2^-126. Tensor cores multiply subnormal numbers exactly.
+So a word of eight uint4 codes takes five instructions. Every second code is left where it is, 16 times as large: it is that
+of outputs r + 8, whose sums are divided at the end. What a code of zero means is subtracted from the sums of a group: it
+multiplies the sum of the group's x. bf16 numbers that small would leave nothing of a product in float32, so x is multiplied by
+2^64 before. `restored` undoes all of these powers of two.
+
+Many rows (`operands`): weights are multiplied by their scales before the product, so codes become numbers of a usual size. The
+numbers 128 + code (bf16; 1024 + code in fp16) are put together by bits, and the subtraction of 128 + zero is exact. e2m1 codes
+are subnormal numbers first, and a multiplication by a power of two gives their value.
 """
 
 from __future__ import annotations
 
 from ridgeline.ops.hopper import compile_time
+
+HIGH_PLACES = (4, 0, 6, 2)           # where the two upper bits of each of a word's four pairs lie in their byte (GGUF)
+
+# ── codes as they are ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@compile_time
+def in_place(kind: str, dtype: str) -> bool:
+    """Every second code of a word stays where it is. bf16 numbers have the bits for 16 times a code of four bits, no more."""
+    return kind == "uint4" or (kind != "e2m1" and dtype == "f16")
+
+
+@compile_time
+def x_factor(dtype: str) -> float:
+    """What x is multiplied by before the product."""
+    return 1.0 if dtype == "f16" else 2.0**64
+
+
+@compile_time
+def code_step(kind: str, dtype: str) -> float:
+    """A code of 1 in the product (a value of 1, of e2m1), with `x_factor`."""
+    return 2.0**-24 if dtype == "f16" else 2.0**-62 if kind == "e2m1" else 2.0**-69
+
+
+@compile_time
+def restored(kind: str, dtype: str, upper: bool) -> float:
+    """What the sums of outputs r (`upper`: r + 8) are multiplied by at the end."""
+    return 1 / code_step(kind, dtype) / (16 if upper and in_place(kind, dtype) else 1)
+
+
+@compile_time
+def sum_span(kind: str, group: int) -> int:
+    """Inputs whose x are summed, for what a code of zero means; 0: there is nothing to subtract."""
+    return 0 if kind == "e2m1" else min(group, 32)
+
+
+@compile_time
+def literal(value: int) -> str:
+    """0 or a power of two as PTX writes a float32 number."""
+    return f"0f{(126 + value.bit_length()) << 23:08x}" if value else "0f00000000"
+
+
+@compile_time
+def raw_codes(word: str, out: str, kind: str, dtype: str, high: str) -> list[str]:
+    """`out`0 to `out`3: the codes of a word, each as `code_step` says. `high`: as block_asm.py's `code_numbers`."""
+    if kind == "e2m1":
+        return _small_e2m1(word, out)
+    stay = in_place(kind, dtype)
+    lines = [f"shr.u32 t1, {word}, 8;"] if stay else []
+    for number in range(4):
+        source, mask = word, 0x000F000F
+        if stay:
+            source, mask = ("t1" if number > 1 else word), (0x00F000F0 if number % 2 else 0x000F000F)
+        elif number:
+            lines.append(f"shr.u32 t1, {word}, {4 * number};")
+            source = "t1"
+        lines.append(f"and.b32 {out}{number}, {source}, {mask};")
+        if high:
+            wanted = 8 if stay and number % 2 else 4
+            shift, above = wanted - HIGH_PLACES[number], high
+            if shift:
+                lines.append(f"shl.b32 t2, {high}, {shift};" if shift > 0 else f"shr.u32 t2, {high}, {-shift};")
+                above = "t2"
+            lines.append(f"lop3.b32 {out}{number}, {above}, {0x00030003 << wanted}, {out}{number}, 0xea;")
+    return lines
+
+
+@compile_time
+def _small_e2m1(word: str, out: str) -> list[str]:
+    lines = [f"and.b32 {out}0, {word}, 0x81c081c0;"]
+    for number in (1, 2):
+        lines += [f"shl.b32 t{number}, {word}, {3 * number};", f"and.b32 {out}{number}, t{number}, 0x81c081c0;"]
+    return lines + [
+        f"shl.b32 t1, {word}, 1;", f"shr.u32 t2, {word}, 5;", f"shr.u32 t3, {word}, 4;",
+        f"and.b32 {out}3, t1, 0x80008000;", f"lop3.b32 {out}3, t2, 0x01000100, {out}3, 0xea;",
+        f"lop3.b32 {out}3, t3, 0x00c000c0, {out}3, 0xea;",
+    ]
+
+
+# ── numbers of a usual size ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @compile_time
@@ -28,14 +117,7 @@ def _numbers(word: str, out: str, kind: str, dtype: str, zero: str | None) -> li
             lines.append(f"mov.b32 t0, {eight};")
         less = ("t0", "t0") if zero is None else (f"{zero}0", f"{zero}1")
         return lines + [f"sub.{dtype}x2 {out}{number}, {out}{number}, {less[number % 2]};" for number in range(4)]
-    lines += [f"and.b32 {out}0, {word}, 0x81c081c0;"]
-    for number in (1, 2):
-        lines += [f"shl.b32 t{number}, {word}, {3 * number};", f"and.b32 {out}{number}, t{number}, 0x81c081c0;"]
-    lines += [
-        f"shl.b32 t1, {word}, 1;", f"shr.u32 t2, {word}, 5;", f"shr.u32 t3, {word}, 4;",
-        f"and.b32 {out}3, t1, 0x80008000;", f"lop3.b32 {out}3, t2, 0x01000100, {out}3, 0xea;",
-        f"lop3.b32 {out}3, t3, 0x00c000c0, {out}3, 0xea;", "mov.b32 t0, 0x7e807e80;",
-    ]
+    lines += [*_small_e2m1(word, out), "mov.b32 t0, 0x7e807e80;"]
     return lines + [f"mul.bf16x2 {out}{number}, {out}{number}, t0;" for number in range(4)]
 
 
@@ -72,37 +154,46 @@ def products(kind: str, group: int, dtype: str, scale_dtype: str, zeros: bool, b
     """16 outputs x 128 inputs of one warp, added to `sums`.
 
     Operands, four registers each: out sums; in sums, words of two tiles, x of these tiles (two registers for every 16
-    inputs), then the words of the scales of the groups, then those of the zeros. `block`: which 128 of 512 inputs.
+    inputs), then the words of the scales of the groups, then those of the zeros, then the sums of x, 32 inputs each, times
+    -`code_step`. `block`: which 128 of 512 inputs. All columns are the same: the sums of one (0 and 2) are kept up.
     """
     each = 128 // group
     chain = min(group, 64) // 16                         # products that follow each other; more would wait for their sums
     scale_at = 4 + 4 + 8 + 16
-    lines = [_registers(), ".reg .b32 a<4>; .reg .f32 d<4>; .reg .f32 s<4>; .reg .f32 y<2>;"]
+    total_at = scale_at + 4 * each * (2 if zeros else 1)
+    lines = [_registers(), ".reg .b32 a<4>; .reg .f32 d<4>; .reg .f32 s<4>; .reg .f32 y<2>; .reg .f32 o<2>; .reg .f32 total;"]
     lines += [f"mov.f32 s{number}, ${4 + number};" for number in range(4)]
+    lines += [f"mov.f32 o0, {literal(8)};", f"mov.f32 o1, {literal(128)};"]
     for first in range(0, 8, chain):
         number = first * 16 // group
         if first * 16 % group == 0:
             lines += [_from_lane(f"${scale_at + 4 * number}", "word", block), *_floats("word", "y0", "y1", scale_dtype)]
             if zeros:
-                lines += [_from_lane(f"${scale_at + 4 * each + 4 * number}", "word", block), *_zeros("word", "z", dtype)]
+                lines += [_from_lane(f"${scale_at + 4 * each + 4 * number}", "word", block), *_floats("word", "o0", "o1", "f16")]
+                lines += [f"mul.f32 o1, o1, {literal(16)};"]
         for step in range(first, first + chain):
             tile, word = divmod(step, 4)
-            lines += _numbers(f"${8 + step}", "a", kind, dtype, "z" if zeros else None)
+            lines += raw_codes(f"${8 + step}", "a", kind, dtype, "")
             right = (f"${16 + 8 * tile + 2 * word}", f"${16 + 8 * tile + 2 * word + 1}")
             added = "{0f00000000, 0f00000000, 0f00000000, 0f00000000}" if step == first else "{d0, d1, d2, d3}"
             lines.append(
                 f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{d0, d1, d2, d3}}, {{a0, a1, a2, a3}}, "
                 f"{{{right[0]}, {right[1]}}}, {added};"
             )
-        lines += [f"fma.rn.f32 s{out}, d{out}, y{out // 2}, s{out};" for out in range(4)]
+        if sum_span(kind, group):
+            totals = [f"${total_at + span}" for span in range(first // 2, (first + chain) // 2)]
+            lines.append(f"mov.f32 total, {totals[0]};" if len(totals) == 1 else f"add.f32 total, {totals[0]}, {totals[1]};")
+            lines += ["fma.rn.f32 d0, total, o0, d0;", "fma.rn.f32 d2, total, o1, d2;"]
+        lines += ["fma.rn.f32 s0, d0, y0, s0;", "fma.rn.f32 s2, d2, y1, s2;"]
     lines += [f"mov.f32 ${number}, s{number};" for number in range(4)]
     return "{ " + " ".join(lines) + " }"
 
 
 @compile_time
-def product_registers(group: int, zeros: bool) -> str:
+def product_registers(kind: str, group: int, zeros: bool) -> str:
     """The constraints of `products`."""
-    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * (8 + 16 + 4 * (128 // group) * (2 if zeros else 1)))
+    words = 8 + 16 + 4 * (128 // group) * (2 if zeros else 1)
+    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * words + ["f"] * (4 if sum_span(kind, group) else 0))
 
 
 @compile_time

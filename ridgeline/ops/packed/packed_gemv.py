@@ -4,8 +4,9 @@ The warps of a CTA share the inputs of a strip of 16 outputs, 512 at a time; mma
 operand. Codes go straight into the registers of the lane that multiplies them, one unit ahead, the first before the PDL wait:
 with four bits a weight, 20 warps have 80 KB of an SM in flight, and many warps are what hides the latency of unpacking. A ring
 in shared memory as in gemv_ring.py was slower: it left room for 12 warps, and each unit cost two barriers. x lies in shared
-memory in the order of the right operand; all columns of the product are the same. Scales multiply the sums of their group in
-float32, so codes are never rounded. Eight rows in the eight columns were no faster than packed_gemm.py.
+memory in the order of the right operand; all columns of the product are the same. Codes are multiplied as they lie in their words
+(packed_asm.py). Scales multiply the sums of their group in float32, so codes are never rounded; what a code of zero means
+multiplies the sums of x, which lie beside x. Eight rows in the eight columns were no faster than packed_gemm.py.
 
 Written in Gluon, which the interpreter does not support; there, and on other devices than Hopper, packed_linear.py expands the
 weight.
@@ -20,8 +21,8 @@ from ridgeline.ops.hopper import compile_time, gl, group_barrier, viewed, wait_f
 from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.packed.block_asm import block_product_registers, block_products, has_high, zero_words
-from ridgeline.ops.packed.block_operand import is_byte
-from ridgeline.ops.packed.packed_asm import product_registers, products
+from ridgeline.ops.packed.block_operand import has_offset, is_byte
+from ridgeline.ops.packed.packed_asm import code_step, product_registers, products, restored, sum_span, x_factor
 from ridgeline.ops.packed.packed_sizes import RUN
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemvPlan
@@ -142,27 +143,29 @@ def _load_line(source, there, MASKED: gl.constexpr):  # type: ignore[no-untyped-
 
 @gluon_kernel()
 def _multiply_block(  # type: ignore[no-untyped-def]
-    sums, loaded, x_words, first, layout: gl.constexpr, BLOCK: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    sums, loaded, x_words, totals, first, layout: gl.constexpr, BLOCK: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
     DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
     """128 inputs of each warp."""
     WORDS: gl.constexpr = 128 // GROUP * (2 if ZEROS else 1)
     text: gl.constexpr = products(KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, BLOCK)
-    constraints: gl.constexpr = product_registers(GROUP, ZEROS)
+    constraints: gl.constexpr = product_registers(KIND, GROUP, ZEROS)
     operands = (sums, loaded[2 * BLOCK], loaded[2 * BLOCK + 1])
     for part in gl.static_range(4):
         operands = operands + (_x_operand(x_words, first + part, layout, GROUPS, WARPS),)  # type: ignore[assignment]
     for part in gl.static_range(WORDS):
         operands = operands + (loaded[8 + part][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)  # type: ignore[assignment]
+    operands = operands + _x_sums(totals, first // 4, layout, sum_span(KIND, GROUP), GROUPS, WARPS)
     return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
 @gluon_kernel()
 def _multiply_gguf(  # type: ignore[no-untyped-def]
-    sums, loaded, above, x_words, first, layout: gl.constexpr, BLOCK: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr,
-    GROUP: gl.constexpr, DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+    sums, loaded, above, x_words, totals, first, layout: gl.constexpr, BLOCK: gl.constexpr, KIND: gl.constexpr,
+    FORM: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """128 inputs of each warp, in GGUF's formats. Weights are rounded to 16 bits, as in packed_gemm.py."""
+    """128 inputs of each warp, in GGUF's formats."""
     WORDS: gl.constexpr = 8 if zero_words(FORM, GROUP) else 4
     BYTE: gl.constexpr = is_byte(FORM)
     text: gl.constexpr = block_products(KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, BLOCK)
@@ -176,6 +179,7 @@ def _multiply_gguf(  # type: ignore[no-untyped-def]
         operands = operands + (above[0][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)  # type: ignore[assignment]
     if has_high(KIND):
         operands = operands + (above[BLOCK + (1 if BYTE else 0)],)  # type: ignore[assignment]
+    operands = operands + _x_sums(totals, first // 4, layout, sum_span(KIND, GROUP), GROUPS, WARPS)
     return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
@@ -186,12 +190,55 @@ def _x_operand(x_words, at, layout: gl.constexpr, GROUPS: gl.constexpr, WARPS: g
 
 
 @gluon_kernel()
-def _place_rows(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset,
-    ROUNDS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GROUPS: gl.constexpr,
+def _x_sums(  # type: ignore[no-untyped-def]
+    totals, at, layout: gl.constexpr, SPAN: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr
+):
+    """Of the `at`-th 128 inputs, as operands of four registers."""
+    operands = ()
+    if SPAN > 0:
+        PARTS: gl.constexpr = 32 // SPAN
+        for part in gl.static_range(PARTS):
+            found = totals.index(at * PARTS + part).load(layout).broadcast_to([GROUPS, WARPS, 32, 4])
+            operands = operands + (found,)  # type: ignore[assignment]
+    return operands
+
+
+@compile_time
+def sum_shape(rounds, warps, span):  # type: ignore[no-untyped-def]
+    """Of the sums of x in shared memory."""
+    return [rounds, 4, max(1, 32 // max(span, 1)), warps, 4] if span else [1, 1, 1, 1, 1]
+
+
+@gluon_kernel()
+def summed(totals, rounds: gl.constexpr, warps: gl.constexpr, span: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The sums of x, by 128 inputs and operand."""
+    SHAPE: gl.constexpr = sum_shape(rounds, warps, span)
+    return viewed(totals, gl.float32, [SHAPE[0] * SHAPE[1] * SHAPE[2], 1, SHAPE[3], 1, SHAPE[4]], _plain_shared(4))
+
+
+@gluon_kernel()
+def place_x(  # type: ignore[no-untyped-def]
+    x, memory, totals, part: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """x into shared memory, in the order of the right operand; returns the norm's factor, which multiplies the sums."""
+    """Chunk `part` of x into shared memory, in the order of the right operand, and its sums beside it."""
+    SPAN: gl.constexpr = sum_span(KIND, GROUP)
+    x = (x.to(gl.float32) * x_factor(DTYPE)).to(memory.dtype)
+    memory.index(part).store(x.reshape([WARPS, 8, 2, 2, 2, 4, 2]).permute([1, 2, 0, 5, 3, 4, 6]))
+    if SPAN > 0:
+        STEP: gl.constexpr = code_step(KIND, DTYPE) * (1.0 if has_offset(FORM) else -1.0)
+        # Two factors: their product is too small for a float32 number.
+        sums = gl.sum(x.to(gl.float32).reshape([512 * WARPS // SPAN, SPAN]), axis=1) * (1.0 / x_factor(DTYPE)) * STEP
+        totals.index(part).store(sums.reshape([WARPS, 4, 32 // SPAN, 4]).permute([1, 2, 0, 3]))
+
+
+@gluon_kernel()
+def _place_rows(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, totals, inputs, eps, norm_offset,
+    ROUNDS: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr, NORM: gl.constexpr,
+    RESIDUAL: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+):
+    """x into shared memory; returns the norm's factor, which multiplies the sums."""
     CHUNK: gl.constexpr = 512 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [GROUPS * WARPS], [0])
     squares = gl.zeros([CHUNK], gl.float32, layout)
@@ -209,8 +256,7 @@ def _place_rows(  # type: ignore[no-untyped-def]
                 x = rounded.to(gl.float32)
             squares += x * x
             x *= gl.load(norm_ptr + column, mask=filled, other=0.0).to(gl.float32) + norm_offset
-        x = x.to(x_ptr.dtype.element_ty).reshape([WARPS, 8, 2, 2, 2, 4, 2]).permute([1, 2, 0, 5, 3, 4, 6])
-        memory.index(part).store(x)
+        place_x(x, memory, totals, part, KIND, FORM, GROUP, DTYPE, WARPS)
     factor = 1.0
     if NORM:
         factor = gl.rsqrt(gl.sum(squares, axis=0) / inputs + eps)
@@ -219,18 +265,19 @@ def _place_rows(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _finish(  # type: ignore[no-untyped-def]
-    sums, memory, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs,
+    sums, memory, factor, other_factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs,
     GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
     """Add the warps' parts and write 16 outputs of each group, with a gate 8. By hand: with `gl.sum` this took longer than
-    the products. A lane adds what is of outputs r, and what is of r + 8: with a gate, the gate and its partner."""
+    the products. A lane adds what is of outputs r, and what is of r + 8, which has a factor of its own: with a gate, the gate and
+    its partner."""
     memory.store(sums.reshape([GROUPS, WARPS, 32, 2, 2]).permute([3, 0, 1, 2, 4]))
     group_barrier()
     layout: gl.constexpr = _sum_layout(GROUPS, WARPS)
     flat: gl.constexpr = gl.SliceLayout(1, layout)
     halves = viewed(memory, gl.float32, [2, GROUPS, WARPS, 64], _plain_shared(3))
     low = gl.sum(halves.index(0).load(layout), axis=1) * factor          # [GROUPS, 64]: eight columns of each output
-    high = gl.sum(halves.index(1).load(layout), axis=1) * factor
+    high = gl.sum(halves.index(1).load(layout), axis=1) * other_factor
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, flat))[:, None]
     place = gl.arange(0, 64, gl.SliceLayout(0, flat))[None, :]
     if GATE == 0:
@@ -273,12 +320,16 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     following = _load_unit(code_ptr, scale_ptr, zero_ptr, 0, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS)
     above_following = _load_blocks(high_ptr, block_ptr, 0, strips, layout, RUNS, KIND, FORM, GROUPS, WARPS)
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, 4, 2, 2, 2], _plain_shared(7))
+    SPAN: gl.constexpr = sum_span(KIND, GROUP)
+    x_sums = gl.allocate_shared_memory(gl.float32, sum_shape(ROUNDS, WARPS, SPAN), _plain_shared(4))
     wait_for_kernel_before(DEPENDENT)
     factor = _place_rows(
-        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset, ROUNDS, NORM, RESIDUAL, GROUPS, WARPS
+        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, x_sums, inputs, eps, norm_offset, ROUNDS, KIND, FORM, GROUP,
+        DTYPE, NORM, RESIDUAL, GROUPS, WARPS,
     )
     group_barrier()
     x_words = viewed(memory, gl.int32, [ROUNDS * 16, 1, WARPS, 1, 4, 4], _plain_shared(5))
+    totals = summed(x_sums, ROUNDS, WARPS, SPAN)
     parts = gl.allocate_shared_memory(gl.float32, [2, GROUPS, WARPS, 32, 2], _plain_shared(5))
     for begin in range(0, units, ROUNDS):
         sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
@@ -293,15 +344,17 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
                 at = (unit - begin) * 16 + block * 4
                 if FORM == "":
                     sums = _multiply_block(
-                        sums, loaded, x_words, at, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GROUPS, WARPS
+                        sums, loaded, x_words, totals, at, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GROUPS, WARPS
                     )
                 else:
                     sums = _multiply_gguf(
-                        sums, loaded, above, x_words, at, layout, block, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
+                        sums, loaded, above, x_words, totals, at, layout, block, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, GROUPS,
+                        WARPS,
                     )
         strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
         _finish(
-            sums, parts, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs, GATE, BIAS, OUTER, GROUPS, WARPS
+            sums, parts, factor * restored(KIND, DTYPE, False), factor * restored(KIND, DTYPE, True), outer_ptr, bias_ptr,
+            out_ptr, strip, strips, outputs, GATE, BIAS, OUTER, GROUPS, WARPS,
         )
 
 

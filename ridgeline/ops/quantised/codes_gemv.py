@@ -200,7 +200,8 @@ def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
             sums = gl.inline_asm_elementwise(TEXT, "=f,=f,=f,=f,f,f,f,f", (sums,), dtype=gl.float32, is_pure=False, pack=4)
         strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
         _finish(
-            sums, parts, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs, GATE, BIAS, SCALES == "row", GROUPS, WARPS
+            sums, parts, factor, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs, GATE, BIAS, SCALES == "row",
+            GROUPS, WARPS,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import ptx_warp
 import pytest
@@ -16,7 +18,8 @@ from ridgeline.ops.packed.block_asm import (
     zero_words,
 )
 from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
-from ridgeline.ops.packed.packed_weight import PackedWeight
+from ridgeline.ops.packed.packed_asm import code_step, products, restored, sum_span, x_factor
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
 
 LANE = np.arange(32)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -27,43 +30,90 @@ def words(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy().astype(np.int64).astype(np.uint32)
 
 
-def product_operands(weight: PackedWeight, x: torch.Tensor, block: int) -> dict[int, np.ndarray]:
+def product_operands(weight: PackedWeight, x: torch.Tensor, block: int, dtype: str) -> dict[int, np.ndarray]:
     """As packed_gemv.py hands over 128 of 512 inputs."""
     codes, scale = words(weight.codes[0]), words(weight.scale[0, 0])
     operands = {number: np.zeros(32, np.uint32) for number in range(8)}
-    pairs = words(x.view(-1, 2).contiguous().view(torch.int32)[:, 0]).reshape(-1, 8)         # 16 inputs
+    larger = x * x_factor(dtype)
+    pairs = words(larger.view(-1, 2).contiguous().view(torch.int32)[:, 0]).reshape(-1, 8)    # 16 inputs
     for step in range(8):
         operands[8 + step] = codes[2 * block + step // 4, :, step % 4]
         for half in (0, 1):
             operands[16 + 2 * step + half] = pairs[8 * block + step][LANE % 4 + 4 * half]
     at = 32
-    tensors = [scale] + ([words(weight.zero[0, 0])] if zero_words(weight.form, weight.group) else [])  # type: ignore[index]
+    has_zeros = zero_words(weight.form, weight.group) if weight.form else weight.zero is not None
+    tensors = [scale] + ([words(weight.zero[0, 0])] if has_zeros else [])        # type: ignore[index]
     for tensor in tensors:
-        operands |= {at + 4 * part: tensor[part] for part in range(4)}
-        at += 16
+        operands |= {at + 4 * part: tensor[part] for part in range(len(tensor))}
+        at += 4 * len(tensor)
     if weight.blocks is not None:
         operands[at] = words(weight.blocks[0, 0])
         at += 4
     if weight.high is not None:
         operands |= {at + number: words(weight.high[0, block])[:, number] for number in range(4)}
+        at += 4
+    span = sum_span(weight.kind, weight.group)
+    if span:
+        sign = 1 if weight.form.endswith("offset") else -1
+        sums = x[128 * block : 128 * block + 128].double().view(-1, span).sum(1) * sign * code_step(weight.kind, dtype)
+        operands |= {at + number: np.full(32, sums[number], np.float32).view(np.uint32) for number in range(len(sums))}
     return operands
+
+
+def one_row(weight: PackedWeight, x: torch.Tensor, dtype: str, text: Callable[[int], str]) -> np.ndarray:
+    """16 outputs by the instructions `text(block)`."""
+    sums = np.zeros(16)
+    for block in range(4):
+        found = ptx_warp.run(text(block), product_operands(weight, x, block, dtype))
+        for half in (0, 1):
+            column = found[2 * half].view(np.float32).reshape(8, 4)
+            assert (column == column[:, :1]).all()                               # x is in every column
+            sums[8 * half : 8 * half + 8] += column[:, 0].astype(np.float64) * restored(weight.kind, dtype, bool(half))
+    return sums
+
+
+def assert_near(found: np.ndarray, numbers: torch.Tensor, x: torch.Tensor, error: float) -> None:
+    wanted = (numbers @ x.double()).numpy()
+    assert np.linalg.norm(found - wanted) < error * np.linalg.norm(wanted)
+
+
+def random_x(dtype: str, mean: float = 0.0) -> torch.Tensor:
+    return (torch.randn(512, generator=torch.Generator().manual_seed(1)) + mean).to(DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_one_row(name: str, dtype: str) -> None:
+    """Nothing is rounded to 16 bits, so also not with x far from zero."""
     weight = pack_blocks(random_blocks(name, 16, 512))
-    x = torch.randn(512, generator=torch.Generator().manual_seed(1)).to(DTYPES[dtype])
-    sums = np.zeros(16)
-    for block in range(4):
-        text = block_products(weight.kind, weight.form, weight.group, dtype, "f16", block)
-        found = ptx_warp.run(text, product_operands(weight, x, block))
-        for half in (0, 1):
-            column = found[2 * half].view(np.float32).reshape(8, 4)
-            assert (column == column[:, :1]).all()                               # x is in every column
-            sums[8 * half : 8 * half + 8] += column[:, 0]
-    wanted = (packed_numbers(weight, torch.float64) @ x.double()).numpy()
-    assert np.linalg.norm(sums - wanted) < ERRORS[dtype] * np.linalg.norm(wanted)
+    for mean in (0.0, 3.0):
+        x = random_x(dtype, mean)
+        found = one_row(
+            weight, x, dtype, lambda block: block_products(weight.kind, weight.form, weight.group, dtype, "f16", block)
+        )
+        assert_near(found, packed_numbers(weight, torch.float64), x, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "dtype", "zeros"),
+    [("uint4", group, dtype, zeros) for group in (32, 64, 128) for dtype in DTYPES for zeros in (False, True)]
+    + [("e2m1", 16, "bf16", False), ("e2m1", 32, "bf16", False)],
+)
+def test_one_row_of_four_bits(kind: str, group: int, dtype: str, zeros: bool) -> None:
+    torch.manual_seed(2)
+    codes, scale = quantised(torch.randn(16, 512), group, kind)
+    weight = pack(codes, scale.to(DTYPES[dtype]), torch.randint(16, scale.shape).half() if zeros else None, kind=kind)
+    x = random_x(dtype, 1.0)
+    found = one_row(weight, x, dtype, lambda block: products(kind, weight.group, dtype, dtype, zeros, block))
+    assert_near(found, expanded(weight, torch.float64), x, 1e-5)
+
+
+def test_numbers_of_one_row_stay_within_float32() -> None:
+    """The smallest code times x as large or small as activations are, in a sum that keeps its bits."""
+    for kind, dtype in [("uint4", "bf16"), ("e2m1", "bf16"), ("uint4", "f16"), ("q6", "f16"), ("q6", "bf16")]:
+        step = code_step(kind, dtype)
+        assert 65504.0 * x_factor(dtype) < torch.finfo(DTYPES[dtype]).max * 1.01
+        assert 2.0**-20 * step > 2.0**24 * torch.finfo(torch.float32).tiny and 1e6 * restored(kind, dtype, False) < 3e38
 
 
 def left_operand(weight: PackedWeight, tile: int, dtype: str) -> np.ndarray:
