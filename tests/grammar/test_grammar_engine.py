@@ -20,6 +20,7 @@ import jsonschema
 import numpy as np
 import pytest
 import threaded_engine
+import torch
 from grammar_schemas import WRITTEN, drawn
 from llguidance import LLExecutor
 from served_model import wait_until, write_model
@@ -37,7 +38,10 @@ from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.grammar.fill_thread import FillThread
 from ridgeline.grammar.matcher import Masks, Matcher
 from ridgeline.messages import Request
+from ridgeline.ops.sampling.sample import CHOICE, sample_reference
+from ridgeline.runner import sampler as sampler_module
 from ridgeline.runner.runner import Runner
+from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.text.tokenizer import Tokenizer
 
@@ -121,6 +125,42 @@ def test_regex_choice_json_object_and_blanks(llm: LLM) -> None:
     assert all(re.fullmatch("<[a-c]{1,4}>", text) for text in texts[30:])
     begun = llm.generate(["Hi"] * 8, [asks(seed, max_tokens=40, json_object=True) for seed in range(8)], use_tqdm=False)
     assert all(output.outputs[0].text.startswith("{") for output in begun)
+
+
+def chosen_by_definition(
+    logits: torch.Tensor, choices: np.ndarray | None, tokens: torch.Tensor, failed: torch.Tensor, rows: torch.Tensor,
+    last_token: torch.Tensor, mask: torch.Tensor | None,
+) -> None:
+    """In the place of the GPU's kernels: what they choose, where they write it."""
+    how = np.zeros(len(logits), CHOICE) if choices is None else choices
+    found, broken = sample_reference(logits, how, mask)
+    tokens.copy_(found), failed.copy_(broken), last_token.index_copy_(0, rows, found)
+
+
+def test_kernels_that_choose_alone_give_the_same_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: tokens come back as greedy ones do, beside rows without a grammar and with log-probabilities."""
+    params = [
+        asks(1, 0.0, json=SCHEMA), asks(2, 1.0, json=SCHEMA), asks(3, 0.0, regex="[a-z]{30}", logprobs=2),
+        asks(4, 1.0, choice=["yes", "no"]), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=1, seed=7, max_tokens=50, ignore_eos=True, logprobs=1),
+    ]
+
+    def said() -> list[Any]:
+        outputs = llm.generate(["Hello"] * len(params), params, use_tqdm=False) + llm.generate("Hi", params[0], use_tqdm=False)
+        return [(answer.token_ids, answer.finish_reason, str(answer.logprobs)) for each in outputs for answer in each.outputs]
+
+    expected, used = said(), list[bool]()
+
+    def choose(self: Sampler, logits: torch.Tensor, ready: Prepared, *others: Any) -> None:
+        used.append(ready.lasting)
+        sample_into(self, logits, ready, *others)
+
+    sample_into = Sampler.sample_into
+    monkeypatch.setattr(Sampler, "sample_into", choose)
+    monkeypatch.setattr(sampler_module, "has_kernels", lambda *site: True)
+    monkeypatch.setattr(sampler_module, "send_choices", lambda how, *site: how if how["temperature"].any() else None)
+    monkeypatch.setattr(sampler_module, "draw", chosen_by_definition)
+    assert said() == expected and {*used} == {True, False}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
