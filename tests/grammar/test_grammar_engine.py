@@ -37,12 +37,13 @@ from ridgeline.engine.ipc import TO_ENGINE, Loading, Ready, Vocabulary
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.grammar.fill_thread import FillThread
 from ridgeline.grammar.matcher import Masks, Matcher
-from ridgeline.messages import Request
+from ridgeline.messages import Request, StepResult, TokenDelta
 from ridgeline.ops.sampling.sample import CHOICE, sample_reference
 from ridgeline.runner import sampler as sampler_module
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.sampling_params import StructuredOutputs
+from ridgeline.scheduler.bookkeeping import InFlight
 from ridgeline.text.tokenizer import Tokenizer
 
 OPTIONS: dict[str, Any] = {
@@ -161,6 +162,30 @@ def test_kernels_that_choose_alone_give_the_same_answers(llm: LLM, monkeypatch: 
     monkeypatch.setattr(sampler_module, "send_choices", lambda how, *site: how if how["temperature"].any() else None)
     monkeypatch.setattr(sampler_module, "draw", chosen_by_definition)
     assert said() == expected and {*used} == {True, False}
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("native", [True, False])
+def test_tokens_that_a_grammar_goes_on_behind_are_taken_in_together(
+    llm: LLM, rows: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one row, and with so many that threads follow them; only an answer's end is looked at by itself."""
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(rows)]
+    ended = llm.generate(["Hello"] * rows, params, use_tqdm=False)       # also: grammars are compiled
+    scheduler, one_by_one = llm.core.scheduler, list[int]()
+    outcome = scheduler._answers._outcome
+
+    def counted(flight: InFlight, result: StepResult, place: int) -> list[TokenDelta]:
+        one_by_one.append(place)
+        return outcome(flight, result, place)
+
+    monkeypatch.setattr(llm.core.grammars.masks, "_threads", 2)
+    monkeypatch.setattr(scheduler._answers, "_outcome", counted)
+    if not native:
+        monkeypatch.setattr(scheduler._decodes, "native", None)
+    assert answers(llm.generate(["Hello"] * rows, params, use_tqdm=False)) == answers(ended)
+    tokens = sum(len(output.outputs[0].token_ids) for output in ended)
+    assert len(one_by_one) <= 4 * rows < tokens / 3      # a token beyond the end may be in flight, and others' ends look like one
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
