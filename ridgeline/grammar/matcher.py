@@ -253,6 +253,11 @@ class Masks:
         self._fill_guided(ahead, masks)
         self._look_for_slow |= _work(time.perf_counter() - started, worked) > STEP_SECONDS
 
+    @property
+    def busy(self) -> bool:
+        """Are masks being filled that advance() has begun?"""
+        return self._thread is not None and self._thread.busy
+
     def wait(self) -> None:
         """Until the masks are filled that advance() has begun. From now on their matchers may be asked for anything."""
         if self._thread is not None and self._thread.busy:

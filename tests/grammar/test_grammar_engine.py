@@ -32,6 +32,7 @@ from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.engine.core import core as core_module
 from ridgeline.engine.core import grammars
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.live_switches import Switches
 from ridgeline.engine.core.loop import load
 from ridgeline.engine.ipc import TO_ENGINE, Loading, Ready, Vocabulary
 from ridgeline.errors import BadRequest, ConfigError, RequestError
@@ -186,6 +187,29 @@ def test_tokens_that_a_grammar_goes_on_behind_are_taken_in_together(
     assert answers(llm.generate(["Hello"] * rows, params, use_tqdm=False)) == answers(ended)
     tokens = sum(len(output.outputs[0].token_ids) for output in ended)
     assert len(one_by_one) <= 4 * rows < tokens / 3      # a token beyond the end may be in flight, and others' ends look like one
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_deltas_leave_while_the_next_masks_are_filled(model: Path, on: bool) -> None:
+    """With steps in flight beside the one that is planned. Where overlap is switched off meanwhile, nothing is lost."""
+    llm = LLM(model, async_scheduling=True, **OPTIONS)
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(9)]
+    outputs = llm.generate(["Hello"] * 9, params, use_tqdm=False)
+    core, switches, left, said = llm.core, Switches(llm.core), 0, dict[str, list[int]]()
+    core.grammars.masks._threads = 2
+    for number, each in enumerate(params):
+        core.add(Request(str(number), outputs[0].prompt_token_ids, each))
+    while core.has_work:
+        deltas = core.step()
+        left += core._unsampled
+        if left == 5 and not on and "overlap" in switches.active:
+            deltas += switches.set("overlap", False)
+            assert not core.scheduler.num_in_flight
+        for delta in deltas:
+            said.setdefault(delta.request_id, []).extend(delta.token_ids)
+    assert [said[str(number)] for number in range(9)] == [tokens for tokens, _ in answers(outputs)]
+    assert left > 20 if on else left == 5
+    llm.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
