@@ -79,6 +79,19 @@ class Matcher:
                 self.fail(str(error))
         return not self.error
 
+    def follow(self, token: int) -> None:
+        """accept(), ahead of the call that asks for its outcome: see `goes_on`."""
+        self.accept(token)
+        self._accepted, self._stopped = True, self.ended
+
+    @property
+    def goes_on(self) -> bool:
+        """Its newest token was followed, and more can come: accept() need not be called for it if `passed` is."""
+        return self._accepted and not self.error and not self._stopped
+
+    def passed(self) -> None:
+        self._accepted = False
+
     def forced(self, most: int) -> list[int]:
         """The next tokens, if its grammar leaves only one text; at most that many. Only llguidance can say."""
         if self.error or not self._guided:
@@ -196,12 +209,14 @@ class Masks:
         the caller has the result to take in meanwhile. Until wait() or fill() it may ask these matchers only for accept(), which
         returns the outcome here, and `ended`.
 
-        fill() of the same rows finds them filled. With too few rows for threads nothing happens here, and accept() and fill() do
-        the work.
+        fill() of the same rows finds them filled. With too few rows for threads, tokens are accepted here, and fill() does the
+        rest.
         """
         self.wait()
         ours = [each for each in said if each[0]._guided and not each[0].error]
         if len(ours) <= _ALONE or self._threads <= 1 or self._look_for_slow:
+            for matcher, token in said:
+                matcher.follow(token)
             return
         started, worked = time.perf_counter(), time.process_time()
         ours.sort(key=_family_of_first)
@@ -237,6 +252,11 @@ class Masks:
         started, worked = time.perf_counter(), time.process_time()
         self._fill_guided(ahead, masks)
         self._look_for_slow |= _work(time.perf_counter() - started, worked) > STEP_SECONDS
+
+    @property
+    def busy(self) -> bool:
+        """Are masks being filled that advance() has begun?"""
+        return self._thread is not None and self._thread.busy
 
     def wait(self) -> None:
         """Until the masks are filled that advance() has begun. From now on their matchers may be asked for anything."""

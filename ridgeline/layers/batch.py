@@ -59,3 +59,12 @@ class Batch:
     workspace: AttentionWorkspace | None = None  # scratch of attention, made once
     own_kernel: tuple[OwnKernel, ...] = ()       # on a CPU: tokens of answers among prompts, of prompts among decodes
     work: AttentionWork | None = None            # the step's shape, as the host knows it; None: see the host lists above
+
+    def picked(self, *each: Tensor) -> tuple[Tensor, ...]:
+        """Of tensors with a line for each of the S rows, the lines of those that the plan asked for: the others are padding."""
+        count = len(self.picks)
+        if len(each[0]) == count:
+            return each
+        if self.picks[-1] == count - 1:                  # the first ones, as of decodes: nothing is copied
+            return tuple(tensor[:count] for tensor in each)
+        return tuple(tensor.index_select(0, self.device_picks) for tensor in each)

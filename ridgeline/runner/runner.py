@@ -54,6 +54,7 @@ class _Work:
     num_new: np.ndarray              # int32: one for each of these places, none for the others
     of_prompts: bool                 # is more wanted than tokens and their log-probabilities?
     greedy: bool                     # do all rows want the best token, and nothing else?
+    prepared: Prepared | None = None # how they choose in the newest of these steps
     positions: Positions | None = None   # that are sampled, in a step with drafts
     guesses: Guesses | None = None       # of such a step
 
@@ -146,7 +147,7 @@ class Runner:
         if self.model.expert_reads is not None:
             step.experts = Fetched(self.model.expert_reads)
         if computed.logits is not None and work.positions is None:
-            step.prepared = self._sampler.prepare(work.rows)
+            step.prepared = work.prepared = self._sampler.prepare_early(work.rows, work.prepared)
         if starts is not None and computed.hidden is not None:
             step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
             step.hidden = self._pooled(plan, starts, computed.hidden)
@@ -288,16 +289,13 @@ class Runner:
         step = self._steps[-1]
         computed, batch, rows = step.computed, step.batch, step.work.rows
         if computed.greedy is not None:
-            step.landing.fetch(computed.greedy)
+            step.landing.fetch(computed.greedy, len(batch.logits_index))
             if step.work.positions is None:
                 self._sampler.said_greedily(rows)
             else:
                 self._sent(step, step.work.positions, None)
         elif len(rows) and computed.logits is not None:
-            logits, sample_rows = computed.logits, batch.sample_rows
-            if len(logits) > len(batch.picks):           # the others are padding, or not wanted
-                logits = logits.index_select(0, batch.device_picks)
-                sample_rows = sample_rows.index_select(0, batch.device_picks)
+            logits, sample_rows = batch.picked(computed.logits, batch.sample_rows)
             allowed = None if masks is None else send_beside(masks, logits.device)
             # Where the step before was taken in between submit and now, the sampler's numbers are the true ones already.
             behind = self.rows.late.behind and (step.prepared is not None or self._has_unknown_lengths(step))
@@ -307,14 +305,26 @@ class Runner:
             if step.work.positions is not None:
                 self._verify(step, step.work.positions, logits, allowed, late)
             else:
-                sampled = self._sampler.sample(logits, rows, allowed, step.prepared, late)
-                tokens = self._comm.tensor.broadcast(sampled.tokens)
-                self.rows.last_token.index_copy_(0, sample_rows, tokens)
-                step.sampled = Fetched(*(each for each in (tokens, sampled.failed, sampled.none_left) if each is not None))
+                tokens = self._choose(step, logits, sample_rows, allowed, late)
                 self._fetch_logprobs(step, rows, logits, tokens)
         step.landing.stop()
         step.waited = self._comm.waited - step.waited
         step.computed = _NOTHING                         # it may hold much memory
+
+    def _choose(self, step: _Step, logits: Tensor, places: Tensor, masks: Tensor | None, late: Tensor | None) -> Tensor:
+        """A token of each row, which is its newest from now on and on its way to the host."""
+        rows, last_token = step.work.rows, self.rows.last_token
+        ready = step.prepared or self._sampler.prepare(rows)
+        if ready.straight and late is None and self._comm.tensor.size == 1:
+            chosen, tokens, failed = step.landing.room(len(rows))
+            self._sampler.sample_into(logits, ready, masks, (tokens, failed), places, last_token)
+            step.landing.fetch(chosen, len(rows))
+            return tokens
+        sampled = self._sampler.sample(logits, rows, masks, ready, late)
+        tokens = self._comm.tensor.broadcast(sampled.tokens)
+        last_token.index_copy_(0, places, tokens)
+        step.sampled = Fetched(*(each for each in (tokens, sampled.failed, sampled.none_left) if each is not None))
+        return tokens
 
     def _enough(self, step: _Step, here: Tensor, late: Tensor | None) -> Tensor:
         """Logits of all ids, from those of each rank; where a row needs only some of them, the others are -inf."""
@@ -366,9 +376,8 @@ class Runner:
         sampled."""
         if step.sampled is not None:
             return step.sampled.arrays()
-        num_sampled = len(step.batch.logits_index)
-        tokens, broken = step.landing.greedy(num_sampled)
-        return [tokens, broken, broken[:0], step.landing.accepted(num_sampled, len(step.work.rows))]
+        tokens, broken = step.landing.chosen()
+        return [tokens, broken, broken[:0], step.landing.accepted(len(step.work.rows))]
 
     def _fetch_logprobs(self, step: _Step, rows: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
         """For the rows that asked, all at once, with the largest number of alternatives that any of them wants."""
@@ -451,7 +460,7 @@ class Runner:
         """One token of each row that samples."""
         places = step.work.places
         if step.sampled is None:
-            values, broken = step.landing.greedy(len(step.batch.logits_index))
+            values, broken = step.landing.chosen()
             if len(values) > len(places):                # the others are padding, or not wanted
                 values, broken = values[step.batch.picks], broken[step.batch.picks]
         else:

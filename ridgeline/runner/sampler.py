@@ -27,12 +27,14 @@ from ridgeline.ops.sampling.sample import (
     Choices,
     apply_mask,
     apply_penalties,
+    has_kernels,
     keep_only,
     reserve,
     sample,
     send_choices,
     takes_masks,
 )
+from ridgeline.ops.sampling.sample_kernels import draw
 from ridgeline.sizes.sampling_costs import KNOWN_IDS, edited_rows
 
 LONG_LIST = 512                      # more allowed ids than these are kept as a mask of the vocabulary
@@ -67,6 +69,8 @@ class Prepared:
     edited: np.ndarray               # bool: something changes their logits
     only_masked: bool                # … and a grammar's mask is all that does
     choices: Choices | None          # on the device already
+    straight: bool                   # kernels do all of it, from the model's logits (`sample_into`)
+    lasting: bool                    # … and the same holds for the next steps of these rows
 
 
 class _RowLists:
@@ -247,20 +251,42 @@ class Sampler:
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def prepare(self, rows: np.ndarray) -> Prepared | None:
-        """For (distinct) rows that will be sampled next. With a grammar among them this is worth doing before their masks are
-        there, while the device computes: else None, and `sample` does it."""
-        return self._prepare(rows) if self._edit["constrained"][rows].any() else None
+    def prepare_early(self, rows: np.ndarray, before: Prepared | None = None) -> Prepared | None:
+        """With a grammar among them this is worth doing before their masks are there, while the device computes: else None.
+        `before`: of the same rows, for the step before."""
+        if before is not None and before.lasting:
+            return before
+        return self.prepare(rows) if self._edit["constrained"][rows].any() else None
 
-    def _prepare(self, rows: np.ndarray) -> Prepared:
+    def prepare(self, rows: np.ndarray) -> Prepared:
+        """For (distinct) rows that will be sampled next."""
         rows = rows.astype(np.int64)
         how, edit = self._choice[rows], self._edit[rows]
         too_early = how["index"] < edit["min_tokens"]
         changed = too_early | edit["allowed"] | edit["bad_words"] | edit["biased"] | edit["penalized"]
         edited = edit["edited"] | too_early
-        only_masked = bool(edited.any()) and not changed.any()
+        model_s = not changed.any()                      # the model's own logits, but for masks
+        only_masked = model_s and bool(edited.any())
         choices = send_choices(how, self._device, self._dtype, self._vocab_size) if only_masked else None
-        return Prepared(rows, how, edit, too_early, edited, only_masked, choices)
+        random = how["temperature"] > 0
+        some_random = bool(random.any())
+        straight = model_s and has_kernels(self._device, self._dtype, self._vocab_size)
+        if straight and some_random:                     # typical_p needs a sort; filters look at logits alone
+            filtered = (how["top_k"] > 0) | (how["top_p"] < 1) | (how["min_p"] > 0)
+            straight = not (random & ((how["typical_p"] < 1) | (filtered & only_masked))).any()
+        return Prepared(rows, how, edit, too_early, edited, only_masked, choices, straight, straight and not some_random)
+
+    def sample_into(
+        self, logits: Tensor, ready: Prepared, masks: Tensor | None, room: tuple[Tensor, Tensor], places: Tensor,
+        last_token: Tensor,
+    ) -> None:
+        """As `sample`, of rows that are `straight`, with a launch or two and nothing else: tokens and which of them failed into
+        `room`, and the tokens into last_token[places]."""
+        choices = ready.choices
+        if choices is None and not ready.lasting:
+            choices = send_choices(ready.how, self._device, self._dtype, self._vocab_size)
+        draw(logits, choices, *room, places, last_token, masks)
+        self._choice["index"][ready.rows] += 1
 
     def sample(
         self, logits: Tensor, rows: np.ndarray, masks: Tensor | None = None, prepared: Prepared | None = None,
@@ -272,7 +298,7 @@ class Sampler:
         lowest bit. They count for rows with structured_outputs. `prepared`: what `prepare` has made of these rows.
         `late` [S]: tokens that rows have said less than is counted here; of rows that edit their logits, none.
         """
-        ready = prepared or self._prepare(rows)
+        ready = prepared or self.prepare(rows)
         rows, how, edit, too_early, edited = ready.rows, ready.how, ready.edit, ready.too_early, ready.edited
         none_left: Tensor | None = None
         if not edited.any():

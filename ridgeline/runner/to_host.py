@@ -15,6 +15,7 @@ from ridgeline.messages import Logprobs
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED
 from ridgeline.sizes.sampling_costs import mask_bytes
 
+_FEW_BYTES = 2**17                   # of masks: copied in 5 us, and another stream takes the host longer than that
 _ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others
 
 
@@ -45,8 +46,8 @@ class Fetched:
 
 
 class Landing:
-    """A step's buffer on the host: its greedy tokens, and the device's times. It is reused, since allocating pinned memory and
-    events takes longer than filling them."""
+    """A step's buffer on the host: its tokens, and the device's times; and one on the device for tokens that the sampler chooses.
+    It is reused, since allocating pinned memory and events takes longer than filling them."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -55,17 +56,29 @@ class Landing:
         self._memory = torch.empty(greedy_bytes(max_rows + 1), dtype=torch.uint8, pin_memory=on_gpu)
         self._bytes = self._memory.numpy()
         self._parts: dict[int, Tensor] = {}              # of the memory, by size
-        self._size = 0
+        self._there = torch.zeros(greedy_bytes(max_rows + 1), dtype=torch.uint8, device=device)
+        self._rooms: dict[int, tuple[Tensor, Tensor, Tensor]] = {}       # of that, by the number of tokens
+        self._size = self._count = 0
 
     def start(self) -> None:
         self._mark(0)
 
-    def fetch(self, greedy: Tensor) -> None:
-        """See Computed.greedy. Before stop()."""
-        self._size = size = len(greedy)
+    def room(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """On the device: all of it, as Computed.greedy is laid out, the tokens, and which of them failed."""
+        found = self._rooms.get(count)
+        if found is None:
+            first = after_tokens(count)
+            whole = self._there[: first + count]
+            found = self._rooms[count] = whole, whole[: 8 * count].view(torch.int64), whole[first:].view(torch.bool)
+        return found
+
+    def fetch(self, chosen: Tensor, count: int) -> None:
+        """Tokens of so many positions, as Computed.greedy has them. Before stop()."""
+        self._size = size = len(chosen)
+        self._count = count
         if size not in self._parts:
             self._parts[size] = self._memory[:size]
-        self._parts[size].copy_(greedy, non_blocking=True)
+        self._parts[size].copy_(chosen, non_blocking=True)
 
     def stop(self) -> None:
         self._mark(1)
@@ -83,14 +96,14 @@ class Landing:
         self._events[1].synchronize()
         return self._events[0].elapsed_time(self._events[1]) / 1e3
 
-    def greedy(self, num_sampled: int) -> tuple[np.ndarray, np.ndarray]:
+    def chosen(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and which of them failed, until the next fetch()."""
-        return self._bytes[: 8 * num_sampled].view(np.int64), self._bytes[self._size - num_sampled : self._size].view(np.bool_)
+        count, size = self._count, self._size
+        return self._bytes[: 8 * count].view(np.int64), self._bytes[size - count : size].view(np.bool_)
 
-
-    def accepted(self, num_sampled: int, count: int) -> np.ndarray:
+    def accepted(self, count: int) -> np.ndarray:
         """Drafts of the first rows, of a step that has some."""
-        first = after_tokens(num_sampled)
+        first = after_tokens(self._count)
         return self._bytes[first : first + 8 * count].view(np.int64)
 
 
@@ -107,15 +120,21 @@ class _Beside:
         self._stream = torch.cuda.Stream(device)
         self._there = torch.cuda.Event()
         self._room = torch.empty(0, dtype=torch.int32, device=device)
+        self._views: dict[tuple[int, ...], Tensor] = {}  # of the room, by shape
 
     def reserve(self, size: int) -> None:
         if self._room.numel() < size:
             torch.cuda.synchronize(self._device)         # the old room may be in use
             self._room = torch.empty(size, dtype=torch.int32, device=self._device)
+            self._views.clear()
 
     def send(self, array: np.ndarray) -> Tensor:
-        self.reserve(array.size)
-        sent = self._room[: array.size].view(array.shape)
+        sent = self._views.get(array.shape)
+        if sent is None:
+            self.reserve(array.size)
+            sent = self._views[array.shape] = self._room[: array.size].view(array.shape)
+        if array.nbytes <= _FEW_BYTES:
+            return sent.copy_(torch.from_numpy(array), non_blocking=True)
         with torch.cuda.stream(self._stream):
             sent.copy_(torch.from_numpy(array), non_blocking=True)
             self._there.record()
@@ -124,9 +143,9 @@ class _Beside:
 
 
 def send_beside(array: np.ndarray, device: torch.device) -> Tensor:
-    """The int32 array on the device, sent while the device computes what was launched before: what is launched from now on
-    waits for it. The array must stay as it is until the step that was launched last has been read, and what was sent before
-    is gone: the step that read it must have been collected."""
+    """The int32 array on the device, sent while the device computes what was launched before, unless it is small: what is
+    launched from now on waits for it. The array must stay as it is until the step that was launched last has been read, and what
+    was sent before is gone: the step that read it must have been collected."""
     return torch.from_numpy(array) if device.type != "cuda" else _beside(device).send(array)
 
 

@@ -108,8 +108,21 @@ class InFlight:
         """See Scheduler.constrained()."""
         if self.drafts is not None:
             return self.drafts.constrained(self), self.drafts.num_positions
-        listed = [(place, sequence.matcher) for place, sequence in self.constrained if not sequence.finished]
-        return [(place, matcher) for place, matcher in listed if matcher is not None], int(self.sampled.sum())
+        listed = [
+            (place, matcher) for place, sequence in self.constrained
+            if not sequence.finished and (matcher := sequence.matcher) is not None
+        ]
+        return listed, int(np.count_nonzero(self.sampled))
+
+    def followed(self) -> list[tuple[int, Matcher]]:
+        """(place, matcher) of rows that bring nothing but tokens, which their grammars have followed already and go on behind."""
+        if not self.constrained or self.drafts is not None:
+            return []
+        places = self.sampled.nonzero()[0].tolist()
+        return [
+            (places[number], matcher) for number, sequence in self.constrained
+            if (matcher := sequence.matcher) is not None and matcher.goes_on and sequence.simple
+        ]
 
     def said(self, result: StepResult) -> list[tuple[Matcher, int]]:
         """See Scheduler.said()."""

@@ -28,7 +28,8 @@ class RowAnswers:
         self.ending = np.zeros(2, np.int32)
 
     def add(self, row: int, sequence: Sequence) -> None:
-        self.arrived[row], self.simple[row], self.plain[row] = len(sequence.tokens), sequence.simple, sequence.is_plain
+        self.arrived[row], self.plain[row] = len(sequence.tokens), sequence.is_plain
+        self.simple[row] = sequence.simple and sequence.request.params.structured_outputs is None
         if sequence.stop_ids:
             missing = max(sequence.stop_ids) + 3 - len(self.ending)
             if missing > 0:

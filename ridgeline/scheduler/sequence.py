@@ -79,10 +79,8 @@ class Sequence:
         self.finished = False
         self.num_promised = 0                            # while it waits: steps in flight that sample for it
         params = request.params
-        # Nothing comes with its tokens, and no grammar follows them.
-        self.simple = not (
-            request.predicted_token_ids or params.structured_outputs or params.pooling or params.prompt_logprobs is not None
-        )
+        # Nothing comes with its tokens, though a grammar may have to follow them.
+        self.simple = not (request.predicted_token_ids or params.pooling or params.prompt_logprobs is not None)
         self.matcher: Matcher | None = None              # of a request with a grammar, once that is compiled
 
     @property

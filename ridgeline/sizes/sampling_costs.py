@@ -47,7 +47,7 @@ def sampling_bytes(*, rows: int, vocab: int, element_bytes: int, on_gpu: bool, v
     if on_gpu:
         tiles, race_tiles = -(-vocab // SAMPLE_TILE), 1 << (-(-vocab // SAMPLE_RACE_TILE) - 1).bit_length()
         groups = tiles * (SAMPLE_TILE // SAMPLE_GROUP)
-        per_position = 4 * groups + 8 * tiles + 12 * SAMPLE_CANDIDATES + 12 * race_tiles + 28
+        per_position = 4 * groups + 8 * tiles + 12 * SAMPLE_CANDIDATES + 12 * race_tiles + 36
     kept = rows * KNOWN_IDS * (8 + 4) + max(rows, verified) * per_position
     return kept + edited_rows(rows=rows, vocab=vocab, element_bytes=wide) * vocab * wide
 

@@ -20,6 +20,7 @@ import jsonschema
 import numpy as np
 import pytest
 import threaded_engine
+import torch
 from grammar_schemas import WRITTEN, drawn
 from llguidance import LLExecutor
 from served_model import wait_until, write_model
@@ -31,14 +32,19 @@ from ridgeline.engine.client.watchdog import Supervision
 from ridgeline.engine.core import core as core_module
 from ridgeline.engine.core import grammars
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.live_switches import Switches
 from ridgeline.engine.core.loop import load
 from ridgeline.engine.ipc import TO_ENGINE, Loading, Ready, Vocabulary
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.grammar.fill_thread import FillThread
 from ridgeline.grammar.matcher import Masks, Matcher
-from ridgeline.messages import Request
+from ridgeline.messages import Request, StepResult, TokenDelta
+from ridgeline.ops.sampling.sample import CHOICE, sample_reference
+from ridgeline.runner import sampler as sampler_module
 from ridgeline.runner.runner import Runner
+from ridgeline.runner.sampler import Prepared, Sampler
 from ridgeline.sampling_params import StructuredOutputs
+from ridgeline.scheduler.bookkeeping import InFlight
 from ridgeline.text.tokenizer import Tokenizer
 
 OPTIONS: dict[str, Any] = {
@@ -121,6 +127,89 @@ def test_regex_choice_json_object_and_blanks(llm: LLM) -> None:
     assert all(re.fullmatch("<[a-c]{1,4}>", text) for text in texts[30:])
     begun = llm.generate(["Hi"] * 8, [asks(seed, max_tokens=40, json_object=True) for seed in range(8)], use_tqdm=False)
     assert all(output.outputs[0].text.startswith("{") for output in begun)
+
+
+def chosen_by_definition(
+    logits: torch.Tensor, choices: np.ndarray | None, tokens: torch.Tensor, failed: torch.Tensor, rows: torch.Tensor,
+    last_token: torch.Tensor, mask: torch.Tensor | None,
+) -> None:
+    """In the place of the GPU's kernels: what they choose, where they write it."""
+    how = np.zeros(len(logits), CHOICE) if choices is None else choices
+    found, broken = sample_reference(logits, how, mask)
+    tokens.copy_(found), failed.copy_(broken), last_token.index_copy_(0, rows, found)
+
+
+def test_kernels_that_choose_alone_give_the_same_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: tokens come back as greedy ones do, beside rows without a grammar and with log-probabilities."""
+    params = [
+        asks(1, 0.0, json=SCHEMA), asks(2, 1.0, json=SCHEMA), asks(3, 0.0, regex="[a-z]{30}", logprobs=2),
+        asks(4, 1.0, choice=["yes", "no"]), SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=1, seed=7, max_tokens=50, ignore_eos=True, logprobs=1),
+    ]
+
+    def said() -> list[Any]:
+        outputs = llm.generate(["Hello"] * len(params), params, use_tqdm=False) + llm.generate("Hi", params[0], use_tqdm=False)
+        return [(answer.token_ids, answer.finish_reason, str(answer.logprobs)) for each in outputs for answer in each.outputs]
+
+    expected, used = said(), list[bool]()
+
+    def choose(self: Sampler, logits: torch.Tensor, ready: Prepared, *others: Any) -> None:
+        used.append(ready.lasting)
+        sample_into(self, logits, ready, *others)
+
+    sample_into = Sampler.sample_into
+    monkeypatch.setattr(Sampler, "sample_into", choose)
+    monkeypatch.setattr(sampler_module, "has_kernels", lambda *site: True)
+    monkeypatch.setattr(sampler_module, "send_choices", lambda how, *site: how if how["temperature"].any() else None)
+    monkeypatch.setattr(sampler_module, "draw", chosen_by_definition)
+    assert said() == expected and {*used} == {True, False}
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("native", [True, False])
+def test_tokens_that_a_grammar_goes_on_behind_are_taken_in_together(
+    llm: LLM, rows: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one row, and with so many that threads follow them; only an answer's end is looked at by itself."""
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(rows)]
+    ended = llm.generate(["Hello"] * rows, params, use_tqdm=False)       # also: grammars are compiled
+    scheduler, one_by_one = llm.core.scheduler, list[int]()
+    outcome = scheduler._answers._outcome
+
+    def counted(flight: InFlight, result: StepResult, place: int) -> list[TokenDelta]:
+        one_by_one.append(place)
+        return outcome(flight, result, place)
+
+    monkeypatch.setattr(llm.core.grammars.masks, "_threads", 2)
+    monkeypatch.setattr(scheduler._answers, "_outcome", counted)
+    if not native:
+        monkeypatch.setattr(scheduler._decodes, "native", None)
+    assert answers(llm.generate(["Hello"] * rows, params, use_tqdm=False)) == answers(ended)
+    tokens = sum(len(output.outputs[0].token_ids) for output in ended)
+    assert len(one_by_one) <= 4 * rows < tokens / 3      # a token beyond the end may be in flight, and others' ends look like one
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_deltas_leave_while_the_next_masks_are_filled(model: Path, on: bool) -> None:
+    """With steps in flight beside the one that is planned. Where overlap is switched off meanwhile, nothing is lost."""
+    llm = LLM(model, async_scheduling=True, **OPTIONS)
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(9)]
+    outputs = llm.generate(["Hello"] * 9, params, use_tqdm=False)
+    core, switches, left, said = llm.core, Switches(llm.core), 0, dict[str, list[int]]()
+    core.grammars.masks._threads = 2
+    for number, each in enumerate(params):
+        core.add(Request(str(number), outputs[0].prompt_token_ids, each))
+    while core.has_work:
+        deltas = core.step()
+        left += core._unsampled
+        if left == 5 and not on and "overlap" in switches.active:
+            deltas += switches.set("overlap", False)
+            assert not core.scheduler.num_in_flight
+        for delta in deltas:
+            said.setdefault(delta.request_id, []).extend(delta.token_ids)
+    assert [said[str(number)] for number in range(9)] == [tokens for tokens, _ in answers(outputs)]
+    assert left > 20 if on else left == 5
+    llm.close()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -384,7 +384,7 @@ def test_sampling_compiles(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPa
     filtered, masked = kernel == "best-filtered", kernel.endswith("-masked")
     constants = {
         "best": {
-            "TILE": 8192, "GROUP": 64, "EMPTY_KEY": sample_kernels.EMPTY_KEY, "HAS_ROWS": not filtered,
+            "TILE": 8192, "GROUP": 64, "EMPTY_KEY": sample_kernels.EMPTY_KEY,
             "RANDOM": filtered or masked, "FILTERED": filtered, "MASKED": masked, "LOWEST": sample_kernels.LOWEST,
         },
         "select": {

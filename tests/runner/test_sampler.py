@@ -23,6 +23,7 @@ from ridgeline.ops.sampling import sample as ops
 from ridgeline.ops.sampling import sample_kernels
 from ridgeline.runner import sampler as sampler_module
 from ridgeline.runner.sampler import Sampler
+from ridgeline.runner.to_host import Landing
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.op_costs import Case
 from ridgeline.sizes.sampling_costs import GREEDY_CASES, SAMPLE_CASES, sampling_bytes
@@ -739,6 +740,43 @@ def test_triton_chooses_under_masks(dtype: torch.dtype, allowed: float) -> None:
         expected, broken = ops.sample_reference(logits, how, words)
         assert tokens.tolist() == expected.tolist() and int(tokens[6]) == 100
         assert failed.tolist() == broken.tolist() and failed.tolist()[:5] == [True] * 5 and not failed[6]
+
+
+@runs_triton
+@pytest.mark.parametrize("options", [{"temperature": [0, 1]}, {"temperature": [0, 1], "top_k": [0, 5]}], ids=str)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.usefixtures("tiny_tiles")
+def test_triton_kernels_choose_alone_what_the_sampler_does(
+    options: dict[str, Any], masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, failures and the newest token of each row, step after step; filtered rows with a mask are left to the sampler."""
+    grammar = {"structured_outputs": {"regex": "a"}} if masked else {}
+    logits = [step_logits(step, 4, quantised=True).float() for step in range(2)]
+    logits[0][1, 77] = math.nan
+    words = torch.randint(-(2**31), 2**31, (4, -(-logits[0].shape[1] // 32)), generator=torch.Generator().manual_seed(1))
+    mask = words.to(torch.int32) if masked else None
+    defined, kernels = (Sampler(5, logits[0].shape[1], EOS, device, torch.float32) for device in ("cpu", DEVICE))
+    for place, row in enumerate((4, 3, 2, 1)):
+        given = {name: values[place % len(values)] for name, values in options.items()}
+        for each in (defined, kernels):
+            each.add_row(row, Row(params(**given | grammar), seed=place).added(row))
+    rows, last_token = np.array([4, 3, 2, 1]), torch.full((5,), -1, device=DEVICE)
+    _, tokens, failed = Landing(5, torch.device(DEVICE)).room(4)
+    for step in logits:
+        expected = defined.sample(step, rows, mask)
+        with monkeypatch.context() as patched:
+            for module in (sampler_module, ops):
+                patched.setattr(module, "has_kernels", lambda *site: True)
+            ready = kernels.prepare(rows)
+            assert not ready.lasting and ready.straight == (not masked or "top_k" not in options)
+            if not ready.straight:
+                return
+            there = mask if mask is None else mask.to(DEVICE)
+            places = torch.from_numpy(rows).to(DEVICE)
+            kernels.sample_into(step.to(DEVICE), ready, there, (tokens, failed), places, last_token)
+        assert tokens.tolist() == expected.tokens.tolist() == last_token[[4, 3, 2, 1]].tolist() and int(last_token[0]) == -1
+        assert failed.tolist() == expected.failed.tolist()
+        assert kernels.choices(rows)["index"].tolist() == defined.choices(rows)["index"].tolist()
 
 
 @runs_triton

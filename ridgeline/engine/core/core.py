@@ -66,6 +66,7 @@ class EngineCore:
         self.recorder = make_recorder(config, executor)
         self._dead = ""                                  # why, once a step has failed
         self._launching = False                          # a step is being launched
+        self._unsampled = False                          # the newest step waits for its masks
         self._heard = 0.0                                # when the last result came; 0: there was no work since
         self._collects = True                            # is Python's garbage collector on in this process?
         self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
@@ -145,6 +146,8 @@ class EngineCore:
 
     def _step(self, deltas: TokenDeltas) -> None:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
+        if self._unsampled:
+            self._sample_masked(deltas)
         if self.grammars.num_pending:
             self._take_grammars(deltas)
         while self._device_knows_first and self.scheduler.waits_for_drafts:
@@ -215,17 +218,34 @@ class EngineCore:
         """Sample the newest step, some of whose rows have a grammar: the allowed tokens depend on the last one.
 
         So the steps before it are taken in first, and masks are filled while its forward pass runs, in other threads while this
-        one takes in the last of them.
+        one takes in the last of them. Where it need not be collected now, it is sampled with the next call: what others do with
+        the deltas takes time, too.
         """
         self._launching = False
         while (num_in_flight := self.scheduler.num_in_flight) > 1:
             deltas += self._take_in(masks=num_in_flight == 2)
+        self._unsampled = True
+        if not self.grammars.masks.busy or not self.config.depth:
+            self._sample_masked(deltas)
+
+    def _sample_masked(self, deltas: TokenDeltas) -> None:
+        self._unsampled = False
         self.grammars.masks.wait()                       # matchers are copied behind drafts
         wanted, num_sampled = self.scheduler.constrained()
         masks = self.grammars.masks.fill(wanted, num_sampled)
         self._launching = True
         self.executor.sample(masks)
+        self._launching = False
         deltas += self.scheduler.fail_constrained()
+
+    def drain(self) -> TokenDeltas:
+        """Take in all steps in flight."""
+        deltas = TokenDeltas()
+        if self._unsampled:
+            self._sample_masked(deltas)
+        while self.scheduler.num_in_flight:
+            deltas += self._take_in()
+        return deltas
 
     def _take_grammars(self, deltas: TokenDeltas, wait_seconds: float = 0.0) -> None:
         """Requests whose grammar is compiled may run from now on; those whose grammar is invalid end here."""

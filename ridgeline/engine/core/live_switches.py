@@ -62,8 +62,7 @@ class Switches:
 
     def _set_overlap(self, on: bool) -> TokenDeltas:
         """Off, no step is in flight while another is planned."""
-        core, deltas = self._core, TokenDeltas()
-        while core.scheduler.num_in_flight:
-            deltas += core.scheduler.update(core.executor.collect())
+        core = self._core
+        deltas = core.drain()
         core.config = replace(core.config, depth=self._depth if on else 0)
         return deltas

@@ -379,21 +379,24 @@ def apply_mask_native(logits: Tensor, mask: Tensor | None, out: Tensor, broken: 
 
 # ── Triton ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+def has_kernels(device: torch.device, dtype: torch.dtype, vocab: int) -> bool:
+    """Whether sample_kernels.py chooses from such logits."""
+    return sample.choose(Site(device.type, dtype, vocab)).name == "triton"
+
+
 def takes_masks(logits: Tensor, how: np.ndarray, mask: Tensor) -> bool:
     """Whether `sample` chooses under this mask where the logits are, without a copy of them."""
-    if sample.choose(Site(logits.device.type, logits.dtype, logits.shape[1])).name != "triton":
-        return False
     filtered = (how["top_k"] > 0) | (how["top_p"] < 1) | (how["min_p"] > 0) | (how["typical_p"] < 1)
-    return mask.dtype == torch.int32 and mask.stride(1) == 1 and not (filtered & (how["temperature"] > 0)).any()
+    plain = mask.dtype == torch.int32 and mask.stride(1) == 1 and has_kernels(logits.device, logits.dtype, logits.shape[1])
+    return plain and not (filtered & (how["temperature"] > 0)).any()
 
 
 def send_choices(how: np.ndarray, device: torch.device, dtype: torch.dtype, vocab: int) -> Choices | None:
     """`how` on its way to the device, for `sample` of logits of this type: the host can do that while it waits for a mask.
     None: there is nothing to send."""
     random = how["temperature"] > 0
-    if not random.any() or (random & (how["typical_p"] < 1)).any():
-        return None
-    return Choices.of(how, device) if sample.choose(Site(device.type, dtype, vocab)).name == "triton" else None
+    sent = random.any() and not (random & (how["typical_p"] < 1)).any() and has_kernels(device, dtype, vocab)
+    return Choices.of(how, device) if sent else None
 
 
 def sample_on_gpu(
@@ -429,7 +432,7 @@ def apply_mask_on_gpu(logits: Tensor, mask: Tensor | None, out: Tensor, broken: 
 
 def reserve(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> None:
     """Allocate the workspace of the kernels for `rows` rows at start: CUDA graphs hold its address, and the ledger counts it."""
-    if sample.choose(Site(device.type, dtype, vocab)).name == "triton":
+    if has_kernels(device, dtype, vocab):
         sample_kernels.workspace(device, rows, vocab)
 
 

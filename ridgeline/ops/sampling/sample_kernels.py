@@ -96,7 +96,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     integers_ptr, numbers_ptr, best_ptr, best_id_ptr, state_ptr, group_best_ptr, tile_best_ptr, tile_weight_ptr,
     params_stride, mask_ptr, mask_stride,
     TILE: tl.constexpr, GROUP: tl.constexpr, EMPTY_KEY: tl.constexpr, LOWEST: tl.constexpr,
-    HAS_ROWS: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
+    RANDOM: tl.constexpr, FILTERED: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One CTA: one tile of one row. The CTA of a row that arrives last knows its best logit, and finds the first
     id that has it in the tile it came from. A mask does not go with filters (see `draw`)."""
@@ -149,8 +149,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
         token = tl.where(failed, 0, first).to(tl.int64)
         tl.store(tokens_ptr + row, token)
         tl.store(failed_ptr + row, failed.to(tl.uint8))
-        if HAS_ROWS:
-            tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
+        tl.store(last_token_ptr + tl.load(rows_ptr + row), token)
         if RANDOM:
             random = (tl.load(numbers_ptr + row) > 0) & (failed == 0)
             filtered = tl.load(integers_ptr + 2 * params_stride + row) > 0
@@ -206,7 +205,7 @@ def _race_tile(  # type: ignore[no-untyped-def]
 @triton_kernel(do_not_specialize=["params_stride"])
 def _race_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, stride, vocab, arrivals_ptr, tokens_ptr, integers_ptr, numbers_ptr, best_ptr, best_id_ptr,
-    state_ptr, leaders_ptr, scores_ptr, params_stride, mask_ptr, mask_stride,
+    state_ptr, leaders_ptr, scores_ptr, rows_ptr, last_token_ptr, params_stride, mask_ptr, mask_stride,
     TILE: tl.constexpr, SPAN: tl.constexpr, PROGRAMS: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """One CTA: SPAN tiles of one row; the one that arrives last compares the winners. A row has at most PROGRAMS CTAs, a power
@@ -253,6 +252,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
             leaders = tl.load(leaders_ptr + row * PROGRAMS + place, mask=there, other=0, cache_modifier=".cg")
             token = tl.min(tl.where(there & (scores == tl.max(scores, axis=0)), leaders, 0x7FFFFFFF), axis=0)
             tl.store(tokens_ptr + row, token.to(tl.int64))
+            tl.store(last_token_ptr + tl.load(rows_ptr + row), token.to(tl.int64))
 
 
 @triton_kernel()
@@ -541,6 +541,7 @@ def _mask_kernel(  # type: ignore[no-untyped-def]
 class Workspace:
     """What the kernels hand to each other. Every call leaves `keys` and `arrivals` as it found them."""
 
+    own: Tensor                      # int64 [R]: 0, 1, 2, … in the place of rows, where there are none
     keys: Tensor                     # int64 [R]: best logit and its tile
     arrivals: Tensor                 # int32 [2, R]: CTAs of a row that are done
     best: Tensor                     # float32 [R], and its id, int32
@@ -578,6 +579,7 @@ def workspace(device: torch.device, rows: int, vocab: int) -> Workspace:
             return torch.empty(shape, dtype=dtype, device=device)
 
         found = _workspaces[device, vocab] = Workspace(
+            own=torch.arange(rows, device=device),
             keys=torch.full((rows,), EMPTY_KEY, dtype=torch.int64, device=device),
             arrivals=torch.zeros((2, rows), dtype=torch.int32, device=device),
             best=empty(torch.float32, rows),
@@ -629,34 +631,46 @@ def draw(
     last_token: Tensor | None = None, mask: Tensor | None = None,
 ) -> None:
     """Sample a token for each row of logits [S, V] into tokens [S], int64; failed [S], bool. Without choices the best one
-    (greedy), and then also into last_token[rows]. A mask, int32 [S, ceil(V / 32)], says which ids are allowed, for rows without
-    filters."""
+    (greedy). With `rows` [S] the tokens also go into last_token[rows]. A mask, int32 [S, ceil(V / 32)], says which ids are
+    allowed, for rows without filters."""
     count, vocab = logits.shape
     if count == 0:
         return
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     space = workspace(logits.device, count, vocab)
-    launch = dependent_launch(logits.device)
     random = choices is not None and choices.random
     filtered = choices is not None and choices.filtered
     if filtered and mask is not None:
         raise AssertionError("filters look at logits alone: mask_logits first")
-    masked = (logits if mask is None else mask, 0 if mask is None else mask.stride(0))
+    where = (space.own, tokens) if rows is None or last_token is None else (rows, last_token)
     integers, numbers = (choices.integers, choices.numbers) if choices is not None else (space.keys, space.scores)
-    tiles = cdiv(vocab, BEST_TILE)
-    common = (logits, logits.stride(0), vocab)
-    _best_kernel[(tiles, count)](
-        *common, space.keys, space.arrivals, tokens, failed.view(torch.uint8), tokens if rows is None else rows,
-        tokens if last_token is None else last_token, integers, numbers, space.best, space.best_id, space.state,
-        space.group_best, space.tile_best, space.tile_weight, integers.stride(0), *masked,
-        TILE=BEST_TILE, GROUP=GROUP, EMPTY_KEY=EMPTY_KEY, LOWEST=LOWEST, HAS_ROWS=rows is not None, RANDOM=random,
-        FILTERED=filtered, MASKED=mask is not None, num_warps=BEST_WARPS, **launch,
+    _best_kernel[(cdiv(vocab, BEST_TILE), count)](
+        logits, logits.stride(0), vocab, space.keys, space.arrivals, tokens, failed.view(torch.uint8), *where, integers, numbers,
+        space.best, space.best_id, space.state, space.group_best, space.tile_best, space.tile_weight, integers.stride(0),
+        *_mask_and_stride(logits, mask),
+        TILE=BEST_TILE, GROUP=GROUP, EMPTY_KEY=EMPTY_KEY, LOWEST=LOWEST, RANDOM=random, FILTERED=filtered,
+        MASKED=mask is not None, num_warps=BEST_WARPS, **dependent_launch(logits.device),
     )
-    if choices is None or not random:
-        return
-    row = (tokens, integers, numbers, space.best, space.best_id, space.state)
-    if filtered:
+    if choices is not None and random:
+        _draw_random(logits, choices, tokens, space, where, mask)
+
+
+def _mask_and_stride(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, int]:
+    """Where there is no mask, any tensor: it is not read."""
+    return (logits, 0) if mask is None else (mask, mask.stride(0))
+
+
+def _draw_random(
+    logits: Tensor, choices: Choices, tokens: Tensor, space: Workspace, where: tuple[Tensor, Tensor], mask: Tensor | None
+) -> None:
+    """The kernels behind the first, which found the best ids. `where`: rows and last_token."""
+    count, vocab = logits.shape
+    launch = dependent_launch(logits.device)
+    integers, common = choices.integers, (logits, logits.stride(0), vocab)
+    row = (tokens, integers, choices.numbers, space.best, space.best_id, space.state)
+    if choices.filtered:
+        tiles = cdiv(vocab, BEST_TILE)
         groups = tiles * (BEST_TILE // GROUP)
         _select_kernel[(count,)](
             *common, *row, space.group_best, space.tile_best, space.tile_weight, space.listed, space.values, space.ids,
@@ -667,14 +681,17 @@ def draw(
         )
     span = 1 if count <= RACE_ALONE else RACE_SPAN
     _race_kernel[(cdiv(vocab, span * RACE_TILE), count)](
-        *common, space.arrivals[1], *row, space.leaders, space.scores, integers.stride(0), *masked,
+        *common, space.arrivals[1], *row, space.leaders, space.scores, *where, integers.stride(0),
+        *_mask_and_stride(logits, mask),
         TILE=RACE_TILE, SPAN=span, PROGRAMS=space.scores.shape[1], MASKED=mask is not None,
         num_warps=4 if span == 1 else RACE_WARPS, **launch,
     )
-    if filtered:
+    if choices.filtered:
         _finish_kernel[(count,)](
             *common, *row, integers.stride(0), TILE=FINISH_TILE, SCAN=SCAN_TILE, num_warps=FINISH_WARPS, **launch
         )
+        if where[1] is not tokens:                       # filtered rows have theirs from several kernels
+            where[1].index_copy_(0, where[0], tokens)
 
 
 def mask_logits(logits: Tensor, mask: Tensor | None, out: Tensor, broken: Tensor) -> None:

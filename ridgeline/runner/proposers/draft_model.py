@@ -266,8 +266,7 @@ class DraftModel(NoDraftModel):
         head, sample_rows = self.model.head, batch.sample_rows
         if head is not None and head.division.ranks > 1:
             logits = head.division.all(logits)           # a rank has a part of the vocabulary
-        if len(logits) > len(batch.picks):               # the others are padding
-            logits, sample_rows = (each.index_select(0, batch.device_picks) for each in (logits, sample_rows))
+        logits, sample_rows = batch.picked(logits, sample_rows)
         if logits.shape[1] > self._vocab:                # embeddings are padded differently
             logits = logits[:, : self._vocab].contiguous()
         elif logits.shape[1] < self._vocab:
