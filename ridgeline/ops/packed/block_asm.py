@@ -163,42 +163,56 @@ def block_products(kind: str, form: str, group: int, dtype: str, scale_dtype: st
     which 128 of 512 inputs. u: sums by scales, v: by offsets; the multipliers come last. Of outputs r + 8 u is 16 times as large
     where codes stay in place.
     """
-    zero_at = 4 + 4 + 8 + 16 + 16
-    blocks_at = zero_at + (16 if zero_words(form, group) else 0)
-    high_at = blocks_at + (4 if form.startswith("byte") else 0)
-    total_at = high_at + (4 if has_high(kind) else 0)
-    offset, middle, larger = form.endswith("offset"), MIDDLES[kind], 16 if in_place(kind, dtype) else 1
-    zero = literal(0)
+    zero_at, blocks_at, high_at, total_at = _places(kind, form, group)
     lines = [REGISTERS, ".reg .b32 a<4>; .reg .f32 d<4>; .reg .f32 u<2>; .reg .f32 v<2>; .reg .f32 g<4>; .reg .f32 k<4>;"]
     lines += [".reg .f32 y<2>; .reg .f32 s<4>;", *(f"mov.f32 s{number}, ${4 + number};" for number in range(4))]
-    lines += [*(f"mov.f32 {name}, {zero};" for name in ("u0", "u1", "v0", "v1"))]
+    lines += [f"mov.f32 {name}, {literal(0)};" for name in ("u0", "u1", "v0", "v1")]
     if form.startswith("byte"):
         lines += ["mov.b32 t3, 0x64806480;"]
-        lines += [_from_lane(f"${blocks_at}", f"m{number}", block // 2 * 2 + number) for number in range(1 + offset)]
+        lines += [_from_lane(f"${blocks_at}", f"m{number}", block // 2 * 2 + number) for number in (0, 1)]
     for step in range(8):
         if step % 2 == 0:
             lines += _group(form, group, scale_dtype, block, f"${32 + 2 * step}", f"${zero_at + 2 * step}")
         if has_high(kind):
             lines.append(f"prmt.b32 high, ${high_at + step // 2}, 0, {'0x4342' if step % 2 else '0x4140'};")
         lines += raw_codes(f"${8 + step}", "a", kind, dtype, "high" if has_high(kind) else "")
-        begins, ends = (True, True) if group == 16 else (step % 2 == 0, step % 2 == 1)
-        added = f"{{{zero}, {zero}, {zero}, {zero}}}" if begins else "{d0, d1, d2, d3}"
+        begins = group == 16 or step % 2 == 0
+        added = ", ".join([literal(0)] * 4) if begins else "d0, d1, d2, d3"
         lines.append(
             f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{d0, d1, d2, d3}}, {{a0, a1, a2, a3}}, "
-            f"{{${16 + 2 * step}, ${17 + 2 * step}}}, {added};"
+            f"{{${16 + 2 * step}, ${17 + 2 * step}}}, {{{added}}};"
         )
-        if not ends:
-            continue
-        scales, offsets = named(form, group, step % 2)
-        total = f"${total_at + (step if group == 16 else step // 2)}"
-        if offsets is None:
-            less = ((0, literal(middle)), (2, literal(middle * larger)))
-            lines += [f"fma.rn.f32 d{name}, {total}, {number}, d{name};" for name, number in less]
-        else:
-            lines += [f"fma.rn.f32 v{half}, {total}, {name}, v{half};" for half, name in enumerate(offsets)]
-        lines += [f"fma.rn.f32 u{half}, d{2 * half}, {name}, u{half};" for half, name in enumerate(scales)]
-    lines += [*_multiplied(form, larger), *(f"mov.f32 ${number}, s{number};" for number in range(4))]
+        if group == 16 or step % 2:
+            total = f"${total_at + (step if group == 16 else step // 2)}"
+            lines += _scaled(total, *named(form, group, step % 2), MIDDLES[kind], _larger(kind, dtype))
+    lines += [*_multiplied(form, _larger(kind, dtype)), *(f"mov.f32 ${number}, s{number};" for number in range(4))]
     return "{ " + " ".join(lines) + " }"
+
+
+@compile_time
+def _places(kind: str, form: str, group: int) -> tuple[int, int, int, int]:
+    """Where the operands of offsets, multipliers, upper bits and the sums of x begin."""
+    zero_at = 4 + 4 + 8 + 16 + 16
+    blocks_at = zero_at + (16 if zero_words(form, group) else 0)
+    high_at = blocks_at + (4 if form.startswith("byte") else 0)
+    return zero_at, blocks_at, high_at, high_at + (4 if has_high(kind) else 0)
+
+
+@compile_time
+def _larger(kind: str, dtype: str) -> int:
+    """How much larger the codes of outputs r + 8 are."""
+    return 16 if in_place(kind, dtype) else 1
+
+
+@compile_time
+def _scaled(total: str, scales: tuple[str, str], offsets: tuple[str, str] | None, middle: int, larger: int) -> list[str]:
+    """The sums of a group's products, d0 and d2, times its scales; `total` is that of its x."""
+    if offsets is None:
+        less = ((0, literal(middle)), (2, literal(middle * larger)))
+        lines = [f"fma.rn.f32 d{name}, {total}, {number}, d{name};" for name, number in less]
+    else:
+        lines = [f"fma.rn.f32 v{half}, {total}, {name}, v{half};" for half, name in enumerate(offsets)]
+    return lines + [f"fma.rn.f32 u{half}, d{2 * half}, {name}, u{half};" for half, name in enumerate(scales)]
 
 
 @compile_time
@@ -219,9 +233,7 @@ def _multiplied(form: str, larger: int) -> list[str]:
 @compile_time
 def block_product_registers(kind: str, form: str, group: int) -> str:
     """The constraints of `block_products`."""
-    words = 8 + 16 + 16 + (16 if zero_words(form, group) else 0) + (4 if form.startswith("byte") else 0)
-    words += 4 if has_high(kind) else 0
-    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * words + ["f"] * (128 // group))
+    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * (_places(kind, form, group)[3] - 8) + ["f"] * (128 // group))
 
 
 # ── many rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
