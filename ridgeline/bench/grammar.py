@@ -83,7 +83,7 @@ def line(requests: int, temperature: float, made: dict[str, Any]) -> str:
     free, constrained = made["free"], made["constrained"]
 
     def step(of: dict[str, Any]) -> str:
-        parts = ("plan", "launch", "wait", "follow", "update", "mask", "sample")
+        parts = ("plan", "launch", "wait", "follow", "update", "mask", "sample", "masked")
         return ", ".join(f"{part} {of[f'{part}_ms']['median']:.2f}" for part in parts if f"{part}_ms" in of)
 
     return (
@@ -148,6 +148,7 @@ def stopwatches(core: EngineCore) -> Iterator[dict[str, list[float]]]:
     if core.grammars.has_masks:
         parts["follow"] = (core.grammars.masks, "advance")
         parts["mask"] = (core.grammars.masks, "fill")
+        parts["masked"] = (core, "sample_masked")        # waiting for masks, what of them is left to fill, and sampling
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any) -> Any:

@@ -113,7 +113,7 @@ class Runner:
         self._work: _Work | None = None                  # of the newest step
         # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed.
         self.knows_at_once = rows.device.type == "cpu"
-        self._landings: list[Landing] = []               # that no step uses
+        self._landings = [Landing(rows.max_rows, rows.device) for _ in range(rows.depth + 1)]    # that no step uses
         self._num_logprobs: dict[int, int] = {}          # row -> alternatives wanted per sampled token
         self._listed_tokens: dict[int, np.ndarray] = {}  # row -> tokens whose log-probability it wants, whatever their rank
         self._num_prompt_logprobs: dict[int, int] = {}

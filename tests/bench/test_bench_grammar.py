@@ -45,6 +45,7 @@ def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for each in made["figures"]["engine"].values():
         free, constrained = each["free"], each["constrained"]
         assert "mask_ms" not in free and constrained["mask_ms"]["median"] > 0 and each["us_per_mask"] > 0
+        assert constrained["masked_ms"]["median"] > max(constrained[f"{part}_ms"]["median"] for part in ("mask", "sample"))
         for run in (free, constrained):
             parts = [run[f"{name}_ms"]["median"] for name in ("plan", "launch", "sample", "wait", "update")]
             assert all(part > 0 for part in parts) and max(parts) < run["step_ms"]["p90"]

@@ -147,7 +147,7 @@ class EngineCore:
     def _step(self, deltas: TokenDeltas) -> None:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         if self._unsampled:
-            self._sample_masked(deltas)
+            self.sample_masked(deltas)
         if self.grammars.num_pending:
             self._take_grammars(deltas)
         while self._device_knows_first and self.scheduler.waits_for_drafts:
@@ -226,9 +226,10 @@ class EngineCore:
             deltas += self._take_in(masks=num_in_flight == 2)
         self._unsampled = True
         if not self.grammars.masks.busy or not self.config.depth:
-            self._sample_masked(deltas)
+            self.sample_masked(deltas)
 
-    def _sample_masked(self, deltas: TokenDeltas) -> None:
+    def sample_masked(self, deltas: TokenDeltas) -> None:
+        """Sample the newest step, once its masks are filled."""
         self._unsampled = False
         self.grammars.masks.wait()                       # matchers are copied behind drafts
         wanted, num_sampled = self.scheduler.constrained()
@@ -242,7 +243,7 @@ class EngineCore:
         """Take in all steps in flight."""
         deltas = TokenDeltas()
         if self._unsampled:
-            self._sample_masked(deltas)
+            self.sample_masked(deltas)
         while self.scheduler.num_in_flight:
             deltas += self._take_in()
         return deltas
