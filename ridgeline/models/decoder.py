@@ -8,7 +8,6 @@ their shard, the mesh knows which layers are here, `weights.py` knows checkpoint
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 
 import torch
@@ -301,9 +300,6 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, (Linear, ExpertWeights)):
                 module.finish()
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
-        for linear, following in itertools.pairwise(linears):
-            linear.scheme.precedes(linear, following.weight)
 
     def numbers(self) -> dict[str, Tensor]:
         """Every parameter by name, quantised weights as numbers; what a decoder without quantisation would hold."""

@@ -7,7 +7,6 @@ with `Quantised`, and so do all formats on other devices.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,11 +46,6 @@ class Packed(Quantised):
             for name, tensor in _tensors(linear.packed, order).items():
                 setattr(linear, name, nn.Parameter(tensor, requires_grad=False))
             gemm_small.prepare(linear.weight.device)
-
-    def precedes(self, linear: nn.Module, weight: Tensor) -> None:
-        if linear.packed is not None and weight.is_contiguous() and weight.shape[-1] * weight.itemsize % 4 == 0:
-            words = weight.detach().view(torch.int32)
-            linear.packed = replace(linear.packed, following=words if linear.packed.codes.device == words.device else None)
 
     def _pack(self, linear: nn.Module) -> None:
         """Where this does nothing, the linear keeps its format's tensors."""

@@ -62,9 +62,6 @@ class Scheme(Protocol):
 
     def finish(self, linear: nn.Module) -> None: ...
 
-    def precedes(self, linear: nn.Module, weight: Tensor) -> None:
-        """After `finish` of all: what the model reads after this linear."""
-
     def apply(self, linear: nn.Module, x: Tensor, batch: object) -> Tensor: ...
 
     def apply_normed(
@@ -116,9 +113,6 @@ class Composed(ABC):
 
     def take_codes(self, linear: nn.Module, weight: QuantisedWeight) -> bool:
         return False
-
-    def precedes(self, linear: nn.Module, weight: Tensor) -> None:
-        return
 
     def adds(self, linear: nn.Module, x: Tensor) -> bool:
         return False

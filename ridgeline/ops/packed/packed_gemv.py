@@ -8,9 +8,6 @@ memory in the order of the right operand; all columns of the product are the sam
 (packed_asm.py). Scales multiply the sums of their group in float32, so codes are never rounded; what a code of zero means
 multiplies the sums of x, which lie beside x. Eight rows in the eight columns were no faster than packed_gemm.py.
 
-A CTA that has requested its last codes asks for the beginning of the weight that the model reads next (`following`): from then on
-memory would be idle until CTAs of the next kernel find room on the SMs.
-
 Written in Gluon, which the interpreter does not support; there, and on other devices than Hopper, packed_linear.py expands the
 weight.
 """
@@ -304,24 +301,10 @@ def _finish(  # type: ignore[no-untyped-def]
     gl.store(out_ptr + output, low.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@gluon_kernel()
-def _ask_ahead(ahead_ptr, parts, stride, lines, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Bring the first `lines` of 128 bytes of each part into the L2 cache; all CTAs together."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    THREADS: gl.constexpr = 32 * WARPS
-    last = parts * lines - 1
-    for first in range(gl.program_id(0) * THREADS, parts * lines, gl.num_programs(0) * THREADS):
-        line = gl.minimum(first + gl.arange(0, THREADS, lanes), last)
-        address = (ahead_ptr + ((line // lines).to(gl.int64) * stride + line % lines * 32)).to(gl.int64)
-        gl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon_kernel(do_not_specialize=["outputs", "strips", "ahead_parts", "ahead_stride", "ahead_lines"])
+@gluon_kernel(do_not_specialize=["outputs", "strips"])
 def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, code_ptr, scale_ptr, zero_ptr, high_ptr, block_ptr, outer_ptr, bias_ptr, out_ptr,
-    new_residual_ptr, ahead_ptr, ahead_parts, ahead_stride, ahead_lines, inputs, outputs, strips, eps, norm_offset,
+    new_residual_ptr, inputs, outputs, strips, eps, norm_offset,
     RUNS: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr,
     SCALE_DTYPE: gl.constexpr, ZEROS: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GATE: gl.constexpr,
     BIAS: gl.constexpr, OUTER: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
@@ -336,8 +319,6 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     units = (blocks - program + gl.num_programs(0) - 1) // gl.num_programs(0) * ROUNDS
     following = _load_unit(code_ptr, scale_ptr, zero_ptr, 0, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS)
     above_following = _load_blocks(high_ptr, block_ptr, 0, strips, layout, RUNS, KIND, FORM, GROUPS, WARPS)
-    if units <= 1:
-        _ask_ahead(ahead_ptr, ahead_parts, ahead_stride, ahead_lines, GROUPS * WARPS)
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, 4, 2, 2, 2], _plain_shared(7))
     SPAN: gl.constexpr = sum_span(KIND, GROUP)
     x_sums = gl.allocate_shared_memory(gl.float32, sum_shape(ROUNDS, WARPS, SPAN), _plain_shared(4))
@@ -359,8 +340,6 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
                     code_ptr, scale_ptr, zero_ptr, unit + 1, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS
                 )
                 above_following = _load_blocks(high_ptr, block_ptr, unit + 1, strips, layout, RUNS, KIND, FORM, GROUPS, WARPS)
-            elif unit > 0:
-                _ask_ahead(ahead_ptr, ahead_parts, ahead_stride, ahead_lines, GROUPS * WARPS)
             for block in gl.static_range(4):
                 at = (unit - begin) * 16 + block * 4
                 if FORM == "":
@@ -380,16 +359,6 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
 
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
-AHEAD = 16 * 2**20                   # bytes of the next weight that a kernel asks for: as much as memory reads in 3.5 us
-FIRST_STRIPS = 4                     # for each SM: those that the next kernel reads first
-
-
-def read_first(weight: Tensor, sms: int) -> tuple[int, int, int]:
-    """(parts, words from one to the next, lines of 128 bytes of each): what to ask for of a weight that is read next. Of a
-    packed one the strips which its CTAs begin with, as far as they go."""
-    is_packed = weight.dim() == 4
-    parts, stride = (min(len(weight), FIRST_STRIPS * sms), weight.stride(0)) if is_packed else (1, weight.numel())
-    return parts, stride, min(stride, AHEAD // 4 // parts) // 32
 
 
 def packed_gemv(
@@ -402,15 +371,12 @@ def packed_gemv(
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     new_residual = x if residual is None else torch.empty_like(x)
     strips = weight.codes.shape[0]
-    sms = multiprocessors(x.device)
-    programs = min(triton.cdiv(strips, plan.groups), plan.programs * sms)
-    ahead = (1, 0, 0) if weight.following is None else read_first(weight.following, sms)
+    programs = min(triton.cdiv(strips, plan.groups), plan.programs * multiprocessors(x.device))
     _packed_gemv_kernel[(programs,)](
         x, x if residual is None else residual, x if norm is None else norm, weight.codes, weight.scale,
         weight.scale if weight.zero is None else weight.zero, weight.codes if weight.high is None else weight.high,
         weight.codes if weight.blocks is None else weight.blocks, weight.scale if weight.outer is None else weight.outer,
-        x if bias is None else bias, out, new_residual, weight.codes if weight.following is None else weight.following, *ahead,
-        x.shape[1], outputs, strips, eps, norm_offset,
+        x if bias is None else bias, out, new_residual, x.shape[1], outputs, strips, eps, norm_offset,
         RUNS=weight.codes.shape[1] * 64 // RUN, KIND=weight.kind, FORM=weight.form, GROUP=weight.group,
         DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, NORM=norm is not None,
         RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None, OUTER=weight.outer is not None,

@@ -48,7 +48,6 @@ class PackedWeight:
     high: Tensor | None = None       # bits above four, block_weight.py
     blocks: Tensor | None = None     # what multiplies the scales of 256 inputs, block_weight.py
     form: str = ""                   # of GGUF's scales and offsets, block_weight.py
-    following: Tensor | None = None  # the weight that the model reads next, as words: one row asks for its beginning
 
     @property
     def nbytes(self) -> int:

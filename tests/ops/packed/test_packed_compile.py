@@ -21,7 +21,7 @@ from ridgeline.ops.packed import packed_gemm, packed_gemv
 from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
-WORDS = dict.fromkeys(("code_ptr", "scale_ptr", "zero_ptr", "high_ptr", "block_ptr", "arrived_ptr", "ahead_ptr"), "*i32")
+WORDS = dict.fromkeys(("code_ptr", "scale_ptr", "zero_ptr", "high_ptr", "block_ptr", "arrived_ptr"), "*i32")
 WORDS |= {"outer_ptr": "*fp32", "part_ptr": "*fp32"}
 FORMATS = {
     "plain": {"KIND": "uint4", "GROUP": 128, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
@@ -47,7 +47,7 @@ def gemv_source(plan: PackedGemvPlan, runs: int, gate: int, form: dict[str, Any]
     numbers = dict.fromkeys(("x_ptr", "residual_ptr", "norm_ptr", "bias_ptr", "out_ptr", "new_residual_ptr"), "*bf16")
     if form["DTYPE"] == "f16":
         numbers = dict.fromkeys(numbers, "*fp16")
-    counts = dict.fromkeys(("inputs", "outputs", "strips", "ahead_parts", "ahead_stride", "ahead_lines"), "i32")
+    counts = dict.fromkeys(("inputs", "outputs", "strips"), "i32")
     return packed_gemv._packed_gemv_kernel, constants, numbers | counts | {"eps": "fp32", "norm_offset": "fp32"}
 
 

@@ -13,7 +13,6 @@ from ridgeline.ops.hopper import HAS_GLUON, is_hopper
 from ridgeline.ops.kernel_table import PACKED_RESERVED
 from ridgeline.ops.packed import packed_linear as packed_file
 from ridgeline.ops.packed.packed_expand import expand
-from ridgeline.ops.packed.packed_gemv import read_first
 from ridgeline.ops.packed.packed_linear import multiplied, normed_packed_linear_gpu, packed_linear
 from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
 from ridgeline.ops.packed.select_packed import MOST_ROWS, PackedGemmPlan, PackedGemvPlan, packed_plan
@@ -98,17 +97,6 @@ def test_what_kernels_do_not_know_is_expanded(monkeypatch: pytest.MonkeyPatch) -
     codes, scale = quantised(torch.randn(64, 256), 64)
     assert chosen(x[:, :256], pack(codes, scale, torch.full_like(scale, 7.0)))
     assert not chosen(x[:, :256], pack(codes, scale, torch.full_like(scale, 7.5)))
-
-
-def test_what_is_read_first_of_the_next_weight() -> None:
-    """All of a small weight; of a larger one the strips that its CTAs begin with, and as much of them as is asked for."""
-    def lines(outputs: int, inputs: int) -> tuple[int, int, int]:
-        return read_first(torch.empty(outputs // 16, inputs // 64, 32, 4, dtype=torch.int32, device="meta"), 132)
-
-    assert lines(4096, 4096) == (256, 8192, 256)                                 # o: 32 KB of each strip, all of it
-    assert lines(28672, 4096) == (528, 8192, 248)                                # gate and up: the first round
-    assert lines(4096, 14336) == (256, 28672, 512)                               # down: 64 of 112 KB
-    assert read_first(torch.empty(128256, 2048, dtype=torch.int32, device="meta"), 132) == (1, 128256 * 2048, 131072)
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
