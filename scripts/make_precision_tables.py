@@ -15,10 +15,12 @@ from generated_page import with_tables, write_or_compare
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "precision.md"
-MODELS = {"SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": "Qwen2.5-Coder-1.5B"}
+MODELS = {"SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf": "Qwen2.5-Coder-1.5B",
+          "Qwen2.5-Coder-1.5B-Instruct": "Qwen2.5-Coder-1.5B"}
 SPEED = {
     "bf16": "", "fp8 weights": "-fp8", "fp8 weights, fp8 KV": "-fp8-all", "fp8-block weights": "-fp8-block",
-    "int8 weights": "-int8", "int4 weights": "-int4", "mxfp4 weights": "-mxfp4", "GGUF Q4_K_M": "-q4_k_m", "GGUF Q8_0": "-q8_0",
+    "int8 weights": "-int8", "int4 weights": "-int4", "mxfp4 weights": "-mxfp4", "NVFP4 checkpoint": "-nvfp4",
+    "GGUF Q4_K_M": "-q4_k_m", "GGUF Q8_0": "-q8_0",
     "fp8 KV": "-fp8-kv", "int8 KV": "-int8-kv",
 }
 WORKLOADS = ("latency_b1", "batch128", "decode_16x8k")

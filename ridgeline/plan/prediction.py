@@ -25,7 +25,7 @@ import numpy as np
 
 from ridgeline.config import declared_options
 from ridgeline.errors import ConfigError
-from ridgeline.plan import expert_work
+from ridgeline.plan import expert_work, narrow_weights
 from ridgeline.plan.division import bubble, expert_loads
 from ridgeline.plan.precision import WEIGHT_FORMATS, StoredWeights, compute_format, kv_bytes, weight_bytes
 from ridgeline.plan.public_models import PlannedModel
@@ -54,21 +54,6 @@ EXPERTS = PRODUCTS.index("experts")
 MANY_ROWS = 128                      # above, the time per layer grows only with its bytes
 STEP_TOKENS = GPU_STEP_TOKENS        # token budget of a step
 MOST_ROWS = GPU_ROWS                 # concurrent requests
-# The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time: all
-# from one request of their records in benchmarks/h200, those of fp8 and int4 between 8B and 70B. MXFP4's numbers take more
-# instructions than 4-bit integers, and blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
-READ = {"fp8": 0.90, "fp8-block": 0.85, "int8": 0.87, "mxfp4": 0.57}
-NARROW_READ, BLOCKS_READ = 0.72, 0.61
-# The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first
-# tokens of 128 prompts in their records.
-EIGHT_BIT_COMPUTE = {"fp8": 0.83, "fp8-block": 0.76, "int8": 0.86}
-# The share of the rate of attention over prompts that an int8 KV cache leaves: another kernel reads it (its record, 16 x 8,192).
-INT8_KV_COMPUTE = 0.22
-# 4-bit weights (benchmarks/studies/int4_linears): the share of the bf16 rate of many rows that layers keep at 256 rows (the 3.6
-# TFLOP of 32 layers in 8.03 ms, 446 of 700 TFLOP/s), the most rows
-# that are multiplied like that, and the bytes that are moved for each weight where more rows expand it first, at the share of the
-# bandwidth that this reaches.
-FOUR_BIT_COMPUTE, FOUR_BIT_ROWS, FOUR_BIT_EXPANDED, FOUR_BIT_EXPANDS = 0.64, 768, 2.516, 0.7
 
 
 # Packed weights on a CPU: a tile is unpacked once for this many rows, which costs as much as multiplying it by one more
@@ -266,9 +251,9 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     narrow = 1.0
     if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda":
         blocks = setup.kept is not None and bool(setup.model.config.packed)
-        narrow = READ.get(setup.weights, BLOCKS_READ if blocks else NARROW_READ)
-    if format in EIGHT_BIT_COMPUTE and device.kind == "cuda":
-        rate *= EIGHT_BIT_COMPUTE[setup.weights]
+        narrow = narrow_weights.READ.get(setup.weights, narrow_weights.BLOCKS_READ if blocks else narrow_weights.NARROW_READ)
+    if format in narrow_weights.EIGHT_BIT_COMPUTE and device.kind == "cuda":
+        rate *= narrow_weights.EIGHT_BIT_COMPUTE[setup.weights]
     # The head stays wide, but for a file's own.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
     rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.kept else wide]) * constants.linear_compute
@@ -277,14 +262,11 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
     layer = constants.layer_one_s + (constants.layer_many_s - constants.layer_one_s) * grown
     four_bits = WEIGHT_FORMATS[setup.weights].bits == 4 and device.kind == "cuda" and format == setup.dtype
-    many = steps.tokens > FOUR_BIT_ROWS
     kept = _rate_kept(setup, steps, four_bits, format)
     bytes_read, flops = _of_fullest_rank(setup, steps)
     products = _both(bytes_read / reads, flops / (rates * (paced * kept)[:, None]), p)
     products += steps.product_calls * kernel[:, None]
-    if four_bits:
-        weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
-        products[:, :-1] += weights * many[:, None] * FOUR_BIT_EXPANDED / (device.bandwidth * FOUR_BIT_EXPANDS)
+    products[:, :-1] += _expanding(setup, steps, four_bits)
     if setup.model.experts is not None and device.kind == "cuda":
         if WEIGHT_FORMATS[setup.expert_weights].bits == 4:
             products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
@@ -309,17 +291,27 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     }
 
 
+def _expanding(setup: Setup, steps: Steps, four_bits: bool) -> np.ndarray | float:
+    """Seconds by linear in which codes become numbers in memory, where there are too many rows for kernels that read codes."""
+    blocks = setup.kept is not None and bool(setup.model.config.packed) and setup.device.kind == "cuda"
+    if not four_bits and not (blocks and WEIGHT_FORMATS[setup.weights].bits == 8):
+        return 0.0
+    rows, moved = narrow_weights.EXPANDED[4 if four_bits else 8]
+    weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
+    return weights * (steps.tokens > rows)[:, None] * moved / (setup.device.bandwidth * narrow_weights.EXPANDS)
+
+
 def _kv_factors(setup: Setup) -> tuple[float, float]:
     """On the speed at which attention reads and computes, by the format of the KV cache."""
     if setup.kv == "auto" or setup.device.kind != "cuda":
         return 1.0, 1.0
-    return setup.used.narrow_kv_read, INT8_KV_COMPUTE if "int8" in setup.kv else setup.used.narrow_kv_compute
+    return setup.used.narrow_kv_read, narrow_weights.INT8_KV_COMPUTE if "int8" in setup.kv else setup.used.narrow_kv_compute
 
 
 def _rate_kept(setup: Setup, steps: Steps, four_bits: bool, format: str) -> np.ndarray | float:
     """The share of the matrix rate that products of these weights have."""
     if four_bits:
-        return np.where(steps.tokens > FOUR_BIT_ROWS, 1.0, FOUR_BIT_COMPUTE)
+        return np.where(steps.tokens > narrow_weights.FOUR_BIT_ROWS, 1.0, narrow_weights.FOUR_BIT_COMPUTE)
     if setup.device.kind == "cpu" and format == setup.weights and format != setup.dtype:
         return (1 + 1 / TILE_ROWS) / (1 + np.ceil(steps.tokens / TILE_ROWS) / np.maximum(steps.tokens, 1))
     return 1.0
@@ -344,7 +336,7 @@ def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: 
     layers = flops / np.maximum(2 * 3 * hidden * experts.width * experts.used * steps.tokens, 1)     # the last has fewer tokens
     unpacking = layers * unpacked / (expert_work.unpacks_per_second(wide) * paced)
     reading = bytes_read / (setup.device.bandwidth * used.linear_read)
-    computing = flops * padded / (wide * used.linear_compute * FOUR_BIT_COMPUTE * paced)
+    computing = flops * padded / (wide * used.linear_compute * narrow_weights.FOUR_BIT_COMPUTE * paced)
     return _both(np.maximum(reading, unpacking), computing, used.overlap)
 
 

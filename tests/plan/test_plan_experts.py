@@ -12,7 +12,8 @@ from ridgeline.ops.experts.expert_products import _measured_tile
 from ridgeline.plan import expert_work
 from ridgeline.plan.capacity import model_bytes
 from ridgeline.plan.check import check
-from ridgeline.plan.prediction import EXPERTS, FOUR_BIT_COMPUTE, Setup
+from ridgeline.plan.narrow_weights import FOUR_BIT_COMPUTE
+from ridgeline.plan.prediction import EXPERTS, Setup
 from ridgeline.plan.public_models import find_model
 from ridgeline.plan.records import read_record
 from ridgeline.plan.workload_steps import count_rows, decode_rows, gather
