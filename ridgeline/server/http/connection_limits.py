@@ -122,6 +122,10 @@ class Arriving:
     chunks: int = 0                  # pieces of the body that the parser found
 
 
+def _read_nothing() -> None:
+    """What a transport reads once its connection is lost."""
+
+
 def end_request(cycle: RequestResponseCycle) -> None:
     """Its application sees a disconnect."""
     cycle.disconnected = True
@@ -178,6 +182,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self._unread = b""
         self.cycle = self.scope = self.headers = self._answered = cast(Any, None)
+        if hasattr(self.transport, "_read_ready_cb"):    # asyncio's own transports refer to themselves by it for ever
+            cast(Any, self.transport)._read_ready_cb = _read_nothing
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
