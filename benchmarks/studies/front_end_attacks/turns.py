@@ -5,7 +5,7 @@
 A turn is what the loop does between two looks at its sockets: a health check waits for all of it. Processor time is counted, not
 seconds, so other programs on the machine do not matter. FILE gets a line of JSON for every turn of 10 ms or more: the loop's own
 processor time, that of the whole process meanwhile (threads that hold Python's lock are part of it), that of garbage collections,
-the callbacks that ran, and the longest of them. Needs asyncio's own loop.
+the callbacks that ran, and the longest of them. Needs asyncio's own loop, and a `ridgeline` on the path.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ def watch_loops(file: TextIO) -> None:
 
 def main() -> None:
     path, *arguments = sys.argv[1:]
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
     from ridgeline.__main__ import main as ridgeline
 
     watch_loops(Path(path).open("a"))
