@@ -424,7 +424,7 @@ def test_a_stream_of_short_prompts_beside_many_long_ones(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("steps_before", [0, 1, 7, 14])
-def test_a_short_prompt_waits_three_steps_at_most_and_costs_a_long_one_a_tenth_of_its_steps(depth: int, steps_before: int) -> None:
+def test_a_short_prompt_waits_three_steps_and_costs_a_long_one_a_tenth_of_its_steps(depth: int, steps_before: int) -> None:
     """In steps of 512 tokens, whatever a step takes: 10 tokens beside 8,000."""
     setup = replace(ROOMY, max_step_tokens=512, max_model_len=8192, num_blocks=4096, depth=depth, prefix_caching=False)
 
