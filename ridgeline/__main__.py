@@ -37,16 +37,18 @@ COMMANDS = {
     "bench offline": ("ridgeline.bench.options.offline_options", "measure generation without a server"),
     "bench host": ("ridgeline.bench.options.host_options", "measure the host's share: scheduling, tokenising, detokenising"),
     "bench grammar": ("ridgeline.bench.options.grammar_options", "measure the cost of structured output"),
-    "bench ops": ("ridgeline.bench.ops", "measure every operation's kernels against the roofline"),
+    "bench ops": ("ridgeline.bench.options.ops_options", "measure every operation's kernels against the roofline"),
     "bench frontend": ("ridgeline.bench.frontend", "measure the front end's cost per token, with a fake engine"),
     "bench idle": ("ridgeline.bench.options.idle_options", "trace decode steps: time of every kernel, idle time of the device"),
     "bench comm": ("ridgeline.bench.options.comm_options", "measure collectives between ranks: latency and bandwidth"),
     "bench startup": ("ridgeline.bench.startup", "measure an engine's start-up, phase by phase"),
     "bench soak": ("ridgeline.bench.soak", "stress-test a server with mixed traffic, and check for leaks and slow-down"),
-    "bench loop": ("ridgeline.diagnose.tuning_loop", "diagnose, apply a remedy, measure again: predicted and achieved gain"),
-    "bench kernel": ("ridgeline.bench.kernel", "check a candidate kernel for an operation, and compare its speed"),
+    "bench loop": ("ridgeline.diagnose.loop_options", "diagnose, apply a remedy, measure again: predicted and achieved gain"),
+    "bench kernel": ("ridgeline.bench.options.kernel_options", "check a candidate kernel of an operation, and compare its speed"),
     "bench compare": ("ridgeline.bench.compare", "compare two records; fails on a regression"),
-    "bench studies": ("ridgeline.bench.studies", "measure the gain of batching, paging and others, each against its off version"),
+    "bench studies": (
+        "ridgeline.bench.options.studies_options", "measure the gain of batching, paging and others, each against its off version"
+    ),
 }
 ALIASES = {"run": "chat", "ls": "list", "remove": "rm"}          # as Ollama and Docker call them
 

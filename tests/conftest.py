@@ -140,6 +140,13 @@ def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "subprocess", subprocess)
 
 
+@pytest.fixture
+def all_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bodies are read in a process: each is long, and none is read in the server's because it is the only one."""
+    monkeypatch.setattr("ridgeline.server.long_bodies.is_long", lambda *_: True)
+    monkeypatch.setattr("ridgeline.server.long_bodies.LONG_BYTES", 0)
+
+
 @pytest.fixture(autouse=True)
 def unchanged_process() -> Iterator[None]:
     """The next test starts as if it were alone. An engine with kernels=reference switches them for the whole process. A script

@@ -36,7 +36,8 @@ from ridgeline.errors import EngineDead
 from ridgeline.messages import TokenDelta, TokenDeltas
 from ridgeline.process.children import start_child
 from ridgeline.resolve import model_path
-from ridgeline.server.lifecycle import raise_file_limit, uvloop
+from ridgeline.server.event_loop import new_event_loop
+from ridgeline.server.lifecycle import raise_file_limit
 from ridgeline.server.lifecycle import run as run_server
 from ridgeline.server.options import ServerOptions
 from ridgeline.text.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ def measure(args: argparse.Namespace, streams: int, rate: int) -> dict[str, Any]
         if not port.strip():
             raise EngineDead("the measured front end did not start")
         raise_file_limit(streams)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(_load(int(port), front.pid, args.path, streams, rate, args.seconds))
     finally:
         front.terminate()

@@ -28,28 +28,14 @@ from ridgeline.bench.lab.sweep import cross
 from ridgeline.bench.workload.candidate import Fault, check, watched
 from ridgeline.errors import ConfigError
 from ridgeline.ops.registry import TRITON_INTERPRETED, Implementation, Op, Site
-from ridgeline.sizes.op_costs import DTYPE_BYTES, Case
+from ridgeline.sizes.op_costs import Case
 
 ROUNDS = 3                           # candidate and current in turn, so that a noisy machine is unfair to neither
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a Python file that defines a function named like the op, or `candidate`")
-    parser.add_argument("--op", required=True, choices=sorted(ops.all_ops()), help="the operation")
-    parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these words")
-    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), help="default: all dtypes of the cases")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--samples", type=int, default=ops.SAMPLES)
-    parser.add_argument("--seed", type=int, help="seed of the inputs; default: a new one each time, stored in the record")
-    parser.add_argument("--check-only", action="store_true", help="check the results, without timing")
-    table.add_format(parser)
-    parser.add_argument("--out", help="also write the record to this file")
-
-
 def run(args: argparse.Namespace) -> int:
     op = ops.all_ops()[args.op]
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch finds no GPU here; use --device cpu")
+    args.device = ops.device_of(args.device)
     candidate = load(Path(args.file), op)
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**31)
     checked, faults = check_all(op, candidate, args, seed)

@@ -31,16 +31,14 @@ from ridgeline.bench.lab.kernel_bands import kernel_rows
 from ridgeline.bench.lab.launched import kernel_facts, launched_kernels
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.record import percentiles, record, write
-from ridgeline.bench.lab.sweep import check_runs
 from ridgeline.bench.workload.op_cases import CONTIGUOUS, GPU_CASES, Beside, beside, make_inputs
 from ridgeline.errors import ConfigError
 from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.registry import REGISTRY, Implementation, Op, Site
-from ridgeline.sizes.op_costs import DTYPE_BYTES, Case, Cost
+from ridgeline.sizes.op_costs import Case, Cost
 
-SAMPLES = 21
 MOST_COPIES = 32                     # of an op's inputs
 MOST_BYTES = 4 * 2**30               # of all copies together
 SAMPLE_SECONDS = {"cuda": 1e-3, "cpu": 5e-3}   # a sample holds as many calls as fill this time
@@ -85,35 +83,19 @@ class Row:
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--op", nargs="+", choices=sorted(all_ops()), metavar="NAME",
-                        help=f"{', '.join(sorted(all_ops()))} (default: all that an engine uses on the device)")
-    parser.add_argument("--implementation", nargs="+", metavar="NAME",
-                        help="only implementations of these names: reference (plain torch), native (C), triton; for comparison "
-                             "library (cuBLAS), onto (a GEMM onto the residual), contiguous (torch's attention) (default: all)")
-    parser.add_argument("--case", nargs="+", help="only cases whose name contains one of these words")
-    parser.add_argument("--dtype", nargs="+", choices=sorted(DTYPE_BYTES), metavar="DTYPE",
-                        help=f"{', '.join(sorted(DTYPE_BYTES))} (default: the device's fastest common one)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"timed runs of each case (default: {SAMPLES})")
-    parser.add_argument("--peaks-again", action="store_true", help="measure this machine's peak rates again")
-    sustain.add_arguments(parser)
-    table.add_format(parser)
-    parser.add_argument("--out", help="also write the record, as JSON, to this file")
-    parser.add_argument("--table", action="store_true",
-                        help="measure nothing: print which kernel multiplies which rows, for each weight format, on this GPU; "
-                             "without one, on an H200")
+def device_of(asked: str | None) -> str:
+    """The device that is measured: as asked for, else the GPU if there is one."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch finds no GPU here; use --device cpu")
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(args: argparse.Namespace) -> None:
+    args.device = device_of(args.device)
     if args.table:
         facts = device_facts(torch.device("cuda")) if torch.cuda.is_available() else H200
         print(table.rendered(kernel_rows(facts), args.format, {}))
         return
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch finds no GPU here; use --device cpu")
-    check_runs(args.samples, 1, "--samples")             # every timing makes calls that do not count before it
-    sustain.check(args.sustain)
     peaks = machine_peaks(args.device, args.peaks_again)
     rows = []
     for row in measure_all(args, peaks):

@@ -42,7 +42,8 @@ from ridgeline.bench.load.target import Target
 from ridgeline.errors import ConfigError, EngineDead
 from ridgeline.process.progress import progress_bar
 from ridgeline.report.columns import fitted
-from ridgeline.server.lifecycle import raise_file_limit, uvloop
+from ridgeline.server.event_loop import new_event_loop
+from ridgeline.server.lifecycle import raise_file_limit
 from ridgeline.text.tokenizer import Tokenizer
 
 __all__ = ["add_arguments", "run"]
@@ -55,7 +56,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 def run(args: argparse.Namespace) -> int:
     asked = plan(args)
     most = parse_share(args.max_failed, "--max-failed")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         made, points = runner.run(_bench(asked))
     if args.out:
         write(made, Path(args.out))

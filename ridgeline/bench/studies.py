@@ -18,33 +18,17 @@ from typing import Any
 import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.record import add_output, finish, percentiles, record
+from ridgeline.bench.lab.record import finish, percentiles, record
 from ridgeline.bench.lab.sweep import parse_options
+from ridgeline.bench.options.studies_options import CASCADE, LONG_PROMPT
 from ridgeline.bench.workload.cascade import cascade
-from ridgeline.bench.workload.long_prompt import SIZES, Sizes, long_prompt
-from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.bench.workload.long_prompt import Sizes, long_prompt
+from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import ConfigError
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams
-
-STUDIES = ("batching", "paging", "cliff")
-CASCADE = "cascade"                  # about the kernels of a GPU, not about the engine
-LONG_PROMPT = "long-prompt"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default="",
-                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
-    parser.add_argument("--study", nargs="+", choices=(*STUDIES, CASCADE, LONG_PROMPT), default=list(STUDIES),
-                        help=f"default: all but {CASCADE} and {LONG_PROMPT}")
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="long-prompt: use a public model's shapes with dummy weights")
-    parser.add_argument("--prompt", type=int, default=SIZES.prompt, help="long-prompt: length of the long prompt")
-    parser.add_argument("--decodes", type=int, default=SIZES.decodes, help="long-prompt: requests that decode at the same time")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="long-prompt: engine options")
-    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,8 +48,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _long_prompt(args: argparse.Namespace) -> dict[str, Any]:
-    if min(args.prompt, args.decodes) < 1:
-        raise ConfigError("--prompt and --decodes must be above 0")
     options = parse_options(args.set)
     if args.shape:
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}

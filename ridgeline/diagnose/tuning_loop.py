@@ -18,12 +18,11 @@ import torch
 
 from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.device_peaks import device_kind, machine_peaks
-from ridgeline.bench.lab.record import add_output, finish, percentiles, record
-from ridgeline.bench.lab.sweep import check_runs
+from ridgeline.bench.lab.record import finish, percentiles, record
 from ridgeline.bench.lab.table import as_markdown
 from ridgeline.bench.load.latency import figures
 from ridgeline.bench.workload.bench_engine import EXACT, Engine, quality_of
-from ridgeline.bench.workload.shapes import SHAPES, write_shape
+from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.diagnose.diagnosis import Run, diagnose, run_load, warm_up, workload_of
 from ridgeline.diagnose.driven_run import Load
 from ridgeline.errors import ConfigError
@@ -61,23 +60,7 @@ GPU_SCENARIOS = (
 _HALF = {"gpu_memory_utilization": 0.42}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = dict.fromkeys(each.name for each in (*SCENARIOS, *GPU_SCENARIOS))
-    parser.add_argument("model", nargs="?", default="",
-                        help="name in the HF cache, directory or .gguf file; default: the embedded model")
-    parser.add_argument("--shape", choices=sorted(SHAPES),
-                        help="use a public model's shapes with dummy weights, instead of MODEL")
-    parser.add_argument("--layers", type=int, metavar="N", help="with --shape: number of layers (default: the model's)")
-    parser.add_argument("--scenario", nargs="+", choices=list(names), metavar="NAME",
-                        help=f"only these (default: all of this device): {', '.join(names)}")
-    parser.add_argument("--repeats", type=int, default=5, help="timed pairs of runs, reported as a median (default: 5)")
-    add_output(parser)
-
-
 def run(args: argparse.Namespace) -> None:
-    check_runs(args.repeats, warm_ups=1)
-    if args.shape and args.model:
-        raise ConfigError("--shape names a model: leave MODEL out")
     on_gpu = device_kind({}) == "cuda"
     options: dict[str, Any] = dict(_HALF) if on_gpu else {}
     model = args.model

@@ -145,6 +145,13 @@ def _user_cache() -> Path:
     return home / ".cache"
 
 
+# By the numbers of maker and core. Arm's own: Ampere, Graviton, Axion, Cobalt and Grace are made of these.
+_ARM_CORES: dict[tuple[str, ...], str] = {
+    ("0x41", "0xd08"): "Arm Cortex-A72", ("0x41", "0xd0b"): "Arm Cortex-A76", ("0x41", "0xd0c"): "Arm Neoverse-N1",
+    ("0x41", "0xd40"): "Arm Neoverse-V1", ("0x41", "0xd49"): "Arm Neoverse-N2", ("0x41", "0xd4f"): "Arm Neoverse-V2",
+}
+
+
 def cpu_name() -> str:
     """As /proc/cpuinfo names it. On aarch64 it gives only numbers, of the maker and of the core: two kinds of core must not share
     measured peaks."""
@@ -153,8 +160,8 @@ def cpu_name() -> str:
         for line in info:
             name, _, value = line.partition(":")
             fields.setdefault(name.strip(), value.strip())
-    numbers = [fields[name] for name in ("CPU implementer", "CPU part") if name in fields]
-    return fields.get("model name") or " ".join([_platform.machine(), *numbers])
+    numbers = tuple(fields[name] for name in ("CPU implementer", "CPU part") if name in fields)
+    return fields.get("model name") or _ARM_CORES.get(numbers) or " ".join([_platform.machine(), *numbers])
 
 
 def available_memory() -> int:

@@ -17,6 +17,7 @@ from ridgeline.process.log import get_logger
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.replica import keep_checking
 from ridgeline.route.route_app import RouteApp
+from ridgeline.server.event_loop import new_event_loop
 from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.gate import Gate
 from ridgeline.server.http.hosts import HostGuard
@@ -30,7 +31,6 @@ from ridgeline.server.lifecycle import (
     check_certificate,
     http_config,
     raise_file_limit,
-    uvloop,
 )
 
 logger = get_logger("route")
@@ -96,5 +96,5 @@ def run(fleet: Fleet, keys: Keys, on_ready: Callable[[Fleet, str], None]) -> Non
     give_back_large_blocks()
     sys.setswitchinterval(SWITCH_SECONDS)
     address = address_of(listener, "https" if options.ssl_certfile else "http")
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(serve(fleet, keys, listener, lambda: on_ready(fleet, address)))

@@ -30,6 +30,7 @@ from ridgeline.process.log import get_logger
 from ridgeline.server.app import make_app
 from ridgeline.server.body_process import settings_of
 from ridgeline.server.body_work import RESULTS
+from ridgeline.server.event_loop import new_event_loop
 from ridgeline.server.give_back import MemoryKeeper, collect_rarely, give_back_large_blocks
 from ridgeline.server.http.accepting import Acceptor
 from ridgeline.server.http.connection_limits import LINGERING, PROBES_BEYOND, limited_protocol
@@ -44,11 +45,6 @@ from ridgeline.server.observe import admin
 from ridgeline.server.observe.tracing import start_tracing
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.service import Service, model_name
-
-try:
-    import uvloop
-except ImportError:                  # optional: asyncio's own loop does the same, slower
-    uvloop = None  # type: ignore[assignment]
 
 logger = get_logger("server")
 
@@ -242,7 +238,7 @@ def run(
     service = Service(llm, options, name, keys or Keys(), tracing=tracing)
     service.reader = LongBodies(RESULTS, lambda: settings_of(service), service.stored)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(admin.beside(llm, options.admin_socket, serve(service, listener, on_loading, on_ready)))
     finally:
         service.reader.close()

@@ -17,11 +17,11 @@ import torch
 from served_model import write_model
 
 from ridgeline.__main__ import main
-from ridgeline.bench import idle, ops, startup, studies
+from ridgeline.bench import idle, startup
 from ridgeline.bench.gguf_shapes import ALIGNMENT, MIXES, TYPES
 from ridgeline.bench.lab import device_log, nvidia_smi
 from ridgeline.bench.lab.sweep import parse_options
-from ridgeline.bench.options import offline_options, suite
+from ridgeline.bench.options import offline_options, ops_options, studies_options, suite
 from ridgeline.bench.workload import floors, presets, quality, shapes, workloads
 from ridgeline.bench.workload.bench_engine import Engine
 from ridgeline.bench.workload.floors import preset_floor, step_floor, workload_floor
@@ -112,7 +112,7 @@ def test_the_suite_covers_every_shape_and_every_workload() -> None:
         EngineConfig.of(**parse_options(args.set), **presets.MODEL_OPTIONS.get(group.shape, {}))
     # Idle time with one row and with 256, wherever there is room for them.
     assert all({"latency_b1", "batch128"} <= set(group.presets) for group in groups if group.shape != "llama-3.1-70b")
-    modules = {"startup": startup, "studies": studies, "ops": ops}
+    modules = {"startup": startup, "studies": studies_options, "ops": ops_options}
     for name in suite.COMMANDS:
         command, *words = presets.command_words(name, asked)
         parser = OptionParser(prog="bench")

@@ -58,6 +58,14 @@ def test_mistakes_are_told_without_torch_and_without_an_engine(tmp_path: Path) -
         (["diagnose", model, "--device", "cpu", "--input-len", "100000"], "the largest is"),
         (["diagnose", "--shape", "foo"], "unknown shape 'foo'"),
         (["bench", "soak", model, "--set", "foo=1"], "not an engine option"),
+        (["bench", "ops", "--op", "matmul"], "invalid choice: 'matmul'"),
+        (["bench", "ops", "--samples", "1"], "gives no median"),
+        (["bench", "kernel", missing, "--op", "rms_norm"], "there is no file"),
+        (["bench", "studies", missing], "does not exist"),
+        (["bench", "studies", "--set", "foo=1"], "not an engine option"),
+        (["bench", "studies", "--requests", "0"], "must be above 0"),
+        (["bench", "loop", missing], "does not exist"),
+        (["bench", "loop", model, "--shape", "llama-3.1-8b"], "leave MODEL out"),
     ]
     ran = subprocess.run(
         [sys.executable, "-c", COMMANDS, json.dumps([words for words, _ in cases])], capture_output=True, text=True, check=False

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ridgeline.engine.client.answer_stream import UNREAD, AnswerStream, Batch
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.errors import RequestError
-from ridgeline.server.http.connection_limits import DirectWrites
+from ridgeline.server.answer_writes import DirectWrites
 from ridgeline.server.http.stream import EventStream
 
 

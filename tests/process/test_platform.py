@@ -26,7 +26,8 @@ def test_warnings_of_torchs_cpp_half_are_off_unless_asked_for(given: dict[str, s
 @pytest.mark.parametrize(("cpuinfo", "name"), [
     ("processor\t: 0\nmodel name\t: Intel(R) Xeon(R) @ 2.50GHz\nflags\t\t: fpu avx2\n", "Intel(R) Xeon(R) @ 2.50GHz"),
     ("processor\t: 0\nFeatures\t: fp asimd\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\nprocessor\t: 1\nCPU part\t: 0xd08\n",
-     "aarch64 0x41 0xd0c"),
+     "Arm Neoverse-N1"),
+    ("processor\t: 0\nCPU implementer\t: 0xc0\nCPU part\t: 0xac3\n", "aarch64 0xc0 0xac3"),
     ("", "aarch64"),
 ])
 def test_two_kinds_of_processor_have_two_names(monkeypatch: pytest.MonkeyPatch, cpuinfo: str, name: str) -> None:

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from ridgeline.process.children import start_child
-from ridgeline.server.lifecycle import raise_file_limit, uvloop
+from ridgeline.server.event_loop import new_event_loop
+from ridgeline.server.lifecycle import raise_file_limit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -120,7 +121,7 @@ def run(scene: Coroutine[Any, Any, None]) -> None:
     gc.collect()
     gc.freeze()
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(asyncio.wait_for(scene, 270))
     finally:
         gc.unfreeze()

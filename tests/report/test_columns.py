@@ -11,10 +11,21 @@ import pytest
 
 from ridgeline.__main__ import COMMANDS as ENTRIES
 from ridgeline.__main__ import main, overview
-from ridgeline.bench import kernel
-from ridgeline.bench.options import comm_options, grammar_options, host_options, idle_options, offline_options
+from ridgeline.bench.ops import all_ops
+from ridgeline.bench.options import (
+    comm_options,
+    grammar_options,
+    host_options,
+    idle_options,
+    kernel_options,
+    offline_options,
+    ops_options,
+    studies_options,
+)
 from ridgeline.cli import cmd_plan, cmd_quantize, cmd_serve
 from ridgeline.cli.config_options import OptionParser
+from ridgeline.diagnose import loop_options
+from ridgeline.diagnose.tuning_loop import GPU_SCENARIOS, SCENARIOS
 from ridgeline.report.columns import fitted
 
 
@@ -44,19 +55,29 @@ def test_the_overview_fits_and_an_error_is_whole(monkeypatch: pytest.MonkeyPatch
     assert main(["plan", "embedded"]) == 2 and len(said.getvalue().splitlines()) == 1
 
 
-LIGHT = [comm_options, grammar_options, host_options, idle_options, offline_options]
-COMMANDS = [cmd_plan, cmd_quantize, cmd_serve, kernel, *LIGHT]
+LIGHT = [
+    comm_options, grammar_options, host_options, idle_options, kernel_options, loop_options, offline_options, ops_options,
+    studies_options,
+]
+COMMANDS = [cmd_plan, cmd_quantize, cmd_serve, *LIGHT]
 
 
 def test_mistakes_in_the_options_of_benchmarks_are_told_without_torch() -> None:
     """Its import takes seconds on a busy machine."""
-    names = [place for name, (place, _) in ENTRIES.items() if place.startswith("ridgeline.bench.options.")]
-    assert len(names) == len(LIGHT)
-    code = f"import sys, {', '.join(names)}; from ridgeline.__main__ import main\n"
-    code += "codes = [main(['bench', each, '--no-such-option']) for each in ('offline', 'host', 'grammar', 'idle', 'comm')]\n"
-    code += "print(codes, 'torch' in sys.modules)"
+    light = {place: name for name, (place, _) in ENTRIES.items() if place in {each.__name__ for each in LIGHT}}
+    assert len(light) == len(LIGHT)
+    code = f"import sys, {', '.join(light)}; from ridgeline.__main__ import main\n"
+    needed = ["FILE", "--op", "linear"]                  # of bench kernel, which is told of them first
+    words = [[*name.split(), *(needed if name == "bench kernel" else []), "--no-such-option"] for name in light.values()]
+    code += f"codes = [main(each) for each in {words}]\n"
+    code += "print(set(codes), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout == "[2, 2, 2, 2, 2] False\n" and done.stderr.count("--no-such-option") == 5
+    assert done.stdout == "{2} False\n" and done.stderr.count("--no-such-option") == len(LIGHT)
+
+
+def test_names_that_are_known_without_torch_are_those_of_ops_and_scenarios() -> None:
+    assert set(ops_options.OP_NAMES) == set(all_ops()) and sorted(ops_options.OP_NAMES) == list(ops_options.OP_NAMES)
+    assert set(loop_options.SCENARIO_NAMES) == {each.name for each in (*SCENARIOS, *GPU_SCENARIOS)}
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda module: module.__name__.split(".")[-1])

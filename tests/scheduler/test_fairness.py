@@ -420,3 +420,28 @@ def test_a_stream_of_short_prompts_beside_many_long_ones(depth: int) -> None:
                 took[delta.request_id] = simulation.runner.clock - since[delta.request_id]
         seen = len(simulation.deltas)
     assert len(took) > 3 and max(took.values()) <= 3 * TARGET + own
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("steps_before", [0, 1, 7, 14])
+def test_a_short_prompt_waits_three_steps_and_costs_a_long_one_a_tenth_of_its_steps(depth: int, steps_before: int) -> None:
+    """In steps of 512 tokens, whatever a step takes: 10 tokens beside 8,000."""
+    setup = replace(ROOMY, max_step_tokens=512, max_model_len=8192, num_blocks=4096, depth=depth, prefix_caching=False)
+
+    def steps_until(simulation: Simulation, name: str) -> int:
+        began = simulation.steps
+        while not any(delta.request_id == name for delta in simulation.deltas):
+            simulation.step()
+        return simulation.steps - began
+
+    whole = Simulation(setup)
+    whole.ask("long", prompt(8000, 5), 1)
+    alone_steps = steps_until(whole, "long")
+    simulation = Simulation(setup)
+    simulation.ask("long", prompt(8000, 5), 1)
+    for _ in range(steps_before):
+        simulation.step()
+    simulation.ask("short", prompt(10, 6), 1)
+    assert steps_until(simulation, "short") <= 3
+    steps_until(simulation, "long")
+    assert simulation.steps <= 1.1 * alone_steps

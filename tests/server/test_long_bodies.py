@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -11,7 +10,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,32 +18,25 @@ from scripted_server import ScriptedServer, connect, post
 from served_model import wait_until, write_model
 
 from ridgeline.engine.client import long_work
-from ridgeline.engine.client.long_work import LONG_BYTES, LongWork
-from ridgeline.engine.client.request_context import LOCAL
-from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, TryAgain
+from ridgeline.engine.client.long_work import LongWork
+from ridgeline.errors import BadRequest
 from ridgeline.process import framed_child
 from ridgeline.process.framed_child import FramedChild
 from ridgeline.server import long_bodies
 from ridgeline.server.api import prepare
-from ridgeline.server.api.openai.responses_store import NeedsStored, ResponseStore
-from ridgeline.server.body_process import LentResponses, settings_of
+from ridgeline.server.body_process import settings_of
 from ridgeline.server.body_work import RESULTS
 from ridgeline.server.http import admission
-from ridgeline.server.http.admission import Body, HeldBodies
+from ridgeline.server.http.admission import Body
 from ridgeline.server.long_bodies import (
     MANY_BYTES,
-    MANY_PARTS,
-    BodyReader,
     LongBodies,
     Made,
-    Recalled,
+    ReadingProcess,
     Wanted,
-    error_of,
     failure_of,
-    is_long,
 )
 from ridgeline.server.options import ServerOptions
-from ridgeline.server.server_errors import ModelNotFound
 from ridgeline.text.tokenizer import Tokenizer
 
 TURN = [{"role": "user", "content": "a"}]
@@ -111,15 +102,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
         made.service.reader.close()
 
 
-@pytest.fixture
-def all_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
-
-
 def child_of(server: ScriptedServer) -> Any:
     reader = server.service.reader
     assert isinstance(reader, LongBodies)
-    return reader._child
+    return reader.other._child
 
 
 _VARYING = re.compile(
@@ -137,10 +123,10 @@ def said(server: ScriptedServer, path: str, body: dict[str, Any]) -> tuple[int, 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda each: each if isinstance(each, str) else json.dumps(each)[:40])
 def test_a_body_is_read_alike_in_both_processes(
-    server: ScriptedServer, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, path: str, body: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     here = said(server, path, body)
-    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
+    request.getfixturevalue("all_long")
     assert said(server, path, body) == here
 
 
@@ -195,9 +181,9 @@ def test_processes_that_are_all_stopped_are_the_servers_failure(
     server: ScriptedServer, all_long: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(framed_child, "LOOK_SECONDS", 0.01)
-    start, ask = LongBodies._started, {"messages": TURN}
+    start, ask = ReadingProcess._started, {"messages": TURN}
 
-    def stopped(self: LongBodies) -> FramedChild:
+    def stopped(self: ReadingProcess) -> FramedChild:
         child = start(self)
         child.process.send_signal(signal.SIGSTOP)
         return child
@@ -205,7 +191,7 @@ def test_processes_that_are_all_stopped_are_the_servers_failure(
     assert httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120).status_code == 200
     child_of(server).process.send_signal(signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(LongBodies, "_started", stopped)
+        patch.setattr(ReadingProcess, "_started", stopped)
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=ask, timeout=120)
     assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
     assert "was stopped by a signal; try again later" in answer.json()["error"]["message"]
@@ -241,206 +227,6 @@ def test_the_process_knows_no_keys(server: ScriptedServer) -> None:
     finally:
         service.options = options
     assert b"secret" not in told and b"/private" not in told and b"/keys" not in told
-
-
-# -- without a process -------------------------------------------------------------------------------------------------
-
-
-def test_what_counts_as_long() -> None:
-    def judged(body: bytes) -> bool:
-        return is_long([body[:1000], body[1000:]], len(body))
-
-    assert judged(b"x" * (MANY_BYTES + 1))
-    assert not judged(b"x" * MANY_BYTES)
-    assert not judged(b"[" * LONG_BYTES)                 # few enough to be decoded at once
-    assert judged(b"[],".ljust(4) * (MANY_PARTS + 1))
-    assert not judged(b"[],".ljust(4) * (MANY_PARTS - 1))
-    assert is_long([b"x" * (LONG_BYTES + 1)], LONG_BYTES + 1, answers=True)
-    assert not is_long([b"x" * LONG_BYTES], LONG_BYTES, answers=True)
-
-
-@pytest.mark.parametrize("error", [
-    BadRequest("bad", field="messages[0].content"), PromptTooLong("long", field="prompt"), ModelNotFound("other", field="model"),
-    Overloaded("full", 3.5), TryAgain("broken", 1.0),
-])
-def test_errors_arrive_as_they_were_raised(error: Any) -> None:
-    again = error_of(failure_of(error))
-    assert type(again) is type(error) and str(again) == str(error)
-    assert vars(again) == vars(error)
-
-
-def test_an_error_that_one_endpoint_knows_arrives_as_what_it_extends() -> None:
-    class Special(BadRequest):
-        pass
-
-    assert type(error_of(failure_of(Special("no", field="x")))) is BadRequest
-
-
-def test_stored_responses_are_asked_for_once() -> None:
-    store = LentResponses(ServerOptions(), None)
-    with pytest.raises(NeedsStored) as needs:
-        store.size_of("resp_1", ["msg_1"], 3)
-    assert (needs.value.name, needs.value.items) == ("resp_1", ["msg_1"])
-    lent = LentResponses(ServerOptions(), [Recalled("resp_1", 3, b"{}", b"[]", b"[]", ("msg_1",))])
-    assert lent.size_of("resp_1", ["msg_1"], 3) > 0
-    assert lent.size_of("resp_2", [], 3) == 0            # it is stored nowhere
-    assert LentResponses(ServerOptions(max_stored_responses=0), None).size_of("resp_1", [], 3) == 0
-
-
-class FakeChild:
-    """Answers in place of the process."""
-
-    alive = True
-    ended = 0
-
-    def __init__(self, replies: list[Any]) -> None:
-        self.replies = replies
-        self.asked: list[Any] = []
-
-    def ask(self, parts: Any, seconds: float) -> bytes:
-        self.asked.append(b"".join(parts))
-        return self.replies.pop(0)  # type: ignore[no-any-return]
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-def test_the_process_ends_when_no_long_body_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = long_bodies.msgspec.msgpack.encode(Made(b"{}", True, 0.25))
-    child = FakeChild([b"", made, made])
-    monkeypatch.setattr(long_bodies, "FramedChild", lambda *_, **__: child)
-    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
-    monkeypatch.setattr(long_bodies, "IDLE_SECONDS", 0.01)
-    reader = LongBodies(RESULTS, lambda: b"settings", ResponseStore(1, 1))
-    body = Body(HeldBodies())
-    body.parts, body.size = [b"ab", b"cd"], 4
-
-    async def twice() -> None:
-        assert await reader.read(prepare.tokenize, None, LOCAL, body) == b"{}"
-        assert await reader.read(prepare.tokenize, None, LOCAL, body) == b"{}"
-        while not child.ended:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(twice())
-    assert child.asked[0] == b"settings" and child.asked[1] == child.asked[2] and child.asked[1].endswith(b"abcd")
-    assert child.ended == 1 and reader._child is None
-
-
-def long_body() -> Body:
-    body = Body(HeldBodies())
-    body.parts, body.size = [b'{"prompt": ', b'"a"}'], 15
-    return body
-
-
-async def reads_here(service: object, caller: object, data: bytes) -> bytes:
-    return data
-
-
-def test_without_a_process_bodies_are_read_here_and_starts_are_tried_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it cannot be started, ends at once or never answers; the first that starts has the next body."""
-    now, starts = 1000.0, []
-    made = long_bodies.msgspec.msgpack.encode(Made(b"{}", True, 0.0))
-    failures: list[BaseException] = [OSError(12, "no memory"), EOFError(), TimeoutError(), OSError(24, "no files")]
-
-    def start(*_: object, **__: object) -> FakeChild:
-        starts.append(now)
-        child = FakeChild([b"", made])
-        if failures:
-            error = failures.pop(0)
-            if isinstance(error, OSError) and error.errno:
-                raise error
-            monkeypatch.setattr(child, "ask", lambda *_: (_ for _ in ()).throw(error))
-        return child
-
-    monkeypatch.setattr(long_bodies, "FramedChild", start)
-    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
-    monkeypatch.setattr(long_bodies, "time", SimpleNamespace(monotonic=lambda: now))
-    store = ResponseStore(1, 1)
-    reader = LongBodies({long_bodies.name_of(reads_here): bytes}, lambda: b"settings", store)
-
-    async def read() -> object:
-        return await reader.read(reads_here, None, LOCAL, long_body())
-
-    async def run() -> None:
-        nonlocal now
-        for _ in range(160):
-            answer = await read()
-            assert answer == (b"{}" if reader._child else b'{"prompt": "a"}')
-            assert store.most_recalled == (MANY_BYTES if reader._child else float("inf"))
-            if reader._child:
-                break
-            now += 0.1
-
-    asyncio.run(run())
-    assert [round(after - before, 1) for before, after in itertools.pairwise(starts)] == [1.0, 2.0, 4.0, 8.0]
-
-
-def test_a_child_that_a_thread_still_asks_keeps_its_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client of a hung body has left: neither the idle timer nor the server's end may close what the thread reads from."""
-    asked, go_on = threading.Event(), threading.Event()
-    killed: list[bool] = []
-    made = long_bodies.msgspec.msgpack.encode(Made(b"{}", True, 0.0))
-
-    class Hung(FakeChild):
-        process = SimpleNamespace(kill=lambda: killed.append(True))
-
-        def ask(self, parts: Any, seconds: float) -> bytes:
-            if len(self.replies) == 1:
-                asked.set()
-                assert go_on.wait(120)
-                assert not self.ended
-            return super().ask(parts, seconds)
-
-    child = Hung([b"", made])
-    monkeypatch.setattr(long_bodies, "FramedChild", lambda *_, **__: child)
-    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
-    monkeypatch.setattr(long_bodies, "IDLE_SECONDS", 0.001)
-    reader = LongBodies({long_bodies.name_of(reads_here): bytes}, lambda: b"settings", ResponseStore(1, 1))
-
-    async def run() -> None:
-        reading = asyncio.ensure_future(reader.read(reads_here, None, LOCAL, long_body()))
-        assert await asyncio.to_thread(asked.wait, 120)
-        reading.cancel()
-        await asyncio.wait([reading])
-        await asyncio.sleep(0.05)                        # the timer looks several times
-        assert not child.ended
-        reader.close()
-        assert killed and not child.ended
-        go_on.set()
-        while not child.ended:                           # the timer ends it once the thread has left
-            await asyncio.sleep(0.001)
-
-    asyncio.run(asyncio.wait_for(run(), 200))
-    assert child.ended == 1 and reader._child is None
-
-
-def test_a_body_that_takes_too_long_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = FakeChild([b""])
-    monkeypatch.setattr(long_bodies, "FramedChild", lambda *_, **__: child)
-    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
-    reader = LongBodies({long_bodies.name_of(reads_here): bytes}, lambda: b"settings", ResponseStore(1, 1))
-
-    def never(parts: Any, seconds: float) -> bytes:
-        if parts == [b"settings"]:
-            return b""
-        raise TimeoutError
-
-    monkeypatch.setattr(child, "ask", never)
-    with pytest.raises(TryAgain, match="was not read within 60 s"):
-        asyncio.run(reader.read(reads_here, None, LOCAL, long_body()))
-
-
-def test_a_function_that_is_not_listed_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_bodies, "is_long", lambda *_: True)
-    reader = LongBodies(RESULTS, lambda: b"", ResponseStore(1, 1))
-    body = Body(HeldBodies())
-    body.parts = [b"a", b"b"]
-
-    async def own(service: object, caller: object, data: bytes) -> bytes:
-        return data
-
-    assert asyncio.run(reader.read(own, None, LOCAL, body)) == b"ab"
-    assert asyncio.run(BodyReader().read(own, None, LOCAL, body)) == b"ab"
 
 
 def test_replies_travel(server: ScriptedServer) -> None:

@@ -63,11 +63,14 @@ def write_model(path: Path) -> list[str]:
 
 
 class Server:
-    def __init__(self, log: Path, *command: str, **variables: str) -> None:
+    def __init__(
+        self, log: Path, *command: str, script: tuple[str, ...] = ("-m", "ridgeline"), tree: Path = ROOT, **variables: str
+    ) -> None:
+        """`script`: what runs the command, from the checkout `tree`."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
-        environment = os.environ | {"RIDGELINE_API_KEY": KEY, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
-        whole = [sys.executable, "-m", "ridgeline", *command, "--port", str(self.port), "--drain-timeout", "2"]
+        environment = os.environ | {"RIDGELINE_API_KEY": KEY, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"} | variables
+        whole = [sys.executable, *script, *command, "--port", str(self.port), "--drain-timeout", "2"]
         with log.open("ab") as file:
             self.process = subprocess.Popen(whole, stdout=file, stderr=file, env=environment)
         deadline = time.monotonic() + 180

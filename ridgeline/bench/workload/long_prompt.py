@@ -18,6 +18,7 @@ from typing import Any
 
 from ridgeline.bench.lab.device_log import torch_gpus
 from ridgeline.bench.lab.machine_log import Watch
+from ridgeline.bench.options.studies_options import DECODES, PROMPT
 from ridgeline.bench.workload.bench_engine import Engine
 from ridgeline.scheduler.step_time import FEWEST
 
@@ -28,9 +29,9 @@ SMALLEST_CHUNK = min(FEWEST.values())    # tokens that a step computes of a prom
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    decodes: int = 32
+    decodes: int = DECODES
     tokens_in: int = 512             # of each of them
-    prompt: int = 16_384
+    prompt: int = PROMPT
     before: int = 100                # steps with all decodes and nothing else …
     after: int = 50                  # … and behind the prompt's first token
 

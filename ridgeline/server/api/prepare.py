@@ -236,7 +236,8 @@ async def tokenize(service: Service, caller: Caller, body: bytes) -> TokenizeRep
     request, chat = await away_if_long(len(body), work)
     if request.content is not None:
         ids = await service.llm.text_tokens(request.content, bool(request.add_special), request.parse_special is not False)
-        return PlainTokens.of(ids, service.llm.get_tokenizer(), bool(request.with_pieces))
+        tokenizer, with_pieces = service.llm.get_tokenizer(), bool(request.with_pieces)
+        return await away_if_long(BYTES_PER_TOKEN * len(ids) * with_pieces, lambda: PlainTokens.of(ids, tokenizer, with_pieces))
     if chat is not None:
         tokens = await prompt_tokens(service, chat, len(body))
     else:

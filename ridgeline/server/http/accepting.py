@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
+from ridgeline.server.event_loop import FrontEndLoop
 from ridgeline.server.http.idle_connections import SHARE
 
 ACCEPTED_AT_ONCE = 256               # per turn of the event loop: 5 ms
@@ -46,6 +47,9 @@ class Acceptor:
         self._probes: deque[socket.socket] = deque()
         self._others: deque[socket.socket] = deque()
         self._beginning: dict[asyncio.Task[None], None] = {}
+        own = self._loop if isinstance(self._loop, FrontEndLoop) else None
+        self._crowd = own.crowd if own else set()        # connections that are no health checks
+        self._watch = own.add_crowd_reader if own else self._loop.add_reader
         self._is_timed = False                           # a timer looks after the silent ones
         self._is_closed = False
         self._listen()
@@ -99,9 +103,10 @@ class Acceptor:
         elif first is None:
             self._silent[connection] = self._loop.time()
             self._watch_silent()
-            self._loop.add_reader(connection.fileno(), self._speaks, connection)
+            self._watch(connection.fileno(), self._speaks, connection)
         else:
             was_idle = not (self._probes or self._others)
+            (self._crowd.discard if is_probe else self._crowd.add)(connection.fileno())
             (self._probes if is_probe else self._others).append(connection)
             if was_idle:
                 self._loop.call_soon(self._begin)        # those after it have then come, too

@@ -100,6 +100,7 @@ class HeldBodies:
             await waiter.future
         finally:
             self._num_growing -= grows
+            del waiter                                   # it refers to its error, and the error to this frame
 
     def add(self, body: Body, num_bytes: int) -> None:
         self.num_bytes += num_bytes

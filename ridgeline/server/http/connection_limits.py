@@ -8,7 +8,6 @@ routes, models or requests.
 from __future__ import annotations
 
 import asyncio
-import weakref
 from asyncio import TimerHandle
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from ridgeline.server.answer_writes import DirectWrites, LastAnswer
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.idle_connections import make_room
 from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_bytes, has_left
@@ -51,60 +51,6 @@ class LimitExceeded(Exception):
         self.status = status
 
 
-class DirectWrites:
-    """Writes parts of an answer's body to its connection without ASGI; see server/http/stream.Direct.
-
-    The same bytes as uvicorn's own `send` would write, in the middle of a body that `send` has begun and will end.
-    """
-
-    __slots__ = ("_cycle", "bytes_out")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = weakref.ref(cycle)                 # it holds the scope, which holds this
-        self.bytes_out = 0
-
-    @property
-    def is_gone(self) -> bool:
-        cycle = self._cycle()
-        return cycle is None or cycle.disconnected
-
-    @property
-    def is_free(self) -> bool:
-        cycle = self._cycle()
-        if cycle is None:
-            return False
-        return cycle.response_started and not cycle.response_complete and not cycle.flow.write_paused
-
-    def write(self, body: bytes) -> None:
-        cycle = self._cycle()
-        # Else the endpoint will be cancelled. A write to a transport that is closing would be a line in the log, by asyncio.
-        if cycle is not None and not cycle.disconnected and not cycle.transport.is_closing():
-            self.bytes_out += len(body)
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
-
-
-class UntilClose:
-    """uvicorn's `send` for HTTP/1.0, which has no chunked encoding: an answer without a length ends with its connection."""
-
-    __slots__ = ("_cycle", "_has_length")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = weakref.ref(cycle)                 # it holds this
-        self._has_length = True
-
-    async def __call__(self, message: Any) -> None:
-        cycle = self._cycle()
-        if cycle is None:
-            return
-        if message["type"] == "http.response.start":
-            self._has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            if not self._has_length:
-                cycle.chunked_encoding = False
-        elif not self._has_length:
-            cycle.expected_content_length = len(message.get("body", b""))    # any length is right
-        await RequestResponseCycle.send(cycle, message)
-
-
 @dataclass(slots=True)
 class Arriving:
     """The request that is being received, or was received last."""
@@ -120,6 +66,10 @@ class Arriving:
     body_bytes: int = 0
     heard: float = 0.0               # when its last bytes came
     chunks: int = 0                  # pieces of the body that the parser found
+
+
+def _read_nothing() -> None:
+    """What a transport reads once its connection is lost."""
 
 
 def end_request(cycle: RequestResponseCycle) -> None:
@@ -178,6 +128,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self._unread = b""
         self.cycle = self.scope = self.headers = self._answered = cast(Any, None)
+        if hasattr(self.transport, "_read_ready_cb"):    # asyncio's own transports refer to themselves by it for ever
+            cast(Any, self.transport)._read_ready_cb = _read_nothing
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -330,8 +282,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
             scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
-            if version == "1.0":
-                cast(Any, self.cycle).send = UntilClose(self.cycle)
+            if not self.cycle.keep_alive:
+                cast(Any, self.cycle).send = LastAnswer(self.cycle, version == "1.0", self._linger)
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -457,6 +409,24 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             cast(LineFlow, self.flow).set_full(True)
             self._start_watch()
+
+    def _linger(self) -> bool:
+        """After the last answer, if its request is still arriving: what comes is read and dropped until the client closes."""
+        if not self._arriving.in_message or self._refused or self.transport.is_closing():
+            return False
+        self.loop.call_soon(self._drop_the_rest)         # the answer is written first
+        return True
+
+    def _drop_the_rest(self) -> None:
+        self._refused = True
+        self._unread = b""
+        self._cancel_deadline()
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
+            if self.transport.can_write_eof():           # TLS cannot
+                self.transport.write_eof()
+            cast(LineFlow, self.flow).set_full(False)
+            self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _own_cycle(self) -> RequestResponseCycle | None:
         """Of the request that is arriving, if its headers are complete."""

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import httpx
 import msgspec
 import pytest
-from scripted_server import ScriptedServer
+from scripted_server import ScriptedServer, connect
 from served_model import write_model
 
 from ridgeline.errors import BadRequest
@@ -276,3 +276,36 @@ def test_requests_that_do_not_wait_for_answers_are_answered_in_order(server: Scr
     answer = exchange(server, first + second + third)
     assert answer.count(b"HTTP/1.1 200 OK") == 3
     assert answer.index(b'"chat.completion"') < answer.index(b"[DONE]") < answer.index(b'"version"')
+
+
+# -- the last answer of a connection -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize(("path", "kind", "status"), [
+    ("/v1/rerank", "application/json", b"404"), ("/v1/models", "application/json", b"405"),
+    ("/v1/chat/completions", "text/plain", b"415"),
+])
+def test_an_answer_before_the_end_of_its_request_is_not_lost_with_the_connection(
+    server: ScriptedServer, path: str, kind: str, status: bytes, version: str
+) -> None:
+    """The client has asked to close: proxies that speak HTTP/1.0 always do. A reset would take the reason with it."""
+    size = 2_000_000
+    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: {kind}\r\nConnection: close\r\n"
+    head += f"Content-Length: {size}\r\n\r\n"
+    with connect(server) as connection:
+        connection.sendall(head.encode() + b"x" * 100_000)
+        reply = b""
+        while part := connection.recv(65536):            # an end, not a reset
+            reply += part
+        connection.sendall(b"x" * 100_000)               # it is read, and dropped
+    assert reply.split(b" ", 2)[1] == status and b"connection: close" in reply.lower() and reply.endswith(b"}")
+
+
+def test_a_connection_closes_after_a_whole_request_that_asked_for_it(server: ScriptedServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        reply = b""
+        while part := connection.recv(65536):
+            reply += part
+    assert reply.startswith(b"HTTP/1.1 200") and reply.count(b"HTTP/1.1") == 1

@@ -51,8 +51,8 @@ class Roofline {
     this.labels(machine, range, width);
     this.points(points);
     if (!points.length) {
-      this.svg.append(element("text", { class: "empty", x: (width + left) / 2, y: height * 0.72, "text-anchor": "middle" },
-        "No steps yet: ask the model something."));
+      // Under the flat part of the roof: there is no line.
+      this.svg.append(element("text", { class: "empty", x: width - right - 8, y: height * 0.5, "text-anchor": "end" }, "No steps yet"));
     }
   }
 
@@ -145,7 +145,7 @@ function spark(holder, parts, value, most, text) {
   svg.replaceChildren(...(steps.length ? [
     element("path", { class: "under", d: `${line}V40H${steps[0][0]}Z` }), element("path", { d: line }),
   ] : []));
-  top.textContent = steps.length ? text(highest) : "";
+  top.textContent = heights.some((each) => each > 0) ? text(highest) : "";    // the scale of nothing says nothing
   left.textContent = `${span} s ago`;
 }
 

@@ -1,0 +1,76 @@
+"""Writes answers to their connections, beside uvicorn's own `send`: parts without ASGI, and the last answer before a connection
+closes. Knows uvicorn's requests, no routes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+
+class DirectWrites:
+    """Writes parts of an answer's body to its connection without ASGI; see server/http/stream.Direct.
+
+    The same bytes as uvicorn's own `send` would write, in the middle of a body that `send` has begun and will end.
+    """
+
+    __slots__ = ("_cycle", "bytes_out")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = weakref.ref(cycle)                 # it holds the scope, which holds this
+        self.bytes_out = 0
+
+    @property
+    def is_gone(self) -> bool:
+        cycle = self._cycle()
+        return cycle is None or cycle.disconnected
+
+    @property
+    def is_free(self) -> bool:
+        cycle = self._cycle()
+        if cycle is None:
+            return False
+        return cycle.response_started and not cycle.response_complete and not cycle.flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        cycle = self._cycle()
+        # Else the endpoint will be cancelled. A write to a transport that is closing would be a line in the log, by asyncio.
+        if cycle is not None and not cycle.disconnected and not cycle.transport.is_closing():
+            self.bytes_out += len(body)
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
+
+
+class LastAnswer:
+    """uvicorn's `send` for the last answer of a connection: its client has said so, or speaks HTTP/1.0.
+
+    HTTP/1.0 has no chunked encoding: an answer without a length ends with its connection. An answer that comes before its
+    request is complete (a wrong path or key, no room) would be lost: to close a connection with bytes that were not read resets
+    it. `linger` closes it instead: it tells whether it does.
+    """
+
+    __slots__ = ("_cycle", "_has_length", "_is_old", "_linger")
+
+    def __init__(self, cycle: RequestResponseCycle, is_old: bool, linger: Callable[[], bool]) -> None:
+        """`is_old`: HTTP/1.0."""
+        self._cycle = weakref.ref(cycle)                 # it holds this
+        self._linger = weakref.WeakMethod(linger)        # of its connection, which holds it, too
+        self._is_old = is_old
+        self._has_length = True
+
+    async def __call__(self, message: Any) -> None:
+        cycle = self._cycle()
+        if cycle is None:
+            return
+        if message["type"] == "http.response.start":
+            headers = message.get("headers", ())
+            self._has_length = not self._is_old or any(name.lower() == b"content-length" for name, _ in headers)
+            if not self._has_length:
+                cycle.chunked_encoding = False
+        elif not self._has_length:
+            cycle.expected_content_length = len(message.get("body", b""))    # any length is right
+        is_end = message["type"] == "http.response.body" and not message.get("more_body")
+        linger = self._linger() if is_end else None
+        cycle.keep_alive = linger is not None and linger()       # its head has said that the connection closes
+        await RequestResponseCycle.send(cycle, message)
