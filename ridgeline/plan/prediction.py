@@ -25,7 +25,7 @@ import numpy as np
 
 from ridgeline.config import declared_options
 from ridgeline.errors import ConfigError
-from ridgeline.plan import expert_work, narrow_weights
+from ridgeline.plan import expert_work, precision
 from ridgeline.plan.division import bubble, expert_loads
 from ridgeline.plan.precision import WEIGHT_FORMATS, StoredWeights, compute_format, kv_bytes, weight_bytes
 from ridgeline.plan.public_models import PlannedModel
@@ -251,9 +251,9 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     narrow = 1.0
     if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda":
         blocks = setup.kept is not None and bool(setup.model.config.packed)
-        narrow = narrow_weights.READ.get(setup.weights, narrow_weights.BLOCKS_READ if blocks else narrow_weights.NARROW_READ)
-    if format in narrow_weights.EIGHT_BIT_COMPUTE and device.kind == "cuda":
-        rate *= narrow_weights.EIGHT_BIT_COMPUTE[setup.weights]
+        narrow = precision.READ.get(setup.weights, precision.BLOCKS_READ if blocks else precision.NARROW_READ)
+    if format in precision.EIGHT_BIT_COMPUTE and device.kind == "cuda":
+        rate *= precision.EIGHT_BIT_COMPUTE[setup.weights]
     # The head stays wide, but for a file's own.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
     rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.kept else wide]) * constants.linear_compute
@@ -296,22 +296,22 @@ def _expanding(setup: Setup, steps: Steps, four_bits: bool) -> np.ndarray | floa
     blocks = setup.kept is not None and bool(setup.model.config.packed) and setup.device.kind == "cuda"
     if not four_bits and not (blocks and WEIGHT_FORMATS[setup.weights].bits == 8):
         return 0.0
-    rows, moved = narrow_weights.EXPANDED[4 if four_bits else 8]
+    rows, moved = precision.EXPANDED[4 if four_bits else 8]
     weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
-    return weights * (steps.tokens > rows)[:, None] * moved / (setup.device.bandwidth * narrow_weights.EXPANDS)
+    return weights * (steps.tokens > rows)[:, None] * moved / (setup.device.bandwidth * precision.EXPANDS)
 
 
 def _kv_factors(setup: Setup) -> tuple[float, float]:
     """On the speed at which attention reads and computes, by the format of the KV cache."""
     if setup.kv == "auto" or setup.device.kind != "cuda":
         return 1.0, 1.0
-    return setup.used.narrow_kv_read, narrow_weights.INT8_KV_COMPUTE if "int8" in setup.kv else setup.used.narrow_kv_compute
+    return setup.used.narrow_kv_read, precision.INT8_KV_COMPUTE if "int8" in setup.kv else setup.used.narrow_kv_compute
 
 
 def _rate_kept(setup: Setup, steps: Steps, four_bits: bool, format: str) -> np.ndarray | float:
     """The share of the matrix rate that products of these weights have."""
     if four_bits:
-        return np.where(steps.tokens > narrow_weights.FOUR_BIT_ROWS, 1.0, narrow_weights.FOUR_BIT_COMPUTE)
+        return np.where(steps.tokens > precision.FOUR_BIT_ROWS, 1.0, precision.FOUR_BIT_COMPUTE)
     if setup.device.kind == "cpu" and format == setup.weights and format != setup.dtype:
         return (1 + 1 / TILE_ROWS) / (1 + np.ceil(steps.tokens / TILE_ROWS) / np.maximum(steps.tokens, 1))
     return 1.0
@@ -336,7 +336,7 @@ def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: 
     layers = flops / np.maximum(2 * 3 * hidden * experts.width * experts.used * steps.tokens, 1)     # the last has fewer tokens
     unpacking = layers * unpacked / (expert_work.unpacks_per_second(wide) * paced)
     reading = bytes_read / (setup.device.bandwidth * used.linear_read)
-    computing = flops * padded / (wide * used.linear_compute * narrow_weights.FOUR_BIT_COMPUTE * paced)
+    computing = flops * padded / (wide * used.linear_compute * precision.FOUR_BIT_COMPUTE * paced)
     return _both(np.maximum(reading, unpacking), computing, used.overlap)
 
 

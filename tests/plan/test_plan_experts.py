@@ -12,7 +12,7 @@ from ridgeline.ops.experts.expert_products import _measured_tile
 from ridgeline.plan import expert_work
 from ridgeline.plan.capacity import model_bytes
 from ridgeline.plan.check import check
-from ridgeline.plan.narrow_weights import FOUR_BIT_COMPUTE
+from ridgeline.plan.precision import FOUR_BIT_COMPUTE
 from ridgeline.plan.prediction import EXPERTS, Setup
 from ridgeline.plan.public_models import find_model
 from ridgeline.plan.records import read_record
