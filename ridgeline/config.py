@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import re
@@ -149,7 +150,7 @@ class ParallelOptions:
         False, "divide the experts of a mixture among the ranks of tensor_parallel_size; off: divide every expert's width"
     )
     decode_context_parallel_size: int = option(
-        1, "divide the KV cache among the ranks by positions instead of heads: 1 (off) or the value of tensor_parallel_size", low=1
+        1, "divide the KV cache among ranks by positions instead of heads: 1 (off) or the value of tensor_parallel_size", low=1
     )
     distributed_executor_backend: str = option(
         "mp", "where ranks run. mp: on this machine; ray: on the machines of a Ray cluster (pip install 'ridgeline[ray]')",
@@ -277,14 +278,15 @@ def _answered(name: str, value: Any, declared: Mapping[str, Any]) -> str:
     return ""
 
 
-def declared_options(*kinds: type) -> list[tuple[dataclasses.Field[Any], type, bool]]:
+@functools.cache                     # to evaluate the types takes milliseconds, and a plan makes hundreds of configs
+def declared_options(*kinds: type) -> tuple[tuple[dataclasses.Field[Any], type, bool], ...]:
     """(field, plain type, may be None) of every option of these groups, for the CLI and the docs."""
     listed = []
     for kind in kinds or tuple(_groups().values()):
         hints = typing.get_type_hints(kind)
         for declared in dataclasses.fields(kind):
             listed.append((declared, *plain_type(hints[declared.name])))
-    return listed
+    return tuple(listed)
 
 
 def plain_type(hint: Any) -> tuple[type, bool]:

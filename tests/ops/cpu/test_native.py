@@ -171,8 +171,8 @@ def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
 
 
 def checks() -> list[Any]:
-    """Per level: its products, and its other kernels where it has its own. Every commit runs the lowest level of its own machine and
-    the one that is used on it, and slow tests those between and, with emulators, of other machines."""
+    """Per level: its products, and its other kernels where it has its own. Every commit runs the lowest level of its own machine
+    and the one that is used on it, and slow tests those between and, with emulators, of other machines."""
     used = next(level for level in native_build.levels() if level.needs <= cpu_flags())
     every_commit = {"native_check.c": ("base", used.name), "native_step_check.c": ("base", used.falls_to or used.name)}
     return [
