@@ -110,6 +110,9 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    if comparison := sys.modules.get("torch.testing._comparison"):
+        # No test compares tensors of this kind; to ask for it, torch imports 0.8 s of modules in every process that compares any.
+        comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]
     warm_start.name_triton()
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.install()

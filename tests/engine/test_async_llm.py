@@ -260,7 +260,7 @@ def test_outputs_of_the_kind_that_was_asked_for(llm: AsyncLLM, run: Run) -> None
     only = run(collect(RequestOutputKind.FINAL_ONLY))
     assert len(only) == 1 and only[0].outputs == whole.outputs and only[0].finished
     news: list[Any] = []
-    while len(news) < 2:                                 # beside other work all steps may have been taken before the first is read
+    while len(news) < 2:                                 # beside other work a late reader gets all at once
         news = run(collect(RequestOutputKind.DELTA))
     assert [output.finished for output in news] == [False] * (len(news) - 1) + [True]
     for index, answer in enumerate(whole.outputs):

@@ -33,7 +33,7 @@ from ridgeline.messages import Request
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "num_gpu_blocks_override": 600, "max_num_seqs": 8, "dtype": "float32"}
 OFTEN = Supervision(max_restarts=100, backoff=0.01, silence=60.0)
-LENGTH = 250
+LENGTH = 160
 
 Run = Callable[[Awaitable[Any]], Any]
 
