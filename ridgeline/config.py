@@ -278,11 +278,15 @@ def _answered(name: str, value: Any, declared: Mapping[str, Any]) -> str:
     return ""
 
 
-@functools.cache                     # to evaluate the types takes milliseconds, and a plan makes hundreds of configs
 def declared_options(*kinds: type) -> tuple[tuple[dataclasses.Field[Any], type, bool], ...]:
     """(field, plain type, may be None) of every option of these groups, for the CLI and the docs."""
+    return _declared(kinds or tuple(_groups().values()))
+
+
+@functools.cache                     # to evaluate the types takes milliseconds, and a plan makes hundreds of configs
+def _declared(kinds: tuple[type, ...]) -> tuple[tuple[dataclasses.Field[Any], type, bool], ...]:
     listed = []
-    for kind in kinds or tuple(_groups().values()):
+    for kind in kinds:
         hints = typing.get_type_hints(kind)
         for declared in dataclasses.fields(kind):
             listed.append((declared, *plain_type(hints[declared.name])))
