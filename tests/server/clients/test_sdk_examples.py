@@ -217,7 +217,7 @@ def run(text: str, name: str, path: Path | None = None) -> tuple[str, dict[str, 
 
 # -- the folders of examples -------------------------------------------------------------------------------------------
 
-NO_BACKGROUND = ("BadRequestError", "background is not supported by this server")
+NO_BACKGROUND = ("BadRequestError", "background with stream is not supported by this server")
 NO_ENVIRONMENT = ("NotFoundError", f"POST /v1/environments {NO_SUCH_PATH}")
 FILES: dict[str, Expected] = {
     "openai/async_demo.py": ANSWER,
@@ -256,7 +256,7 @@ FILES: dict[str, Expected] = {
     "anthropic/tools_stream.py": "snapshot: {'location': 'a'",
     "anthropic/fallbacks.py": "non-streaming: tiny",
     "anthropic/message_threads.py": ("BadRequestError", "thread: conversations are not stored here"),
-    "anthropic/images.py": ("BadRequestError", "only text is supported by this server, no images"),
+    "anthropic/images.py": ("BadRequestError", "only text is supported by this server, not images or documents"),
     "anthropic/web_search.py": ("BadRequestError", "is one of Anthropic's own; only custom tools work here"),
     "anthropic/web_search_stream.py": ("BadRequestError", "is one of Anthropic's own; only custom tools work here"),
     "anthropic/agents.py": NO_ENVIRONMENT,
