@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import os
 import re
@@ -40,8 +41,8 @@ class ModelOptions:
         ("auto", "guidance", "llguidance", "xgrammar"),
     )
     grammars_at_start: bool = option(
-        True, "a server prepares the vocabulary for grammars while it starts; else the first grammar does, and running requests "
-        "get no token meanwhile (for seconds with a large vocabulary)"
+        True, "prepare the vocabulary for grammars while the server starts; off: the first grammar does it, and running requests "
+        "wait meanwhile (for seconds with a large vocabulary)"
     )
     generation_config: str = option(
         "auto", "sampling defaults for requests that set none; auto: the model's own (a GGUF file without any gets llama.cpp's); "
@@ -64,7 +65,7 @@ class ModelOptions:
     device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
     kernels: str = option("auto", "reference: run every op in plain torch, to find a faulty kernel", ("auto", "reference"))
     cpu_activations: str = option(
-        "int8", "what a CPU multiplies packed weights by: int8 (16 with a scale) or float32, which is exact", ("int8", "float32")
+        "int8", "activations beside packed weights on a CPU. int8: a scale for every 16; float32: exact", ("int8", "float32")
     )
     seed: int = option(0, "random seed for requests without a seed of their own, and for dummy weights", low=0)
 
@@ -110,8 +111,8 @@ class SchedulerOptions:
     )
     async_scheduling: bool | None = option(None, "plan the next step while the current one runs; auto: on a GPU")
     step_time_ms: float | None = option(
-        None, "target step time in ms: prompt chunks are sized so that steps stay near it, and other requests wait no longer; "
-        "default of a server: 80 on a GPU, 500 on a CPU (0: no limit)", low=0
+        None, "target step time in ms: the size of prompt chunks keeps steps near it, so that running requests wait no longer; "
+        "0: no limit; default of a server: 80 on a GPU, 500 on a CPU", low=0
     )
 
 
@@ -119,8 +120,8 @@ class SchedulerOptions:
 class ExecutionOptions:
     enforce_eager: bool = option(False, "use no CUDA graphs: launch every kernel by itself")
     max_cudagraph_capture_size: int | None = option(
-        None, "most prompt tokens of a step that is captured as a CUDA graph (decodes always are); auto: as long as a "
-        "graph gains by an estimate for this GPU, but 1280 at least", low=0
+        None, "largest number of prompt tokens in a step that is captured as a CUDA graph (decode steps always are); auto: "
+        "estimated for this GPU, at least 1280", low=0
     )
     shared_prefix_attention: bool = option(True, "attention reads a prefix that running requests share only once (GPU only)")
     deterministic: bool = option(
@@ -143,20 +144,20 @@ class ParallelOptions:
         "the number of cores, whichever is larger; `ridgeline serve` only", low=1
     )
     pipeline_parallel_size: int = option(
-        1, "number of stages, each with some of the layers, one after the other; ranks in all: times tensor_parallel_size", low=1
+        1, "number of stages, each with some of the layers; the number of ranks is this times tensor_parallel_size", low=1
     )
     enable_expert_parallel: bool = option(
-        False, "the ranks of tensor_parallel_size divide the experts of a mixture among them, not each expert's width"
+        False, "divide the experts of a mixture among the ranks of tensor_parallel_size; off: divide every expert's width"
     )
     decode_context_parallel_size: int = option(
-        1, "the ranks of tensor_parallel_size divide the KV cache by positions, not by heads: 1 (off) or as many as these", low=1
+        1, "divide the KV cache among ranks by positions instead of heads: 1 (off) or the value of tensor_parallel_size", low=1
     )
     distributed_executor_backend: str = option(
         "mp", "where ranks run. mp: on this machine; ray: on the machines of a Ray cluster (pip install 'ridgeline[ray]')",
         ("mp", "ray"),
     )
     disable_custom_all_reduce: bool = option(
-        False, "small messages between GPUs of one machine go over NCCL, not through a kernel that reads the others' memory"
+        False, "send small messages between the GPUs of a machine over NCCL, not by the one-shot all-reduce kernel"
     )
 
     @property
@@ -277,14 +278,19 @@ def _answered(name: str, value: Any, declared: Mapping[str, Any]) -> str:
     return ""
 
 
-def declared_options(*kinds: type) -> list[tuple[dataclasses.Field[Any], type, bool]]:
+def declared_options(*kinds: type) -> tuple[tuple[dataclasses.Field[Any], type, bool], ...]:
     """(field, plain type, may be None) of every option of these groups, for the CLI and the docs."""
+    return _declared(kinds or tuple(_groups().values()))
+
+
+@functools.cache                     # to evaluate the types takes milliseconds, and a plan makes hundreds of configs
+def _declared(kinds: tuple[type, ...]) -> tuple[tuple[dataclasses.Field[Any], type, bool], ...]:
     listed = []
-    for kind in kinds or tuple(_groups().values()):
+    for kind in kinds:
         hints = typing.get_type_hints(kind)
         for declared in dataclasses.fields(kind):
             listed.append((declared, *plain_type(hints[declared.name])))
-    return listed
+    return tuple(listed)
 
 
 def plain_type(hint: Any) -> tuple[type, bool]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
+import logging
 import os
 import resource
 import signal
@@ -12,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,9 +62,24 @@ def pytest_xdist_auto_num_workers() -> int:
     return cores + min(cores // 2, 4)
 
 
+class _ReadWhenUsed(ModuleType):
+    """What `import` gives for a package until a test looks into it, in the worker that runs that test."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("_", "pytest")) and name != "__path__":      # pytest and `inspect` ask everything for these
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported and collected stays: looking for garbage in it takes a second of every worker."""
+    """What is imported and collected stays: looking for garbage in it takes a second of every worker. The clients' packages
+    take three seconds of each."""
+    for name in ("anthropic", "openai"):
+        if importlib.util.find_spec(name) is not None:
+            sys.modules.setdefault(name, _ReadWhenUsed(name))
     gc.disable()
     try:
         return (yield)
@@ -92,6 +110,9 @@ def pytest_collection_finish() -> None:
         transports.create_ssl_context = functools.cache(transports.create_ssl_context)
         for name in ("connect", "read", "write", "pool"):                # a busy machine may take longer than the usual 5 s
             setattr(sys.modules["httpx._config"].DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    if comparison := sys.modules.get("torch.testing._comparison"):
+        # No test compares tensors of this kind; to ask for it, torch imports 0.8 s of modules in every process that compares any.
+        comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]
     warm_start.name_triton()
     if os.environ.get("TRITON_INTERPRET") == "1":
         quick_interpreter.install()
@@ -147,13 +168,25 @@ def all_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ridgeline.server.long_bodies.LONG_BYTES", 0)
 
 
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
 @pytest.fixture(autouse=True)
 def unchanged_process() -> Iterator[None]:
-    """The next test starts as if it were alone. An engine with kernels=reference switches them for the whole process. A script
-    that a test imports puts folders on the path, and a benchmark raises the limit on files: with either changed, every later
-    process of this worker would start cold (warm_start.py). So it would without the process that others are forked from."""
+    """The next test starts as if it were alone. An engine with kernels=reference switches them for the whole process. A command
+    makes its log quiet, also in the environment, for its child processes. A script that a test imports puts folders on the path,
+    and a benchmark raises the limit on files: with either changed, every later process of this worker would start cold
+    (warm_start.py). So it would without the process that others are forked from."""
     path, files, ended = sys.path[:], resource.getrlimit(resource.RLIMIT_NOFILE), warm_start.ended()
+    log, variables = logging.getLogger("ridgeline"), _variables()
+    level = log.level
     yield
+    log.setLevel(level)
+    if (now := _variables()) != variables:
+        os.environ.update(variables)
+        for name in now.keys() - variables.keys():
+            del os.environ[name]
     sys.path[:] = path
     if resource.getrlimit(resource.RLIMIT_NOFILE) != files:
         resource.setrlimit(resource.RLIMIT_NOFILE, files)

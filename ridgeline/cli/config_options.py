@@ -122,7 +122,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         add_options(parser, kind, title)
     parser.add_argument_group("file").add_argument(
         "--config", metavar="FILE.yaml", default=argparse.SUPPRESS,
-        help="options from a YAML or JSON file, by their long names; the command line comes first",
+        help="options from a YAML or JSON file, by their long names; options on the command line override them",
     )
 
 

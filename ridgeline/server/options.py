@@ -40,7 +40,7 @@ class ServerOptions:
         ("auto", "none", "think", "seed_oss", "mistral", "cohere_command", "granite", "hunyuan_a13b"),
     )
     strict_messages: bool = option(False, "refuse unknown fields inside messages by name; otherwise they are ignored, as in vLLM")
-    enable_force_include_usage: bool = option(False, "every event of a stream has the usage, whether asked for or not")
+    enable_force_include_usage: bool = option(False, "send the usage in every event of a stream, whether asked for or not")
     max_body_bytes: int = option(16 * 2**20, "largest size of a request's body", low=1)
     max_stored_responses: int = option(
         1000, "answers of /v1/responses kept in memory for an hour, for previous_response_id; 0: none", low=0

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import multiprocessing
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +55,10 @@ IDS = {
 }
 
 
-def test_a_check_in_a_process_of_its_own_fails_here() -> None:
+@pytest.mark.parametrize("kind", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])        # it imports torch again
+def test_a_check_in_a_process_of_its_own_fails_here(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = multiprocessing.get_context(kind)
+    monkeypatch.setattr(quality.multiprocessing, "get_context", lambda asked: context)
     with pytest.raises(KeyError, match="no such shape"):
         quality.check_apart("no such shape")
 

@@ -259,8 +259,10 @@ def test_outputs_of_the_kind_that_was_asked_for(llm: AsyncLLM, run: Run) -> None
     whole = run(collect(RequestOutputKind.CUMULATIVE))[-1]
     only = run(collect(RequestOutputKind.FINAL_ONLY))
     assert len(only) == 1 and only[0].outputs == whole.outputs and only[0].finished
-    news = run(collect(RequestOutputKind.DELTA))
-    assert len(news) > 1 and [output.finished for output in news] == [False] * (len(news) - 1) + [True]
+    news: list[Any] = []
+    while len(news) < 2:                                 # beside other work a late reader gets all at once
+        news = run(collect(RequestOutputKind.DELTA))
+    assert [output.finished for output in news] == [False] * (len(news) - 1) + [True]
     for index, answer in enumerate(whole.outputs):
         parts = [each for output in news for each in output.outputs if each.index == index]
         assert "".join(part.text for part in parts) == answer.text

@@ -109,7 +109,7 @@ def same(one: StepResult, other: StepResult, close: float = 0.0) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("replay")
-    return {name: save_checkpoint(name, folder / name, tie_word_embeddings=False) for name in MODELS}
+    return {name: save_checkpoint(name, folder / name, tie_word_embeddings=False, num_hidden_layers=2) for name in MODELS}
 
 
 @pytest.mark.parametrize(("name", "grammar"), [

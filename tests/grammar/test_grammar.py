@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import copy
+import faulthandler
 import importlib.util
 import itertools
 import json
@@ -1024,6 +1025,11 @@ def out_of_memory() -> None:
     raise MemoryError
 
 
+def abort() -> None:
+    faulthandler.disable()               # or pytest's would print the stack of this copy among the results
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
 def spin() -> None:
     collections.deque(itertools.repeat(0), 0)
 
@@ -1036,7 +1042,7 @@ def spin() -> None:
         (spin, 0.3, 60.0, "busy"),                       # its time was up before its CPU time, however much it had of it
         (lambda: time.sleep(60), 0.3, 0.2, "busy"),      # it had no CPU
         (lambda: os.kill(os.getpid(), signal.SIGKILL), 60.0, 60.0, "killed"),
-        (lambda: os.kill(os.getpid(), signal.SIGABRT), 60.0, 60.0, "memory"),
+        (abort, 60.0, 60.0, "memory"),
         (out_of_memory, 60.0, 60.0, "memory"),
         (lambda: None, 60.0, 60.0, "refused"),
     ],

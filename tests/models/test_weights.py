@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from folders import import_path
 from gguf_writer import write_gguf
 from safetensors.torch import load_file, save_file
 from tiny_configs import CHECKPOINTS, ORIGINAL_CONTEXT, VOCAB
@@ -463,9 +464,12 @@ print((peak - before) / model.weight_bytes)
 
 
 @pytest.mark.parametrize("stored", ["safetensors", pytest.param("gguf", marks=pytest.mark.slow)])
-def test_peak_memory_is_what_the_weights_occupy(stored: str, tmp_path: Path) -> None:
+def test_peak_memory_is_what_the_weights_occupy(stored: str, tmp_path: Path, run_script: Any) -> None:
     path = save_checkpoint("smollm2", tmp_path, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, vocab_size=5000)
     if stored == "gguf":
         path = save_gguf(path, "llama", {}, {})
-    result = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
+    program = tmp_path / "measure.py"
+    program.write_text(MEASURE)
+    result = run_script([sys.executable, str(program), str(path)], timeout=120, env=os.environ | {"PYTHONPATH": import_path()})
+    assert result.returncode == 0, result.stderr[-3000:]
     assert 0.95 < float(result.stdout) < 1.15

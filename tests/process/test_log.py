@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import subprocess
 import sys
 
@@ -28,3 +30,12 @@ def test_the_command_line_says_it_in_one_line() -> None:
     environment = {"RIDGELINE_LOG": "loud", "PYTHONPATH": ":".join(sys.path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and "RIDGELINE_LOG" in ended.stderr
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_a_command_is_quiet_and_so_are_its_child_processes(time: str) -> None:
+    """The second time shows that the first has changed nothing for later tests of its process."""
+    level = logging.getLogger("ridgeline").level
+    assert log.VARIABLE not in os.environ and level != logging.WARNING
+    log.quiet_by_default()
+    assert os.environ[log.VARIABLE] == "WARNING" and logging.getLogger("ridgeline").level == logging.WARNING

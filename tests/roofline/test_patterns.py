@@ -261,7 +261,7 @@ def test_traces_of_ranks_are_read_from_files(tmp_path: Path, capsys: pytest.Capt
     page = capsys.readouterr().out
     assert "imbalance across ranks" in page and "tensor_parallel_size" in page
     assert main(["diagnose", "--from-trace", str(paths[0]), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["figures"]["ops"]["steps"] == 20
+    assert json.loads(capsys.readouterr().out)["figures"]["ops"]["steps"] == 10
 
 
 def test_a_trace_that_says_what_profiling_took_is_read_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -219,7 +219,7 @@ def test_prompts_computed_whole_are_not_overtaken() -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 90)), min_size=1, max_size=14), st.integers(2, 24), st.integers(0, 2),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_prompt_starves(asked: list[tuple[int, int]], budget: int, depth: int) -> None:
     """Each step gives at least half of its tokens to the prompts that came first and are not done. So a prompt takes no more
     steps than twice the tokens of all that came before it and its own need, whatever comes later. Answers and budgets are

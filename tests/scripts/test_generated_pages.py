@@ -60,11 +60,29 @@ def test_a_new_file_gets_a_line_and_a_lost_one_loses_its_line(tmp_path: Path) ->
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    """Files and folders that a page links to exist."""
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
-        path = link.partition("#")[0]
-        if path and "://" not in link:
-            assert (page.parent / path).exists(), link
+    """Files, folders and headings that a page links to exist."""
+    for link in links(page):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not heading or heading in anchors(target), link
+
+
+def links(page: Path) -> list[str]:
+    found = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    return [link for link in found if "://" not in link]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them: lower case, hyphens for spaces, no punctuation."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_index_names_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    named = {(index.parent / link).resolve() for link in links(index)}
+    assert [page for page in sorted((ROOT / "docs").rglob("*.md")) if page not in {*named, index}] == []
 
 
 USER_PAGES = [ROOT / "docs" / name for name in ("gpu-quick-start.md", "install.md", "operations.md")]

@@ -472,8 +472,8 @@ BOMBS = {
 
 @pytest.fixture(scope="module")
 def short_fuse() -> Iterator[TemplateProcess]:
-    """Half a second, so that the suite does not wait the full time for every bomb."""
-    process = TemplateProcess(seconds=0.5)
+    """A fifth of a second, so that the suite does not wait the full time for every bomb."""
+    process = TemplateProcess(seconds=0.2)
     yield process
     process.close()
 

@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float64", "device": "cpu", "max_num_seqs": 6, "block_size": 4, "num_gpu_blocks_override": 200,
     "max_model_len": 90,
 }
+SMALL: dict[str, Any] = {"tie_word_embeddings": False, "num_hidden_layers": 2}
 Answers = dict[tuple[str, int], list[int]]
 
 
@@ -39,7 +40,7 @@ def config(methods: list[str], most: int = 5, **more: Any) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("llama", tmp_path_factory.mktemp("drafts") / "model", tie_word_embeddings=False)
+    return save_checkpoint("llama", tmp_path_factory.mktemp("drafts") / "model", **SMALL)
 
 
 class Served:

@@ -33,7 +33,7 @@ FEW_BLOCKS = {"num_gpu_blocks_override": 44, "max_model_len": 60, "max_num_seqs"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint("gemma2", tmp_path_factory.mktemp("late"), tie_word_embeddings=False)
+    return save_checkpoint("gemma2", tmp_path_factory.mktemp("late"), tie_word_embeddings=False, num_hidden_layers=2)
 
 
 @pytest.fixture

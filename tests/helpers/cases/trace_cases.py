@@ -67,7 +67,7 @@ def _event(category: str, name: str, start: float, length: float, **args: Any) -
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "args": args}
 
 
-def build(step: Callable[[Builder, int], None], steps: int = 20, rank: int = 0) -> Builder:
+def build(step: Callable[[Builder, int], None], steps: int = 10, rank: int = 0) -> Builder:
     made = Builder(rank)
     for number in range(steps):
         made.begin()

@@ -6,7 +6,11 @@
 #include <stdlib.h>
 
 #include "pool.c"
+#ifdef LIBRARY                                           /* has what takes long to compile: here are its declarations */
+#include LIBRARY
+#else
 #include "products/product.c"
+#endif
 #include "products/float_linear.c"
 #include "products/gather.c"
 #include "products/relay.c"

@@ -7,8 +7,12 @@
 #include <stdlib.h>
 
 #include "pool.c"
+#ifdef LIBRARY                                           /* has what takes long to compile: here are its declarations */
+#include LIBRARY
+#else
 #include "step/decode_attention.c"
 #include "step/prefill_attention.c"
+#endif
 #include "step/rows.c"
 #include "step/rotary_write.c"
 #include "step/draw.c"

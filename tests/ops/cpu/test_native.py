@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -170,8 +171,8 @@ def test_same_tokens_as_the_definitions(name: str, tmp_path: Path) -> None:
 
 
 def checks() -> list[Any]:
-    """Per level: its products, and its other kernels where it has its own. Compilers and emulators are slow: every commit runs
-    the lowest level of its own machine and the one that is used on it, and slow tests those between and of other machines."""
+    """Per level: its products, and its other kernels where it has its own. Every commit runs the lowest level of its own machine
+    and the one that is used on it, and slow tests those between and, with emulators, of other machines."""
     used = next(level for level in native_build.levels() if level.needs <= cpu_flags())
     every_commit = {"native_check.c": ("base", used.name), "native_step_check.c": ("base", used.falls_to or used.name)}
     return [
@@ -180,6 +181,17 @@ def checks() -> list[Any]:
         for machine, levels in native_build.LEVELS.items() for level in levels
         for name in ("native_check.c", "native_step_check.c") if name == "native_check.c" or not level.falls_to
     ]
+
+
+def declarations(folder: Path) -> Path:
+    """Of the functions that the checks take from the library: the heads of their definitions."""
+    made = folder / "declared.h"
+    heads = [
+        head for name in ("products/product.c", "step/decode_attention.c", "step/prefill_attention.c")
+        for head in re.findall(r"^void KERNEL[^{;]+(?= {)", (native_build.SOURCES / name).read_text(), re.MULTILINE)
+    ]
+    made.write_text("\n".join(['#include "products/tiles.h"', '#include "step/kv.h"', *(f"{head};" for head in heads)]))
+    return made
 
 
 @pytest.mark.parametrize(("name", "machine", "level"), checks())
@@ -197,9 +209,12 @@ def test_every_level(name: str, machine: str, level: native_build.Level, tmp_pat
     # -O1 and more take several times as long to compile as the check runs.
     own = {"-O3": "-Og", "-fopenmp": "-Wno-unknown-pragmas", "-fPIC": "-static" if emulator else "-pthread"}
     flags = [own.get(flag, flag) for flag in native_build.FLAGS] + [*level.flags, f"-DLEVEL={level.name}"]
-    checked = tmp_path / "check"
+    checked, libraries = tmp_path / "check", ["-lm"]
+    if not emulator:                     # the library of this machine has all of its levels: the very code that engines run
+        flags += [f'-DLIBRARY="{declarations(tmp_path)}"', f"-DSPLIT={native.SPLIT}"]
+        libraries += [str(native.path()), "-fopenmp"]
     source = Path(__file__).with_name(name)
-    subprocess.run([compiler, *flags, f"-I{native_build.SOURCES}", str(source), "-o", str(checked), "-lm"], check=True)
+    subprocess.run([compiler, *flags, f"-I{native_build.SOURCES}", str(source), "-o", str(checked), *libraries], check=True)
     done = subprocess.run([*emulator, str(checked)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

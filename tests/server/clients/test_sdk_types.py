@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
-import anthropic.types
+import anthropic
 import httpx
-import openai.types
-import openai.types.chat
-import openai.types.responses
+import openai
 import pytest
 from pydantic import TypeAdapter
 from scripted_server import TOOL_TEMPLATE, ScriptedServer
@@ -75,15 +74,17 @@ CASES = [
     *(("messages", {"model": NAME, "messages": MESSAGES, "max_tokens": 400}, name, *case) for name, case in MESSAGES_API.items()),
     *(("responses", {"input": "Hello", "max_output_tokens": 400}, name, *case) for name, case in RESPONSES_API.items()),
 ]
-WHOLE: dict[str, Any] = {
-    "chat/completions": openai.types.chat.ChatCompletion, "messages": anthropic.types.Message,
-    "responses": openai.types.responses.Response,
-}
-EVENTS: dict[str, TypeAdapter[Any]] = {
-    "chat/completions": TypeAdapter(openai.types.chat.ChatCompletionChunk),
-    "messages": TypeAdapter(anthropic.types.RawMessageStreamEvent),
-    "responses": TypeAdapter(openai.types.responses.ResponseStreamEvent),
-}
+
+
+@cache
+def types_of(path: str) -> tuple[Any, TypeAdapter[Any]]:
+    """Of a whole answer and of an event. Not when this file is read: to import them takes seconds of every worker."""
+    whole, event = {
+        "chat/completions": (openai.types.chat.ChatCompletion, openai.types.chat.ChatCompletionChunk),
+        "messages": (anthropic.types.Message, anthropic.types.RawMessageStreamEvent),
+        "responses": (openai.types.responses.Response, openai.types.responses.ResponseStreamEvent),
+    }[path]
+    return whole, TypeAdapter(event)
 
 
 @pytest.mark.parametrize(("path", "body", "case", "said", "more"), CASES, ids=[f"{path} {name}" for path, _, name, _, _ in CASES])
@@ -93,13 +94,14 @@ def test_answers_are_of_the_clients_types(
     server.llm.script = lambda prompt: said
     reply = httpx.post(f"{server.url}/v1/{path}", json=body | more)
     assert reply.status_code == 200, reply.text
-    WHOLE[path].model_validate(reply.json())
+    whole, event_type = types_of(path)
+    whole.model_validate(reply.json())
     streamed = {"stream": True} | ({"stream_options": {"include_usage": True}} if path == "chat/completions" else {})
     told = httpx.post(f"{server.url}/v1/{path}", json=body | more | streamed).text
     events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: {")]
     assert len(events) > 2
     for event in (event for event in events if event.get("type") != "ping"):     # which Anthropic's client skips, too
-        EVENTS[path].validate_python(event)
+        event_type.validate_python(event)
     if path == "responses":
         kept = f"{server.url}/v1/responses/{reply.json()['id']}"
         openai.types.responses.Response.model_validate(httpx.get(kept).json())

@@ -47,13 +47,14 @@ def _rates(count: int, milliseconds: float) -> tuple[float, float, float]:
 
 
 class LlamaReply(msgspec.Struct, kw_only=True):
-    index: int
-    content: str
-    tokens: list[int]
+    # Each may be missing, as the document says: the request chooses by response_fields.
+    index: int | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
     id_slot: int = -1
-    stop: bool
-    tokens_predicted: int
-    tokens_evaluated: int
+    stop: bool | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
     completion_probabilities: list[dict[str, Any]] | UnsetType = UNSET
     timings: LlamaTimings | UnsetType = UNSET
     # In a whole answer and a stream's last event only.

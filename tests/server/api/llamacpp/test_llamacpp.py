@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from scripted_server import ScriptedServer
 from served_model import write_model
@@ -104,6 +105,14 @@ def test_probabilities_and_chosen_fields(server: ScriptedServer) -> None:
     assert len(events(server, prompt="say", n_probs=1)[0]["completion_probabilities"]) == 1
     chosen = post(server, prompt="say", n_predict=2, response_fields=["content", "generation_settings/n_predict", "no/such"])
     assert chosen == {"content": "on", "generation_settings/n_predict": 2}
+
+
+@pytest.mark.parametrize("fields", [None, ["content"], ["no/such"]])
+def test_an_answer_is_as_the_document_says_whatever_was_chosen_of_it(server: ScriptedServer, fields: list[str] | None) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    described = document["paths"]["/completion"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    for prompt in ("say", ["say", "more"]):
+        jsonschema.validate(post(server, prompt=prompt, n_predict=2, response_fields=fields), document | described)
 
 
 @pytest.mark.parametrize(("body", "said"), [
