@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ridgeline.ops.kernel_table import MOST_CODE_ROWS
 from ridgeline.quant.format import GRIDS, MADE
 from ridgeline.sizes.hardware import Device
 from ridgeline.sizes.kv_format import parse
@@ -162,9 +161,10 @@ def signal_to_noise(format: str) -> float:
 
 # ── what kernels of narrow formats keep of a GPU's speed ─────────────────────────────────────────────────────────────
 
-# The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time: all
-# from one request of their records in benchmarks/h200, those of fp8 and int4 between 8B and 70B. MXFP4's numbers take more
-# instructions than 4-bit integers, and blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
+# The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time. From
+# one request of the records in benchmarks/h200: fp8 and int4 between 8B and 70B, and those of 4 bits also between the newest records
+# and older ones in history (the newest are predicted 6 to 8 % too slow). Scales of MXFP4 and NVFP4 take 16 bits in the layout of
+# the kernels, and blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
 READ = {"fp8": 0.90, "fp8-block": 0.85, "int8": 0.87, "mxfp4": 0.67}
 NARROW_READ, BLOCKS_READ = 0.78, 0.68
 # The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first
@@ -177,6 +177,6 @@ INT8_KV_COMPUTE = 0.22
 FOUR_BIT_COMPUTE, FOUR_BIT_ROWS = 0.64, 768
 # Above a number of rows codes become numbers in memory first. By bits: these rows, and the bytes that are moved for each weight,
 # at the share of the bandwidth that this reaches. Products of 4 bits with as many rows hide reading the numbers again; those of
-# blocks of 8 bits (Q8_0) do not.
-EXPANDED = {4: (FOUR_BIT_ROWS, 2.516), 8: (MOST_CODE_ROWS, 4.0)}
+# blocks of 8 bits (Q8_0) do not. They were measured with one and with 128 rows.
+EXPANDED = {4: (FOUR_BIT_ROWS, 2.516), 8: (1, 4.0)}
 EXPANDS = 0.7

@@ -176,6 +176,11 @@ class Setup:
         return self.stored if self.stored is not None and self.stored.format == self.weights and not self.sparse else None
 
     @property
+    def has_blocks(self) -> bool:
+        """The weights are blocks of a GGUF file."""
+        return self.kept is not None and bool(self.model.config.packed)
+
+    @property
     def computed(self) -> str:
         """The format of matrix products. The codes of a file that a GPU keeps become numbers first."""
         wide = self.kept is not None and self.device.kind == "cuda"
@@ -250,8 +255,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     read = device.bandwidth * constants.linear_read
     narrow = 1.0
     if WEIGHT_FORMATS[setup.weights].bits < 16 and device.kind == "cuda":
-        blocks = setup.kept is not None and bool(setup.model.config.packed)
-        narrow = precision.READ.get(setup.weights, precision.BLOCKS_READ if blocks else precision.NARROW_READ)
+        narrow = precision.READ.get(setup.weights, precision.BLOCKS_READ if setup.has_blocks else precision.NARROW_READ)
     if format in precision.EIGHT_BIT_COMPUTE and device.kind == "cuda":
         rate *= precision.EIGHT_BIT_COMPUTE[setup.weights]
     # The head stays wide, but for a file's own.
@@ -293,8 +297,7 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
 
 def _expanding(setup: Setup, steps: Steps, four_bits: bool) -> np.ndarray | float:
     """Seconds by linear in which codes become numbers in memory, where there are too many rows for kernels that read codes."""
-    blocks = setup.kept is not None and bool(setup.model.config.packed) and setup.device.kind == "cuda"
-    if not four_bits and not (blocks and WEIGHT_FORMATS[setup.weights].bits == 8):
+    if not four_bits and not (setup.has_blocks and setup.device.kind == "cuda" and WEIGHT_FORMATS[setup.weights].bits == 8):
         return 0.0
     rows, moved = precision.EXPANDED[4 if four_bits else 8]
     weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]

@@ -8,7 +8,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, expert_matrices, linears
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.stages import first_layers
-from ridgeline.ops.kernel_table import H200, MOST_CODE_ROWS, DeviceFacts, bands
+from ridgeline.ops.kernel_table import H200, DeviceFacts, bands
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
 from ridgeline.quant.format import WeightFormat, is_fp8_rows, quantises_rows
 from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, served
@@ -85,7 +85,7 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: Device
     if slow:
         return (
             f"kept packed as {', '.join(slow)}, which saves memory; this GPU has no kernels of their own for these formats, and "
-            f"steps of more than {MOST_CODE_ROWS} rows may expand each weight first: they may be slower than in {dtype}"
+            f"steps of more than one row may expand each weight first: they may take several times as long as in {dtype}"
         )
     if LIBRARY in by.values():
         return f"multiplied by cuBLAS, at twice the rate of {dtype}; decode has not been timed on this kind of GPU"

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeline.ops.packed.block_asm import HIGH_PLACES
+from ridgeline.ops.packed.packed_asm import HIGH_PLACES
 from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, RUN, STRIP, TILE
 from ridgeline.ops.packed.packed_weight import (
     STRIPS_AT_ONCE,

@@ -3,8 +3,9 @@
 Triton has no 4-bit type, and its casts are several times the instructions that memory speed leaves room for: at 4.4 TB/s an SM
 has 3.4 issue slots for each weight.
 
-One row (`products`, and block_asm.py's): the bits of a code, cut out of its word, are a number already, a subnormal one:
-code * 2^-24 in fp16, code * 2^-133 in bf16, and e2m1 codes their value * 2^-126. Tensor cores multiply subnormal numbers exactly.
+One row (`products`, and block_asm.py's): the bits of a code, cut out of its word, are a number already, subnormal or just above
+(the exponents 0 and 1 have the same steps): code * 2^-24 in fp16, code * 2^-133 in bf16, and e2m1 codes their value * 2^-126.
+Tensor cores multiply subnormal numbers exactly.
 So a word of eight uint4 codes takes five instructions. Every second code is left where it is, 16 times as large: it is that
 of outputs r + 8, whose sums are divided at the end. What a code of zero means is subtracted from the sums of a group: it
 multiplies the sum of the group's x. bf16 numbers that small would leave nothing of a product in float32, so x is multiplied by
@@ -38,7 +39,8 @@ def x_factor(dtype: str) -> float:
 
 @compile_time
 def code_step(kind: str, dtype: str) -> float:
-    """A code of 1 in the product (a value of 1, of e2m1), with `x_factor`."""
+    """A code of 1 in the product (a value of 1, of e2m1, whose bits are those of bf16), with `x_factor`."""
+    assert kind != "e2m1" or dtype == "bf16"
     return 2.0**-24 if dtype == "f16" else 2.0**-62 if kind == "e2m1" else 2.0**-69
 
 
@@ -57,6 +59,7 @@ def sum_span(kind: str, group: int) -> int:
 @compile_time
 def literal(value: int) -> str:
     """0 or a power of two as PTX writes a float32 number."""
+    assert value & (value - 1) == 0
     return f"0f{(126 + value.bit_length()) << 23:08x}" if value else "0f00000000"
 
 
@@ -154,8 +157,8 @@ def products(kind: str, group: int, dtype: str, scale_dtype: str, zeros: bool, b
     """16 outputs x 128 inputs of one warp, added to `sums`.
 
     Operands, four registers each: out sums; in sums, words of two tiles, x of these tiles (two registers for every 16
-    inputs), then the words of the scales of the groups, then those of the zeros, then the sums of x, 32 inputs each, times
-    -`code_step`. `block`: which 128 of 512 inputs. All columns are the same: the sums of one (0 and 2) are kept up.
+    inputs), then the words of the scales of the groups, then those of the zeros, then the sums of x, `sum_span` inputs each,
+    times -`code_step`. `block`: which 128 of 512 inputs. All columns are the same: the sums of one (0 and 2) are kept up.
     """
     each = 128 // group
     chain = min(group, 64) // 16                         # products that follow each other; more would wait for their sums
@@ -180,8 +183,9 @@ def products(kind: str, group: int, dtype: str, scale_dtype: str, zeros: bool, b
                 f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{d0, d1, d2, d3}}, {{a0, a1, a2, a3}}, "
                 f"{{{right[0]}, {right[1]}}}, {added};"
             )
-        if sum_span(kind, group):
-            totals = [f"${total_at + span}" for span in range(first // 2, (first + chain) // 2)]
+        span = sum_span(kind, group)
+        if span:
+            totals = [f"${total_at + number}" for number in range(first * 16 // span, (first + chain) * 16 // span)]
             lines.append(f"mov.f32 total, {totals[0]};" if len(totals) == 1 else f"add.f32 total, {totals[0]}, {totals[1]};")
             lines += ["fma.rn.f32 d0, total, o0, d0;", "fma.rn.f32 d2, total, o1, d2;"]
         lines += ["fma.rn.f32 s0, d0, y0, s0;", "fma.rn.f32 s2, d2, y1, s2;"]
@@ -193,7 +197,8 @@ def products(kind: str, group: int, dtype: str, scale_dtype: str, zeros: bool, b
 def product_registers(kind: str, group: int, zeros: bool) -> str:
     """The constraints of `products`."""
     words = 8 + 16 + 4 * (128 // group) * (2 if zeros else 1)
-    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * words + ["f"] * (4 if sum_span(kind, group) else 0))
+    span = sum_span(kind, group)
+    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * words + ["f"] * (128 // span if span else 0))
 
 
 @compile_time

@@ -96,7 +96,7 @@ def test_one_row(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "group", "dtype", "zeros"),
-    [("uint4", group, dtype, zeros) for group in (32, 64, 128) for dtype in DTYPES for zeros in (False, True)]
+    [("uint4", group, dtype, zeros) for group in (16, 32, 64, 128) for dtype in DTYPES for zeros in (False, True)]
     + [("e2m1", 16, "bf16", False), ("e2m1", 32, "bf16", False)],
 )
 def test_one_row_of_four_bits(kind: str, group: int, dtype: str, zeros: bool) -> None:

@@ -26,6 +26,7 @@ WORDS |= {"outer_ptr": "*fp32", "part_ptr": "*fp32"}
 FORMATS = {
     "plain": {"KIND": "uint4", "GROUP": 128, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
     "zeros": {"KIND": "uint4", "GROUP": 32, "ZEROS": True, "OUTER": False, "DTYPE": "f16", "SCALE_DTYPE": "f16"},
+    "of 16": {"KIND": "uint4", "GROUP": 16, "ZEROS": True, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
     "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
     "nvfp4": {"KIND": "e2m1", "GROUP": 16, "ZEROS": False, "OUTER": True, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
     **{
@@ -116,7 +117,8 @@ def compiled(rows: int, outputs: int, inputs: int, gate: int, form: str) -> dict
     [
         (1, 28672, 4096, 1, "plain"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-            (1, 4096, 14336, 0, "mxfp4"), (1, 6144, 4096, 0, "nvfp4"), (1, 4096, 1088, 0, "zeros"), (16, 28672, 4096, 1, "plain"),
+            (1, 4096, 14336, 0, "mxfp4"), (1, 6144, 4096, 0, "nvfp4"), (1, 4096, 1088, 0, "zeros"), (1, 4096, 4096, 0, "of 16"),
+            (16, 28672, 4096, 1, "plain"),
             (8, 6144, 4096, 0, "zeros"), (30, 4096, 4096, 0, "mxfp4"), (64, 28672, 4096, 1, "nvfp4"),
             (64, 4096, 14336, 0, "plain"),
             (128, 4096, 4096, 0, "zeros"), (128, 28672, 4096, 1, "plain"),

@@ -118,7 +118,7 @@ def test_costs_count_the_bytes_that_are_stored() -> None:
 CASES: list[dict[str, Any]] = [
     {"shape": (6144, 4096)}, {"shape": (4096, 14336)}, {"shape": (4096, 4096), "group": 32, "kind": "e2m1"},
     {"shape": (28672, 4096), "gate": "silu"}, {"shape": (1000, 1088), "group": 64, "zero": True},
-    {"shape": (512, 2560), "group": 16, "kind": "e2m1", "outer": True},
+    {"shape": (512, 2560), "group": 16, "kind": "e2m1", "outer": True}, {"shape": (512, 2560), "group": 16, "zero": True},
     {"shape": (2048, 2048), "dtype": torch.float16, "zero": True},
     {"shape": (2048, 1536), "group": 32, "zero": True, "gate": "gelu_tanh", "outer": True},
 ]
