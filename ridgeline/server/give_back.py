@@ -23,6 +23,9 @@ LOOK_SECONDS = 1.0
 GROWTH = 8 * 2**20                   # bytes above the smallest size seen that are worth looking at
 MUCH_GROWTH = 32 * 2**20             # bytes since the last collection after which a busy server collects what is new …
 VERY_MUCH_GROWTH = 256 * 2**20       # … and since the last of all objects, after which it looks at all of them
+MOST_GROWTH = 2**30                  # since the last of all objects, after which it looks at them whatever their number
+IDLE_GROWTH = 64 * 2**20             # the same for an idle server, …
+IDLE_SECONDS = 10.0                  # … if the last collection of all objects is older than this
 YOUNG = 1                            # the generation up to which a busy server collects: what it finds there becomes old
 OLD = 2                              # all generations
 MANY_OBJECTS = 60_000                # a collection takes half a microsecond for each: 30 ms
@@ -69,7 +72,8 @@ class MemoryKeeper:
 
     A collection stops the process for 5 ms per 10,000 objects, and a connection has about 80. So a busy server collects only if
     it has grown, and then among the objects that are new since the last collection. Among many objects it collects only if that
-    may give as much memory back for the time: 3,000 connections would stop the server for 0.1 s, whether it answers or not.
+    may give as much memory back for the time: 3,000 connections would stop the server for 0.1 s. But small garbage is itself many
+    objects, so there is a growth after which their number does not count; when no request is open, a smaller one.
     Each try that gives nothing back doubles the time to the next; growth, or work that takes much memory, begins anew.
     """
 
@@ -85,6 +89,7 @@ class MemoryKeeper:
         self._clock = clock
         self._objects = objects
         self._smallest = self._last = self._collected_at = self._all_collected_at = size()
+        self._all_collected_on = -IDLE_SECONDS           # the time
         self._wait = LOOK_SECONDS
         self._next = 0.0                                 # the time of the next try
 
@@ -106,16 +111,25 @@ class MemoryKeeper:
         return size > self._smallest + GROWTH and self._clock() >= self._next
 
     def collect(self) -> None:
-        grown = self._last - self._all_collected_at
-        if self._is_idle() or grown > VERY_MUCH_GROWTH:
-            objects = self._objects(OLD)
-            if objects <= MANY_OBJECTS or grown > VERY_MUCH_GROWTH * objects / MANY_OBJECTS:
-                gc.collect()
-                self._all_collected_at = self._collected_at = self._size()
-                return
-        if self._last > self._collected_at + MUCH_GROWTH and self._objects(YOUNG) <= MANY_OBJECTS:
+        if self._is_worth_all():
+            gc.collect()
+            self._all_collected_at = self._collected_at = self._size()
+            self._all_collected_on = self._clock()
+        elif self._last > self._collected_at + MUCH_GROWTH and self._objects(YOUNG) <= MANY_OBJECTS:
             gc.collect(YOUNG)
             self._collected_at = self._size()
+
+    def _is_worth_all(self) -> bool:
+        """Whether to look at all objects."""
+        grown, is_idle = self._last - self._all_collected_at, self._is_idle()
+        if grown > MOST_GROWTH:
+            return True
+        if is_idle and grown > IDLE_GROWTH and self._clock() >= self._all_collected_on + IDLE_SECONDS:
+            return True
+        if not is_idle and grown <= VERY_MUCH_GROWTH:
+            return False
+        objects = self._objects(OLD)
+        return objects <= MANY_OBJECTS or grown > VERY_MUCH_GROWTH * objects / MANY_OBJECTS
 
     def note(self) -> None:
         """After a try: when the next one is due."""
