@@ -329,7 +329,7 @@ class LongBodies(BodyReader):
                 entries = self._stored.referred(reply.name, reply.items, caller.key)
                 reply = await process.ask(name, caller, body, [Recalled.of(*each) for each in entries.items()])
         except CannotStart:
-            return await function(service, caller, body.data)      # others wait for a moment; better than no answer
+            return await super().read(function, service, caller, body)     # others wait for a moment; better than no answer
         if isinstance(reply, Failure):
             raise error_of(reply)
         assert isinstance(reply, Made)
@@ -340,9 +340,10 @@ class LongBodies(BodyReader):
         return await away_if_long(len(reply.result), partial(decoder.decode, reply.result))
 
     async def _read_alone(self, function: Reads, service: Any, caller: Caller, body: Body) -> Any:
+        """In its turn: some functions end without a pause, and each body of a crowd would find itself alone."""
         self._alone = True
         try:
-            return await function(service, caller, body.data)
+            return await super().read(function, service, caller, body)
         finally:
             self._alone = False
 

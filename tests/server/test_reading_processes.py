@@ -25,9 +25,11 @@ from ridgeline.server.long_bodies import (
     MANY_TEXT,
     PARTS_PER_TURN,
     BodyReader,
+    CannotStart,
     FewPerTurn,
     LongBodies,
     Made,
+    ReadingProcess,
     Recalled,
     error_of,
     failure_of,
@@ -73,6 +75,35 @@ def test_a_body_of_many_parts_is_read_here_only_if_it_is_the_only_one(monkeypatc
 
     assert asyncio.run(run()) == [b"here", b"{}", b"{}"]
     assert reader.other._child is child and reader.huge._child is None
+
+
+@pytest.mark.parametrize("can_start", [True, False])
+def test_of_a_crowd_of_long_bodies_one_per_turn_is_read_here(monkeypatch: pytest.MonkeyPatch, can_start: bool) -> None:
+    """By a function that ends without a pause; with a process it is one of all, without one all in their turns."""
+    turn, began = 0, []
+
+    async def reads_at_once(service: object, caller: object, data: bytes) -> bytes:
+        began.append(turn)
+        return b"here"
+
+    async def ask(self: ReadingProcess, *_: object) -> Made:
+        if not can_start:
+            raise CannotStart
+        return Made(b"there", True, 0.0)
+
+    monkeypatch.setattr(ReadingProcess, "ask", ask)
+    reader = LongBodies({long_bodies.name_of(reads_at_once): bytes}, lambda: b"settings", ResponseStore(1, 1))
+    body = long_body(b"[]," * (MANY_PARTS + 1))
+
+    async def run() -> None:
+        nonlocal turn
+        reading = [asyncio.ensure_future(reader.read(reads_at_once, None, LOCAL, body)) for _ in range(50)]
+        while not all(each.done() for each in reading):
+            await asyncio.sleep(0)
+            turn += 1
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert len(began) == (1 if can_start else 50) and len(set(began)) == len(began)
 
 
 def test_long_bodies_do_not_wait_behind_huge_ones(monkeypatch: pytest.MonkeyPatch) -> None:
