@@ -12,7 +12,7 @@ import asyncio
 import math
 import select
 import selectors
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 try:
@@ -82,12 +82,28 @@ class CrowdSelector(selectors.BaseSelector):
         return self._keys[_number(fileobj)]
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._keys
+        return _ByFile(self._keys)
 
     def close(self) -> None:
         self._keys.clear()
         self._inner.close()
         self._first.close()
+
+
+class _ByFile(Mapping[Any, selectors.SelectorKey]):
+    """Keys by number; a lookup also takes file objects, as asyncio's does since Python 3.13."""
+
+    def __init__(self, keys: dict[int, selectors.SelectorKey]) -> None:
+        self._keys = keys
+
+    def __getitem__(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._keys[_number(fileobj)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def _number(fileobj: Any) -> int:

@@ -75,6 +75,16 @@ def test_a_turn_waits_for_the_crowd_as_for_others(
         selector.get_key(here)
 
 
+def test_keys_are_found_by_file_object_and_by_number(
+    selector: CrowdSelector, pairs: list[tuple[socket.socket, socket.socket]]
+) -> None:
+    here, there = pairs[0]
+    key = selector.register(here, selectors.EVENT_READ)
+    found = selector.get_map()
+    assert found.get(here) is key and found.get(here.fileno()) is key and here in found
+    assert found.get(there) is None and list(found) == [here.fileno()]
+
+
 def test_a_file_that_was_closed_before_can_be_unregistered(selector: CrowdSelector) -> None:
     reader, writer = os.pipe()
     selector.register(reader, selectors.EVENT_READ)
