@@ -47,15 +47,18 @@ class LastAnswer:
 
     HTTP/1.0 has no chunked encoding: an answer without a length ends with its connection. An answer that comes before its
     request is complete (a wrong path or key, no room) would be lost: to close a connection with bytes that were not read resets
-    it. `linger` closes it instead: it tells whether it does.
+    it. `drop_the_rest` closes it instead, once the answer is written: `send` may wait for the client to read before it writes.
     """
 
-    __slots__ = ("_cycle", "_has_length", "_is_old", "_linger")
+    __slots__ = ("_cycle", "_drop_the_rest", "_has_length", "_is_arriving", "_is_old")
 
-    def __init__(self, cycle: RequestResponseCycle, is_old: bool, linger: Callable[[], bool]) -> None:
-        """`is_old`: HTTP/1.0."""
+    def __init__(
+        self, cycle: RequestResponseCycle, is_old: bool, is_arriving: Callable[[], bool], drop_the_rest: Callable[[], None]
+    ) -> None:
+        """`is_old`: HTTP/1.0; `is_arriving`: whether the request is incomplete."""
         self._cycle = weakref.ref(cycle)                 # it holds this
-        self._linger = weakref.WeakMethod(linger)        # of its connection, which holds it, too
+        self._is_arriving = weakref.WeakMethod(is_arriving)      # of its connection, which holds it, too
+        self._drop_the_rest = weakref.WeakMethod(drop_the_rest)
         self._is_old = is_old
         self._has_length = True
 
@@ -71,6 +74,8 @@ class LastAnswer:
         elif not self._has_length:
             cycle.expected_content_length = len(message.get("body", b""))    # any length is right
         is_end = message["type"] == "http.response.body" and not message.get("more_body")
-        linger = self._linger() if is_end else None
-        cycle.keep_alive = linger is not None and linger()       # its head has said that the connection closes
+        is_arriving = self._is_arriving() if is_end else None
+        cycle.keep_alive = lingers = is_arriving is not None and is_arriving()   # its head has said that the connection closes
         await RequestResponseCycle.send(cycle, message)
+        if lingers and (drop_the_rest := self._drop_the_rest()) is not None:
+            drop_the_rest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from asyncio import TimerHandle
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -283,7 +284,7 @@ class LimitedProtocol(HttpToolsProtocol):
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
             scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
             if not self.cycle.keep_alive:
-                cast(Any, self.cycle).send = LastAnswer(self.cycle, version == "1.0", self._linger)
+                cast(Any, self.cycle).send = LastAnswer(self.cycle, version == "1.0", self._is_arriving, self._drop_the_rest)
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -410,23 +411,21 @@ class LimitedProtocol(HttpToolsProtocol):
             cast(LineFlow, self.flow).set_full(True)
             self._start_watch()
 
-    def _linger(self) -> bool:
-        """After the last answer, if its request is still arriving: what comes is read and dropped until the client closes."""
-        if not self._arriving.in_message or self._refused or self.transport.is_closing():
-            return False
-        self.loop.call_soon(self._drop_the_rest)         # the answer is written first
-        return True
+    def _is_arriving(self) -> bool:
+        return self._arriving.in_message and not self._refused and not self.transport.is_closing()
 
     def _drop_the_rest(self) -> None:
+        """After the last answer, if its request was still arriving: what comes is read and dropped until the client closes."""
         self._refused = True
         self._unread = b""
         self._cancel_deadline()
         self._unset_keepalive_if_required()
         if not self.transport.is_closing():
-            if self.transport.can_write_eof():           # TLS cannot
-                self.transport.write_eof()
-            cast(LineFlow, self.flow).set_full(False)
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            cast(LineFlow, self.flow).set_full(False)
+            if self.transport.can_write_eof():           # TLS cannot
+                with suppress(OSError):                  # the client has gone
+                    self.transport.write_eof()
 
     def _own_cycle(self) -> RequestResponseCycle | None:
         """Of the request that is arriving, if its headers are complete."""
