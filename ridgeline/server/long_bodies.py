@@ -201,13 +201,13 @@ class BodyReader:
 
 
 class ReadingProcess:
-    """One process that reads bodies, one after the other. `work`: the thread that asks it; `can_start` is told whether it could
-    be started."""
+    """One process that reads bodies, one after the other. `work`: the thread that asks it; `on_start` is called after each
+    start, also one that failed."""
 
-    def __init__(self, settings: Callable[[], bytes], work: LongWork, can_start: Callable[[bool], None]) -> None:
+    def __init__(self, settings: Callable[[], bytes], work: LongWork, on_start: Callable[[], None]) -> None:
         self._settings = settings
         self._work = work
-        self._can_start = can_start
+        self._on_start = on_start
         self._child: FramedChild | None = None
         self._in_use = threading.Lock()                  # held while a thread asks the child: its pipes stay open
         self._reading = 0
@@ -220,6 +220,11 @@ class ReadingProcess:
         """Or is being started."""
         return self._child is not None or self._reading > 0
 
+    @property
+    def can_start(self) -> bool:
+        """Or so it seems: the last start has not failed."""
+        return not self._failed_starts
+
     async def ask(self, name: str, caller: Caller, body: Body, recalled: list[Recalled] | None) -> Reply:
         task = msgspec.msgpack.encode(Task(name, caller.key, recalled))
         parts = [len(task).to_bytes(4, "little"), task, *body.parts]
@@ -227,7 +232,7 @@ class ReadingProcess:
         if self._idle is not None:
             self._idle.cancel()
         try:
-            return await self._work.run(lambda: self._answer(parts), body.size)
+            return await self._work.run(lambda: self._answer(parts), sum(map(len, parts)))     # recalled responses, too
         finally:
             self._reading -= 1
             if not self._reading:
@@ -265,12 +270,12 @@ class ReadingProcess:
             seconds = min(FIRST_RETRY_SECONDS * 2**self._failed_starts, LAST_RETRY_SECONDS)
             self._failed_starts += 1
             self._start_after = time.monotonic() + seconds
-            self._can_start(False)
+            self._on_start()
             why = getattr(error, "strerror", None) or type(error).__name__
             logger.warning("the process that reads long requests cannot be started (%s); next try in %g s", why, seconds)
             raise CannotStart from None
         self._failed_starts, self._start_after = 0, 0.0
-        self._can_start(True)
+        self._on_start()
         return child
 
     def _end_idle(self) -> None:
@@ -303,14 +308,14 @@ class LongBodies(BodyReader):
         super().__init__()
         self._decoders = {name: None if kind is bytes else msgspec.msgpack.Decoder(kind) for name, kind in results.items()}
         self._stored = stored
-        self._can_start(True)
-        self.huge = ReadingProcess(settings, HUGE_WORK, self._can_start)         # for bodies of more than MANY_BYTES
-        self.other = ReadingProcess(settings, LongWork(threads=1), self._can_start)
+        self.huge = ReadingProcess(settings, HUGE_WORK, self._note_start)        # for more than MANY_BYTES, recalled ones too
+        self.other = ReadingProcess(settings, LongWork(threads=1), self._note_start)
+        self._note_start()
         self._alone = False                              # a long body is read here
 
-    def _can_start(self, can: bool) -> None:
-        """Without a process, long conversations are read here, too."""
-        self._stored.most_recalled = MANY_BYTES if can else math.inf
+    def _note_start(self) -> None:
+        """Without one of the processes, long conversations are read here, too."""
+        self._stored.most_recalled = MANY_BYTES if self.huge.can_start and self.other.can_start else math.inf
 
     async def read(self, function: Reads, service: Any, caller: Caller, body: Body) -> Any:
         name = name_of(function)
@@ -327,6 +332,8 @@ class LongBodies(BodyReader):
             reply = wanted or await process.ask(name, caller, body, None)
             if isinstance(reply, Wanted):
                 entries = self._stored.referred(reply.name, reply.items, caller.key)
+                if body.size + sum(each.size for each in entries.values()) > MANY_BYTES:
+                    process = self.huge                  # bodies of 60 KB do not wait for it
                 reply = await process.ask(name, caller, body, [Recalled.of(*each) for each in entries.items()])
         except CannotStart:
             return await super().read(function, service, caller, body)     # others wait for a moment; better than no answer

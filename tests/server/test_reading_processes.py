@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ridgeline.engine.client.long_work import LONG_BYTES
-from ridgeline.engine.client.request_context import LOCAL
+from ridgeline.engine.client.long_work import LONG_BYTES, LongWork
+from ridgeline.engine.client.request_context import LOCAL, Caller
 from ridgeline.errors import BadRequest, Overloaded, PromptTooLong, TryAgain
 from ridgeline.server import long_bodies
 from ridgeline.server.api import prepare
@@ -31,6 +31,7 @@ from ridgeline.server.long_bodies import (
     Made,
     ReadingProcess,
     Recalled,
+    Wanted,
     error_of,
     failure_of,
     is_long,
@@ -116,6 +117,33 @@ def test_long_bodies_do_not_wait_behind_huge_ones(monkeypatch: pytest.MonkeyPatc
     assert [len(each.asked[1]) > MANY_BYTES for each in children] == [True, False]
     reader.close()
     assert [each.ended for each in children] == [1, 1]
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_body_that_recalls_a_long_conversation_is_read_as_a_huge_one(monkeypatch: pytest.MonkeyPatch, is_short: bool) -> None:
+    """Whether it was found here or in the process; what it recalls counts as work that waits."""
+    store, work = ResponseStore(10, 2**24), LongWork(threads=1)
+    store.put("resp_1", LOCAL.key, b"x" * (MANY_BYTES + 1), b"[]", b"[]")
+    done = long_bodies.msgspec.msgpack.encode(Made(b"{}", True, 0.0))
+    wanted = long_bodies.msgspec.msgpack.encode(Wanted("resp_1", []))
+    children: list[FakeChild] = [FakeChild([b"", done])] if is_short else [FakeChild([b"", wanted]), FakeChild([b"", done])]
+    starts = iter(children)
+    monkeypatch.setattr(long_bodies, "FramedChild", lambda *_, **__: next(starts))
+    counted: list[int] = []
+    run = work.run
+    monkeypatch.setattr(work, "run", lambda do, num_bytes: counted.append(num_bytes) or run(do, num_bytes))
+
+    async def recalls(service: object, caller: Caller, data: bytes) -> bytes:
+        store.size_of("resp_1", [], caller.key)
+        return b"here"
+
+    monkeypatch.setattr(long_bodies, "HUGE_WORK", work)
+    reader = LongBodies({long_bodies.name_of(recalls): Made}, lambda: b"settings", store)
+    body = long_body(b"{}" if is_short else b"[" * (LONG_BYTES + 1))
+    assert asyncio.run(reader.read(recalls, None, LOCAL, body)) == b"{}"
+    assert reader.huge._child is children[-1] and (reader.other._child is None) is is_short
+    assert len(counted) == 1 and counted[0] > MANY_BYTES
+    reader.close()
 
 
 def test_bodies_are_read_a_few_per_turn_of_the_loop() -> None:
@@ -263,6 +291,34 @@ def test_without_a_process_bodies_are_read_here_and_starts_are_tried_less_and_le
 
     asyncio.run(run())
     assert [round(after - before, 1) for before, after in itertools.pairwise(starts)] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_a_long_conversation_goes_on_while_only_the_process_of_huge_bodies_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = long_bodies.msgspec.msgpack.encode(Made(b"{}", True, 0.0))
+    starts: list[Any] = [OSError(12, "no memory"), FakeChild([b"", made])]
+
+    def start(*_: object, **__: object) -> FakeChild:
+        child = starts.pop(0)
+        if isinstance(child, OSError):
+            raise child
+        return child  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(long_bodies, "FramedChild", start)
+    monkeypatch.setattr(long_bodies, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    store = ResponseStore(10, 2**24)
+    store.put("resp_1", LOCAL.key, b"x" * (MANY_BYTES + 1), b"[]", b"[]")
+
+    async def recalls(service: object, caller: Caller, data: bytes) -> bytes:
+        store.size_of("resp_1", [], caller.key)
+        return b"here"
+
+    reader = LongBodies({long_bodies.name_of(recalls): Made}, lambda: b"settings", store)
+    sizes = (MANY_BYTES + 1, LONG_BYTES + 1, 9)
+    answers = [asyncio.run(reader.read(recalls, None, LOCAL, long_body(b"[" * size))) for size in sizes]
+    assert answers == [b"here", b"{}", b"here"] and reader.other._child is not None
+    reader.close()
 
 
 def test_a_child_that_a_thread_still_asks_keeps_its_pipes(monkeypatch: pytest.MonkeyPatch, all_long: None) -> None:
