@@ -156,24 +156,34 @@ def is_long(parts: Iterable[bytes], size: int, answers: bool = False) -> bool:
 
 
 class FewPerTurn:
-    """Lets work on bodies begin, a few per turn of the event loop. `most`: parts of bodies."""
+    """Lets work on bodies begin, a few per turn of the event loop. `most`: parts of bodies. Of one loop at a time."""
 
     def __init__(self, most: int = PARTS_PER_TURN) -> None:
         self._most = self._left = most
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._next: asyncio.Handle | None = None         # begins the loop's next turn
 
     async def turn(self, parts: int) -> None:
         """Wait until there is time for as many parts."""
         loop = asyncio.get_running_loop()
-        if self._left == self._most:
-            loop.call_soon(self._begin_turn, loop)
+        if loop is not self._loop:
+            self._forget(loop)
+        if self._next is None:
+            self._next = loop.call_soon(self._begin_turn, loop)
         if self._waiting or parts > self._left:
             future: asyncio.Future[None] = loop.create_future()
             self._waiting.append((future, parts))
-            self._left = min(self._left, self._most - 1)         # a turn was asked for
             await future
         else:
             self._left -= parts
+
+    def _forget(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The last loop has ended, with whatever waited in it."""
+        if self._next is not None:
+            self._next.cancel()
+        self._loop, self._next, self._left = loop, None, self._most
+        self._waiting.clear()
 
     def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self._left = self._most
@@ -182,8 +192,7 @@ class FewPerTurn:
             if not future.done():                        # else its client has left
                 future.set_result(None)
                 self._left -= parts
-        if self._left != self._most:
-            loop.call_soon(self._begin_turn, loop)
+        self._next = loop.call_soon(self._begin_turn, loop) if self._left != self._most else None
 
 
 class BodyReader:

@@ -177,6 +177,26 @@ def test_a_body_of_more_parts_than_a_turn_has_takes_one_of_its_own() -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_turns_go_on_in_the_next_loop() -> None:
+    """The last one has ended in the middle of a turn, with a body that waited."""
+    turns, last = FewPerTurn(10), asyncio.new_event_loop()
+    left = [last.create_task(turns.turn(10)) for _ in range(2)]
+    last.call_soon(last.stop)
+    last.run_forever()
+    assert [each.done() for each in left] == [True, False]
+
+    async def run() -> list[bool]:
+        reading = [asyncio.ensure_future(turns.turn(10)) for _ in range(3)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return [each.done() for each in reading]
+
+    assert asyncio.run(run()) == [True] * 3
+    left[1].cancel()
+    last.run_until_complete(asyncio.wait(left))
+    last.close()
+
+
 @pytest.mark.parametrize("error", [
     BadRequest("bad", field="messages[0].content"), PromptTooLong("long", field="prompt"), ModelNotFound("other", field="model"),
     Overloaded("full", 3.5), TryAgain("broken", 1.0),
