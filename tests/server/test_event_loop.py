@@ -139,9 +139,10 @@ def test_a_health_check_overtakes_a_crowd_that_sends() -> None:
                 await asyncio.sleep(0)
             acceptor.close()
 
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=FrontEndLoop) as runner:
         runner.run(asyncio.wait_for(run(), 60))
-    assert read.index(b"GET /health") < 2 * CLIENTS
+    # It is accepted, begun, given a transport and watched, a turn each; in the fifth it is read before the crowd.
+    assert read.index(b"GET /health") <= CLIENTS + 4 * OF_CROWD
 
 
 def test_a_front_end_has_this_loop(monkeypatch: pytest.MonkeyPatch) -> None:
