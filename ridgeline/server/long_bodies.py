@@ -340,10 +340,7 @@ class LongBodies(BodyReader):
         try:
             reply = wanted or await process.ask(name, caller, body, None)
             if isinstance(reply, Wanted):
-                entries = self._stored.referred(reply.name, reply.items, caller.key)
-                if body.size + sum(each.size for each in entries.values()) > MANY_BYTES:
-                    process = self.huge                  # bodies of 60 KB do not wait for it
-                reply = await process.ask(name, caller, body, [Recalled.of(*each) for each in entries.items()])
+                reply = await self._ask_with_stored(reply, process, name, caller, body)
         except CannotStart:
             return await super().read(function, service, caller, body)     # others wait for a moment; better than no answer
         if isinstance(reply, Failure):
@@ -354,6 +351,13 @@ class LongBodies(BodyReader):
         if decoder is None or reply.is_answer:
             return reply.result
         return await away_if_long(len(reply.result), partial(decoder.decode, reply.result))
+
+    async def _ask_with_stored(self, wanted: Wanted, process: ReadingProcess, name: str, caller: Caller, body: Body) -> Reply:
+        """What is recalled is read with the body: bodies of 60 KB do not wait for a long conversation."""
+        entries = self._stored.referred(wanted.name, wanted.items, caller.key)
+        if body.size + sum(each.size for each in entries.values()) > MANY_BYTES:
+            process = self.huge
+        return await process.ask(name, caller, body, [Recalled.of(*each) for each in entries.items()])
 
     async def _read_alone(self, function: Reads, service: Any, caller: Caller, body: Body) -> Any:
         """In its turn: some functions end without a pause, and each body of a crowd would find itself alone."""
