@@ -194,8 +194,8 @@ class Answers:
                 self._commit_one(sequences[place], end)
 
     def _commit_said(self, sequence: Sequence) -> None:
-        """Of a row whose new tokens were looked at one by one. The newest has no KV without drafts. With drafts it may have, and so
-        may tokens behind the end of the answer: those are left out, so that prefix hits do not depend on drafts."""
+        """Of a row whose new tokens were looked at one by one. Without drafts the newest has no KV. With drafts it may have, and
+        tokens behind the end of the answer, too: they are left out, so that prefix hits do not depend on drafts."""
         end = len(sequence.tokens) - 1
         if sequence.row >= 0 and end // self._manager.block_size > self._running.rows.committed[sequence.row]:
             self._commit_one(sequence, end)
