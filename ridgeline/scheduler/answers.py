@@ -196,9 +196,11 @@ class Answers:
     def _commit_said(self, sequence: Sequence) -> None:
         """Of a row whose new tokens were looked at one by one. Without drafts the newest has no KV. With drafts it may have, and
         tokens behind the end of the answer, too: they are left out, so that prefix hits do not depend on drafts."""
-        end = len(sequence.tokens) - 1
-        if sequence.row >= 0 and end // self._manager.block_size > self._running.rows.committed[sequence.row]:
-            self._commit_one(sequence, end)
+        table, end = self._running.rows, len(sequence.tokens) - 1
+        if sequence.row >= 0:
+            table.answers.arrived[sequence.row] = end + 1
+            if end // self._manager.block_size > table.committed[sequence.row]:
+                self._commit_one(sequence, end)
 
     def _commit_one(self, sequence: Sequence, end: int) -> None:
         if sequence.blocks is not None:
@@ -248,8 +250,6 @@ class Answers:
             self._counters.finished += 1
             del tokens[number:]
             self.end(sequence)
-        if sequence.row >= 0:
-            self._running.rows.answers.arrived[sequence.row] = len(sequence.tokens)
         if logprobs is not None:
             delta.logprobs = _each(logprobs, len(tokens))
         return [delta]

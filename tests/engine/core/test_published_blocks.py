@@ -53,7 +53,7 @@ def requests(asked: Asked, logprobs: int | None) -> list[Request]:
     return [Request(name, prompt, SamplingParams(**usual | params)) for name, (prompt, params) in asked.items()]
 
 
-@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
+@pytest.fixture(scope="module", params=MODELS.values(), ids=[*MODELS])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, options = request.param
     return save_checkpoint(name, tmp_path_factory.mktemp("published"), **options)
