@@ -258,7 +258,7 @@ PLANTS = [
     Plant("a preempted sequence forgets its token in flight", Scheduler, "_preempt",
           "sequence.num_promised = sum(", "sequence.num_promised = 0 * sum(",
           one(test_scheduler.test_a_preempted_sequence_waits_for_its_promised_token)),
-    Plant("rows do not count what has arrived", Answers, "_said", "answers.arrived[sequence.row] = len(sequence.tokens)",
+    Plant("rows do not count what has arrived", Answers, "_commit_said", "answers.arrived[sequence.row] = end + 1",
           "answers.arrived[sequence.row] += 0", drafted),
     Plant("drafts have no blocks", draft_slots, "_with_blocks", "+ 1 + width", "+ 1", drafted),
     Plant("guesses follow the wrong token", scheduler_module, "give_drafts", "DraftPlan(width, found.tokens,",
