@@ -119,7 +119,7 @@ class Answers:
         there = flight.stays == self._running.rows.stay[flight.rows]     # others have ended, or were preempted
         quick = self._quick(flight, result, there)
         deltas = self._say_more(flight, result, quick) if np.count_nonzero(quick) else TokenDeltas()
-        self._commit(flight, result, there)
+        self._commit(flight, result, there & (quick | ~flight.sampled))  # the others when it is known where their answers end
         for place in (~quick).nonzero()[0].tolist():
             deltas.others += self._outcome(flight, result, place)
         return deltas
@@ -187,21 +187,26 @@ class Answers:
         self._commit_at(flight, result, places)
 
     def _commit_at(self, flight: InFlight, result: StepResult, places: np.ndarray) -> None:
-        """Of rows that have their sequences still."""
-        sequences, commit, failed = flight.sequences, self._manager.commit, result.failed
-        table, size = self._running.rows, self._manager.block_size
+        """Of rows that have their sequences still, with all tokens up to there."""
+        sequences, failed = flight.sequences, result.failed
         for place, end in zip(places.tolist(), result.lengths[places].tolist(), strict=True):
-            sequence = sequences[place]
-            if sequence.blocks is None or (failed and place in failed):
-                continue
-            tokens = sequence.tokens
-            missing = end - len(tokens)                          # accepted drafts that are not appended yet
-            if missing > 0:
-                tokens.fromlist(result.tokens[place, :missing].tolist())
-            commit(sequence.blocks, tokens, end)
-            if missing > 0:
-                del tokens[-missing:]
-            table.committed[sequence.row] = end // size          # not what was published for steps still in flight
+            if not (failed and place in failed):
+                self._commit_one(sequences[place], end)
+
+    def _commit_said(self, sequence: Sequence) -> None:
+        """Of a row whose new tokens were looked at one by one. Without drafts the newest has no KV. With drafts it may have, and
+        tokens behind the end of the answer, too: they are left out, so that prefix hits do not depend on drafts."""
+        table, end = self._running.rows, len(sequence.tokens) - 1
+        if sequence.row >= 0:
+            table.answers.arrived[sequence.row] = end + 1
+            if end // self._manager.block_size > table.committed[sequence.row]:
+                self._commit_one(sequence, end)
+
+    def _commit_one(self, sequence: Sequence, end: int) -> None:
+        if sequence.blocks is not None:
+            self._manager.commit(sequence.blocks, sequence.tokens, end)
+            # Not what was published for steps still in flight.
+            self._running.rows.committed[sequence.row] = end // self._manager.block_size
 
     def _broken(self, sequence: Sequence, place: int, result: StepResult, tokens: list[int]) -> list[TokenDelta]:
         """The row failed. Tokens of accepted drafts before the failure count, and may end the answer before it."""
@@ -224,23 +229,27 @@ class Answers:
         prefill = sequence.prefill
         if prefill.logprobs or prefill.hidden is not None:
             _add_prompt_outputs(sequence, delta)
-        for number, token in enumerate(tokens, 1):
+        before, refused = len(sequence.tokens), False
+        for token in tokens:
             sequence.tokens.append(token)
             if token in sequence.stop_ids:
                 delta.finish_reason = "stop"
                 delta.stop_reason = token if token in sequence.request.params.stop_token_ids else None
             elif sequence.matcher is not None and not self._matches(sequence, token, delta):
-                return self._refused(sequence, delta, number - 1, logprobs)
+                refused = True
             elif delta.finish_reason is None and len(sequence.tokens) >= sequence.limit:
                 delta.finish_reason = "length"
-            if delta.finish_reason:
-                self._counters.late_tokens += len(tokens) - number
-                self._counters.finished += 1
-                del tokens[number:]
-                self.end(sequence)
+            if refused or delta.finish_reason:
                 break
-        if sequence.row >= 0:
-            self._running.rows.answers.arrived[sequence.row] = len(sequence.tokens)
+        self._commit_said(sequence)
+        number = len(sequence.tokens) - before
+        if refused:
+            return self._refused(sequence, delta, number - 1, logprobs)
+        if delta.finish_reason:
+            self._counters.late_tokens += len(tokens) - number
+            self._counters.finished += 1
+            del tokens[number:]
+            self.end(sequence)
         if logprobs is not None:
             delta.logprobs = _each(logprobs, len(tokens))
         return [delta]

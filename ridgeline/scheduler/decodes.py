@@ -49,7 +49,7 @@ class Taken:
     """A result, whose rows are as it says."""
 
     others: np.ndarray               # places of rows that have more to tell than their tokens
-    full: np.ndarray                 # places of rows with full blocks
+    full: np.ndarray                 # places of the rows that have no more to tell, with full blocks
     counts: np.ndarray               # int32: tokens of each of the rows that have no more to tell …
     tokens: np.ndarray               # int32: … and these, behind each other
     unused: int                      # planned tokens that rows still there were not to have

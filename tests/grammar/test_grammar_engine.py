@@ -212,6 +212,63 @@ def test_deltas_leave_while_the_next_masks_are_filled(model: Path, on: bool) -> 
     llm.close()
 
 
+def unsampled(model: Path) -> tuple[LLM, list[list[int]], dict[str, list[int]]]:
+    """An engine whose newest step is not sampled yet, the answers of its requests, and what it has said of them so far."""
+    llm = LLM(model, async_scheduling=True, **OPTIONS)
+    params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(9)]
+    outputs = llm.generate(["Hello"] * 9, params, use_tqdm=False)
+    llm.core.grammars.masks._threads = 2
+    for number, each in enumerate(params):
+        llm.core.add(Request(str(number), outputs[0].prompt_token_ids, each))
+    said: dict[str, list[int]] = {str(number): [] for number in range(9)}
+    while not llm.core._unsampled:
+        take(llm.core.step(), said)
+    return llm, [tokens for tokens, _ in answers(outputs)], said
+
+
+def take(deltas: Any, said: dict[str, list[int]]) -> None:
+    for delta in deltas:
+        said[delta.request_id].extend(delta.token_ids)
+
+
+def test_a_switch_that_runs_out_of_memory_loses_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Overlap is switched off while a step waits to be sampled, and there is no memory to sample it."""
+    llm, wanted, said = unsampled(model)
+    core, sample, failed = llm.core, llm.core.executor.sample, []
+
+    def failing(masks: Any = None) -> None:
+        if not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sample(masks)
+
+    monkeypatch.setattr(core.executor, "sample", failing)
+    take(Switches(core).set("overlap", False), said)
+    assert failed and not core.scheduler.num_in_flight
+    while core.has_work:
+        take(core.step(), said)
+    assert list(said.values()) == wanted
+    llm.close()
+
+
+def test_an_engine_that_ends_samples_what_it_has_launched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait for these tokens. A grammar library that fails at the end is not in the way."""
+    llm, *_ = unsampled(model)
+    executor, done = llm.core.executor, list[str]()
+    monkeypatch.setattr(executor, "sample", lambda masks=None: done.append("sampled"))
+    close, finish = executor.close, llm.core.grammars.close
+    monkeypatch.setattr(executor, "close", lambda: (done.append("closed"), close()))
+
+    def failing() -> None:
+        finish()
+        raise RuntimeError("a library's panic")
+
+    monkeypatch.setattr(llm.core.grammars, "close", failing)
+    with pytest.raises(RuntimeError, match="panic"):
+        llm.core.close()
+    assert done == ["sampled", "closed"]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_answer_of_n_has_its_own_matcher(llm: LLM, temperature: float) -> None:
     params = asks(3, temperature, json=SCHEMA, disable_any_whitespace=True, n=5, logprobs=2)

@@ -46,6 +46,8 @@ _CONNECT_SECONDS = 0.02              # between two tries to send the first frame
 _TURN_SECONDS = 0.005                # messages are handled for at most this long before other tasks run
 _STOP_SECONDS = (1.0, 0.5)           # for an engine to exit when asked, and when sent SIGTERM; then it is killed
 _LAST_WORDS_SECONDS = 1.0            # for reading the messages that a dead engine left
+_WITH_WORDS = (1, 2)                 # exit codes of an engine that has said why (engine/core/loop.py)
+_WORDS_SECONDS = 0.02                # between two looks for them
 _STACKS_SECONDS = 10.0               # for a hung engine to write its stacks and end; one that is stuck in a driver does neither
 
 
@@ -211,10 +213,15 @@ class EngineChild:
         except RuntimeError:
             pass                                         # the event loop is closed: there is no one to inform
 
-    def _ended(self, code: int) -> None:
-        until = time.monotonic() + _LAST_WORDS_SECONDS   # its last words say more than its exit code
+    def _ended(self, code: int, until: float | None = None) -> None:
+        """Its last words say more than its exit code. They are written when it ends, but on a busy machine not read by ZeroMQ's
+        thread in this process yet."""
+        until = until or time.monotonic() + _LAST_WORDS_SECONDS
         while not self._from_engine.closed and not self.lost.done() and time.monotonic() < until and self._take_next():
             pass
+        if code in _WITH_WORDS and not self._from_engine.closed and not self.lost.done() and time.monotonic() < until:
+            self._loop.call_later(_WORDS_SECONDS, self._ended, code, until)
+            return
         self.lose(EngineDead(f"the engine's process {self._kills.how_it_ended(code)}"))
         self._exited.set()
 

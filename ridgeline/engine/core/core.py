@@ -5,6 +5,7 @@ It handles token ids only. Text and HTTP belong to engine/client and server/, te
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -123,13 +124,16 @@ class EngineCore:
 
         Garbage is collected between steps or while a long one runs, never between two launches, where the GPU would wait.
         """
+        return self._guarded(self._step)
+
+    def _guarded(self, work: Callable[[TokenDeltas], None]) -> TokenDeltas:
         self._check_alive()
         self._collects = gc.isenabled()
         gc.disable()
         deltas = TokenDeltas()
         try:
             try:
-                self._step(deltas)
+                work(deltas)
                 return deltas
             except Exception as error:
                 if not (self._launching and is_out_of_memory(error)):
@@ -148,6 +152,8 @@ class EngineCore:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         if self._unsampled:
             self.sample_masked(deltas)
+            if self._thrift is not None:
+                self._spend(self._thrift)
         if self.grammars.num_pending:
             self._take_grammars(deltas)
         while self._device_knows_first and self.scheduler.waits_for_drafts:
@@ -164,7 +170,7 @@ class EngineCore:
             self._launching = False
             if self._collects and plan.total_tokens >= _LONG_STEP:
                 gc.collect(1)                            # what prompts leave behind would hold up a short step otherwise
-            if self._thrift is not None:
+            if self._thrift is not None and not self._unsampled:
                 self._spend(self._thrift)
             if self.scheduler.num_in_flight <= self.config.depth:
                 return
@@ -241,12 +247,13 @@ class EngineCore:
 
     def drain(self) -> TokenDeltas:
         """Take in all steps in flight."""
-        deltas = TokenDeltas()
+        return self._guarded(self._drain)
+
+    def _drain(self, deltas: TokenDeltas) -> None:
         if self._unsampled:
             self.sample_masked(deltas)
         while self.scheduler.num_in_flight:
             deltas += self._take_in()
-        return deltas
 
     def _take_grammars(self, deltas: TokenDeltas, wait_seconds: float = 0.0) -> None:
         """Requests whose grammar is compiled may run from now on; those whose grammar is invalid end here."""
@@ -265,8 +272,14 @@ class EngineCore:
             raise EngineDead(f"the engine has stopped: {self._dead}")
 
     def close(self) -> None:
-        self.grammars.close()
-        self.executor.close()
+        if self._unsampled and not self._dead:
+            # Other ranks wait for its tokens, and would not hear that this is the end.
+            with contextlib.suppress(Exception):
+                self.executor.sample()
+        try:
+            self.grammars.close()
+        finally:
+            self.executor.close()
 
 
 def make_scheduler(config: ResolvedConfig) -> Scheduler:

@@ -78,10 +78,10 @@ int64_t ridgeline_book_decodes(const int64_t *rows, int64_t *columns, const int3
 
 /* Their result: InFlight.check, Answers.settle, _quick, _say_more and _commit. Row r brings num_new[r] of its `across` tokens. `ending`:
    by token + 1, tokens that end answers. `later`: the rows, stays and ends of a step that was planned meanwhile, or none. Written: how
-   many rows go on with nothing to tell but their tokens, their tokens together, rows with full blocks, and tokens of rejected drafts
-   of rows that are still there; then the places of the others, and those with full blocks; then, as int32, the number of tokens of
-   each row that goes on, and these tokens. `scratch`: two numbers for each row of the table. Returns 0; -1: that is not what was
-   planned, and nothing has changed. */
+   many rows go on with nothing to tell but their tokens, their tokens together, those of them with full blocks, and tokens of rejected
+   drafts of rows that are still there; then the places of the others, and those with full blocks; then, as int32, the number of tokens of
+   each row that goes on, and these tokens. `scratch`: two numbers for each row of the table. Returns 0; -1: that is not what was planned,
+   and nothing has changed. */
 int64_t ridgeline_take_in_decodes(const int64_t *rows, const int64_t *stays, const int64_t *ends, const int32_t *width,
                                   const int32_t *tokens, const int32_t *num_new, const int32_t *lengths, int64_t *columns,
                                   const uint8_t *simple, const int32_t *ending, const int64_t *later_rows, const int64_t *later_stays,
@@ -118,8 +118,6 @@ int64_t ridgeline_take_in_decodes(const int64_t *rows, const int64_t *stays, con
             known[row] -= surplus;
             computed[row] -= surplus;
             unused += surplus;
-            if (lengths[r] / block_size > committed[row])
-                full[num_full++] = r;
         }
         int64_t goes_on = there && simple[row] && arrived[row] + num_new[r] < limit[row];
         for (int64_t i = 0; goes_on && i < across; i++) {        /* there is no token -1, and none ends an answer beyond the table */
@@ -130,6 +128,8 @@ int64_t ridgeline_take_in_decodes(const int64_t *rows, const int64_t *stays, con
             others[num_others++] = r;
             continue;
         }
+        if (lengths[r] / block_size > committed[row])
+            full[num_full++] = r;
         arrived[row] += num_new[r];
         counts[quick++] = num_new[r];
         for (int32_t i = 0; i < num_new[r]; i++)
