@@ -85,7 +85,7 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: Device
     if slow:
         return (
             f"kept packed as {', '.join(slow)}, which saves memory; this GPU has no kernels of their own for these formats, and "
-            f"steps of more than one row may expand each weight first: they may be slower than in {dtype}, several times with few rows"
+            f"steps of more than one row may expand each weight first: they may be slower than in {dtype}, with few rows by far"
         )
     if LIBRARY in by.values():
         return f"multiplied by cuBLAS, at twice the rate of {dtype}; decode has not been timed on this kind of GPU"
