@@ -14,7 +14,7 @@ has too few bits for that.
 from __future__ import annotations
 
 from ridgeline.ops.hopper import compile_time
-from ridgeline.ops.packed.packed_asm import HIGH_PLACES, _floats, _from_lane, in_place, literal, raw_codes
+from ridgeline.ops.packed.packed_asm import _floats, _from_lane, cut_codes, in_place, literal, raw_codes
 
 MIDDLES = {"uint4": 8, "q5": 16, "q6": 32}   # kinds, and the code that means 0 where there is no offset
 REGISTERS = (
@@ -46,25 +46,9 @@ def bases(kind: str, dtype: str, offset: bool) -> list[str]:
 
 @compile_time
 def code_numbers(word: str, out: str, kind: str, dtype: str, high: str) -> list[str]:
-    """`out`0 to `out`3: the codes of a word less what means 0, exactly. `high`: a register with the upper bits of the word's
-    codes, those of even inputs in its byte 0 and those of odd ones in byte 2."""
+    """`out`0 to `out`3: the codes of a word less what means 0, exactly. `high`: as in `cut_codes`."""
     half = dtype == "f16"
-    lines = [f"shr.u32 t1, {word}, 8;"] if half else []
-    for number in range(4):
-        source, mask = word, 0x000F000F
-        if half:
-            source, mask = ("t1" if number > 1 else word), (0x00F000F0 if number % 2 else 0x000F000F)
-        elif number:
-            lines.append(f"shr.u32 t1, {word}, {4 * number};")
-            source = "t1"
-        lines.append(f"lop3.b32 {out}{number}, {source}, {mask}, {0x64006400 if half else 0x43004300}, 0xea;")
-        if has_high(kind):
-            wanted = 8 if half and number % 2 else 4
-            shift, above = wanted - HIGH_PLACES[number], high
-            if shift:
-                lines.append(f"shl.b32 t2, {high}, {shift};" if shift > 0 else f"shr.u32 t2, {high}, {-shift};")
-                above = "t2"
-            lines.append(f"lop3.b32 {out}{number}, {above}, {0x00030003 << wanted}, {out}{number}, 0xea;")
+    lines = cut_codes(word, out, half, high if has_high(kind) else "", 0x64006400 if half else 0x43004300)
     for number in range(4):
         if half and number % 2:
             lines.append(f"fma.rn.f16x2 {out}{number}, {out}{number}, part, base1;")

@@ -64,11 +64,10 @@ def literal(value: int) -> str:
 
 
 @compile_time
-def raw_codes(word: str, out: str, kind: str, dtype: str, high: str) -> list[str]:
-    """`out`0 to `out`3: the codes of a word, each as `code_step` says. `high`: as block_asm.py's `code_numbers`."""
-    if kind == "e2m1":
-        return _small_e2m1(word, out)
-    stay = in_place(kind, dtype)
+def cut_codes(word: str, out: str, stay: bool, high: str, base: int) -> list[str]:
+    """`out`0 to `out`3: the bits of the codes of a word, put into the number `base`. `stay`: every second code stays where it is.
+    `high`: empty, or a register with the upper bits of the word's codes, those of even inputs in its byte 0 and those of odd ones
+    in byte 2."""
     lines = [f"shr.u32 t1, {word}, 8;"] if stay else []
     for number in range(4):
         source, mask = word, 0x000F000F
@@ -77,7 +76,8 @@ def raw_codes(word: str, out: str, kind: str, dtype: str, high: str) -> list[str
         elif number:
             lines.append(f"shr.u32 t1, {word}, {4 * number};")
             source = "t1"
-        lines.append(f"and.b32 {out}{number}, {source}, {mask};")
+        cut = f"{out}{number}, {source}, {mask}"
+        lines.append(f"lop3.b32 {cut}, {base}, 0xea;" if base else f"and.b32 {cut};")
         if high:
             wanted = 8 if stay and number % 2 else 4
             shift, above = wanted - HIGH_PLACES[number], high
@@ -86,6 +86,12 @@ def raw_codes(word: str, out: str, kind: str, dtype: str, high: str) -> list[str
                 above = "t2"
             lines.append(f"lop3.b32 {out}{number}, {above}, {0x00030003 << wanted}, {out}{number}, 0xea;")
     return lines
+
+
+@compile_time
+def raw_codes(word: str, out: str, kind: str, dtype: str, high: str) -> list[str]:
+    """`out`0 to `out`3: the codes of a word, each as `code_step` says. `high`: as in `cut_codes`."""
+    return _small_e2m1(word, out) if kind == "e2m1" else cut_codes(word, out, in_place(kind, dtype), high, 0)
 
 
 @compile_time
