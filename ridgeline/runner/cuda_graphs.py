@@ -39,7 +39,8 @@ logger = get_logger("graphs")
 USES = 1                             # before a shape is captured …
 AT_ONCE = 256                        # … with more tokens of prompts than this; others are at their first use
 STAND_INS = 8                        # uses of a larger graph, before a shape has its own
-MOST_PADDING = 1.5                   # of decodes whose own shape is not captured yet
+MOST_PADDING = 1.5                   # of decodes whose own shape is not captured yet …
+PASSING_USES, PASSING_PADDING = 2, 4     # … and of its first uses: it may not come again, and a capture takes longer than padding
 DRAFT_PADDING, FEW_TOKENS = 2.0, 64  # of decodes with drafts; up to so many tokens a step is bound by the weights it reads
 MOST_GRAPHS = 256                    # the one unused for longest makes room; the driver keeps 1 MiB for each (8B)
 
@@ -71,6 +72,12 @@ class _Seen:
 
 
 _Key = tuple[Shape, bool, tuple[bool, ...]]              # shape, greedy, groups with a shared prefix
+_Form = tuple[Shape, bool, bool]                         # shape, greedy, any group with a shared prefix
+
+
+def _form(key: _Key) -> _Form:
+    shape, greedy, prefixes = key
+    return shape, greedy, any(prefixes)
 
 
 class GraphForward:
@@ -93,7 +100,7 @@ class GraphForward:
         self._memory = device, num_bytes if beside is None else 0
         num_logits = max(max_rows, most_verified)
         self._logits = torch.empty((num_logits, vocab_size), dtype=dtype, device=device)     # of the graph that ran last
-        self._forms: Counter[tuple[Shape, bool]] = Counter()         # captured graphs, by shape and whether greedy
+        self._forms: Counter[_Form] = Counter()          # captured graphs
         self._uses = USES
         self._stood_in: Counter[Shape] = Counter()       # uses of shapes that a larger one was used for
         self.replays = 0
@@ -118,20 +125,29 @@ class GraphForward:
                 return self._shape
             self._shape = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
             shape, may_stand_in = self._shape, self._stand_ins and self._uses
-            if shape is not None and not shape.prompts and may_stand_in and not self._is_captured(shape, greedy):
+            if shape is not None and not shape.prompts and may_stand_in:
                 self._shape = self._stand_in(shape, greedy)
         return self._shape
 
-    def _is_captured(self, shape: Shape, greedy: bool) -> bool:
+    def _is_captured(self, shape: Shape, greedy: bool, prefixes: tuple[bool, ...]) -> bool:
         """For rows that are all greedy. Others may still turn out to be, with the rows that this step adds: for both."""
-        return bool(self._forms[shape, True] and (greedy or self._forms[shape, False]))
+        return all(
+            self._forms[shape, True, each] and (greedy or self._forms[shape, False, each]) for each in prefixes
+        )
+
+    def _shares_prefix(self) -> bool:
+        """Did the rows of the graph that ran last share a prefix? Most of them decode again: so will those of the next step."""
+        return any(next(reversed(self._captured))[2]) if self._captured else False
 
     def _stand_in(self, shape: Shape, greedy: bool) -> Shape:
-        """For the first uses of decodes that are not captured, a larger shape that is: padding costs less than launches."""
-        if self._stood_in[shape] >= STAND_INS:
+        """For the first uses of decodes that are not captured, a larger shape that is: padding costs less than launches. It must
+        be captured without a shared prefix, too: fewer rows may share none."""
+        shares = self._shares_prefix()
+        if self._is_captured(shape, greedy, (shares,)) or self._stood_in[shape] >= STAND_INS:
             return shape
+        most = shape.decodes * (PASSING_PADDING if self._stood_in[shape] < PASSING_USES else MOST_PADDING)
         for size in self._shapes.decodes:
-            if shape.decodes < size <= MOST_PADDING * shape.decodes and self._is_captured(larger := Shape(size), greedy):
+            if shape.decodes < size <= most and self._is_captured(larger := Shape(size), greedy, (False, shares)):
                 self._stood_in[shape] += 1
                 self.stood_in = True
                 return larger
@@ -140,13 +156,13 @@ class GraphForward:
     def _drafted(self, decodes: int, tokens: int, queries: int, greedy: bool) -> Shape | None:
         """Mixtures of widths have many shapes: a larger one that is captured stands in for the first uses of another."""
         shape = self._shapes.fit_drafts(decodes, tokens, queries)
-        if shape is None or not self._stand_ins or not self._uses or self._forms[shape, greedy]:
+        if shape is None or not self._stand_ins or not self._uses or self._forms[shape, greedy, False]:
             return shape
         if self._stood_in[shape] >= STAND_INS:
             return shape
         most = max(FEW_TOKENS, int(DRAFT_PADDING * shape.draft_tokens))
         larger = [
-            each for (each, form), count in self._forms.items()
+            each for (each, form, _), count in self._forms.items()
             if count and form == greedy and shape.draft_tokens <= each.draft_tokens <= most
             and each.decodes >= shape.decodes and each.queries >= shape.queries
         ]
@@ -198,9 +214,10 @@ class GraphForward:
         self._waiting.clear()
         self._forms.clear()
 
-    def is_new(self, shape: Shape, greedy: bool) -> bool:
+    def is_new(self, shape: Shape, greedy: bool, shares_prefix: bool = False) -> bool:
         """Is it worth capturing before its first use? Room must be left for shapes that will be used."""
-        known = any(key[:2] == (shape, greedy) for keys in (self._captured, self._waiting) for key in keys)
+        form = (shape, greedy, shares_prefix)
+        known = any(_form(key) == form for keys in (self._captured, self._waiting) for key in keys)
         return not known and len(self._captured) < MOST_GRAPHS * 3 // 4
 
     def _capture_shape(self, key: _Key, batch: Batch, seen: _Seen) -> _Captured | None:
@@ -231,10 +248,10 @@ class GraphForward:
             return None
         if len(self._captured) == MOST_GRAPHS:
             torch.cuda.synchronize()                     # it may be running
-            (old_shape, old_greedy, _), _ = self._captured.popitem(last=False)
-            self._forms[old_shape, old_greedy] -= 1
+            oldest, _ = self._captured.popitem(last=False)
+            self._forms[_form(oldest)] -= 1
         self._captured[key] = _Captured(graph, computed)
-        self._forms[shape, greedy] += 1
+        self._forms[_form(key)] += 1
         HAPPENED["graph_recording"] += 1
         logger.debug("captured %s, %s", shape, "greedy" if greedy else "logits")
         return self._captured[key]

@@ -29,7 +29,7 @@ def passes(shape: str, name: str, captures: bool, repeats: int, options: dict[st
     from ridgeline.runner.cuda_graphs import GraphForward
 
     events: list[str] = []
-    note(GraphForward, "_capture_shape", "capture", events)
+    note_captures(GraphForward, events)
     gc.callbacks.append(lambda phase, info: events.append(f"gc{info['generation']}") if phase == "stop" else None)
     preset = workloads.GPU_PRESETS[name]
     context = -(-preset.longest() // 16) * 16 + 16
@@ -53,16 +53,20 @@ def passes(shape: str, name: str, captures: bool, repeats: int, options: dict[st
     return found
 
 
-def note(owner: type, method: str, event: str, events: list[str]) -> None:
-    plain = getattr(owner, method)
+def note_captures(owner: Any, events: list[str]) -> None:
+    plain = owner._capture_shape
 
     def noted(*args: Any) -> Any:
         began = time.perf_counter()
         result = plain(*args)
-        events.append(f"{event} {1e3 * (time.perf_counter() - began):.1f} ms")
+        shape, greedy, prefixes = args[1]
+        events.append(
+            f"capture {1e3 * (time.perf_counter() - began):.1f} ms ({shape.decodes}+{shape.prompts} rows, {shape.prompt_tokens} "
+            f"prompt tokens{', greedy' if greedy else ''}{', shared prefix' if any(prefixes) else ''})"
+        )
         return result
 
-    setattr(owner, method, noted)
+    owner._capture_shape = noted
 
 
 def watch_steps(engine: Any, events: list[str]) -> list[dict[str, Any]]:

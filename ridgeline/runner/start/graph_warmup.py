@@ -3,7 +3,8 @@
 Launched kernel by kernel, a decode step of an 8B model on an H200 takes the host longer than the device, and a capture takes as
 long again: after a deploy, every user would meet the shapes of the first busy minute like that.
 
-Decodes of every size and single prompts, greedy and sampled, then decodes with drafts. Likely ones come first, the smallest
+Decodes of every size and single prompts, greedy and sampled, then decodes with drafts; of decodes behind a shared prefix only
+some sizes, which stand in for all others. Likely ones come first, the smallest
 before larger ones: a request that comes meanwhile is probably alone. Shapes that have been used are left out. An idle scheduler
 has no rows, so the runner's rows are free. They write to block 0, which no sequence owns: the blocks of the sequences that had
 these rows before may be in the prefix cache.
@@ -19,10 +20,11 @@ import numpy as np
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.process.log import get_logger
-from ridgeline.runner.cuda_graphs import MOST_PADDING, GraphForward
+from ridgeline.runner.cuda_graphs import MOST_PADDING, PASSING_PADDING, GraphForward
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.runner import Runner
-from ridgeline.runner.start.kernel_steps import KernelStep, run_step
+from ridgeline.runner.shared_prefix import FEWEST_ROWS, NoSharedPrefixes
+from ridgeline.runner.start.kernel_steps import KernelStep, run_step, shared_past
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import USUAL_PROMPT, GraphShapes, Shape
 
@@ -56,7 +58,8 @@ class Rehearsal:
         usual = [step for step in prompts if step[0] <= USUAL_PROMPT]
         rest = [step for step in (*usual, *decodes[1:], *prompts[len(usual):]) if step not in likely]
         self._steps: Iterator[KernelStep] = itertools.chain(
-            self._unknown([decodes[0], *likely]), self._drafted(max_rows, max_model_len), self._unknown(rest)
+            self._unknown([decodes[0]]), self._shared(max_model_len, True), self._unknown(likely),
+            self._shared(max_model_len, False), self._drafted(max_rows, max_model_len), self._unknown(rest),
         )
 
     def before_ready(self, seconds: float) -> int:
@@ -93,6 +96,16 @@ class Rehearsal:
             for greedy in (True, False):
                 if shape is not None and self._forward.is_new(shape, greedy):
                     yield KernelStep(tokens, params=SamplingParams(temperature=0.0 if greedy else 1.0), used=True)
+
+    def _shared(self, max_model_len: int, greedy: bool) -> Iterator[KernelStep]:
+        """Decodes of the most rows behind one prefix, and of fewer, as far as a larger one may not stand in."""
+        if all(isinstance(prefixes, NoSharedPrefixes) for prefixes in self._runner.rows.prefixes):
+            return
+        params, size = SamplingParams(temperature=0.0 if greedy else 1.0), self._shapes.decodes[-1]
+        while size >= FEWEST_ROWS and shared_past(size) < max_model_len - 1:
+            if self._forward.is_new(Shape(size), greedy, shares_prefix=True):
+                yield KernelStep([1] * size, shared_past(size), params=params, used=True)
+            size = max((each for each in self._shapes.decodes if each * PASSING_PADDING <= size), default=0)
 
     def _drafted(self, max_rows: int, max_model_len: int) -> Iterator[KernelStep]:
         """Of every shape with drafts a step that fills it. Greedy ones first: they stand in for no others, and most are."""

@@ -121,9 +121,13 @@ def _decodes(shapes: GraphShapes, num_rows: int, max_step_tokens: int, longest: 
         if 1 < size < max_step_tokens and longest > 1:
             yield KernelStep([1] * (size - 1) + [2])
     for size in sorted({size for size in (*coarse, FEWEST_ROWS) if FEWEST_ROWS <= size <= num_rows}, reverse=True):
-        past = -(-FEWEST_SAVED // (size - 1)) + 64                           # the last block is not shared
-        if past < longest:
+        if (past := shared_past(size)) < longest:
             yield KernelStep([1] * size, past)
+
+
+def shared_past(size: int) -> int:
+    """Tokens of each row from which a prefix that all of them have is read once; the last block is not shared."""
+    return -(-FEWEST_SAVED // (size - 1)) + 64
 
 
 def _sampling(num_rows: int) -> Iterator[KernelStep]:

@@ -16,8 +16,9 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.messages import Request, StepPlan
-from ridgeline.runner.cuda_graphs import MOST_PADDING
+from ridgeline.runner.cuda_graphs import MOST_PADDING, PASSING_PADDING
 from ridgeline.runner.runner import Runner
+from ridgeline.runner.shared_prefix import FEWEST_ROWS, FEWEST_SAVED, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.start import graph_warmup
 from ridgeline.runner.start.graph_warmup import Rehearsal
 from ridgeline.sampling_params import SamplingParams
@@ -40,7 +41,7 @@ class Seen:
         submit = runner.submit
         runner.submit = lambda plan: (self.plans.append(plan), submit(plan))[1]      # type: ignore[method-assign]
 
-    def is_new(self, shape: Shape, greedy: bool) -> bool:
+    def is_new(self, shape: Shape, greedy: bool, shares_prefix: bool = False) -> bool:
         return (shape, greedy) not in self.known
 
     @contextmanager
@@ -109,6 +110,22 @@ def test_every_shape_with_drafts_comes_too(model: Path) -> None:
     assert found == wanted
     assert [plan.total_tokens for plan in drafted] == [shape.draft_tokens for shape, _ in wanted]
     assert answer(core, temperature=0.0) == expected
+    core.close()
+
+
+def test_some_sizes_of_decodes_behind_a_shared_prefix_stand_in_for_all(model: Path) -> None:
+    core, rehearsal, _ = start(model)
+    rehearsal._shapes = GraphShapes(512, 2048)
+    assert not list(rehearsal._shared(4096, True))       # a CPU reads every prefix for each row
+    rehearsal._runner.rows.schedule.prefixes = [NoSharedPrefixes(), SharedPrefixes(16, 4)]
+    steps = list(rehearsal._shared(4096, True))
+    sizes = [len(step.counts) for step in steps]
+    assert all(size * step.past > FEWEST_SAVED and step.used for size, step in zip(sizes, steps, strict=True))
+    for rows in range(FEWEST_ROWS, 513):
+        fitting = GraphShapes(512, 2048).fit(rows, 0, 0)
+        assert fitting is not None and any(fitting.decodes <= size <= PASSING_PADDING * fitting.decodes for size in sizes)
+    assert set(sizes) <= graph_warmup.COMMON             # which are captured without a prefix, too
+    assert [len(step.counts) for step in rehearsal._shared(200, True)] == [512]      # others need longer prefixes
     core.close()
 
 
