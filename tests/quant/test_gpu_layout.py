@@ -31,6 +31,7 @@ from ridgeline.quant.choose import schemes
 from ridgeline.quant.format import MXFP4, Scales, WeightFormat, common, uint4
 from ridgeline.quant.gpu_layout import (
     BLOCKS,
+    EIGHT_BITS,
     FOUR_BITS,
     GENERAL,
     OWN,
@@ -54,7 +55,7 @@ PARTS = {name: (name,) for name in FORMATS} | {
     "Q5_0 and Q5_1": ("Q5_0", "Q5_1"),
 }
 LAYOUTS = {
-    "Q4_0": FOUR_BITS, "MXFP4": FOUR_BITS, "Q8_0": STORED, "TQ1_0": STORED, "TQ2_0": STORED, "Q4_0 and Q4_1": STORED,
+    "Q4_0": FOUR_BITS, "MXFP4": FOUR_BITS, "Q8_0": EIGHT_BITS, "TQ1_0": STORED, "TQ2_0": STORED, "Q4_0 and Q4_1": STORED,
     "Q5_0 and Q5_1": STORED,
 }
 NVFP4 = WeightFormat("e2m1", Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0))))
