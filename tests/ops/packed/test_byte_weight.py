@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from typing import Any
+
 import numpy as np
 import ptx_warp
 import pytest
 import torch
 import torch.nn.functional as F
+from folders import import_path
 from test_block_asm import DTYPES, ERRORS, LANE, assert_near, random_x, words
 
 from ridgeline.ops.hopper import HAS_GLUON, is_hopper
@@ -67,6 +72,22 @@ def test_what_the_layout_does_not_hold() -> None:
     wide = weight._replace(scale=weight.scale.float())
     assert holds_bytes(wide) and not holds_bytes(wide._replace(scale=wide.scale + 2**-26))
     assert not holds_bytes(random_bytes("row", 16, 96)) and not holds_bytes(weight._replace(block=(16, 32)))
+
+
+def check_expanding(device: str) -> None:
+    for form in FORMS:
+        for gated in (False, True):
+            packed = pack_bytes(random_bytes(form, 32 if gated else 40, 768, device), gated)
+            assert torch.equal(expand_packed(packed, torch.float32), packed_numbers(packed, torch.float32)), form
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_expanding_in_memory(run_interpreted: Any) -> None:
+    if torch.cuda.is_available():
+        check_expanding("cuda")
+        return
+    run = run_interpreted([sys.executable, __file__], PYTHONPATH=import_path())
+    assert run.returncode == 0, run.stderr[-3000:]
 
 
 # ── instructions ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,3 +224,7 @@ def test_a_sum_of_many_equal_terms_is_right(dtype: torch.dtype, rows: int) -> No
     weight = pack_bytes(QuantisedWeight("int8", 14336, codes, scale, (1, 32)))
     out = packed_linear(torch.ones(rows, 14336, device="cuda", dtype=dtype), weight)
     torch.testing.assert_close(out.float(), torch.full_like(out, 14336 * 1.125).float(), rtol=2**-8, atol=0)
+
+
+if __name__ == "__main__":
+    check_expanding("cpu")
