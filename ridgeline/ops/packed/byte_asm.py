@@ -28,29 +28,28 @@ def _raw_pairs(words: tuple[str, str], out: str, above: str) -> list[str]:
 
 
 @compile_time
-def byte_products(group: int, dtype: str, scale_dtype: str, block: int) -> str:
-    """One row: 16 outputs x 128 inputs of one warp, added to `sums`.
+def byte_products(group: int, dtype: str, scale_dtype: str, tile: int) -> str:
+    """One row: 16 outputs x 64 inputs of one warp, added to `sums`. More inputs at a time would need more registers for x.
 
-    Operands, four registers each: out sums; in sums, words of two tiles of outputs r, then of outputs r + 8, x of these tiles
-    (two registers for every 16 inputs), the words of the scales of the groups, the sums of x, `sum_span` inputs each, times
-    -`code_step`. `block`: which 128 of 512 inputs. All columns are the same: the sums of one (0 and 2) are kept up.
+    Operands, four registers each: out sums; in sums, words of a tile of outputs r, then of outputs r + 8, x of this tile (two
+    registers for every 16 inputs), the words of the scales of its groups, the sums of x of 128 inputs, `sum_span` inputs each,
+    times -`code_step`. `tile`: which 64 of 512 inputs. All columns are the same: the sums of one (0 and 2) are kept up.
     """
-    chain = min(group, 64) // 16                         # products that follow each other; more would wait for their sums
-    span, total_at = sum_span("int8", group), 40 + 4 * (128 // group)
+    chain = min(group, 64) // 16                         # products with one scale
+    span, total_at = sum_span("int8", group), 24 + 4 * tile_scales(group)
     lines = [_registers(), ".reg .b32 a<4>; .reg .f32 d<4>; .reg .f32 s<4>; .reg .f32 y<2>; .reg .f32 total;"]
     lines += [f"mov.f32 s{number}, ${4 + number};" for number in range(4)]
-    for first in range(0, 8, chain):
-        if first * 16 % group == 0:
-            word = f"${40 + 4 * (first * 16 // group)}"
-            lines += [_from_lane(word, "word", block), *_floats("word", "y0", "y1", scale_dtype)]
+    for first in range(0, 4, chain):
+        lines += [_from_lane(f"${24 + 4 * (first // chain)}", "word", tile // 2), *_floats("word", "y0", "y1", scale_dtype)]
         for step in range(first, first + chain):
-            lines += _raw_pairs((f"${8 + step}", f"${16 + step}"), "a", "0")
+            lines += _raw_pairs((f"${8 + step}", f"${12 + step}"), "a", "0")
             added = ", ".join([literal(0)] * 4) if step == first else "d0, d1, d2, d3"
             lines.append(
                 f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 {{d0, d1, d2, d3}}, {{a0, a1, a2, a3}}, "
-                f"{{${24 + 2 * step}, ${25 + 2 * step}}}, {{{added}}};"
+                f"{{${16 + 2 * step}, ${17 + 2 * step}}}, {{{added}}};"
             )
-        totals = [f"${total_at + number}" for number in range(first * 16 // span, (first + chain) * 16 // span)]
+        begin = (tile % 2 * 4 + first) * 16 // span
+        totals = [f"${total_at + number}" for number in range(begin, begin + chain * 16 // span)]
         lines.append(f"mov.f32 total, {totals[0]};" if len(totals) == 1 else f"add.f32 total, {totals[0]}, {totals[1]};")
         lines += [f"fma.rn.f32 d{number}, total, {literal(128)}, d{number};" for number in (0, 2)]
         lines += ["fma.rn.f32 s0, d0, y0, s0;", "fma.rn.f32 s2, d2, y1, s2;"]
@@ -59,9 +58,15 @@ def byte_products(group: int, dtype: str, scale_dtype: str, block: int) -> str:
 
 
 @compile_time
+def tile_scales(group: int) -> int:
+    """Words of scales that 64 inputs have."""
+    return max(1, 64 // group)
+
+
+@compile_time
 def byte_product_registers(group: int) -> str:
     """The constraints of `byte_products`."""
-    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * (32 + 4 * (128 // group)) + ["f"] * (128 // sum_span("int8", group)))
+    return ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * (16 + 4 * tile_scales(group)) + ["f"] * (128 // sum_span("int8", group)))
 
 
 # ── many rows ────────────────────────────────────────────────────────────────────────────────────────────────────────

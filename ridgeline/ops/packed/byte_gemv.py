@@ -14,7 +14,7 @@ from ridgeline.ops.hopper import gl, group_barrier, viewed, wait_for_kernel_befo
 from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.packed import packed_gemv
-from ridgeline.ops.packed.byte_asm import byte_product_registers, byte_products
+from ridgeline.ops.packed.byte_asm import byte_product_registers, byte_products, tile_scales
 from ridgeline.ops.packed.packed_asm import restored, sum_span
 from ridgeline.ops.packed.packed_gemv import NAMES
 from ridgeline.ops.packed.packed_sizes import RUN
@@ -86,21 +86,38 @@ def _load_scales(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
-def _multiply_block(  # type: ignore[no-untyped-def]
-    sums, codes, scales, x_words, totals, first, layout: gl.constexpr, BLOCK: gl.constexpr, GROUP: gl.constexpr,
+def _multiply_tile(  # type: ignore[no-untyped-def]
+    sums, low, high, scales, x_words, x_sums, first, layout: gl.constexpr, TILE: gl.constexpr, GROUP: gl.constexpr,
     DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """128 inputs of each warp. BLOCK: which of 512."""
-    text: gl.constexpr = byte_products(GROUP, DTYPE, SCALE_DTYPE, BLOCK)
+    """64 inputs of each warp. TILE: which of 512."""
+    text: gl.constexpr = byte_products(GROUP, DTYPE, SCALE_DTYPE, TILE)
     constraints: gl.constexpr = byte_product_registers(GROUP)
-    AT: gl.constexpr = BLOCK % 2 * 4
-    operands = (sums, codes[AT], codes[AT + 2], codes[AT + 1], codes[AT + 3])
-    for number in gl.static_range(4):
-        operands = operands + (_x_operand(x_words, first + BLOCK * 4 + number, layout, GROUPS, WARPS),)  # type: ignore[assignment]
-    for number in gl.static_range(128 // GROUP):
-        operands = operands + (scales[number][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)  # type: ignore[assignment]
-    operands = operands + _x_sums(totals, first // 4 + BLOCK, layout, sum_span("int8", GROUP), GROUPS, WARPS)
+    WORDS: gl.constexpr = tile_scales(GROUP)
+    AT: gl.constexpr = TILE % 2 * WORDS if GROUP < 128 else 0
+    operands = (sums, low, high)
+    for number in gl.static_range(2):
+        operands = operands + (_x_operand(x_words, first + TILE * 2 + number, layout, GROUPS, WARPS),)  # type: ignore[assignment]
+    for number in gl.static_range(WORDS):
+        operands = operands + (scales[AT + number][:, :, :, None].broadcast_to([GROUPS, WARPS, 32, 4]),)  # type: ignore[assignment]
+    operands = operands + x_sums
     return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
+
+
+@gluon_kernel()
+def _multiply_half(  # type: ignore[no-untyped-def]
+    sums, codes, scales, x_words, totals, first, layout: gl.constexpr, HALF: gl.constexpr, GROUP: gl.constexpr,
+    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+):
+    """256 inputs of each warp."""
+    for block in gl.static_range(2):                     # of 128 inputs
+        x_sums = _x_sums(totals, first // 4 + HALF * 2 + block, layout, sum_span("int8", GROUP), GROUPS, WARPS)
+        for tile in gl.static_range(2):
+            sums = _multiply_tile(
+                sums, codes[4 * block + 2 * tile], codes[4 * block + 2 * tile + 1], scales, x_words, x_sums, first, layout,
+                HALF * 4 + 2 * block + tile, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS,
+            )
+    return sums
 
 
 @gluon_kernel(do_not_specialize=["outputs", "strips"])
@@ -136,19 +153,17 @@ def _byte_gemv_kernel(  # type: ignore[no-untyped-def]
     for begin in range(0, units, ROUNDS):
         sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
         for unit in range(begin, begin + ROUNDS):
-            codes, scales, at = first_half, following, (unit - begin) * 16
+            scales, at = following, (unit - begin) * 16
             second_half = _load_half(code_ptr, high_ptr, unit, strips, layout, 1, RUNS, GROUPS, WARPS)
-            for block in gl.static_range(2):
-                sums = _multiply_block(
-                    sums, codes, scales, x_words, totals, at, layout, block, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
-                )
+            sums = _multiply_half(
+                sums, first_half, scales, x_words, totals, at, layout, 0, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
+            )
             if unit + 1 < units:
                 first_half = _load_half(code_ptr, high_ptr, unit + 1, strips, layout, 0, RUNS, GROUPS, WARPS)
                 following = _load_scales(scale_ptr, unit + 1, strips, layout, RUNS, EACH, GROUPS, WARPS)
-            for block in gl.static_range(2, 4):
-                sums = _multiply_block(
-                    sums, second_half, scales, x_words, totals, at, layout, block, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
-                )
+            sums = _multiply_half(
+                sums, second_half, scales, x_words, totals, at, layout, 1, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
+            )
         strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
         whole = factor * restored("int8", DTYPE, False)
         _finish(sums, parts, whole, whole, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs, GATE, BIAS, OUTER, GROUPS, WARPS)

@@ -18,7 +18,7 @@ from ridgeline.ops.hopper import HAS_GLUON, is_hopper
 from ridgeline.ops.kernel_table import H200, PACKED_RESERVED, choose
 from ridgeline.ops.packed import packed_linear as packed_file
 from ridgeline.ops.packed.block_weight import packed_numbers
-from ridgeline.ops.packed.byte_asm import byte_factors, byte_operands, byte_products, enlarged
+from ridgeline.ops.packed.byte_asm import byte_factors, byte_operands, byte_products, enlarged, tile_scales
 from ridgeline.ops.packed.byte_weight import holds_bytes, pack_bytes, stored_bytes
 from ridgeline.ops.packed.packed_asm import code_step, restored, sum_span, x_factor
 from ridgeline.ops.packed.packed_expand import expand as expand_packed
@@ -33,7 +33,7 @@ HOPPER = torch.cuda.is_available() and HAS_GLUON and is_hopper(torch.device("cud
 # Groups, and the dtype of scales: Q8_0, GPTQ and compressed-tensors with groups, a scale for each output.
 FORMS = {
     "Q8_0": (32, torch.float16), "of 64": (64, torch.bfloat16), "of 128": (128, torch.bfloat16), "of 256": (256, torch.float16),
-    "row": (0, torch.float32),
+    "row": (0, torch.float32), "of 16": (16, torch.bfloat16),
 }
 MATRICES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (2048, 2048), (10240, 8192), (8192, 28672)]
 
@@ -99,17 +99,19 @@ def one_row(weight: PackedWeight, x: torch.Tensor, dtype: str, scale_dtype: str)
     planes, scale = (words(weight.codes[0]), words(weight.high[0])), words(weight.scale[0, 0])
     pairs = words((x * x_factor(dtype)).view(-1, 2).contiguous().view(torch.int32)[:, 0]).reshape(-1, 8)
     span, sums = sum_span("int8", weight.group), np.zeros(16)
-    for block in range(4):
-        operands = {number: np.zeros(32, np.uint32) for number in range(8)}
-        for step in range(8):
+    each = tile_scales(weight.group)
+    for tile in range(8):
+        operands, block = {number: np.zeros(32, np.uint32) for number in range(8)}, tile // 2
+        for step in range(4):
             for half in (0, 1):
-                operands[8 + 8 * half + step] = planes[half][2 * block + step // 4, :, step % 4]
-                operands[24 + 2 * step + half] = pairs[8 * block + step][LANE % 4 + 4 * half]
-        operands |= {40 + 4 * number: each for number, each in enumerate(scale)}
+                operands[8 + 4 * half + step] = planes[half][tile, :, step]
+                operands[16 + 2 * step + half] = pairs[4 * tile + step][LANE % 4 + 4 * half]
+        first = tile % 2 * each if weight.group < 128 else 0
+        operands |= {24 + 4 * number: scale[first + number] for number in range(each)}
         totals = x[128 * block : 128 * block + 128].double().view(-1, span).sum(1) * -code_step("int8", dtype)
-        at = 40 + 4 * len(scale)
-        operands |= {at + number: np.full(32, each, np.float32).view(np.uint32) for number, each in enumerate(totals)}
-        found = ptx_warp.run(byte_products(weight.group, dtype, scale_dtype, block), operands)
+        at = 24 + 4 * each
+        operands |= {at + number: np.full(32, total, np.float32).view(np.uint32) for number, total in enumerate(totals)}
+        found = ptx_warp.run(byte_products(weight.group, dtype, scale_dtype, tile), operands)
         for half in (0, 1):
             column = found[2 * half].view(np.float32).reshape(8, 4)
             assert (column == column[:, :1]).all()                               # x is in every column
