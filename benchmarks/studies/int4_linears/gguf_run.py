@@ -175,8 +175,12 @@ def variants(weight: Weight, rows: int, x: Tensor) -> dict[str, Callable[[Weight
     outputs, inputs, is_byte = weight.packed.outputs, weight.packed.inputs, weight.packed.form == BYTES
     if rows == 1:
         for label, plan in gemv_plans(is_byte).items():
-            gemv = byte_gemv if is_byte else packed_gemv
-            found[label] = lambda each, plan=plan, gemv=gemv: gemv(x, each.packed, None, plan, gate=each.gate)[0]
+            if not is_byte:
+                found[label] = lambda each, plan=plan: packed_gemv(x, each.packed, None, plan, gate=each.gate)[0]
+                continue
+            for ahead in (4, 6, 8):
+                found[f"{label}, {ahead} tiles ahead"] = lambda each, plan=plan, ahead=ahead: byte_gemv(
+                    x, each.packed, None, plan, gate=each.gate, ahead=ahead)[0]
         return found
     for label, wide in (gemm_plans(outputs, rows) | (byte_gemm_plans(outputs, inputs, rows) if is_byte else {})).items():
         found[label] = lambda each, wide=wide: packed_gemm(x, each.packed, None, wide, gate=each.gate)

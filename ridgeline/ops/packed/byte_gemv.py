@@ -1,8 +1,7 @@
 """GEMV for one row with packed 8-bit codes (byte_weight.py), fused with the norm before it and the gate behind it.
 
-As packed_gemv.py, whose parts it uses. A warp has 512 inputs of a strip at a time, in two halves: the codes of one are loaded
-while the other is multiplied, so as many bytes of an SM are in flight as with four bits, in as many registers. Codes are
-multiplied as they are (byte_asm.py).
+As packed_gemv.py, whose parts it uses. A lane requests the next codes as soon as those of 64 inputs are multiplied, AHEAD times
+64 inputs ahead: a second set of registers, as for four bits, would not fit. Codes are multiplied as they are (byte_asm.py).
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemvPlan
 from ridgeline.ops.registry import gluon_kernel, triton
 
+AHEAD = 4
 _finish = packed_gemv._finish
 _load_line = packed_gemv._load_line
 _place_rows = packed_gemv._place_rows
@@ -53,22 +53,19 @@ def _place(unit, strips, layout: gl.constexpr, RUNS: gl.constexpr, GROUPS: gl.co
 
 
 @gluon_kernel()
-def _load_half(  # type: ignore[no-untyped-def]
-    code_ptr, high_ptr, unit, strips, layout: gl.constexpr, HALF: gl.constexpr, RUNS: gl.constexpr, GROUPS: gl.constexpr,
+def _load_tile(  # type: ignore[no-untyped-def]
+    code_ptr, high_ptr, unit, strips, layout: gl.constexpr, TILE: gl.constexpr, RUNS: gl.constexpr, GROUPS: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Request 256 inputs of each warp: tensors of codes, of outputs r and r + 8 by turns. What is not there has scales of zero
-    and some codes that are."""
+    """Request 64 inputs of each warp: codes of outputs r and of r + 8. What is not there has scales of zero and some codes that
+    are."""
     start, run, _there, lane = _place(unit, strips, layout, RUNS, GROUPS, WARPS)
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))[None, :][:, None, :][:, :, None, :]
-    at = (run * 1024 + HALF * 512 + lane * 4)[:, :, :, None] + word
-    loaded = ()
-    for tile in gl.static_range(4):
-        loaded = loaded + (  # type: ignore[assignment]
-            gl.load(code_ptr + start * 1024 + (at + tile * 128), eviction_policy="evict_first"),
-            gl.load(high_ptr + start * 1024 + (at + tile * 128), eviction_policy="evict_first"),
-        )
-    return loaded
+    at = (run * 1024 + TILE * 128 + lane * 4)[:, :, :, None] + word
+    return (
+        gl.load(code_ptr + start * 1024 + at, eviction_policy="evict_first"),
+        gl.load(high_ptr + start * 1024 + at, eviction_policy="evict_first"),
+    )
 
 
 @gluon_kernel()
@@ -104,66 +101,56 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
 
 
-@gluon_kernel()
-def _multiply_half(  # type: ignore[no-untyped-def]
-    sums, codes, scales, x_words, totals, first, layout: gl.constexpr, HALF: gl.constexpr, GROUP: gl.constexpr,
-    DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
-):
-    """256 inputs of each warp."""
-    for block in gl.static_range(2):                     # of 128 inputs
-        x_sums = _x_sums(totals, first // 4 + HALF * 2 + block, layout, sum_span("int8", GROUP), GROUPS, WARPS)
-        for tile in gl.static_range(2):
-            sums = _multiply_tile(
-                sums, codes[4 * block + 2 * tile], codes[4 * block + 2 * tile + 1], scales, x_words, x_sums, first, layout,
-                HALF * 4 + 2 * block + tile, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS,
-            )
-    return sums
-
-
 @gluon_kernel(do_not_specialize=["outputs", "strips"])
 def _byte_gemv_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, code_ptr, high_ptr, scale_ptr, outer_ptr, bias_ptr, out_ptr, new_residual_ptr,
     inputs, outputs, strips, eps, norm_offset,
     RUNS: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr, SCALE_DTYPE: gl.constexpr, NORM: gl.constexpr,
     RESIDUAL: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, OUTER: gl.constexpr, GROUPS: gl.constexpr,
-    WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    WARPS: gl.constexpr, AHEAD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """GROUPS strips at a time are assigned to the CTAs round-robin; WARPS warps have one of them. RUNS: how often the inputs
-    have 512."""
+    have 512. AHEAD: times 64 inputs whose codes are in flight or in registers."""
     layout: gl.constexpr = _word_layout(GROUPS, WARPS)
     EACH: gl.constexpr = 128 // GROUP
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
     program = gl.program_id(0)
     blocks = (strips + GROUPS - 1) // GROUPS
     units = (blocks - program + gl.num_programs(0) - 1) // gl.num_programs(0) * ROUNDS
-    first_half = _load_half(code_ptr, high_ptr, 0, strips, layout, 0, RUNS, GROUPS, WARPS)
+    codes = ()
+    for tile in gl.static_range(AHEAD):
+        codes = codes + _load_tile(code_ptr, high_ptr, 0, strips, layout, tile, RUNS, GROUPS, WARPS)
     following = _load_scales(scale_ptr, 0, strips, layout, RUNS, EACH, GROUPS, WARPS)
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 8, 2, WARPS, 4, 2, 2, 2], _plain_shared(7))
     SPAN: gl.constexpr = sum_span("int8", GROUP)
-    x_sums = gl.allocate_shared_memory(gl.float32, sum_shape(ROUNDS, WARPS, SPAN), _plain_shared(4))
+    x_total = gl.allocate_shared_memory(gl.float32, sum_shape(ROUNDS, WARPS, SPAN), _plain_shared(4))
     wait_for_kernel_before(DEPENDENT)
     factor = _place_rows(
-        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, x_sums, inputs, eps, norm_offset, ROUNDS, "int8", "", GROUP,
+        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, x_total, inputs, eps, norm_offset, ROUNDS, "int8", "", GROUP,
         DTYPE, NORM, RESIDUAL, GROUPS, WARPS,
     )
     group_barrier()
     x_words = viewed(memory, gl.int32, [ROUNDS * 16, 1, WARPS, 1, 4, 4], _plain_shared(5))
-    totals = summed(x_sums, ROUNDS, WARPS, SPAN)
+    totals = summed(x_total, ROUNDS, WARPS, SPAN)
     parts = gl.allocate_shared_memory(gl.float32, [2, GROUPS, WARPS, 32, 2], _plain_shared(5))
     for begin in range(0, units, ROUNDS):
         sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
         for unit in range(begin, begin + ROUNDS):
             scales, at = following, (unit - begin) * 16
-            second_half = _load_half(code_ptr, high_ptr, unit, strips, layout, 1, RUNS, GROUPS, WARPS)
-            sums = _multiply_half(
-                sums, first_half, scales, x_words, totals, at, layout, 0, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
-            )
             if unit + 1 < units:
-                first_half = _load_half(code_ptr, high_ptr, unit + 1, strips, layout, 0, RUNS, GROUPS, WARPS)
                 following = _load_scales(scale_ptr, unit + 1, strips, layout, RUNS, EACH, GROUPS, WARPS)
-            sums = _multiply_half(
-                sums, second_half, scales, x_words, totals, at, layout, 1, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
-            )
+            for tile in gl.static_range(8):
+                if tile % 2 == 0:
+                    x_sums = _x_sums(totals, at // 4 + tile // 2, layout, SPAN, GROUPS, WARPS)
+                low, high = codes[0], codes[1]  # type: ignore[misc]
+                sums = _multiply_tile(
+                    sums, low, high, scales, x_words, x_sums, at, layout, tile, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
+                )
+                if tile + AHEAD < 8:
+                    low, high = _load_tile(code_ptr, high_ptr, unit, strips, layout, tile + AHEAD, RUNS, GROUPS, WARPS)
+                elif unit + 1 < units:
+                    low, high = _load_tile(code_ptr, high_ptr, unit + 1, strips, layout, tile + AHEAD - 8, RUNS, GROUPS, WARPS)
+                codes = codes[2:] + (low, high)  # type: ignore[assignment]
         strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
         whole = factor * restored("int8", DTYPE, False)
         _finish(sums, parts, whole, whole, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs, GATE, BIAS, OUTER, GROUPS, WARPS)
@@ -171,7 +158,7 @@ def _byte_gemv_kernel(  # type: ignore[no-untyped-def]
 
 def byte_gemv(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, plan: PackedGemvPlan, *, norm: Tensor | None = None, eps: float = 0.0,
-    norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None,
+    norm_offset: float = 0.0, residual: Tensor | None = None, gate: str | None = None, ahead: int = AHEAD,
 ) -> tuple[Tensor, Tensor]:
     """x [1, inputs] -> out [1, outputs], and x + residual (x itself without one). A weight whose gates and partners alternate
     needs a gate."""
@@ -187,6 +174,6 @@ def byte_gemv(
         RUNS=weight.codes.shape[1] * 64 // RUN, GROUP=weight.group, DTYPE=NAMES[x.dtype],
         SCALE_DTYPE=NAMES[weight.scale_dtype], NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate],
         BIAS=bias is not None, OUTER=weight.outer is not None, GROUPS=plan.groups, WARPS=plan.warps,
-        num_warps=plan.groups * plan.warps, maxnreg=plan.registers(), **dependent_launch(x.device),
+        AHEAD=ahead, num_warps=plan.groups * plan.warps, maxnreg=plan.registers(), **dependent_launch(x.device),
     )
     return out, new_residual

@@ -195,12 +195,14 @@ def test_codes_are_multiplied_from_one_row_to_768(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 30, 50, 128, 200, 300, 800])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "rows"), [
+    *((form, rows) for form in ("Q8_0", "row") for rows in (1, 2, 16, 30, 50, 128, 200, 800)),
+    *((form, rows) for form in ("of 64", "of 128") for rows in (1, 16, 128)), ("of 16", 1), ("of 16", 16),
+])
 def test_kernels_match_float64(form: str, rows: int) -> None:
     torch.manual_seed(rows)
     for dtype, worst in ((torch.float16, 0.0015), (torch.bfloat16, 0.01)):
-        for gate, (outputs, inputs) in ((None, (1000, 2048)), (None, (6144, 4096)), (None, (256, 768)), ("silu", (512, 1536))):
+        for gate, (outputs, inputs) in ((None, (1000, 2048)), (None, (6144, 4096)), ("silu", (512, 1536))):
             packed = pack_bytes(random_bytes(form, outputs, inputs, "cuda"), gate is not None)
             numbers = packed_numbers(packed, torch.float64)
             assert torch.equal(expand_packed(packed, torch.float32), packed_numbers(packed, torch.float32))

@@ -46,7 +46,7 @@ FORMATS = {
 FORMATS = {name: {"FORM": ""} | form for name, form in FORMATS.items()}
 # Of one row: instructions for a product of 16 inputs, a word of codes. They were 12.8, 18.4, 22.2, 18.0 and 25.7 while codes were
 # made numbers of a usual size first.
-MOST_EACH = {"plain": 8.5, "mxfp4": 15.0, "nvfp4": 18.0, "Q4_K": 14.5, "Q6_K": 23.5}
+MOST_EACH = {"plain": 8.5, "mxfp4": 15.0, "nvfp4": 18.0, "Q4_K": 14.5, "Q6_K": 23.5, "Q8_0": 11.5, "W8A16": 9.5}
 
 
 def gemv_source(plan: PackedGemvPlan, runs: int, gate: int, form: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -60,6 +60,7 @@ def gemv_source(plan: PackedGemvPlan, runs: int, gate: int, form: dict[str, Any]
     counts = dict.fromkeys(("inputs", "outputs", "strips"), "i32")
     if form["KIND"] == "int8":
         constants = {name: value for name, value in constants.items() if name not in ("KIND", "FORM", "ZEROS")}
+        constants["AHEAD"] = byte_gemv.AHEAD
         return byte_gemv._byte_gemv_kernel, constants, numbers | counts | {"eps": "fp32", "norm_offset": "fp32"}
     return packed_gemv._packed_gemv_kernel, constants, numbers | counts | {"eps": "fp32", "norm_offset": "fp32"}
 
