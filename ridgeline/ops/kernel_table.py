@@ -24,7 +24,7 @@ from ridgeline.ops.linear.select import (
     ring_plan,
 )
 from ridgeline.ops.linear.select_wide import WidePlan, fp8_wide_plan, wide_plan
-from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
+from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, byte_plan, packed_plan
 
 
 class DeviceFacts(NamedTuple):
@@ -172,28 +172,37 @@ def _integer_gemm(call: Call) -> bool | None:
     return True if call.device.hopper and call.device.shared >= INTEGER_SHARED else None
 
 
-def _packed(call: Call, high: bool) -> PackedGemvPlan | PackedGemmPlan | None:
+PackedPlan = PackedGemvPlan | PackedGemmPlan | None
+
+
+def _packed(call: Call, rule: Callable[[int, int, int], PackedPlan]) -> PackedPlan:
     if not (call.device.gluon and call.device.hopper):
         return None
-    found = packed_plan(call.rows, call.outputs * (2 if call.gated else 1), call.inputs, high)
+    found = rule(call.rows, call.outputs * (2 if call.gated else 1), call.inputs)
     if found is None:
         return None
     placed = found.shared_bytes(call.inputs) if isinstance(found, PackedGemvPlan) else found.shared_bytes()
     return found if found.programs * (placed + PACKED_RESERVED) <= call.device.shared else None
 
 
-def _packed_gemv(call: Call, high: bool = False) -> PackedGemvPlan | None:
-    found = _packed(call, high)
-    return found if isinstance(found, PackedGemvPlan) else None
+def _high_plan(rows: int, outputs: int, inputs: int) -> PackedPlan:
+    return packed_plan(rows, outputs, inputs, True)
 
 
-def _high_gemv(call: Call) -> PackedGemvPlan | None:
-    return _packed_gemv(call, True)
+def _gemv_of(rule: Callable[[int, int, int], PackedPlan]) -> Callable[[Call], PackedPlan]:
+    def plan(call: Call) -> PackedPlan:
+        found = _packed(call, rule)
+        return found if isinstance(found, PackedGemvPlan) else None
+
+    return plan
 
 
-def _packed_gemm(call: Call) -> PackedGemmPlan | None:
-    found = _packed(call, False)
-    return found if isinstance(found, PackedGemmPlan) else None
+def _gemm_of(rule: Callable[[int, int, int], PackedPlan]) -> Callable[[Call], PackedPlan]:
+    def plan(call: Call) -> PackedPlan:
+        found = _packed(call, rule)
+        return found if isinstance(found, PackedGemmPlan) else None
+
+    return plan
 
 
 def _few_rows(call: Call) -> bool | None:
@@ -223,7 +232,7 @@ def _always(call: Call) -> bool:
 _ROWS = (
     Kernel("one_row_gemm", _one_row_gemm, True), Kernel("ring_gemm", _code_ring_gemm), Kernel("wide_gemm", _code_wide_gemm),
 )
-_PACKED_ROWS = (Kernel("packed_gemm", _packed_gemm), Kernel("expand", _always))
+_PACKED_ROWS = (Kernel("packed_gemm", _gemm_of(packed_plan)), Kernel("expand", _always))
 _ANY = (Kernel("few_rows", _few_rows), Kernel("expand", _always))
 KERNELS: dict[str, tuple[Kernel, ...]] = {
     "16-bit": (
@@ -235,10 +244,13 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     "int8-row": (*_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
     "fp8-block": (*_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
     "fp8-block-cut": (*_ROWS[:2], Kernel("expand", _always)),            # blocks that a part of the linear cuts
-    "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # x stays in 16 bits: Q8_0, W8A16, LLM.int8()
-    "4-bit": (Kernel("packed_gemv", _packed_gemv, True), *_PACKED_ROWS),
-    "6-bit": (Kernel("packed_gemv", _high_gemv, True), *_PACKED_ROWS),   # Q5 and Q6_K: two more bits have a plane of their own
-    "groups": (Kernel("few_rows", _few_group_rows), Kernel("expand", _always)),      # GGUF and W8A16, more than one row
+    "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # 8-bit codes as stored, where x stays in 16 bits
+    "4-bit": (Kernel("packed_gemv", _gemv_of(packed_plan), True), *_PACKED_ROWS),
+    "6-bit": (Kernel("packed_gemv", _gemv_of(_high_plan), True), *_PACKED_ROWS),     # Q5, Q6_K: a plane of two more bits
+    "8-bit": (                                                           # Q8_0, W8A16, LLM.int8(): x stays in 16 bits
+        Kernel("byte_gemv", _gemv_of(byte_plan), True), Kernel("packed_gemm", _gemm_of(byte_plan)), Kernel("expand", _always),
+    ),
+    "groups": (Kernel("few_rows", _few_group_rows), Kernel("expand", _always)),      # as stored, more than one row
     "other": _ANY,
     "cpu-float32": (Kernel("linear_row", _one_row), Kernel("blocked", _blocked), Kernel("library", _always)),
     "cpu-packed": (Kernel("packed_rows", _always),),

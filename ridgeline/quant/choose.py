@@ -63,6 +63,6 @@ def schemes(formats: Callable[[str], Chosen], plain: Scheme) -> Callable[[str], 
 def make(format: WeightFormat, made: bool, plain: Scheme) -> Scheme:
     if quantises_rows(format):
         return Fp8(plain, made, format)
-    if format.grid in (*GRIDS, "q5", "q6"):
+    if format.grid in (*GRIDS, "q5", "q6", "int8"):
         return Packed(format, plain, made)
     return Quantised(format, plain, made)

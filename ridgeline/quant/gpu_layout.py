@@ -3,6 +3,7 @@
     stored      the tensors of its format (format.py)
     four bits   codes in the order in which a Hopper GPU's tensor cores take them, scales of 16 bits (ops/packed/packed_weight.py)
     blocks      the same of GGUF's 4 to 6 bits, with the scales of its types (ops/packed/block_weight.py)
+    eight bits  the same of int8 beside x of 16 bits (ops/packed/byte_weight.py): Q8_0, W8A16, LLM.int8()
 
 The layout depends on the GPU's kind: its facts are those of the kernel table. layout.py is the same for a CPU.
 """
@@ -10,10 +11,10 @@ The layout depends on the GPU's kind: its facts are those of the kernel table. l
 from __future__ import annotations
 
 from ridgeline.ops.kernel_table import DeviceFacts
-from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, block_bytes, four_bit_bytes, packs
+from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, BYTES, block_bytes, byte_bytes, four_bit_bytes, packs
 from ridgeline.quant.format import ORDER, TensorSpec, WeightFormat, is_fp8_rows, quantises_rows
 
-STORED, FOUR_BITS, BLOCKS = "stored", "four bits", "blocks"
+STORED, FOUR_BITS, BLOCKS, EIGHT_BITS = "stored", "four bits", "blocks", BYTES
 # What multiplies: kernels made and timed for the format; cuBLAS with fp8 units; or what serves every format on every GPU
 # (ops/quantised, cuBLAS with integers), which saves memory and may be slower than 16 bits.
 OWN, LIBRARY, GENERAL = "own", "library", "general"
@@ -33,13 +34,15 @@ def gpu_layout(format: WeightFormat, outputs: int, inputs: int, gated: bool, dev
     if form:
         whole = inputs % (BLOCK if form.startswith("byte") else 32) == 0 and (not pairs or outputs % 16 == 0)
         return BLOCKS if whole else STORED
-    return FOUR_BITS if _is_exact(format) and packs(outputs, inputs, _group(format, inputs), pairs) else STORED
+    if not _is_exact(format) or not packs(outputs, inputs, _group(format, inputs), pairs):
+        return STORED
+    return EIGHT_BITS if format.grid == "int8" else FOUR_BITS
 
 
 def may_pack(format: WeightFormat) -> bool:
     """Whether the numbers that a checkpoint has in this format decide how it lies: float32 scales that 16 bits hold, offsets that
     are a code times their scale."""
-    return _has_four_bits(format) and not _is_exact(format) and not block_form_of(format)
+    return (_has_four_bits(format) or _has_bytes(format)) and not _is_exact(format) and not block_form_of(format)
 
 
 def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, device: DeviceFacts) -> int:
@@ -55,8 +58,11 @@ def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, devi
     group = _group(format, inputs)
     if not packs(outputs, inputs, group, gated and not format.reordered):
         return stored
-    packed = order + four_bit_bytes(outputs, inputs, group, scales.zero is not None, scales.outer is not None)
-    return packed if found == FOUR_BITS else max(stored, packed)
+    if format.grid == "int8":
+        packed = order + byte_bytes(outputs, inputs, group, not scales.block[1])
+    else:
+        packed = order + four_bit_bytes(outputs, inputs, group, scales.zero is not None, scales.outer is not None)
+    return max(stored, packed) if found == STORED else packed
 
 
 def served(format: WeightFormat, device: DeviceFacts) -> str:
@@ -89,9 +95,20 @@ def _has_four_bits(format: WeightFormat) -> bool:
     return (scales.zero is None or format.grid == "uint4") and (scales.outer is None or scales.outer.block == (1, 0))
 
 
-def _is_exact(format: WeightFormat) -> bool:
-    """Whether the layout of four bits holds every number of this format."""
+def _has_bytes(format: WeightFormat) -> bool:
+    """int8 with scales for each output, or for each of its groups; x is not quantised."""
     scales = format.scales
+    if scales is None or format.grid != "int8" or quantises_rows(format) or scales.block[0] != 1:
+        return False
+    return scales.zero is None and scales.outer is None and scales.dtype in ("bfloat16", "float16", "float32")
+
+
+def _is_exact(format: WeightFormat) -> bool:
+    """Whether the layout of four or of eight bits holds every number of this format."""
+    scales = format.scales
+    if _has_bytes(format) and scales is not None:
+        group = scales.block[1]                          # a scale for each output stays as it is
+        return not group or (scales.dtype in _EXACT and (group in (16, 32, 64) or group % 128 == 0))
     return _has_four_bits(format) and scales is not None and scales.dtype in _EXACT and scales.zero != "offset" and (
         scales.block[1] in (16, 32, 64) or scales.block[1] % 128 == 0
     )

@@ -1,5 +1,5 @@
-"""The scheme of 4-bit weights and of GGUF's 5 and 6 bits on a Hopper GPU: after loading, codes and scales are laid out as the
-kernels of ops/packed want.
+"""The scheme of 4-bit weights, of GGUF's 5 and 6 bits, and of int8 beside x of 16 bits, on a Hopper GPU: after loading, codes and
+scales are laid out as the kernels of ops/packed want.
 
 Formats that the layout does not hold exactly (scales of more than 16 bits, zeros between two codes, groups it does not know) stay
 with `Quantised`, and so do all formats on other devices.
@@ -17,11 +17,12 @@ from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.linear import gemm_small
 from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
+from ridgeline.ops.packed.byte_weight import holds_bytes, pack_bytes
 from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
 from ridgeline.ops.packed.packed_sizes import packs
 from ridgeline.ops.packed.packed_weight import PackedWeight, pack
 from ridgeline.quant.four_bits import FourBits, four_bits
-from ridgeline.quant.gpu_layout import BLOCKS, FOUR_BITS, gpu_layout, may_pack
+from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, gpu_layout, may_pack
 from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Norm
 
@@ -56,6 +57,9 @@ class Packed(Quantised):
         gated = paired and weight.order is None
         if found == BLOCKS:
             linear.packed = pack_blocks(weight, gated)
+        elif format.grid == "int8":
+            if found == EIGHT_BITS or (facts.hopper and linear.is_loaded and may_pack(format) and holds_bytes(weight, gated)):
+                linear.packed = pack_bytes(weight, gated)
         elif facts.hopper and (found == FOUR_BITS or (linear.is_loaded and may_pack(format))):
             four = four_bits(weight)
             if four is not None and (not linear.is_loaded or _holds(four, gated)):

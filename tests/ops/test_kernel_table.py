@@ -14,7 +14,7 @@ from ridgeline.ops.kernel_table import CPU, H200, KERNELS, MANY_ROWS, DeviceFact
 
 A100 = DeviceFacts(True, False, 166_912, 108)
 INTERPRETED = DeviceFacts(False, True, 232_448, 132)
-GLUON = {"ring_gemv", "ring_gemm", "wide_gemm", "codes_gemv", "packed_gemv", "packed_gemm"}
+GLUON = {"ring_gemv", "ring_gemm", "wide_gemm", "codes_gemv", "byte_gemv", "packed_gemv", "packed_gemm"}
 
 
 @pytest.mark.parametrize("format", KERNELS)

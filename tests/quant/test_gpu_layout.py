@@ -28,9 +28,10 @@ from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel, gpu_weights
 from ridgeline.quant.choose import schemes
-from ridgeline.quant.format import MXFP4, Scales, WeightFormat, common, uint4
+from ridgeline.quant.format import INT8_ROW, MXFP4, Scales, WeightFormat, common, uint4
 from ridgeline.quant.gpu_layout import (
     BLOCKS,
+    EIGHT_BITS,
     FOUR_BITS,
     GENERAL,
     OWN,
@@ -54,7 +55,7 @@ PARTS = {name: (name,) for name in FORMATS} | {
     "Q5_0 and Q5_1": ("Q5_0", "Q5_1"),
 }
 LAYOUTS = {
-    "Q4_0": FOUR_BITS, "MXFP4": FOUR_BITS, "Q8_0": STORED, "TQ1_0": STORED, "TQ2_0": STORED, "Q4_0 and Q4_1": STORED,
+    "Q4_0": FOUR_BITS, "MXFP4": FOUR_BITS, "Q8_0": EIGHT_BITS, "TQ1_0": STORED, "TQ2_0": STORED, "Q4_0 and Q4_1": STORED,
     "Q5_0 and Q5_1": STORED,
 }
 NVFP4 = WeightFormat("e2m1", Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0))))
@@ -226,3 +227,25 @@ def test_reasons_name_what_this_gpu_does(tmp_path: Path) -> None:
         said[facts.hopper] = resolve(EngineConfig.of(model=str(path), max_model_len=128), device).reasons["quantization"]
     assert "decode is faster than in bfloat16 up to about 100 rows" in said[True] and "Hopper" not in said[True]
     assert "may be slower than in bfloat16" in said[False] and "faster" not in said[False]
+
+
+def test_steps_of_more_than_one_row_in_q8_0_do_not_expand_weights(tmp_path: Path) -> None:
+    path = two_layers(tmp_path / "m.gguf", "Q8_0", 544)
+    said = {}
+    for facts in (H200, OTHER):
+        device = DeviceFacts("cuda", 2**34, ("float16",), 0, kernels=facts)
+        said[facts.hopper] = resolve(EngineConfig.of(model=str(path), max_model_len=128), device).reasons["quantization"]
+    assert "kept in 8 bits, and multiplied as they are up to 768 rows" in said[True]
+    assert "steps of more than one row may expand each weight first" in said[False]
+    assert served(FORMATS["Q8_0"], H200) == OWN and served(FORMATS["Q8_0"], OTHER) == GENERAL
+
+
+def test_int8_is_packed_where_x_keeps_its_bits() -> None:
+    groups, rows = (WeightFormat("int8", Scales((1, 128), "bfloat16")), WeightFormat("int8", Scales((1, 0))))
+    for format in (groups, rows):
+        assert gpu_layout(format, 64, 512, True, H200) == EIGHT_BITS and gpu_layout(format, 64, 512, True, OTHER) == STORED
+        assert gpu_bytes(format, 64, 512, False, H200) == packed_bytes(format, 64, 512, False)
+    wide = WeightFormat("int8", Scales((1, 128)))                                # compressed-tensors: its numbers decide
+    assert may_pack(wide) and gpu_layout(wide, 64, 512, False, H200) == STORED and not may_pack(INT8_ROW)
+    assert gpu_layout(INT8_ROW, 64, 512, False, H200) == STORED                  # rows are quantised, too: another scheme
+    assert gpu_layout(WeightFormat("int8", Scales((1, 128), "float16", "code")), 64, 512, False, H200) == STORED

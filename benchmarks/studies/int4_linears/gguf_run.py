@@ -2,9 +2,11 @@
 
     python benchmarks/studies/int4_linears/gguf_run.py --out gguf.json
     python benchmarks/studies/int4_linears/gguf_run.py --sums gguf.json    # of the plans that the rules choose now; needs no GPU
+    python benchmarks/studies/int4_linears/gguf_run.py --forms Q8_0 W8A16 --out q8.json
 
 Matrices of Llama-3.1-8B as Q4_K_M stores them, float16: Q4_K; Q6_K; q, k and v kept together as `Q4_K and Q6_K`; int4 with groups
-of 128 in bfloat16 beside them. Columns: 16 bits (`linear`), the kernels of codes as stored (ops/quantised), the packed op, and
+of 128 in bfloat16 beside them. With --forms all of them as Q8_0, or as int8 with groups of 128 in bfloat16 (W8A16).
+Columns: 16 bits (`linear`), the kernels of codes as stored (ops/quantised), the packed op, and
 its plans whose parts share a tile's outputs (`together`). First every kernel is compiled and checked against float64, in
 processes with a time limit; only kernels that are right are timed. `step` adds up the linears of 32 layers and the head.
 Predictions, written before the first run, are in PREDICTED. One row as stored was a GEMV that left after commit c561c038; now
@@ -36,11 +38,14 @@ from ridgeline.models.checkpoints.gguf_formats import FORMATS
 from ridgeline.ops.linear import gemm_small, gemm_wide
 from ridgeline.ops.linear.linear_op import linear
 from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
+from ridgeline.ops.packed.byte_gemv import byte_gemv
+from ridgeline.ops.packed.byte_weight import pack_bytes
 from ridgeline.ops.packed.packed_gemm import packed_gemm
 from ridgeline.ops.packed.packed_gemv import packed_gemv
 from ridgeline.ops.packed.packed_linear import multiplied
+from ridgeline.ops.packed.packed_sizes import BYTES
 from ridgeline.ops.packed.packed_weight import PackedWeight, pack, quantised
-from ridgeline.ops.packed.select_packed import MULTIPROCESSORS, PackedGemmPlan, PackedGemvPlan, packed_plan
+from ridgeline.ops.packed.select_packed import MULTIPROCESSORS, PackedGemmPlan, PackedGemvPlan, _gemm_plan, packed_plan
 from ridgeline.ops.quantised.expand import QuantisedWeight, expand
 from ridgeline.ops.quantised.quantised_linear import quantised_linear_triton
 from ridgeline.quant.format import SPREAD, common
@@ -51,8 +56,10 @@ CASES = (
     ("qkv", "Q4_K"), ("qkv", "Q4_K and Q6_K"), ("o", "Q4_K"), ("gate_up", "Q4_K"), ("down", "Q4_K"), ("down", "Q6_K"),
     ("head", "Q6_K"), ("qkv", "int4"), ("o", "int4"), ("gate_up", "int4"), ("down", "int4"),
 )
+BYTE_CASES = tuple((matrix, form) for form in ("Q8_0", "W8A16") for matrix in SHAPES)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 AGAIN = 300                                              # runs that must give the same bits: a race shows in one of many
+WIDE_RANGE = ("int4", "W8A16")                           # forms that are timed in bfloat16
 WORST = {"float16": 0.0012, "bfloat16": 0.006}           # errors by Frobenius norms
 PREDICTED = {
     "bytes": "Q4_K 4.625 bits a weight as before, Q6_K 6.625 (6.5625 as stored), q, k and v with a Q6_K part 7.125",
@@ -67,6 +74,15 @@ PREDICTED = {
     "43.8 -> 24 us; gate_up no gain. int4 chain 5.1 -> 3.7 ms: 1.17 times bf16. 64 rows: o 13.6 -> 9, qkv 16.4 -> 12, down 25.7 "
     "-> 17 us",
 }
+PREDICTED_BYTES = {
+    "Q8_0, 1 row": "gate_up 31 us, qkv 8, o 6, down 17.5, head 137: 2.15 ms for a step (the GEMV of codes as stored 2.28 in the "
+    "engine, with norms); 392 -> 410 tok/s",
+    "2 and 8 rows": "qkv 10, o 7.7, gate_up 33, down 20.5, head 148 us: 2.43 ms, 1.55 times 16 bits; before, each weight was "
+    "expanded",
+    "16 rows": "2.5 ms, 1.54 times 16 bits", "32 rows": "2.8 ms, 1.43 times", "64 rows": "3.23 ms, 1.32 times",
+    "128 rows": "gate_up 60, qkv 21, o 13, down 40, head 262 us: 4.55 ms, 1.02 times; 8,690 -> 16,500 tok/s in the engine",
+    "256 rows": "8.1 ms, 0.77 times", "W8A16": "as Q8_0, 3 % faster up to 16 rows: fewer bytes and instructions for scales",
+}
 Row = dict[str, Any]
 
 
@@ -75,6 +91,10 @@ Row = dict[str, Any]
 
 def stored(name: str, outputs: int, inputs: int) -> QuantisedWeight:
     """Random codes; scales and offsets of files' sizes: the mean is 0."""
+    if name == "W8A16":
+        codes = torch.randint(-128, 128, (outputs, inputs), device="cuda", dtype=torch.int8)
+        scale = (torch.rand(outputs, inputs // 128, device="cuda") + 0.5) * inputs**-0.5 / SPREAD["int8"]
+        return QuantisedWeight("int8", inputs, codes, scale.bfloat16(), (1, 128))
     format = common([FORMATS[each] for each in name.split(" and ")])
     assert format is not None
     size, tensors = inputs**-0.5 / SPREAD[format.grid] / 32, {}
@@ -95,7 +115,7 @@ class Weight:
 
     def __init__(self, matrix: str, form: str, plain: bool = False, most: int = 1 << 20) -> None:
         outputs, inputs = min(SHAPES[matrix][0], most), SHAPES[matrix][1]
-        self.dtype = torch.bfloat16 if form == "int4" else torch.float16
+        self.dtype = torch.bfloat16 if form in WIDE_RANGE else torch.float16
         self.gate = "silu" if matrix == "gate_up" else None
         self.codes: QuantisedWeight | None = None
         if form == "int4":
@@ -103,15 +123,17 @@ class Weight:
             self.packed: PackedWeight = pack(*quantised(numbers), gated=self.gate is not None)
         else:
             self.codes = stored(form, outputs, inputs)
-            self.packed = pack_blocks(self.codes, self.gate is not None)
+            packing = pack_bytes if self.codes.grid == "int8" else pack_blocks
+            self.packed = packing(self.codes, self.gate is not None)
         self.plain = torch.randn(outputs, inputs, device="cuda", dtype=self.dtype) if plain else None
 
 
 # ── plans ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gemv_plans() -> dict[str, PackedGemvPlan]:
-    return {f"gemv {g} x {w} warps, {p} CTAs": PackedGemvPlan(g, w, p) for g, w, p in ((1, 4, 3), (1, 8, 2))}
+def gemv_plans(is_byte: bool = False) -> dict[str, PackedGemvPlan]:
+    sizes = ((1, 4, 3), (1, 8, 2), *(((1, 4, 4), (2, 4, 2)) if is_byte else ()))
+    return {f"gemv {g} x {w} warps, {p} CTAs": PackedGemvPlan(g, w, p) for g, w, p in sizes}
 
 
 def gemm_plans(outputs: int, rows: int) -> dict[str, PackedGemmPlan]:
@@ -132,13 +154,35 @@ def gemm_plans(outputs: int, rows: int) -> dict[str, PackedGemmPlan]:
     return made
 
 
+def byte_gemm_plans(outputs: int, inputs: int, rows: int) -> dict[str, PackedGemmPlan]:
+    """Plans for 8-bit codes beside the rules: by rows in a tile, what a CTA is made of (`_FEW_TILES` in select_packed.py)."""
+    strips, made = -(-outputs // 16), {}
+    few = [(1, 8, 1, 2, 8, 2), (1, 8, 1, 4, 8, 1), (1, 4, 1, 2, 6, 3), (1, 4, 1, 4, 6, 2)]
+    some = [(2, 4, 1, 4, 6, 1), (2, 4, 2, 2, 8, 1), (2, 4, 1, 2, 8, 1)]
+    many = [(2, 4, 1, 2, 6, 1), (2, 4, 2, 2, 6, 1), (2, 4, 1, 4, 3, 1)]
+    shapes: dict[int, list[tuple[int, ...]]] = {8: few, 16: few, 32: few, 64: some, 128: many}
+    for block_rows in sorted({next((size for size in shapes if rows <= size), 128), 64 if rows >= 128 else 0} - {0}):
+        for shape in shapes[block_rows]:
+            plan = _gemm_plan(shape, block_rows, -(-rows // block_rows), strips, -(-inputs // 512))
+            label = f"{block_rows} rows, {shape[0]} x {shape[1]} warps x {shape[2]}, {shape[3]} tiles, {shape[5]} CTAs"
+            made[f"{label}, {plan.splits} splits"] = plan
+    return made
+
+
 def variants(weight: Weight, rows: int, x: Tensor) -> dict[str, Callable[[Weight], Tensor]]:
     """By name: the packed op and plans beside its rules."""
     found: dict[str, Callable[[Weight], Tensor]] = {"packed": lambda each: multiplied(x, each.packed, None, each.gate)}
+    outputs, inputs, is_byte = weight.packed.outputs, weight.packed.inputs, weight.packed.form == BYTES
     if rows == 1:
-        for label, plan in gemv_plans().items():
-            found[label] = lambda each, plan=plan: packed_gemv(x, each.packed, None, plan, gate=each.gate)[0]
-    for label, wide in gemm_plans(weight.packed.outputs, rows).items():
+        for label, plan in gemv_plans(is_byte).items():
+            if not is_byte:
+                found[label] = lambda each, plan=plan: packed_gemv(x, each.packed, None, plan, gate=each.gate)[0]
+                continue
+            for ahead in (4, 6, 8):
+                found[f"{label}, {ahead} tiles ahead"] = lambda each, plan=plan, ahead=ahead: byte_gemv(
+                    x, each.packed, None, plan, gate=each.gate, ahead=ahead)[0]
+        return found
+    for label, wide in (gemm_plans(outputs, rows) | (byte_gemm_plans(outputs, inputs, rows) if is_byte else {})).items():
         found[label] = lambda each, wide=wide: packed_gemm(x, each.packed, None, wide, gate=each.gate)
     return found
 
@@ -184,11 +228,11 @@ def in_process(arguments: list[str], limit: float) -> tuple[list[list[Any]], str
     return [json.loads(line) for line in printed.splitlines() if line.startswith("[")], wrong
 
 
-def tasks(rows: list[int]) -> list[tuple[str, str, list[int]]]:
+def tasks(cases: tuple[tuple[str, str], ...], rows: list[int]) -> list[tuple[str, str, list[int]]]:
     """Rows 2 to 8 run one kernel. int4 has a study of its own: here only plans for many rows are new."""
     wanted = [8 if each in (2, 4) else each for each in rows]
     few, many = sorted({each for each in wanted if each < 64}), sorted({each for each in wanted if each >= 64})
-    found = [(*case, many) for case in CASES] + [(*case, few) for case in CASES if case[1] != "int4"]
+    found = [(*case, many) for case in cases] + [(*case, few) for case in cases if case[1] != "int4"]
     return [task for task in found if task[2]]
 
 
@@ -230,16 +274,20 @@ def step(found: dict[str, dict[int, Row]], rows: int) -> Row:
 
     usual = ("qkv Q4_K", "o Q4_K", "gate_up Q4_K", "down Q4_K")
     more = ("qkv Q4_K and Q6_K", "o Q4_K", "gate_up Q4_K", "down Q6_K")
-    new = ("gemv", "together", "halves", "packed")
+    others = ("floor", "16 bits", "as stored")
     picks: dict[str, Callable[[Row], float]] = {
         "as stored": lambda row: row["as stored"], "packed": lambda row: row["packed"],
-        "best": lambda row: min(value for label, value in row.items() if label.startswith(new)),
+        "best": lambda row: min(value for label, value in row.items() if label not in others),
     }
     out: Row = {f"Q4_K_M {name}": total(pick, (usual, more), "head Q6_K") for name, pick in picks.items()}
     out["16 bits"] = total(lambda row: row["16 bits"], (usual,), "head Q6_K")
     four = tuple(f"{name} int4" for name in ("qkv", "o", "gate_up", "down"))
     out |= {f"int4 layers {name}": total(pick, (four,)) for name, pick in list(picks.items())[1:]}
     out["16-bit layers"] = total(lambda row: row["16 bits"], (usual,))
+    for form in ("Q8_0", "W8A16"):
+        layers = (tuple(f"{name} {form}" for name in ("qkv", "o", "gate_up", "down")),)
+        out |= {f"{form} {name}": total(pick, layers, f"head {form}") for name, pick in picks.items()}
+        out[f"16 bits, beside {form}"] = total(lambda row: row["16 bits"], layers, f"head {form}")
     return {name: value for name, value in out.items() if value is not None}
 
 
@@ -268,6 +316,7 @@ def main() -> None:
     parser.add_argument("--check", nargs="*")
     parser.add_argument("--limit", type=float, default=120)
     parser.add_argument("--sums")
+    parser.add_argument("--forms", nargs="*", default=sorted({form for _, form in CASES}))
     args = parser.parse_args()
     if args.sums:
         print_sums(args.sums)
@@ -279,24 +328,26 @@ def main() -> None:
     began = time.time()
     result: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu_facts(), "commit": commit(),
-        "versions": {"torch": torch.__version__, "triton": __import__("triton").__version__}, "predicted": PREDICTED,
+        "versions": {"torch": torch.__version__, "triton": __import__("triton").__version__},
+        "predicted": PREDICTED | PREDICTED_BYTES,
     }
 
     def write() -> None:
         result["seconds"] = time.time() - began
         Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
-    work = tasks(args.rows)
+    cases = tuple(case for case in (*CASES, *BYTE_CASES) if case[1] in args.forms)
+    work = tasks(cases, args.rows)
     with ThreadPoolExecutor(16) as pool:
         done = list(pool.map(lambda task: in_process(["--check", task[0], task[1], *map(str, task[2])], args.limit), work))
     result["errors"] = {}
-    right: dict[tuple[str, str], dict[int, set[str]]] = {case: {} for case in CASES}
+    right: dict[tuple[str, str], dict[int, set[str]]] = {case: {} for case in cases}
     for (matrix, form, _), (lines, wrong) in zip(work, done, strict=True):
         if wrong:
             print("FAILED", matrix, form, wrong, flush=True)
         for rows, label, error in lines:
             result["errors"].setdefault(f"{matrix} {form} {rows}", {})[label] = error
-            if isinstance(error, float) and error < WORST["bfloat16" if form == "int4" else "float16"]:
+            if isinstance(error, float) and error < WORST["bfloat16" if form in WIDE_RANGE else "float16"]:
                 right[matrix, form].setdefault(rows, set()).add(label)
             else:
                 print("WRONG", matrix, form, rows, label, error, flush=True)
@@ -305,7 +356,7 @@ def main() -> None:
     gemm_small.prepare(torch.device("cuda", 0))
     gemm_wide.prepare(torch.device("cuda", 0))
     timed: dict[str, dict[int, Row]] = {}
-    for matrix, form in CASES:
+    for matrix, form in cases:
         rows = [each for each in args.rows if each >= 64 or form != "int4"]
         timed[f"{matrix} {form}"] = times(matrix, form, rows, right[matrix, form])
         result["microseconds"] = timed

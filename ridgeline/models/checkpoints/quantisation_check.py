@@ -10,6 +10,7 @@ from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.stages import first_layers
 from ridgeline.ops.kernel_table import H200, DeviceFacts, bands
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
+from ridgeline.ops.packed.select_packed import MOST_ROWS
 from ridgeline.quant.format import WeightFormat, is_fp8_rows, quantises_rows
 from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, served
 from ridgeline.quant.layout import format_kind
@@ -89,6 +90,8 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: Device
         )
     if LIBRARY in by.values():
         return f"multiplied by cuBLAS, at twice the rate of {dtype}; decode has not been timed on this kind of GPU"
+    if all(format.grid == "int8" and not quantises_rows(format) for format in kept):
+        return f"kept in 8 bits, and multiplied as they are up to {MOST_ROWS} rows; larger steps expand each weight first"
     if not any(quantises_rows(format) for format in kept):
         return (
             f"kept in 4 to 6 bits; decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, slower: "

@@ -19,11 +19,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ridgeline.ops.packed.byte_weight import stored_bytes
 from ridgeline.ops.packed.packed_asm import HIGH_PLACES
-from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, RUN, STRIP, TILE
+from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, BYTES, RUN, STRIP, TILE
 from ridgeline.ops.packed.packed_weight import (
     STRIPS_AT_ONCE,
     PackedWeight,
+    _from_pairs,
     _from_words,
     _padded,
     _pairs,
@@ -117,7 +119,9 @@ def stored_blocks(weight: PackedWeight) -> QuantisedWeight:
 
 def packed_numbers(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Any packed weight as numbers, [outputs, inputs]."""
-    return expanded(weight, dtype) if not weight.form else expand(stored_blocks(weight), dtype)
+    if not weight.form:
+        return expanded(weight, dtype)
+    return expand(stored_bytes(weight) if weight.form == BYTES else stored_blocks(weight), dtype)
 
 
 # ── words ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -168,9 +172,3 @@ def _from_quads(words: Tensor) -> Tensor:
 def _block_words(first: Tensor, second: Tensor, order: Tensor, tiles: int) -> Tensor:
     both = torch.stack((first, second), -1).flatten(1)
     return _pairs(_padded(both, order, tiles // 2), 128)[:, :, 0].contiguous()
-
-
-def _from_pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
-    strips, blocks, each, _ = words.shape
-    parts = words.contiguous().view(dtype).view(strips, blocks, each, 8, 4, 2)
-    return parts.permute(0, 5, 3, 1, 4, 2).reshape(strips * STRIP, -1)

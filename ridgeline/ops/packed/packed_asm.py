@@ -28,7 +28,7 @@ HIGH_PLACES = (4, 0, 6, 2)           # where the two upper bits of each of a wor
 @compile_time
 def in_place(kind: str, dtype: str) -> bool:
     """Every second code of a word stays where it is. bf16 numbers have the bits for 16 times a code of four bits, no more."""
-    return kind == "uint4" or (kind != "e2m1" and dtype == "f16")
+    return kind == "uint4" or (kind in ("q5", "q6") and dtype == "f16")
 
 
 @compile_time

@@ -1,4 +1,4 @@
-"""Packed weights (packed_weight.py, block_weight.py) as 16-bit numbers in memory, for cuBLAS: for many rows, and
+"""Packed weights (packed_weight.py, block_weight.py, byte_weight.py) as 16-bit numbers in memory, for cuBLAS: for many rows, and
 where no other kernel runs.
 
 A program makes 16 outputs x 512 inputs. A lane loads the word of two neighbouring inputs, and stores eight numbers side by side.
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ridgeline.ops.packed.block_asm import MIDDLES
 from ridgeline.ops.packed.block_weight import packed_numbers
+from ridgeline.ops.packed.packed_sizes import BYTES
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.registry import tl, triton_kernel
 
@@ -140,12 +141,42 @@ def _expand_for_gemm_kernel(  # type: ignore[no-untyped-def]
     _write(tl.join(even, odd), outer_ptr, out_ptr, strip, run, outputs, inputs, OUTER, GATED)
 
 
+@triton_kernel(do_not_specialize=["outputs", "runs"])
+def _expand_bytes_for_gemm_kernel(  # type: ignore[no-untyped-def]
+    code_ptr, high_ptr, scale_ptr, outer_ptr, out_ptr, outputs, inputs, runs,
+    GROUP: tl.constexpr, HALF: tl.constexpr, OUTER: tl.constexpr, GATED: tl.constexpr,
+):
+    """As `_expand_for_gemm_kernel`, of 8-bit codes (byte_weight.py)."""
+    EACH: tl.constexpr = 128 // GROUP
+    run = tl.program_id(0)
+    strip = tl.program_id(1).to(tl.int64)
+    line = tl.arange(0, 16)[:, None, None]
+    eight = tl.arange(0, 64)[None, :, None]              # eight inputs each
+    pair = tl.arange(0, 4)[None, None, :]
+    upper = line // 8
+    block = strip * runs + run
+    at = block * 1024 + eight // 8 * 128 + (line % 8 * 4 + pair) * 4 + eight % 8 // 2
+    word = tl.load(code_ptr + at, mask=upper == 0, other=0) | tl.load(high_ptr + at, mask=upper == 1, other=0)
+    scale_at = block * (EACH * 32) + eight * 8 % 128 // GROUP * 32 + line % 8 * 4 + eight // 16
+    scale = _half(tl.load(scale_ptr + scale_at), upper, HALF)
+    even = _byte(word, eight % 2 * 2) * scale
+    odd = _byte(word, eight % 2 * 2 + 1) * scale
+    _write(tl.join(even, odd), outer_ptr, out_ptr, strip, run, outputs, inputs, OUTER, GATED)
+
+
 def expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """[outputs, inputs]; what `expanded` gives, at the speed of memory."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return packed_numbers(weight, dtype)
     out = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.device)
     strips, tiles = weight.codes.shape[:2]
+    if weight.form == BYTES:
+        _expand_bytes_for_gemm_kernel[tiles // 8, strips](
+            weight.codes, weight.high, weight.scale, weight.scale if weight.outer is None else weight.outer, out,
+            weight.outputs, weight.inputs, tiles // 8, GROUP=weight.group, HALF=weight.scale_dtype == torch.float16,
+            OUTER=weight.outer is not None, GATED=weight.gated, num_warps=4,
+        )
+        return out
     if weight.form:
         others = (weight.high, weight.scale, weight.zero, weight.blocks)
         offset = weight.form.endswith("offset")

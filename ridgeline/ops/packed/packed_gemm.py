@@ -33,6 +33,7 @@ from ridgeline.ops.linear.gemm_small import arrivals
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.packed.block_asm import has_high
 from ridgeline.ops.packed.block_operand import block_operand, is_byte, unpacked
+from ridgeline.ops.packed.byte_asm import byte_factors, byte_operand_registers, byte_operands, enlarged
 from ridgeline.ops.packed.packed_asm import factors, operand_registers, operands, subtrahends
 from ridgeline.ops.packed.packed_gemv import NAMES
 from ridgeline.ops.packed.packed_sizes import RUN
@@ -171,9 +172,11 @@ def _load_high(  # type: ignore[no-untyped-def]
     high_ptr, start, room, PART: gl.constexpr, runs, TILES: gl.constexpr, HALVES: gl.constexpr,
     KIND: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """Request the upper bits of a block of codes that begins at word `start`: half as many words."""
+    """Request the upper bits of a block of codes that begins at word `start`: half as many words. Of bytes: the other plane."""
     loaded = ()
-    if has_high(KIND):
+    if KIND == "int8":
+        loaded = _load_codes(high_ptr, start, room, PART, runs, TILES, HALVES, WARPS)
+    elif has_high(KIND):
         loaded = _load_codes(high_ptr, start // 2, room, PART, runs, TILES // 2, HALVES, WARPS, 512)
     return loaded
 
@@ -186,7 +189,13 @@ def _operand(  # type: ignore[no-untyped-def]
 ):
     """The left operand of one tile of a block."""
     mine = codes[HALF * TILES + TILE]
-    if FORM == "":
+    if KIND == "int8":
+        text: gl.constexpr = byte_operands(DTYPE)
+        constraints: gl.constexpr = byte_operand_registers()
+        scale_text: gl.constexpr = byte_factors(DTYPE, SCALE_DTYPE)
+        arguments = (mine, high[HALF * TILES + TILE]) + _spread(scales, block + TILE // 2, scale_text, TILE, HALF, EACH, WARPS)
+        result = unpacked(text, constraints, arguments, layout, DTYPE, WARPS)
+    elif FORM == "":
         result = _left_operand(mine, scales, zeros, block, layout, TILE, HALF, EACH, KIND, DTYPE, SCALE_DTYPE, ZEROS, WARPS)
     else:
         above = mine
@@ -357,6 +366,9 @@ def _multiply(  # type: ignore[no-untyped-def]
                 count += 1
             count += ALL - BLOCKS
         tile, row_block, split = _item(item, row_blocks, splits)
+        if enlarged(KIND, DTYPE) != 1.0:
+            sums *= enlarged(KIND, DTYPE)
+            other *= enlarged(KIND, DTYPE)
         if TOGETHER:
             sums = _add_parts(sums, memory, written, taken, finished, layout, PART)
         if PART == 0 or not TOGETHER:

@@ -1,8 +1,8 @@
-"""The linear with packed weights of 4 to 6 bits (packed_weight.py, block_weight.py), alone and behind a norm, with or without
-a gate.
+"""The linear with packed weights of 4 to 8 bits (packed_weight.py, block_weight.py, byte_weight.py), alone and behind a norm,
+with or without a gate.
 
-Kernels: packed_gemv.py (one row), packed_gemm.py (up to 768 rows), else the weight is expanded (packed_expand.py) and cuBLAS
-multiplies. ops/kernel_table.py chooses. x is never quantised.
+Kernels: packed_gemv.py and byte_gemv.py (one row), packed_gemm.py (up to 768 rows), else the weight is expanded
+(packed_expand.py) and cuBLAS multiplies. ops/kernel_table.py chooses. x is never quantised.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from ridgeline.ops.activation import gated_activation, gated_activation_referenc
 from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.kernel_table import Choice, choose
 from ridgeline.ops.packed.block_weight import packed_numbers
+from ridgeline.ops.packed.byte_gemv import byte_gemv
 from ridgeline.ops.packed.packed_expand import expand
 from ridgeline.ops.packed.packed_gemm import packed_gemm
 from ridgeline.ops.packed.packed_gemv import packed_gemv
+from ridgeline.ops.packed.packed_sizes import BYTES
 from ridgeline.ops.packed.packed_weight import PackedWeight, pack, quantised
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
@@ -32,6 +34,7 @@ from ridgeline.sizes.packed_costs import (
 
 NARROW = (torch.bfloat16, torch.float16)
 EXPAND = Choice("expand", True, False)
+ONE_ROW = {"packed_gemv": packed_gemv, "byte_gemv": byte_gemv}
 
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -65,15 +68,15 @@ def _chosen(x: Tensor, weight: PackedWeight, gated: bool) -> Choice:
     if not (aligned and known and weight.whole_zeros and weight.gated == gated and weight.inputs % 8 == 0 and len(x)):
         return EXPAND
     outputs = weight.outputs // 2 if gated else weight.outputs
-    format = "4-bit" if weight.high is None else "6-bit"
+    format = "8-bit" if weight.form == BYTES else "4-bit" if weight.high is None else "6-bit"
     return choose(format, len(x), outputs, weight.inputs, gated, device_facts(x.device))
 
 
 def multiplied(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: str | None) -> Tensor:
     """The linear of rows that are normed already, with its gated activation."""
     kernel, plan, _ = _chosen(x, weight, gate is not None)
-    if kernel == "packed_gemv":
-        return packed_gemv(x, weight, bias, plan, gate=gate)[0]
+    if kernel in ONE_ROW:
+        return ONE_ROW[kernel](x, weight, bias, plan, gate=gate)[0]
     if kernel == "packed_gemm":
         return packed_gemm(x, weight, bias, plan, gate=gate)
     out = F.linear(x, expand(weight, x.dtype), bias)
@@ -88,9 +91,10 @@ def normed_packed_linear_gpu(
     x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: PackedWeight, bias: Tensor | None = None,
     *, norm_offset: float = 0.0, gate: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _, plan, fuses_norm = _chosen(x, weight, gate is not None)
-    if fuses_norm:
-        return packed_gemv(x, weight, bias, plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate)
+    kernel, plan, _ = _chosen(x, weight, gate is not None)
+    if kernel in ONE_ROW:
+        gemv = ONE_ROW[kernel]
+        return gemv(x, weight, bias, plan, norm=norm, eps=eps, norm_offset=norm_offset, residual=residual, gate=gate)
     if residual is None:
         normed, stream = rms_norm(x, norm, eps, weight_offset=norm_offset), x
     else:

@@ -9,6 +9,7 @@ STRIP, TILE, RUN = 16, 64, 512       # outputs of a strip; inputs of a lane's 16
 GROUPS = (16, 32, 64, 128)           # inputs with one scale that kernels know; larger multiples of 128 become 128
 BLOCK = 256                          # inputs with one multiplier of scales: K types
 BITS_ABOVE = {"uint4": 0, "q5": 1, "q6": 2}              # of a code, in a plane of their own
+BYTES = "eight bits"                 # the form of 8-bit codes: byte_weight.py
 
 
 def packs(outputs: int, inputs: int, group: int, gated: bool = False) -> bool:
@@ -25,6 +26,12 @@ def four_bit_bytes(outputs: int, inputs: int, group: int, zeros: bool = False, o
     """Of the tensors that packed_weight.pack makes: codes, 16-bit scales and zeros, a float32 factor for each output."""
     weights = padded_weights(outputs, inputs)
     return weights // 2 + weights // min(group, GROUPS[-1]) * (4 if zeros else 2) + (4 * outputs if outer else 0)
+
+
+def byte_bytes(outputs: int, inputs: int, group: int, outer: bool = False) -> int:
+    """Of the tensors that byte_weight.pack_bytes makes."""
+    weights = padded_weights(outputs, inputs)
+    return weights + weights // min(group, GROUPS[-1]) * 2 + (4 * outputs if outer else 0)
 
 
 def block_bytes(grid: str, form: str, group: int, outputs: int, inputs: int) -> int:

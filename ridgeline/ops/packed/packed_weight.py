@@ -45,9 +45,9 @@ class PackedWeight:
     whole_zeros: bool                # zeros are codes, and no numbers between them
     scale_dtype: torch.dtype         # bfloat16 or float16
     outer: Tensor | None             # float32 [outputs]: a second factor, of NVFP4
-    high: Tensor | None = None       # bits above four, block_weight.py
+    high: Tensor | None = None       # bits above four, block_weight.py; a second plane of bytes, byte_weight.py
     blocks: Tensor | None = None     # what multiplies the scales of 256 inputs, block_weight.py
-    form: str = ""                   # of GGUF's scales and offsets, block_weight.py
+    form: str = ""                   # of GGUF's scales and offsets, block_weight.py; BYTES
 
     @property
     def nbytes(self) -> int:
@@ -97,14 +97,8 @@ def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     rows = place[: weight.outputs]
     codes = _from_words(weight.codes, weight.kind)[rows, : weight.inputs // 2]
     runs = weight.inputs // weight.group
-
-    def from_pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
-        strips, blocks, each, _ = words.shape
-        parts = words.contiguous().view(dtype).view(strips, blocks, each, 8, 4, 2)
-        return parts.permute(0, 5, 3, 1, 4, 2).reshape(strips * STRIP, -1)[rows, :runs]
-
-    zero = None if weight.zero is None else from_pairs(weight.zero, torch.float16)
-    return codes, from_pairs(weight.scale, weight.scale_dtype), zero
+    zero = None if weight.zero is None else _from_pairs(weight.zero, torch.float16)[rows, :runs]
+    return codes, _from_pairs(weight.scale, weight.scale_dtype)[rows, :runs], zero
 
 
 def expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -185,6 +179,13 @@ def _pairs(values: Tensor, group: int) -> Tensor:
     strips, each = len(values) // STRIP, 128 // group
     parts = values.view(strips, 2, 8, -1, 4, each).permute(0, 3, 5, 2, 4, 1).contiguous()
     return parts.view(torch.int32).view(strips, -1, each, 32)
+
+
+def _from_pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_pairs`."""
+    strips, blocks, each, _ = words.shape
+    parts = words.contiguous().view(dtype).view(strips, blocks, each, 8, 4, 2)
+    return parts.permute(0, 5, 3, 1, 4, 2).reshape(strips * STRIP, -1)
 
 
 def quantised(weight: Tensor, group: int = 128, kind: str = "uint4") -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ kernels have 1.49 times the speed of cuBLAS with 16-bit weights (int4) or 1.28 (
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,16 @@ def packed_plan(rows: int, outputs: int, inputs: int, high: bool = False) -> Pac
     elif _tiles(shape, strips) * row_blocks > MULTIPROCESSORS or (row_blocks > 1 and inputs > LONG):
         shape = _MANY_TILES[block_rows]
     return _gemm_plan(shape, block_rows, row_blocks, strips, runs)
+
+
+@functools.cache
+def byte_plan(rows: int, outputs: int, inputs: int) -> PackedGemvPlan | PackedGemmPlan | None:
+    """Of 8-bit codes (byte_weight.py): as of fewer bits, but blocks of few rows have half of the inputs, so that codes take as
+    many registers, and as many bytes are in flight."""
+    found = packed_plan(rows, outputs, inputs, True)
+    if isinstance(found, PackedGemmPlan) and found.parts == 1:
+        return replace(found, tiles=found.tiles // 2, stages=8)
+    return found
 
 
 def _together_plan(rows: int, strips: int, inputs: int) -> PackedGemmPlan | None:

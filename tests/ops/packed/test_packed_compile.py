@@ -17,10 +17,12 @@ import pytest
 
 from ridgeline.ops import registry
 from ridgeline.ops.kernel_table import PACKED_RESERVED
-from ridgeline.ops.packed import packed_gemm, packed_gemv
-from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, packed_plan
+from ridgeline.ops.packed import byte_gemv, packed_gemm, packed_gemv
+from ridgeline.ops.packed.packed_sizes import BYTES
+from ridgeline.ops.packed.select_packed import PackedGemmPlan, PackedGemvPlan, byte_plan, packed_plan
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
+FILES = ("packed_asm", "block_asm", "byte_asm", "block_operand", "packed_gemv", "byte_gemv", "packed_gemm")
 WORDS = dict.fromkeys(("code_ptr", "scale_ptr", "zero_ptr", "high_ptr", "block_ptr", "arrived_ptr"), "*i32")
 WORDS |= {"outer_ptr": "*fp32", "part_ptr": "*fp32"}
 FORMATS = {
@@ -33,14 +35,18 @@ FORMATS = {
         name: {"KIND": kind, "FORM": form, "GROUP": group, "ZEROS": zeros, "OUTER": False, "DTYPE": "f16", "SCALE_DTYPE": "f16"}
         for name, (kind, form, group, zeros) in {
             "Q4_1": ("uint4", "pair+offset", 32, True), "Q4_K": ("uint4", "byte+offset", 32, False),
-            "Q6_K": ("q6", "byte", 16, False), "Q4_K+Q6_K": ("q6", "byte+offset", 16, True),
+            "Q6_K": ("q6", "byte", 16, False), "Q4_K+Q6_K": ("q6", "byte+offset", 16, True), "Q8_0": ("int8", BYTES, 32, False),
         }.items()
+    },
+    "W8A16": {"KIND": "int8", "FORM": BYTES, "GROUP": 128, "ZEROS": False, "OUTER": True, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
+    "Q8_0 in bf16": {
+        "KIND": "int8", "FORM": BYTES, "GROUP": 32, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "f16",
     },
 }
 FORMATS = {name: {"FORM": ""} | form for name, form in FORMATS.items()}
 # Of one row: instructions for a product of 16 inputs, a word of codes. They were 12.8, 18.4, 22.2, 18.0 and 25.7 while codes were
 # made numbers of a usual size first.
-MOST_EACH = {"plain": 8.5, "mxfp4": 15.0, "nvfp4": 18.0, "Q4_K": 14.5, "Q6_K": 23.5}
+MOST_EACH = {"plain": 8.5, "mxfp4": 15.0, "nvfp4": 18.0, "Q4_K": 14.5, "Q6_K": 23.5, "Q8_0": 11.5, "W8A16": 9.5}
 
 
 def gemv_source(plan: PackedGemvPlan, runs: int, gate: int, form: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, str]]:
@@ -52,6 +58,10 @@ def gemv_source(plan: PackedGemvPlan, runs: int, gate: int, form: dict[str, Any]
     if form["DTYPE"] == "f16":
         numbers = dict.fromkeys(numbers, "*fp16")
     counts = dict.fromkeys(("inputs", "outputs", "strips"), "i32")
+    if form["KIND"] == "int8":
+        constants = {name: value for name, value in constants.items() if name not in ("KIND", "FORM", "ZEROS")}
+        constants["AHEAD"] = byte_gemv.AHEAD
+        return byte_gemv._byte_gemv_kernel, constants, numbers | counts | {"eps": "fp32", "norm_offset": "fp32"}
     return packed_gemv._packed_gemv_kernel, constants, numbers | counts | {"eps": "fp32", "norm_offset": "fp32"}
 
 
@@ -77,10 +87,11 @@ def compiled(rows: int, outputs: int, inputs: int, gate: int, form: str) -> dict
     from triton.experimental.gluon._runtime import GluonASTSource
 
     registry.HAS_TRITON, registry.gluon, registry.triton, registry.tl = True, gluon, triton, triton.language
-    packed = [f"packed.{name}" for name in ("packed_asm", "block_asm", "block_operand", "packed_gemv", "packed_gemm")]
-    for name in ("hopper", "linear.gemv", *packed):
+    for name in ("hopper", "linear.gemv", *(f"packed.{name}" for name in FILES)):
         importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
     plan = packed_plan(rows, outputs, inputs, FORMATS[form]["KIND"] in ("q5", "q6"))
+    if FORMATS[form]["KIND"] == "int8":
+        plan = byte_plan(rows, outputs, inputs)
     assert plan is not None
     if isinstance(plan, PackedGemvPlan):
         kernel, constants, types = gemv_source(plan, -(-inputs // 512), gate, FORMATS[form])
@@ -126,6 +137,9 @@ def compiled(rows: int, outputs: int, inputs: int, gate: int, form: str) -> dict
             (1, 4096, 14336, 0, "Q6_K"), (16, 28672, 4096, 1, "Q4_K"), (8, 6144, 4096, 0, "Q4_K+Q6_K"),
             (128, 4096, 14336, 0, "Q6_K"), (1, 6144, 4096, 0, "Q4_K+Q6_K"), (32, 4096, 4096, 0, "Q4_K"),
             (128, 6144, 4096, 0, "Q4_K+Q6_K"), (64, 2048, 2048, 0, "Q4_K"),
+            (1, 28672, 4096, 1, "Q8_0"), (1, 6144, 4096, 0, "Q8_0"), (1, 4096, 14336, 0, "W8A16"), (8, 6144, 4096, 0, "Q8_0"),
+            (16, 4096, 4096, 0, "Q8_0"), (32, 28672, 4096, 1, "Q8_0"), (32, 4096, 14336, 0, "Q8_0 in bf16"),
+            (64, 28672, 4096, 1, "W8A16"), (128, 4096, 14336, 0, "Q8_0"), (128, 28672, 4096, 1, "Q8_0"),
         ]),
     ],
 )
