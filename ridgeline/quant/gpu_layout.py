@@ -1,7 +1,8 @@
 """How the matrix of a quantised linear lies in the memory of a GPU: the one place that loader, ledger and `plan` ask. No torch.
 
     stored      the tensors of its format (format.py)
-    four bits   codes in the order in which a Hopper GPU's tensor cores take them, scales of 16 bits (ops/packed/packed_weight.py)
+    four bits   codes in the order in which a Hopper GPU's tensor cores take them (ops/packed/packed_weight.py); scales that are
+                bytes stay bytes, others have 16 bits
     blocks      the same of GGUF's 4 to 6 bits, with the scales of its types (ops/packed/block_weight.py)
 
 The layout depends on the GPU's kind: its facts are those of the kernel table. layout.py is the same for a CPU.
@@ -10,7 +11,7 @@ The layout depends on the GPU's kind: its facts are those of the kernel table. l
 from __future__ import annotations
 
 from ridgeline.ops.kernel_table import DeviceFacts
-from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, block_bytes, four_bit_bytes, packs
+from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, block_bytes, four_bit_bytes, keeps_bytes, packs
 from ridgeline.quant.format import ORDER, TensorSpec, WeightFormat, is_fp8_rows, quantises_rows
 
 STORED, FOUR_BITS, BLOCKS = "stored", "four bits", "blocks"
@@ -55,7 +56,8 @@ def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, devi
     group = _group(format, inputs)
     if not packs(outputs, inputs, group, gated and not format.reordered):
         return stored
-    packed = order + four_bit_bytes(outputs, inputs, group, scales.zero is not None, scales.outer is not None)
+    each = 1 if keeps_bytes(format.grid, scales.dtype, group) else 2
+    packed = order + four_bit_bytes(outputs, inputs, group, scales.zero is not None, scales.outer is not None, each)
     return packed if found == FOUR_BITS else max(stored, packed)
 
 

@@ -9,7 +9,6 @@ from ridgeline.ops.experts.matrices import numbers
 from ridgeline.ops.experts.packed_matrices import each_expanded, pack_experts, placeholder
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.packed.packed_weight import PackedWeight
-from ridgeline.ops.quantised.codes import e8m0_numbers
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.quant.format import MXFP4, uint4
 from ridgeline.quant.gpu_layout import gpu_bytes
@@ -25,10 +24,10 @@ def drawn(most: int, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(("outputs", "inputs", "gated"), SHAPES)
 def test_mxfp4_experts_keep_their_numbers(outputs: int, inputs: int, gated: bool) -> None:
     codes, scale = drawn(256, 3, outputs, inputs // 2), 115 + drawn(10, 3, outputs, inputs // 32)
-    packed = pack_experts(codes, e8m0_numbers(scale, torch.bfloat16), kind="e2m1", gated=gated)
+    packed = pack_experts(codes, scale, kind="e2m1", gated=gated)
     wanted = numbers(QuantisedWeight("e2m1", inputs, codes, scale, (1, 32), e8m0=True), torch.float32)
     assert torch.equal(each_expanded(packed, torch.float32), wanted)
-    check_sizes(packed, 3 * gpu_bytes(MXFP4, outputs, inputs, gated, H200))
+    check_sizes(packed, 3 * gpu_bytes(MXFP4, outputs, inputs, gated, H200), torch.uint8)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
@@ -40,14 +39,15 @@ def test_int4_experts_keep_their_numbers(zeros: bool) -> None:
     less = torch.full_like(scale, 8.0) if zero is None else zero
     wanted = (values - less.float().repeat_interleave(32, 2)) * scale.float().repeat_interleave(32, 2)
     assert torch.equal(each_expanded(packed, torch.float32), wanted) and packed.whole_zeros
-    check_sizes(packed, 2 * gpu_bytes(uint4(32, "float16", "code" if zeros else None), 48, 128, True, H200))
+    check_sizes(packed, 2 * gpu_bytes(uint4(32, "float16", "code" if zeros else None), 48, 128, True, H200), torch.float16)
 
 
-def check_sizes(packed: PackedWeight, nbytes: int) -> None:
+def check_sizes(packed: PackedWeight, nbytes: int, stored: torch.dtype) -> None:
     assert packed.nbytes == nbytes
     empty = placeholder(
         len(packed.codes), packed.outputs, packed.inputs, packed.group, packed.kind, packed.gated, packed.zero is not None,
-        torch.device("cpu"),
+        torch.device("cpu"), stored,
     )
     assert (empty.codes.shape, empty.scale.shape) == (packed.codes.shape, packed.scale.shape)
+    assert empty.scale_dtype == packed.scale_dtype       # a constant of the kernels that are compiled ahead
     assert (empty.zero is None) == (packed.zero is None)
