@@ -178,6 +178,7 @@ def expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         weight.codes, weight.scale, weight.scale if weight.zero is None else weight.zero,
         weight.scale if weight.outer is None else weight.outer, out, weight.outputs, weight.inputs, tiles // 8,
         GROUP=weight.group, HALF=weight.scale_dtype == torch.float16, BYTE=weight.scale_dtype in BYTES,
-        E8M0=weight.scale_dtype == torch.uint8, ZEROS=weight.zero is not None, E2M1=weight.kind == "e2m1", OUTER=weight.outer is not None, GATED=weight.gated, num_warps=4,
+        E8M0=weight.scale_dtype == torch.uint8, ZEROS=weight.zero is not None, E2M1=weight.kind == "e2m1",
+        OUTER=weight.outer is not None, GATED=weight.gated, num_warps=4,
     )
     return out

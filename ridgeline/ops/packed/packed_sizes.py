@@ -19,8 +19,8 @@ def packs(outputs: int, inputs: int, group: int, gated: bool = False) -> bool:
 
 
 def keeps_bytes(kind: str, dtype: str, group: int) -> bool:
-    """Whether scales of that dtype stay bytes. A word has four of them, those of two groups: the groups of 128 inputs come in twos.
-    All that is stored so has e2m1 codes; other scales take 16 bits."""
+    """Whether scales of that dtype stay bytes; others take 16 bits. A word has those of two groups, so 128 inputs must have two.
+    Only e2m1 codes have such scales in checkpoints."""
     return kind == "e2m1" and dtype in SCALE_BYTES and group < 128
 
 
