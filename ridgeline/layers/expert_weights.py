@@ -13,7 +13,6 @@ from ridgeline.ops.experts.expert_codes import fits
 from ridgeline.ops.experts.matrices import Matrices, numbers
 from ridgeline.ops.experts.packed_matrices import pack_experts, packs_experts, placeholder
 from ridgeline.ops.packed.packed_weight import PackedWeight
-from ridgeline.ops.quantised.codes import e8m0_numbers
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.process.log import get_logger
 from ridgeline.quant.format import SCALE, WEIGHT, ZERO, TensorSpec, WeightFormat, per_row
@@ -61,7 +60,8 @@ class ExpertWeights(nn.Module):
             format = self.scheme.format
             self.packed = {
                 name: placeholder(
-                    number, *shape, _group(format), format.grid, name == "gate_up", ZERO in self._specs(), place.device
+                    number, *shape, _group(format), format.grid, name == "gate_up", ZERO in self._specs(), place.device,
+                    torch_dtype(self._specs()[SCALE].dtype),
                 ) for name, shape in self.shapes.items()
             }
         self.gate_up_bias = parameter(2 * size) if bias else None
@@ -180,11 +180,8 @@ class ExpertWeights(nn.Module):
     def _pack(self) -> None:
         """One matrix after the other, so that few codes are there twice."""
         assert self.scheme is not None
-        e8m0 = self._specs()[SCALE].dtype == "e8m0"
         for name in NAMES:
             scale, zero = getattr(self, name + SUFFIXES[SCALE]).data, getattr(self, name + SUFFIXES[ZERO], None)
-            if e8m0:
-                scale = e8m0_numbers(scale, torch.float32).to(torch.bfloat16)    # powers of two, which it holds
             packed = pack_experts(
                 getattr(self, name).data, scale, None if zero is None else zero.data, kind=self.scheme.format.grid,
                 gated=name == "gate_up",

@@ -163,8 +163,8 @@ def signal_to_noise(format: str) -> float:
 
 # The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time. From
 # one request of the records in benchmarks/h200: fp8 and int4 between 8B and 70B, and those of 4 bits also between the newest
-# records and older ones in history (the newest are predicted 6 to 8 % too slow). Scales of MXFP4 and NVFP4 take 16 bits in the
-# layout of the kernels, and blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
+# records and older ones in history (the newest are predicted 6 to 8 % too slow). Scales of MXFP4 and NVFP4 took 16 bits in the
+# layout of the kernels when these were recorded, and blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
 READ = {"fp8": 0.90, "fp8-block": 0.85, "int8": 0.87, "mxfp4": 0.67}
 NARROW_READ, BLOCKS_READ = 0.78, 0.68
 # The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first

@@ -1,7 +1,7 @@
 """4-bit weights as kernels for them take them: codes, one number as scale and one as zero for each group, whatever is stored.
 
-A scheme's `finish` hands this to the packing of such kernels (ops/linear). Scales of two levels are multiplied out, exactly in
-float32; an offset becomes the code that means 0, which is rounded.
+A scheme's `finish` hands this to the packing of such kernels (ops/packed). Scales that are bytes (E8M0, e4m3) stay as they are.
+Scales of two levels are multiplied out, exactly in float32; an offset becomes the code that means 0, which is rounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GRIDS = ("uint4", "e2m1")
 class FourBits(NamedTuple):
     kind: str                        # of GRIDS
     codes: Tensor                    # uint8 [outputs, inputs / 2], the even input in the low half
-    scale: Tensor                    # [outputs, groups]
+    scale: Tensor                    # [outputs, groups]; uint8: exponents of E8M0
     zero: Tensor | None              # [outputs, groups], the code that means 0; None: 8 for uint4, nothing for e2m1
     outer: Tensor | None             # float32 [outputs], a second factor
     order: Tensor | None             # the input of every column
@@ -33,11 +33,9 @@ def four_bits(weight: QuantisedWeight) -> FourBits | None:
     scale, outer = weight.scale, weight.outer
     if scale.dim() == 1:
         scale = scale[:, None]
-    if weight.e8m0:
-        scale = e8m0_numbers(scale, torch.float32)
-    elif scale.dtype == torch.float8_e4m3fn:
-        scale = scale.to(torch.bfloat16)                 # which holds all of its numbers
     offset = weight.offset
+    if offset is not None or (outer is not None and weight.outer_block[1]):      # numbers that others multiply or divide
+        scale = e8m0_numbers(scale, torch.float32) if weight.e8m0 else scale.float()
     if outer is not None and weight.outer_block[1]:
         scale, offset = _product(weight, scale, outer), _product(weight, offset, weight.offset_outer)
         outer = None

@@ -1,7 +1,8 @@
 """How the matrix of a quantised linear lies in the memory of a GPU: the one place that loader, ledger and `plan` ask. No torch.
 
     stored      the tensors of its format (format.py)
-    four bits   codes in the order in which a Hopper GPU's tensor cores take them, scales of 16 bits (ops/packed/packed_weight.py)
+    four bits   codes in the order in which a Hopper GPU's tensor cores take them (ops/packed/packed_weight.py); scales that are
+                bytes stay bytes, others have 16 bits
     blocks      the same of GGUF's 4 to 6 bits, with the scales of its types (ops/packed/block_weight.py)
     eight bits  the same of int8 beside x of 16 bits (ops/packed/byte_weight.py): Q8_0, W8A16, LLM.int8()
 
@@ -11,7 +12,16 @@ The layout depends on the GPU's kind: its facts are those of the kernel table. l
 from __future__ import annotations
 
 from ridgeline.ops.kernel_table import DeviceFacts
-from ridgeline.ops.packed.packed_sizes import BITS_ABOVE, BLOCK, BYTES, block_bytes, byte_bytes, four_bit_bytes, packs
+from ridgeline.ops.packed.packed_sizes import (
+    BITS_ABOVE,
+    BLOCK,
+    BYTES,
+    block_bytes,
+    byte_bytes,
+    four_bit_bytes,
+    keeps_bytes,
+    packs,
+)
 from ridgeline.quant.format import ORDER, TensorSpec, WeightFormat, is_fp8_rows, quantises_rows
 
 STORED, FOUR_BITS, BLOCKS, EIGHT_BITS = "stored", "four bits", "blocks", BYTES
@@ -61,7 +71,8 @@ def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, devi
     if format.grid == "int8":
         packed = order + byte_bytes(outputs, inputs, group, not scales.block[1])
     else:
-        packed = order + four_bit_bytes(outputs, inputs, group, scales.zero is not None, scales.outer is not None)
+        each = 1 if keeps_bytes(format.grid, scales.dtype, group) else 2
+        packed = order + four_bit_bytes(outputs, inputs, group, scales.zero is not None, scales.outer is not None, each)
     return max(stored, packed) if found == STORED else packed
 
 

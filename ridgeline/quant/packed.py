@@ -20,7 +20,7 @@ from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
 from ridgeline.ops.packed.byte_weight import holds_bytes, pack_bytes
 from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
 from ridgeline.ops.packed.packed_sizes import packs
-from ridgeline.ops.packed.packed_weight import PackedWeight, pack
+from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight, pack
 from ridgeline.quant.four_bits import FourBits, four_bits
 from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, gpu_layout, may_pack
 from ridgeline.quant.quantised import Quantised
@@ -104,7 +104,7 @@ def _holds(four: FourBits, gated: bool) -> bool:
     outputs, inputs = four.codes.shape[0], 2 * four.codes.shape[1]
     if inputs % four.scale.shape[1] or not packs(outputs, inputs, inputs // four.scale.shape[1], gated):
         return False
-    exact = any(_exact(four.scale, dtype) for dtype in (torch.bfloat16, torch.float16))
+    exact = four.scale.dtype in BYTE_SCALES or any(_exact(four.scale, dtype) for dtype in (torch.bfloat16, torch.float16))
     zero = None if four.zero is None else four.zero.float()
     if zero is None or not exact:
         return exact

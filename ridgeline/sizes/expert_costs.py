@@ -82,7 +82,7 @@ def _code_bytes(codes: str, group: int, inputs: int) -> float:
     """Of a weight in a case: its code, and its share of the scale (and zero) of its group."""
     if codes == "e4m3":
         return 1 + 4 / (group**2 or inputs)
-    return 0.5 + (1 if codes == "e2m1" else 4 if codes.endswith("zeros") else 2) / group
+    return 0.5 + (1 if codes.endswith("e2m1") else 4 if codes.endswith("zeros") else 2) / group
 
 
 def experts_cost(

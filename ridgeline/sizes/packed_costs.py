@@ -5,17 +5,20 @@ from __future__ import annotations
 from ridgeline.sizes.op_costs import Case, Cost, gated_activation_cost, linear_cost, rms_norm_cost
 
 
-def packed_bytes(outputs: int, inputs: int, group: int, zero: bool = False, outer: bool = False) -> int:
-    """Of the codes, of 16-bit scales and zeros, and of a float32 factor for each output."""
-    return outputs * inputs // 2 + outputs * (inputs // group) * (4 if zero else 2) + (4 * outputs if outer else 0)
+def packed_bytes(
+    outputs: int, inputs: int, group: int, zero: bool = False, outer: bool = False, scale_bytes: int = 2
+) -> int:
+    """Of the codes, the scales, 16-bit zeros, and of a float32 factor for each output."""
+    each = scale_bytes + (2 if zero else 0)
+    return outputs * inputs // 2 + outputs * (inputs // group) * each + (4 * outputs if outer else 0)
 
 
 def packed_linear_cost(
     *, tokens: int, inputs: int, outputs: int, group: int, kind: str, zero: bool, bias: bool, element_bytes: int
 ) -> Cost:
-    """The weight's codes and scales are read once."""
+    """The weight's codes and scales are read once; those of e2m1 are bytes."""
     product = linear_cost(tokens=tokens, inputs=inputs, outputs=outputs, weight_bytes=0, element_bytes=element_bytes, bias=bias)
-    return Cost(product.flops, product.bytes + packed_bytes(outputs, inputs, group, zero))
+    return Cost(product.flops, product.bytes + packed_bytes(outputs, inputs, group, zero, scale_bytes=1 if kind == "e2m1" else 2))
 
 
 def normed_packed_linear_cost(

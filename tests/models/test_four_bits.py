@@ -34,7 +34,8 @@ def test_the_same_numbers(name: str) -> None:
     assert found is not None and found.scale.dim() == 2
     group = weight.inputs // found.scale.shape[1]
     again = QuantisedWeight(
-        found.kind, weight.inputs, found.codes, found.scale, (1, group), zero=found.zero, outer=found.outer, order=found.order
+        found.kind, weight.inputs, found.codes, found.scale, (1, group), zero=found.zero, outer=found.outer, order=found.order,
+        e8m0=found.scale.dtype == torch.uint8,
     )
     expected = expand(weight, torch.float32)
     torch.testing.assert_close(expand(again, torch.float32), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))

@@ -30,10 +30,10 @@ from ridgeline.sizes.hardware import DEVICES
 HIDDEN, WIDE, EXPERTS, CONTEXT = 512, 1024, 4, 128
 
 
-def written(path: Path, kind: str, experts: bool = False, embedding: str = "F16") -> Path:
+def written(path: Path, kind: str, experts: bool = False, embedding: str = "F16", wide: int = WIDE) -> Path:
     """Two layers whose matrices are packed as `kind`: a llama, or a mixture."""
     shapes: dict[str, tuple[int, ...]] = {f"attn_{name}": (HIDDEN, HIDDEN) for name in ("q", "k", "v", "output")}
-    mlp: dict[str, tuple[int, ...]] = {"gate": (WIDE, HIDDEN), "up": (WIDE, HIDDEN), "down": (HIDDEN, WIDE)}
+    mlp: dict[str, tuple[int, ...]] = {"gate": (wide, HIDDEN), "up": (wide, HIDDEN), "down": (HIDDEN, wide)}
     shapes |= {f"ffn_{name}_exps": (EXPERTS, *shape) for name, shape in mlp.items()} if experts else {
         f"ffn_{name}": shape for name, shape in mlp.items()}
     tensors: dict[str, Any] = {
@@ -48,9 +48,9 @@ def written(path: Path, kind: str, experts: bool = False, embedding: str = "F16"
     tensors["output.weight"] = random_packed(kind, (64, HIDDEN))
     name = "qwen3moe" if experts else "llama"
     numbers = {
-        "block_count": 2, "context_length": CONTEXT, "embedding_length": HIDDEN, "feed_forward_length": WIDE,
+        "block_count": 2, "context_length": CONTEXT, "embedding_length": HIDDEN, "feed_forward_length": wide,
         "attention.head_count": 4, "attention.head_count_kv": 4, "attention.layer_norm_rms_epsilon": 1e-5,
-    } | ({"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": WIDE} if experts else {})
+    } | ({"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": wide} if experts else {})
     return write_gguf(path, {"general.architecture": name} | {f"{name}.{key}": value for key, value in numbers.items()}, tensors)
 
 
@@ -122,7 +122,7 @@ def test_experts_have_the_name_and_the_bytes_of_their_layout(kind: str, format: 
     held = sum(shape.count * shape.nbytes(stored, facts) for shape, stored in found)
     assert total == pytest.approx(held or 2 * 2 * EXPERTS * 3 * HIDDEN * WIDE)
     if gpu == "H200" and kind == "MXFP4":
-        assert made.kept.experts == 4.5 / 8             # scales of 16 bits
+        assert made.kept.experts == 4.25 / 8            # scales stay bytes
 
 
 def test_a_search_counts_the_shards_of_each_number_of_ranks(tmp_path: Path) -> None:
@@ -146,12 +146,14 @@ def test_the_batch_that_computes_depends_on_the_bytes_that_are_read(experts: boo
 
 
 def test_without_gluon_experts_lie_as_they_are_stored(tmp_path: Path) -> None:
-    """Their kernels need it; those of other linears do not."""
-    config = load_model_config(written(tmp_path / "m.gguf", "MXFP4", experts=True))
+    """Their kernels need it; those of other linears do not. The packed layout pads 1056 inputs."""
+    config = load_model_config(written(tmp_path / "m.gguf", "MXFP4", experts=True, wide=1056))
     formats = LinearFormats(config, "none", "cuda", 1, "bfloat16")
     without = H200._replace(gluon=False)
     assert all(shape.nbytes(format, without) == shape.nbytes(format, H200) for shape, format in formats.shapes())
     experts = list(formats.experts())
     assert len(experts) == 4
     for shape, format in experts:
-        assert shape.nbytes(format, without) == format.nbytes(shape.outputs, shape.share) < shape.nbytes(format, H200)
+        assert shape.nbytes(format, without) == format.nbytes(shape.outputs, shape.share)
+        assert (shape.nbytes(format, without) < shape.nbytes(format, H200)) == (shape.share == 1056)
+    assert sum(shape.share == 1056 for shape, _ in experts) == 2

@@ -106,6 +106,7 @@ def test_how_much_the_layout_takes() -> None:
     bits = {name: 8 * gpu_bytes(FORMATS[name], 4096, 4096, False, H200) / 4096**2 for name in FORMATS}
     assert bits["Q4_K"] == 4.625 and bits["Q6_K"] == 6.625 and bits["Q5_K"] == 6.625 and bits["Q8_0"] == 8.5
     assert 8 * gpu_bytes(format_of("Q4_K and Q6_K"), 4096, 4096, False, H200) / 4096**2 == 7.125
+    assert bits["MXFP4"] == 4.25 and 8 * (gpu_bytes(NVFP4, 4096, 4096, False, H200) - 4 * 4096) / 4096**2 == 4.5
     padded = gpu_bytes(FORMATS["Q4_K"], 4096, 768, False, H200) / FORMATS["Q4_K"].nbytes(4096, 768)
     assert padded == pytest.approx(4 / 3, rel=0.001)
 

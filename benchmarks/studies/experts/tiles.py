@@ -31,7 +31,7 @@ from ridgeline.ops.experts.expert_products import Tile, experts_triton
 from ridgeline.ops.experts.experts_op import experts_reference
 from ridgeline.ops.experts.few_tokens import Few
 from ridgeline.ops.experts.packed_matrices import each_expanded, pack_experts
-from ridgeline.ops.packed.packed_weight import PackedWeight
+from ridgeline.ops.packed.packed_weight import PackedWeight, byte_scales
 from ridgeline.ops.registry import triton
 
 SHAPES = {                           # hidden size, width of an expert, experts, used by a token, weights
@@ -82,7 +82,8 @@ def matrix(weights: str, experts: int, outputs: int, inputs: int, gated: bool) -
     group, kind = (32, "e2m1") if weights == "mxfp4" else (128, "uint4")
     codes = torch.randint(0, 256, (experts, outputs, inputs // 2), device="cuda", dtype=torch.uint8)
     power = torch.randint(-1, 2, (experts, outputs, inputs // group), device="cuda").float().exp2()
-    return pack_experts(codes, (power * inputs**-0.5 / 4).log2().round().exp2().bfloat16(), kind=kind, gated=gated)
+    scale = (power * inputs**-0.5 / 4).log2().round().exp2().bfloat16()
+    return pack_experts(codes, byte_scales(scale, group) if kind == "e2m1" else scale, kind=kind, gated=gated)
 
 
 def relative_error(call: tuple[Tensor, ...], gate_up: Any, down: Any) -> float:

@@ -17,7 +17,7 @@ from ridgeline.ops.activation import gated_activation_reference
 from ridgeline.ops.experts.expert_products import experts_triton
 from ridgeline.ops.experts.matrices import Matrices, numbers
 from ridgeline.ops.experts.packed_matrices import pack_experts
-from ridgeline.ops.packed.packed_weight import PackedWeight, quantised
+from ridgeline.ops.packed.packed_weight import PackedWeight, byte_scales, quantised
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import TRITON_DTYPES, Implementation, Op, Site, Tolerance
 from ridgeline.sizes.expert_costs import EXPERTS_CASES, chosen_experts, experts_cost
@@ -155,6 +155,8 @@ def _codes(generator: torch.Generator, like: Tensor, grid: str, group: int, gate
 def _packed(generator: torch.Generator, like: Tensor, kind: str, group: int, gated: bool) -> PackedWeight:
     rounded = [quantised(each, group, kind) for each in like]
     codes, scale = (torch.stack(parts) for parts in zip(*rounded, strict=True))
+    if kind == "e2m1":
+        scale = byte_scales(scale, group)
     return pack_experts(codes, scale, kind=kind, gated=gated)
 
 

@@ -18,9 +18,10 @@ from ridgeline.ops.experts.few_tokens import MOST_TOKENS
 from ridgeline.ops.hopper import gl, group_barrier, viewed
 from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two
 from ridgeline.ops.linear.gemv import GATES
-from ridgeline.ops.packed.packed_asm import restored, sum_span
+from ridgeline.ops.packed.packed_asm import restored, scale_words, sum_span
 from ridgeline.ops.packed.packed_gemv import (
     NAMES,
+    SCALE_NAMES,
     _load_line,
     _multiply_block,
     _plain_shared,
@@ -29,6 +30,7 @@ from ridgeline.ops.packed.packed_gemv import (
     place_x,
     sum_shape,
     summed,
+    widened,
 )
 from ridgeline.ops.packed.packed_sizes import RUN
 from ridgeline.ops.packed.packed_weight import PackedWeight
@@ -138,7 +140,7 @@ def packed_few_up_kernel(  # type: ignore[no-untyped-def]
 ):
     """x [T, inputs] -> out [pairs, outputs]. CTA (some strips of the token's experts, token)."""
     layout: gl.constexpr = _word_layout(GROUPS, WARPS)
-    EACH: gl.constexpr = 128 // GROUP
+    EACH: gl.constexpr = scale_words(GROUP, SCALE_DTYPE)
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
     token = gl.program_id(1)
     blocks = (USED * strips + GROUPS - 1) // GROUPS
@@ -167,6 +169,7 @@ def packed_few_up_kernel(  # type: ignore[no-untyped-def]
                 following = _up_unit(
                     code_ptr, scale_ptr, zero_ptr, experts, unit + 1, strips, layout, USED, RUNS, EACH, ZEROS, GROUPS, WARPS
                 )
+            loaded = widened(loaded, 8, EACH, SCALE_DTYPE)
             for block in gl.static_range(4):
                 sums = _multiply_block(
                     sums, loaded, x_words, totals, (unit - begin) * 16 + block * 4, layout, block, KIND, GROUP, DTYPE,
@@ -212,7 +215,7 @@ def packed_few_down_kernel(  # type: ignore[no-untyped-def]
 ):
     """x [pairs, inputs], shares [pairs] -> out [T, outputs]. CTA (strip, token)."""
     layout: gl.constexpr = _word_layout(1, WARPS)
-    EACH: gl.constexpr = 128 // GROUP
+    EACH: gl.constexpr = scale_words(GROUP, SCALE_DTYPE)
     ROUNDS: gl.constexpr = (USED * RUNS + WARPS - 1) // WARPS
     token = gl.program_id(1)
     experts, shares = chosen_ptr + token * USED, share_ptr + token * USED
@@ -236,6 +239,7 @@ def packed_few_down_kernel(  # type: ignore[no-untyped-def]
             following = _down_unit(
                 code_ptr, scale_ptr, zero_ptr, experts, unit + 1, strips, layout, USED, RUNS, EACH, ZEROS, WARPS
             )
+        loaded = widened(loaded, 8, EACH, SCALE_DTYPE)
         sums = gl.zeros([1, WARPS, 32, 4], gl.float32, layout)
         for block in gl.static_range(4):
             sums = _multiply_block(
@@ -275,7 +279,7 @@ def up_warps(runs: int) -> int:
 def _constants(weight: PackedWeight, x: Tensor) -> dict[str, object]:
     return {
         "RUNS": weight.codes.shape[2] * 64 // RUN, "KIND": weight.kind, "GROUP": weight.group, "DTYPE": NAMES[x.dtype],
-        "SCALE_DTYPE": NAMES[weight.scale_dtype], "ZEROS": weight.zero is not None, **dependent_launch(x.device),
+        "SCALE_DTYPE": SCALE_NAMES[weight.scale_dtype], "ZEROS": weight.zero is not None, **dependent_launch(x.device),
     }
 
 

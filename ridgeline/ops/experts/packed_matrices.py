@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.hopper import HAS_GLUON, is_hopper
-from ridgeline.ops.packed.packed_sizes import RUN, STRIP, TILE, packs
-from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack
+from ridgeline.ops.packed.packed_sizes import RUN, STRIP, TILE, keeps_bytes, packs
+from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight, expanded, pack
 
 _TENSORS = ("codes", "scale", "zero", "outer")
 
@@ -27,7 +27,7 @@ def packs_experts(gate_up: tuple[int, int], down: tuple[int, int], group: int, d
 
 
 def pack_experts(codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, kind: str, gated: bool) -> PackedWeight:
-    """codes [experts, outputs, inputs / 2], scale and zero [experts, outputs, groups], numbers in 16 bits."""
+    """codes [experts, outputs, inputs / 2], scale and zero [experts, outputs, groups], numbers in 16 bits or scales as bytes."""
     made: PackedWeight | None = None
     whole = True
     for expert in range(len(codes)):
@@ -44,15 +44,18 @@ def pack_experts(codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, ki
 
 
 def placeholder(
-    experts: int, outputs: int, inputs: int, group: int, kind: str, gated: bool, zeros: bool, device: torch.device
+    experts: int, outputs: int, inputs: int, group: int, kind: str, gated: bool, zeros: bool, device: torch.device,
+    dtype: torch.dtype,
 ) -> PackedWeight:
-    """What `pack_experts` would give, without memory: for launches that are only collected."""
+    """What `pack_experts` would give, without memory: for launches that are only collected. `dtype`: of the scales as stored."""
     strips, tiles = -(-outputs // STRIP), -(-inputs // RUN) * RUN // TILE
     word = torch.zeros(1, dtype=torch.int32, device=device)
-    scale = word.expand(experts, strips, tiles * TILE // RUN, 128 // group, 32)
+    is_byte = keeps_bytes(kind, BYTE_SCALES.get(dtype, ""), group)
+    zero = word.expand(experts, strips, tiles * TILE // RUN, 128 // group, 32)
+    scale = word.expand(experts, strips, tiles * TILE // RUN, 128 // group // 2, 32) if is_byte else zero
     return PackedWeight(
-        kind, group, outputs, inputs, gated, word.expand(experts, strips, tiles, 32, 4), scale, scale if zeros else None, True,
-        torch.bfloat16, None,
+        kind, group, outputs, inputs, gated, word.expand(experts, strips, tiles, 32, 4), scale, zero if zeros else None, True,
+        dtype if is_byte or dtype == torch.float16 else torch.bfloat16, None,
     )
 
 

@@ -30,8 +30,9 @@ from ridgeline.ops.hopper import (
 )
 from ridgeline.ops.launch import cdiv, dependent_launch, multiprocessors, power_of_two
 from ridgeline.ops.linear.gemv import GATES
+from ridgeline.ops.packed.packed_asm import scale_words
 from ridgeline.ops.packed.packed_gemm import _left_operand, _load_codes, _load_words
-from ridgeline.ops.packed.packed_gemv import NAMES
+from ridgeline.ops.packed.packed_gemv import NAMES, SCALE_NAMES, widened
 from ridgeline.ops.packed.packed_sizes import RUN
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemmPlan
@@ -116,13 +117,14 @@ def _multiply(  # type: ignore[no-untyped-def]
     """WARPS warps: 16 WARPS HALVES outputs of every item."""
     BLOCKS: gl.constexpr = 8 // TILES                    # in a run of 512 inputs
     EACH: gl.constexpr = 128 // GROUP
+    SCALES: gl.constexpr = scale_words(GROUP, SCALE_DTYPE)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 16])
     wait_for_kernel_before(DEPENDENT)
     tiles = gl.load(tiles_ptr + 3 * most)
     first = gl.program_id(0)
     ahead, room_ahead = _origin(tiles_ptr, first, tiles, blocks, strips, step, RUNS, NEIGHBOURS)
     next_codes = _load_codes(code_ptr, ahead * 1024, room_ahead, PART, RUNS, TILES, HALVES, WARPS)
-    next_scales = _load_words(scale_ptr, ahead, 1, room_ahead, step, PART, RUNS, HALVES, EACH, WARPS)
+    next_scales = _load_words(scale_ptr, ahead, 1, room_ahead, step, PART, RUNS, HALVES, SCALES, WARPS)
     next_zeros = next_scales
     if ZEROS:
         next_zeros = _load_words(zero_ptr, ahead, 1, room_ahead, step, PART, RUNS, HALVES, EACH, WARPS)
@@ -141,7 +143,8 @@ def _multiply(  # type: ignore[no-untyped-def]
             next_room = gl.where(last, room_ahead, room)
             scales = next_scales
             zeros = next_zeros
-            next_scales = _load_words(scale_ptr, next_run, 1, next_room, step, PART, RUNS, HALVES, EACH, WARPS)
+            next_scales = _load_words(scale_ptr, next_run, 1, next_room, step, PART, RUNS, HALVES, SCALES, WARPS)
+            scales = widened(scales, 0, HALVES * SCALES, SCALE_DTYPE)
             if ZEROS:
                 next_zeros = _load_words(zero_ptr, next_run, 1, next_room, step, PART, RUNS, HALVES, EACH, WARPS)
             else:
@@ -277,7 +280,7 @@ def _product(
         out, order, tiles, most, blocks, strips, plan.step, out.shape[1], float(limit or 0.0), float(alpha),
         RUNS=weight.codes.shape[2] * 64 // RUN, BLOCK_ROWS=plan.block_rows, TILES=plan.tiles, PARTS=plan.parts,
         HALVES=plan.halves, STAGES=plan.stages, KIND=weight.kind, GROUP=weight.group, DTYPE=NAMES[x.dtype],
-        SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, GATE=GATES[kind], CLAMPED=limit is not None,
+        SCALE_DTYPE=SCALE_NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, GATE=GATES[kind], CLAMPED=limit is not None,
         BIAS=bias is not None, NEIGHBOURS=8 if plan.block_rows == 128 else 1, WARPS=plan.warps, num_warps=plan.warps,
         maxnreg=plan.registers(), **dependent_launch(x.device),
     )

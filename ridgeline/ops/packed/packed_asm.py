@@ -137,8 +137,35 @@ def _from_lane(word: str, out: str, block: int | str) -> str:
 
 
 @compile_time
+def is_byte_scale(scale_dtype: str) -> bool:
+    return scale_dtype in ("e8m0", "e4m3")
+
+
+@compile_time
+def scale_words(group: int, scale_dtype: str) -> int:
+    """Words of a lane with the scales of 128 inputs."""
+    return 128 // group // (2 if is_byte_scale(scale_dtype) else 1)
+
+
+@compile_time
+def scale_pairs(scale_dtype: str) -> str:
+    """A word of four bytes, scales of two groups, as the two words of 16-bit numbers that 16-bit scales would have: bf16 of e8m0,
+    fp16 of e4m3, all exactly. Operands: out the word of the first group, that of the second; in the bytes."""
+    lines = [".reg .b32 t<2>; .reg .b32 least; .reg .b16 h<2>;"]
+    if scale_dtype == "e4m3":
+        lines += ["mov.b32 {h0, h1}, $2;", *(f"cvt.rn.f16x2.e4m3x2 t{number}, h{number};" for number in (0, 1))]
+    else:
+        lines += ["mov.b32 least, 0x00400040;"]          # an exponent of 0 is 2^-127, a subnormal number with one bit
+        for number, places in enumerate(("0x4140", "0x4342")):
+            lines += [f"prmt.b32 t{number}, $2, 0, {places};", f"shl.b32 t{number}, t{number}, 7;"]
+            lines += [f"max.u16x2 t{number}, t{number}, least;"]
+    return "{ " + " ".join([*lines, "mov.b32 $0, t0; mov.b32 $1, t1;"]) + " }"
+
+
+@compile_time
 def _floats(word: str, low: str, high: str, dtype: str) -> list[str]:
-    if dtype == "bf16":
+    """The two numbers of a word; of scales that were bytes, as `scale_pairs` makes it."""
+    if dtype in ("bf16", "e8m0"):
         return [f"shl.b32 t0, {word}, 16;", f"mov.b32 {low}, t0;", f"and.b32 t0, {word}, 0xffff0000;", f"mov.b32 {high}, t0;"]
     return [f"mov.b32 {{h0, h1}}, {word};", f"cvt.f32.f16 {low}, h0;", f"cvt.f32.f16 {high}, h1;"]
 

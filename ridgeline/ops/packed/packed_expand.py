@@ -12,7 +12,7 @@ from torch import Tensor
 from ridgeline.ops.packed.block_asm import MIDDLES
 from ridgeline.ops.packed.block_weight import packed_numbers
 from ridgeline.ops.packed.packed_sizes import BYTES
-from ridgeline.ops.packed.packed_weight import PackedWeight
+from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight
 from ridgeline.ops.registry import tl, triton_kernel
 
 
@@ -23,6 +23,19 @@ def _half(words, upper, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
     if HALF:
         return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton_kernel()
+def _scale_byte(words, number, E8M0: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A scale that is a byte, as float32."""
+    byte = (words >> (8 * number)) & 255
+    if E8M0:
+        return tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
+    exponent = (byte >> 3) & 15
+    size = (((exponent + 120) << 23) | ((byte & 7) << 20)).to(tl.float32, bitcast=True)
+    size = tl.where(exponent == 0, (byte & 7).to(tl.float32) * 0.001953125, size)        # subnormal: steps of 2^-9
+    size = tl.where((byte & 127) == 127, float("nan"), size)
+    return tl.where(byte > 127, -size, size)
 
 
 @triton_kernel()
@@ -115,8 +128,8 @@ def _expand_blocks_for_gemm_kernel(  # type: ignore[no-untyped-def]
 @triton_kernel(do_not_specialize=["outputs", "runs"])
 def _expand_for_gemm_kernel(  # type: ignore[no-untyped-def]
     code_ptr, scale_ptr, zero_ptr, outer_ptr, out_ptr, outputs, inputs, runs,
-    GROUP: tl.constexpr, HALF: tl.constexpr, ZEROS: tl.constexpr, E2M1: tl.constexpr, OUTER: tl.constexpr,
-    GATED: tl.constexpr,
+    GROUP: tl.constexpr, HALF: tl.constexpr, BYTE: tl.constexpr, E8M0: tl.constexpr, ZEROS: tl.constexpr, E2M1: tl.constexpr,
+    OUTER: tl.constexpr, GATED: tl.constexpr,
 ):
     """Program (run of 512 inputs, strip)."""
     EACH: tl.constexpr = 128 // GROUP
@@ -131,8 +144,13 @@ def _expand_for_gemm_kernel(  # type: ignore[no-untyped-def]
     block = strip * runs + run
     word = tl.load(code_ptr + block * 1024 + eight // 8 * 128 + lane * 4 + eight % 8 // 2)
     scale_lane = line % 8 * 4 + eight // 16
-    scale_at = block * (EACH * 32) + eight * 8 % 128 // GROUP * 32 + scale_lane
-    scale = _half(tl.load(scale_ptr + scale_at), upper, HALF)
+    group = eight * 8 % 128 // GROUP
+    scale_at = block * (EACH * 32) + group * 32 + scale_lane
+    if BYTE:                                             # words of two groups
+        words = tl.load(scale_ptr + block * (EACH // 2 * 32) + group // 2 * 32 + scale_lane)
+        scale = _scale_byte(words, group % 2 * 2 + upper, E8M0)
+    else:
+        scale = _half(tl.load(scale_ptr + scale_at), upper, HALF)
     zero = 8.0
     if ZEROS:
         zero = _half(tl.load(zero_ptr + scale_at), upper, True)
@@ -190,7 +208,8 @@ def expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     _expand_for_gemm_kernel[tiles // 8, strips](
         weight.codes, weight.scale, weight.scale if weight.zero is None else weight.zero,
         weight.scale if weight.outer is None else weight.outer, out, weight.outputs, weight.inputs, tiles // 8,
-        GROUP=weight.group, HALF=weight.scale_dtype == torch.float16, ZEROS=weight.zero is not None,
-        E2M1=weight.kind == "e2m1", OUTER=weight.outer is not None, GATED=weight.gated, num_warps=4,
+        GROUP=weight.group, HALF=weight.scale_dtype == torch.float16, BYTE=weight.scale_dtype in BYTE_SCALES,
+        E8M0=weight.scale_dtype == torch.uint8, ZEROS=weight.zero is not None, E2M1=weight.kind == "e2m1",
+        OUTER=weight.outer is not None, GATED=weight.gated, num_warps=4,
     )
     return out

@@ -34,8 +34,8 @@ from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.packed.block_asm import has_high
 from ridgeline.ops.packed.block_operand import block_operand, is_byte, unpacked
 from ridgeline.ops.packed.byte_asm import byte_factors, byte_operand_registers, byte_operands, enlarged
-from ridgeline.ops.packed.packed_asm import factors, operand_registers, operands, subtrahends
-from ridgeline.ops.packed.packed_gemv import NAMES
+from ridgeline.ops.packed.packed_asm import factors, operand_registers, operands, scale_words, subtrahends
+from ridgeline.ops.packed.packed_gemv import NAMES, SCALE_NAMES, widened
 from ridgeline.ops.packed.packed_sizes import RUN
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemmPlan
@@ -290,6 +290,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     FIRST: gl.constexpr = PART * BLOCKS if TOGETHER else 0
     PLACE: gl.constexpr = 0 if TOGETHER else PART
     EACH: gl.constexpr = 4 if is_byte(FORM) else 128 // GROUP
+    SCALES: gl.constexpr = 4 if is_byte(FORM) else scale_words(GROUP, SCALE_DTYPE)
     AT: gl.constexpr = FIRST * TILES * 128               # the first words of codes in a run
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_ROWS, 16])
     first = gl.program_id(0)
@@ -297,7 +298,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     next_codes = _load_codes(code_ptr, ahead * 1024 + AT, room_ahead, PLACE, runs, TILES, HALVES, WARPS)
     next_high = _load_high(high_ptr, ahead * 1024 + AT, room_ahead, PLACE, runs, TILES, HALVES, KIND, WARPS)
     left_ahead = runs - number_ahead
-    next_scales = _load_words(scale_ptr, ahead, left_ahead, room_ahead, step, PLACE, runs, HALVES, EACH, WARPS)
+    next_scales = _load_words(scale_ptr, ahead, left_ahead, room_ahead, step, PLACE, runs, HALVES, SCALES, WARPS)
     next_zeros = next_scales
     if ZEROS:
         next_zeros = _load_words(zero_ptr, ahead, left_ahead, room_ahead, step, PLACE, runs, HALVES, EACH, WARPS)
@@ -319,7 +320,8 @@ def _multiply(  # type: ignore[no-untyped-def]
             remaining = gl.where(last, runs - number_ahead, runs - number - run - 1)
             next_room = gl.where(last, room_ahead, room)
             scales, zeros, multipliers = next_scales, next_zeros, next_multipliers
-            next_scales = _load_words(scale_ptr, next_run, remaining, next_room, step, PLACE, runs, HALVES, EACH, WARPS)
+            next_scales = _load_words(scale_ptr, next_run, remaining, next_room, step, PLACE, runs, HALVES, SCALES, WARPS)
+            scales = widened(scales, 0, HALVES * SCALES, SCALE_DTYPE)
             next_zeros = next_scales
             if ZEROS:
                 next_zeros = _load_words(zero_ptr, next_run, remaining, next_room, step, PLACE, runs, HALVES, EACH, WARPS)
@@ -466,7 +468,7 @@ def packed_gemm(
         items, row_blocks, splits, runs, part_runs, strips, plan.step, rows, outputs,
         BLOCK_ROWS=plan.block_rows, TILES=plan.tiles, PARTS=plan.parts, TOGETHER=plan.together,
         HALVES=plan.halves, STAGES=plan.stages, KIND=weight.kind, FORM=weight.form, GROUP=weight.group, DTYPE=NAMES[x.dtype],
-        SCALE_DTYPE=NAMES[weight.scale_dtype],
+        SCALE_DTYPE=SCALE_NAMES[weight.scale_dtype],
         ZEROS=weight.zero is not None, GATE=GATES[gate], BIAS=bias is not None, OUTER=weight.outer is not None,
         WARPS=plan.warps, num_warps=plan.warps, maxnreg=plan.registers(), **dependent_launch(x.device),
     )

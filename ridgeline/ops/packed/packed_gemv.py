@@ -22,7 +22,17 @@ from ridgeline.ops.launch import dependent_launch, multiprocessors
 from ridgeline.ops.linear.gemv import GATES, activated
 from ridgeline.ops.packed.block_asm import block_product_registers, block_products, has_high, zero_words
 from ridgeline.ops.packed.block_operand import has_offset, is_byte
-from ridgeline.ops.packed.packed_asm import code_step, product_registers, products, restored, sum_span, x_factor
+from ridgeline.ops.packed.packed_asm import (
+    code_step,
+    is_byte_scale,
+    product_registers,
+    products,
+    restored,
+    scale_pairs,
+    scale_words,
+    sum_span,
+    x_factor,
+)
 from ridgeline.ops.packed.packed_sizes import RUN
 from ridgeline.ops.packed.packed_weight import PackedWeight
 from ridgeline.ops.packed.select_packed import PackedGemvPlan
@@ -139,6 +149,24 @@ def _load_line(source, there, MASKED: gl.constexpr):  # type: ignore[no-untyped-
     else:
         words = gl.load(source)
     return words
+
+
+@gluon_kernel()
+def widened(words, FIRST: gl.constexpr, COUNT: gl.constexpr, SCALE_DTYPE: gl.constexpr):  # type: ignore[no-untyped-def]
+    """COUNT tensors of scales behind FIRST others: those of bytes as words of two 16-bit numbers, twice as many. A lane does this
+    with its own words, once for 512 inputs; afterwards four lanes read each word."""
+    wide = words
+    if is_byte_scale(SCALE_DTYPE):
+        text: gl.constexpr = scale_pairs(SCALE_DTYPE)
+        wide = ()
+        for part in gl.static_range(FIRST):
+            wide = wide + (words[part],)
+        for part in gl.static_range(COUNT):
+            low, high = gl.inline_asm_elementwise(
+                text, "=r,=r,r", (words[FIRST + part],), dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+            )
+            wide = wide + (low, high)
+    return wide
 
 
 @gluon_kernel()
@@ -312,7 +340,7 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     """GROUPS strips at a time are assigned to the CTAs round-robin; WARPS warps have one of them. RUNS: how often the inputs
     have 512."""
     layout: gl.constexpr = _word_layout(GROUPS, WARPS)
-    EACH: gl.constexpr = 4 if is_byte(FORM) else 128 // GROUP
+    EACH: gl.constexpr = 4 if is_byte(FORM) else scale_words(GROUP, SCALE_DTYPE)
     ROUNDS: gl.constexpr = (RUNS + WARPS - 1) // WARPS
     program = gl.program_id(0)
     blocks = (strips + GROUPS - 1) // GROUPS
@@ -340,6 +368,7 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
                     code_ptr, scale_ptr, zero_ptr, unit + 1, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS
                 )
                 above_following = _load_blocks(high_ptr, block_ptr, unit + 1, strips, layout, RUNS, KIND, FORM, GROUPS, WARPS)
+            loaded = widened(loaded, 8, EACH, SCALE_DTYPE)               # waits for them: behind the next unit's requests
             for block in gl.static_range(4):
                 at = (unit - begin) * 16 + block * 4
                 if FORM == "":
@@ -359,6 +388,7 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
 
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+SCALE_NAMES = NAMES | {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
 
 def packed_gemv(
@@ -378,7 +408,7 @@ def packed_gemv(
         weight.codes if weight.blocks is None else weight.blocks, weight.scale if weight.outer is None else weight.outer,
         x if bias is None else bias, out, new_residual, x.shape[1], outputs, strips, eps, norm_offset,
         RUNS=weight.codes.shape[1] * 64 // RUN, KIND=weight.kind, FORM=weight.form, GROUP=weight.group,
-        DTYPE=NAMES[x.dtype], SCALE_DTYPE=NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, NORM=norm is not None,
+        DTYPE=NAMES[x.dtype], SCALE_DTYPE=SCALE_NAMES[weight.scale_dtype], ZEROS=weight.zero is not None, NORM=norm is not None,
         RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None, OUTER=weight.outer is not None,
         GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps, maxnreg=plan.registers(),
         **dependent_launch(x.device),

@@ -22,7 +22,7 @@ from ridgeline.ops.packed.packed_expand import expand
 from ridgeline.ops.packed.packed_gemm import packed_gemm
 from ridgeline.ops.packed.packed_gemv import packed_gemv
 from ridgeline.ops.packed.packed_sizes import BYTES
-from ridgeline.ops.packed.packed_weight import PackedWeight, pack, quantised
+from ridgeline.ops.packed.packed_weight import PackedWeight, byte_scales, pack, quantised
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.sizes.packed_costs import (
@@ -114,6 +114,8 @@ def _weight(
 ) -> PackedWeight:
     codes, scale = quantised(torch.randn(outputs, inputs, generator=generator) * inputs**-0.5, group, kind)
     zeros = torch.randint(6, 11, scale.shape, generator=generator).to(device, scale.dtype) if zero else None
+    if kind == "e2m1":
+        scale = byte_scales(scale, group)
     return pack(codes.to(device), scale.to(device), zeros, kind=kind, gated=gated)
 
 

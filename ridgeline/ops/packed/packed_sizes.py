@@ -10,6 +10,7 @@ GROUPS = (16, 32, 64, 128)           # inputs with one scale that kernels know; 
 BLOCK = 256                          # inputs with one multiplier of scales: K types
 BITS_ABOVE = {"uint4": 0, "q5": 1, "q6": 2}              # of a code, in a plane of their own
 BYTES = "eight bits"                 # the form of 8-bit codes: byte_weight.py
+SCALE_BYTES = ("e8m0", "float8_e4m3fn")                  # dtypes of scales that may stay bytes: MXFP4 and NVFP4
 
 
 def packs(outputs: int, inputs: int, group: int, gated: bool = False) -> bool:
@@ -18,14 +19,23 @@ def packs(outputs: int, inputs: int, group: int, gated: bool = False) -> bool:
     return known and inputs % group == 0 and inputs % 2 == 0 and (not gated or outputs % STRIP == 0)
 
 
+def keeps_bytes(kind: str, dtype: str, group: int) -> bool:
+    """Whether scales of that dtype stay bytes; others take 16 bits. A word has those of two groups, so 128 inputs must have two.
+    Only e2m1 codes have such scales in checkpoints."""
+    return kind == "e2m1" and dtype in SCALE_BYTES and group < 128
+
+
 def padded_weights(outputs: int, inputs: int) -> int:
     return -(-outputs // STRIP) * STRIP * (-(-inputs // RUN) * RUN)
 
 
-def four_bit_bytes(outputs: int, inputs: int, group: int, zeros: bool = False, outer: bool = False) -> int:
-    """Of the tensors that packed_weight.pack makes: codes, 16-bit scales and zeros, a float32 factor for each output."""
+def four_bit_bytes(
+    outputs: int, inputs: int, group: int, zeros: bool = False, outer: bool = False, scale_bytes: int = 2
+) -> int:
+    """Of the tensors that packed_weight.pack makes: codes, scales, 16-bit zeros, a float32 factor for each output."""
     weights = padded_weights(outputs, inputs)
-    return weights // 2 + weights // min(group, GROUPS[-1]) * (4 if zeros else 2) + (4 * outputs if outer else 0)
+    each = scale_bytes + (2 if zeros else 0)
+    return weights // 2 + weights // min(group, GROUPS[-1]) * each + (4 * outputs if outer else 0)
 
 
 def byte_bytes(outputs: int, inputs: int, group: int, outer: bool = False) -> int:

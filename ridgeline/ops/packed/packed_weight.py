@@ -1,7 +1,7 @@
 """4-bit weights in the order in which tensor cores take their left operand, one layout for any number of rows.
 
 Canonical form: codes uint8 [outputs, inputs / 2], the even input in the low half of a byte; a scale for each output and group of
-inputs; for uint4 codes a zero of the same shape, or None for 8.
+inputs (uint8: the exponents of E8M0); for uint4 codes a zero of the same shape, or None for 8.
 
     uint4   w = scale (code - zero)          e2m1   w = scale * value, values 0 0.5 1 1.5 2 3 4 6 and their negatives
 
@@ -9,10 +9,13 @@ Packed form: a strip is 16 outputs. `codes` int32 [strips, inputs / 64, 32, 4]: 
 of four `mma` instructions of 16 inputs, one word each (mma.sync m16n8k16 and wgmma agree on this order). Lane 4 r + t has the
 outputs r and r + 8 and the inputs 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16. A strip's words follow each other along the
 inputs, so a CTA reads long runs. `scale` and `zero` int32 [strips, inputs / 512, 128 / group, 32]: a word has the values of
-outputs r and r + 8, and lane t of four has those of the t-th 128 inputs.
+outputs r and r + 8, and lane t of four has those of the t-th 128 inputs. Scales that a checkpoint has as bytes (MXFP4's E8M0,
+NVFP4's e4m3) stay bytes, [strips, inputs / 512, 128 / group / 2, 32]: a word has those of two neighbouring groups, of outputs
+r and r + 8 each. Kernels make 16-bit numbers of them in registers, exactly.
 
 With a gate, a strip has eight gates and their eight partners: a lane holds both, and the activation needs no exchange.
-Inputs are padded to a multiple of 512 and outputs to 16, with scales of zero.
+Inputs are padded to a multiple of 512 and outputs to 16, with codes and bits of zero. E8M0 has no zero: it is the codes, and x
+beyond the inputs, that make padding nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeline.ops.packed.packed_sizes import GROUPS, RUN, STRIP, TILE, packs
+from ridgeline.ops.packed.packed_sizes import GROUPS, RUN, STRIP, TILE, keeps_bytes, packs
+from ridgeline.ops.quantised.codes import e8m0_numbers
 
 STRIPS_AT_ONCE = 256                 # that are packed at a time: the intermediate words take 8 bytes for each code
 KINDS = ("uint4", "e2m1")
+BYTE_SCALES = {torch.uint8: "e8m0", torch.float8_e4m3fn: "float8_e4m3fn"}     # dtypes of scales that may stay bytes
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # e2m1: where the four bits (sign, two of the exponent, one of the mantissa) of each of four codes lie in 16 bits. Codes 0 to 2
 # come to their place in a bf16 number by one shift each, the last one in three parts.
@@ -40,10 +45,10 @@ class PackedWeight:
     inputs: int
     gated: bool
     codes: Tensor                    # int32 [strips, inputs / 64, 32, 4]
-    scale: Tensor                    # int32 [strips, inputs / 512, 128 / group, 32]: two 16-bit numbers each
+    scale: Tensor                    # int32 [strips, inputs / 512, 128 / group, 32]: two 16-bit numbers each. Bytes: half as many
     zero: Tensor | None              # as scale, float16
     whole_zeros: bool                # zeros are codes, and no numbers between them
-    scale_dtype: torch.dtype         # bfloat16 or float16
+    scale_dtype: torch.dtype         # bfloat16 or float16; of bytes float8_e4m3fn, or uint8: E8M0
     outer: Tensor | None             # float32 [outputs]: a second factor, of NVFP4
     high: Tensor | None = None       # bits above four, block_weight.py; a second plane of bytes, byte_weight.py
     blocks: Tensor | None = None     # what multiplies the scales of 256 inputs, block_weight.py
@@ -63,8 +68,8 @@ def pack(
     codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, kind: str = "uint4", gated: bool = False,
     outer: Tensor | None = None,
 ) -> PackedWeight:
-    """From the canonical form. Scales are kept in 16 bits: bfloat16 and float16 as they are, others as bfloat16 where that
-    changes none of them, else as float16."""
+    """From the canonical form. Bytes stay bytes (`keeps_bytes`). Other scales are kept in 16 bits: bfloat16 and float16 as they
+    are, others as bfloat16 where that changes none of them, else as float16."""
     outputs, inputs = codes.shape[0], 2 * codes.shape[1]
     group = inputs // scale.shape[1]
     if kind not in KINDS or not packs(outputs, inputs, group, gated) or (zero is not None and kind != "uint4"):
@@ -74,7 +79,10 @@ def pack(
         scale = scale.repeat_interleave(repeats, 1)
         zero = None if zero is None else zero.repeat_interleave(repeats, 1)
         group = 128
-    dtype = _scale_dtype(scale)
+    is_byte = keeps_bytes(kind, BYTE_SCALES.get(scale.dtype, ""), group)
+    if not is_byte:
+        scale = scale_numbers(scale)
+    dtype = scale.dtype if is_byte else _scale_dtype(scale)
     order = strip_order(outputs, gated).to(codes.device)
     strips = len(order) // STRIP
     tiles = -(-inputs // RUN) * RUN // TILE
@@ -83,7 +91,10 @@ def pack(
         here = order[first * STRIP : (first + STRIPS_AT_ONCE) * STRIP]
         packed[first : first + STRIPS_AT_ONCE] = _words(_padded(codes, here, tiles * TILE // 2), kind)
     runs = tiles * TILE // group
-    pairs = _pairs(_padded(scale.to(dtype), order, runs), group)
+    if is_byte:
+        pairs = _byte_words(_padded(scale.view(torch.uint8), order, runs), group)
+    else:
+        pairs = _pairs(_padded(scale.to(dtype), order, runs), group)
     zeros = None if zero is None else _pairs(_padded(zero.to(torch.float16), order, runs), group)
     whole = zero is None or torch.equal(zero, zero.round())
     return PackedWeight(kind, group, outputs, inputs, gated, packed, pairs, zeros, whole, dtype, outer)
@@ -98,6 +109,8 @@ def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     codes = _from_words(weight.codes, weight.kind)[rows, : weight.inputs // 2]
     runs = weight.inputs // weight.group
     zero = None if weight.zero is None else _from_pairs(weight.zero, torch.float16)[rows, :runs]
+    if weight.scale_dtype in BYTE_SCALES:
+        return codes, _from_byte_words(weight.scale)[rows, :runs].contiguous().view(weight.scale_dtype), zero
     return codes, _from_pairs(weight.scale, weight.scale_dtype)[rows, :runs], zero
 
 
@@ -112,7 +125,7 @@ def expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     else:
         less = 8.0 if zero is None else zero.to(wide).repeat_interleave(weight.group, 1)
         values = numbers.to(wide) - less
-    values = values * scale.to(wide).repeat_interleave(weight.group, 1)
+    values = values * scale_numbers(scale).to(wide).repeat_interleave(weight.group, 1)
     if weight.outer is not None:
         values = values * weight.outer.to(wide)[:, None]
     return values.to(dtype)
@@ -125,6 +138,13 @@ def strip_order(outputs: int, gated: bool) -> Tensor:
     if not gated:
         return torch.arange(padded)
     return torch.arange(outputs).view(2, -1, 8).transpose(0, 1).flatten()
+
+
+def scale_numbers(scale: Tensor) -> Tensor:
+    """Scales that are bytes as bfloat16 numbers, which holds all of them; others as they are."""
+    if scale.dtype == torch.uint8:
+        return e8m0_numbers(scale, torch.float32).to(torch.bfloat16)
+    return scale.to(torch.bfloat16) if scale.dtype in BYTE_SCALES else scale
 
 
 def _scale_dtype(scale: Tensor) -> torch.dtype:
@@ -186,6 +206,27 @@ def _from_pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
     strips, blocks, each, _ = words.shape
     parts = words.contiguous().view(dtype).view(strips, blocks, each, 8, 4, 2)
     return parts.permute(0, 5, 3, 1, 4, 2).reshape(strips * STRIP, -1)
+
+
+def _byte_words(values: Tensor, group: int) -> Tensor:
+    """bytes [16 strips, columns] -> words [strips, inputs / 512, 128 / group / 2, 32]"""
+    strips, each = len(values) // STRIP, 128 // group // 2
+    # strip, upper half of the outputs, r, 512 inputs, t, two groups, which of both
+    parts = values.view(strips, 2, 8, -1, 4, each, 2).permute(0, 3, 5, 2, 4, 6, 1).flatten(-2)
+    return parts.contiguous().view(torch.int32).view(strips, -1, each, 32)
+
+
+def _from_byte_words(words: Tensor) -> Tensor:
+    strips, blocks, each, _ = words.shape
+    parts = words.contiguous().view(torch.uint8).view(strips, blocks, each, 8, 4, 2, 2)
+    return parts.permute(0, 6, 3, 1, 4, 2, 5).reshape(strips * STRIP, -1)
+
+
+def byte_scales(scale: Tensor, group: int) -> Tensor:
+    """Scales as e2m1's formats have them, rounded: E8M0 for groups of 32, e4m3 for 16. For tests and studies."""
+    if group == 16:
+        return scale.to(torch.float8_e4m3fn)
+    return (scale.float().log2().round() + 127).clamp(0, 254).to(torch.uint8)
 
 
 def quantised(weight: Tensor, group: int = 128, kind: str = "uint4") -> tuple[Tensor, Tensor]:

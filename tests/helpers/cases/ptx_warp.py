@@ -57,6 +57,17 @@ def _f16_words(low: Lanes, high: Lanes) -> Lanes:
     return first | second << 16
 
 
+def _e4m3(bytes_: Lanes) -> Lanes:
+    sign, exponent, mantissa = bytes_ >> 7, (bytes_ >> 3 & 15).astype(np.int64), bytes_ & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    return np.where(bytes_ & 127 == 127, np.nan, np.where(sign == 1, -size, size))
+
+
+def _greater(a: Lanes, b: Lanes) -> Lanes:
+    """max.u16x2"""
+    return np.maximum(a & 0xFFFF, b & 0xFFFF) | np.maximum(a >> 16, b >> 16) << 16
+
+
 def _product(a: list[Lanes], b: list[Lanes], c: list[Lanes], pairs: Callable[[Lanes], tuple[Lanes, Lanes]]) -> list[Lanes]:
     """mma.sync m16n8k16 of 16-bit numbers; lane 4 r + t."""
     left, right, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
@@ -79,7 +90,7 @@ def _product(a: list[Lanes], b: list[Lanes], c: list[Lanes], pairs: Callable[[La
 _INTEGER: dict[str, Callable[..., Lanes]] = {
     "mov.b32": lambda a: a, "mov.f32": lambda a: a, "and.b32": lambda a, b: a & b, "xor.b32": lambda a, b: a ^ b,
     "shr.u32": lambda a, n: a >> n, "shl.b32": lambda a, n: a << n, "add.u32": lambda a, b: a + b,
-    "mul.lo.u32": lambda a, b: a * b, "prmt.b32": _permuted,
+    "mul.lo.u32": lambda a, b: a * b, "prmt.b32": _permuted, "max.u16x2": _greater,
     "bfe.u32": lambda a, first, count: a >> first & ((np.uint32(1) << count) - np.uint32(1)),
 }
 _FLOAT: dict[str, Callable[..., Lanes]] = {
@@ -117,6 +128,8 @@ class _Warp:
             self.registers[out] = low & 0xFFFF | high << 16
         elif operation == "cvt.f32.f16":
             self.registers[out] = _words(self.read(rest[0]).astype(np.uint16).view(np.float16))
+        elif operation == "cvt.rn.f16x2.e4m3x2":
+            self.registers[out] = _f16_words(*(_e4m3(self.read(rest[0]) >> shift & 0xFF) for shift in (0, 8)))
         elif operation == "lop3.b32":
             a, b, c = (self.read(each) for each in rest[:3])
             assert int(rest[3], 0) == 0xEA               # (a & b) | c

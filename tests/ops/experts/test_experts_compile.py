@@ -202,7 +202,7 @@ def test_products_with_four_bit_codes_and_zeros_compile(up: bool, tmp_path: Path
 
 
 FORMS = {
-    "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
+    "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "DTYPE": "bf16", "SCALE_DTYPE": "e8m0"},
     "zeros": {"KIND": "uint4", "GROUP": 128, "ZEROS": True, "DTYPE": "bf16", "SCALE_DTYPE": "f16"},
 }
 

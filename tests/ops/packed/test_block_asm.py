@@ -18,8 +18,8 @@ from ridgeline.ops.packed.block_asm import (
     zero_words,
 )
 from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
-from ridgeline.ops.packed.packed_asm import code_step, products, restored, sum_span, x_factor
-from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
+from ridgeline.ops.packed.packed_asm import code_step, factors, products, restored, scale_pairs, sum_span, x_factor
+from ridgeline.ops.packed.packed_weight import PackedWeight, byte_scales, expanded, pack, quantised, scale_numbers
 
 LANE = np.arange(32)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -30,9 +30,19 @@ def words(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy().astype(np.int64).astype(np.uint32)
 
 
+def scale_words(weight: PackedWeight) -> np.ndarray:
+    """Of 512 inputs, as products take them: of scales that are bytes, what packed_gemv.widened makes."""
+    scale = words(weight.scale[0, 0])
+    name = {torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}.get(weight.scale_dtype)
+    if name is None:
+        return scale
+    pairs = [ptx_warp.run(scale_pairs(name), {2: word}) for word in scale]
+    return np.stack([each[half] for each in pairs for half in (0, 1)])
+
+
 def product_operands(weight: PackedWeight, x: torch.Tensor, block: int, dtype: str) -> dict[int, np.ndarray]:
     """As packed_gemv.py hands over 128 of 512 inputs."""
-    codes, scale = words(weight.codes[0]), words(weight.scale[0, 0])
+    codes, scale = words(weight.codes[0]), scale_words(weight)
     operands = {number: np.zeros(32, np.uint32) for number in range(8)}
     larger = x * x_factor(dtype)
     pairs = words(larger.view(-1, 2).contiguous().view(torch.int32)[:, 0]).reshape(-1, 8)    # 16 inputs
@@ -106,6 +116,44 @@ def test_one_row_of_four_bits(kind: str, group: int, dtype: str, zeros: bool) ->
     x = random_x(dtype, 1.0)
     found = one_row(weight, x, dtype, lambda block: products(kind, weight.group, dtype, dtype, zeros, block))
     assert_near(found, expanded(weight, torch.float64), x, 1e-5)
+
+
+@pytest.mark.parametrize(("group", "scale_dtype"), [(16, "e4m3"), (32, "e8m0"), (64, "e8m0")])
+def test_scales_as_bytes_give_the_bits_of_scales_in_16_bits(group: int, scale_dtype: str) -> None:
+    """One row: every sum. Many rows: every factor of every group, with the smallest scales of the format among them."""
+    torch.manual_seed(3)
+    codes, scale = quantised(torch.randn(16, 512), group, "e2m1")
+    stored = byte_scales(scale, group)
+    stored.view(torch.uint8)[:, 0] = torch.arange(16)
+    narrow, wide = (pack(codes, each, kind="e2m1") for each in (stored, scale_numbers(stored)))
+    assert narrow.scale.nbytes * 2 == wide.scale.nbytes and wide.scale_dtype == torch.bfloat16
+    x = random_x("bf16", 1.0)
+    found, wanted = (
+        one_row(weight, x, "bf16", lambda block, name=name: products("e2m1", group, "bf16", name, False, block))  # type: ignore[misc]
+        for weight, name in ((narrow, scale_dtype), (wide, "bf16"))
+    )
+    assert (found == wanted).all() and np.abs(found).min() > 0
+    for block in range(4):
+        for one, other in zip(scale_words(narrow), scale_words(wide), strict=True):
+            mine, others = (
+                ptx_warp.run(factors("bf16", name), {2: word, 3: np.full(32, block, np.uint32)})
+                for word, name in ((one, scale_dtype), (other, "bf16"))
+            )
+            assert (mine[0] == others[0]).all() and (mine[1] == others[1]).all()
+
+
+@pytest.mark.parametrize("name", ["e8m0", "e4m3"])
+def test_every_byte_becomes_its_number(name: str) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(-1, 2)
+    stored = every if name == "e8m0" else every.view(torch.float8_e4m3fn)
+    dtype = torch.bfloat16 if name == "e8m0" else torch.float16
+    wanted = scale_numbers(stored).to(dtype)
+    for first in range(0, 128, 64):                      # two of a lane's four bytes, 32 lanes
+        found = ptx_warp.run(scale_pairs(name), {2: words(every[first : first + 64].reshape(32, 4).view(torch.int32)[:, 0])})
+        for half in (0, 1):
+            numbers = torch.from_numpy(found[half].astype(np.uint32).view(np.int16).reshape(32, 2).copy()).view(dtype)
+            torch.testing.assert_close(numbers, wanted[first + half : first + 64 : 2], rtol=0, atol=0, equal_nan=True)
+    assert wanted.view(torch.int16).flatten()[0] == (0x0040 if name == "e8m0" else 0)    # 2^-127
 
 
 def test_numbers_of_one_row_stay_within_float32() -> None:

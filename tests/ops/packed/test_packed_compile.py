@@ -29,8 +29,10 @@ FORMATS = {
     "plain": {"KIND": "uint4", "GROUP": 128, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
     "zeros": {"KIND": "uint4", "GROUP": 32, "ZEROS": True, "OUTER": False, "DTYPE": "f16", "SCALE_DTYPE": "f16"},
     "of 16": {"KIND": "uint4", "GROUP": 16, "ZEROS": True, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
-    "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
-    "nvfp4": {"KIND": "e2m1", "GROUP": 16, "ZEROS": False, "OUTER": True, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
+    "mxfp4": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "e8m0"},
+    "nvfp4": {"KIND": "e2m1", "GROUP": 16, "ZEROS": False, "OUTER": True, "DTYPE": "bf16", "SCALE_DTYPE": "e4m3"},
+    "e2m1 of 32": {"KIND": "e2m1", "GROUP": 32, "ZEROS": False, "OUTER": False, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
+    "e2m1 of 16": {"KIND": "e2m1", "GROUP": 16, "ZEROS": False, "OUTER": True, "DTYPE": "bf16", "SCALE_DTYPE": "bf16"},
     **{
         name: {"KIND": kind, "FORM": form, "GROUP": group, "ZEROS": zeros, "OUTER": False, "DTYPE": "f16", "SCALE_DTYPE": "f16"}
         for name, (kind, form, group, zeros) in {

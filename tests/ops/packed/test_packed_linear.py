@@ -14,7 +14,7 @@ from ridgeline.ops.kernel_table import PACKED_RESERVED
 from ridgeline.ops.packed import packed_linear as packed_file
 from ridgeline.ops.packed.packed_expand import expand
 from ridgeline.ops.packed.packed_linear import multiplied, normed_packed_linear_gpu, packed_linear
-from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised
+from ridgeline.ops.packed.packed_weight import PackedWeight, expanded, pack, quantised, scale_numbers
 from ridgeline.ops.packed.select_packed import MOST_ROWS, PackedGemmPlan, PackedGemvPlan, packed_plan
 from ridgeline.ops.rms_norm import rms_norm_reference
 from ridgeline.sizes.packed_costs import packed_bytes
@@ -112,6 +112,8 @@ def test_costs_count_the_bytes_that_are_stored() -> None:
     codes, scale = quantised(torch.randn(64, 1024), 128)
     assert pack(codes, scale).nbytes == packed_bytes(64, 1024, 128)
     outer = torch.ones(64)
+    bytes_ = torch.full((64, 32), 120, dtype=torch.uint8)
+    assert pack(codes, bytes_, kind="e2m1", outer=outer).nbytes == packed_bytes(64, 1024, 32, False, True, scale_bytes=1)
     assert pack(codes, scale, torch.full_like(scale, 8.0), outer=outer).nbytes == packed_bytes(64, 1024, 128, True, True)
 
 
@@ -157,6 +159,35 @@ def test_kernels_match_float64(case: dict[str, Any], rows: int) -> None:
         assert torch.equal(stream, x + residual)
         wanted = exact(rms_norm_reference((x + residual).double(), norm.double(), 1e-5))
         assert float((out.double() - wanted).norm() / wanted.norm()) < 0.01
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("rows", [1, 5, 16, 30, 50, 128, 200, 800])
+@pytest.mark.parametrize(("group", "dtype"), [(16, torch.float8_e4m3fn), (32, torch.uint8), (64, torch.uint8)])
+def test_scales_as_bytes_give_the_same_bits(group: int, dtype: torch.dtype, rows: int) -> None:
+    """As the same scales in 16 bits, with the smallest ones of the format among them."""
+    torch.manual_seed(rows)
+    shapes = ((6144, 4096, None), (4096, 4096, None), (512, 14336, None), (1000, 1088, None), (28672, 4096, "silu"))
+    for outputs, inputs, gate in shapes:
+        codes = torch.randint(256, (outputs, inputs // 2), device="cuda", dtype=torch.uint8)
+        first = 112 if dtype == torch.uint8 else 20      # around 2^-12, and around 2^-4
+        stored = torch.randint(first, first + 12, (outputs, inputs // group), device="cuda", dtype=torch.uint8)
+        stored[5, :8] = torch.arange(8, device="cuda")
+        outer = torch.rand(outputs, device="cuda") + 0.5 if group == 16 else None
+        scale = stored.view(dtype)
+        narrow, wide = (
+            pack(codes, each, kind="e2m1", gated=gate is not None, outer=outer) for each in (scale, scale_numbers(scale))
+        )
+        assert narrow.scale_dtype == dtype and narrow.scale.nbytes * 2 == wide.scale.nbytes
+        for number in (torch.float32, torch.bfloat16):
+            assert torch.equal(expand(narrow, number), expand(wide, number))
+        x, residual = (torch.randn(rows, inputs, device="cuda").bfloat16() for _ in range(2))
+        norm = torch.rand(inputs, device="cuda").bfloat16()
+        found = multiplied(x, narrow, None, gate)
+        assert torch.equal(found, multiplied(x, wide, None, gate))
+        assert bool(found.isfinite().all()) and float(found.abs().max()) > 0
+        normed = [normed_packed_linear_gpu(x, residual, norm, 1e-5, each, gate=gate)[0] for each in (narrow, wide)]
+        assert torch.equal(*normed)
 
 
 @pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ridgeline.ops.packed.packed_sizes import packs
-from ridgeline.ops.packed.packed_weight import E2M1, expanded, pack, quantised, strip_order, unpack
+from ridgeline.ops.packed.packed_weight import (
+    E2M1,
+    byte_scales,
+    expanded,
+    pack,
+    quantised,
+    scale_numbers,
+    strip_order,
+    unpack,
+)
 
 
 def random_weight(
@@ -48,6 +57,43 @@ def test_wide_scales_keep_their_value_where_16_bits_can() -> None:
     codes, scale, _ = random_weight(4, 16, 128, 64)
     assert pack(codes, scale.float()).scale_dtype == torch.bfloat16
     assert pack(codes, scale.float() + 2**-9).scale_dtype == torch.float16
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("group", "dtype", "bits"), [(16, torch.float8_e4m3fn, 4.5), (32, torch.uint8, 4.25), (64, torch.uint8, 4.125)]
+)
+def test_scales_that_are_bytes_stay_bytes(group: int, dtype: torch.dtype, bits: float, gated: bool) -> None:
+    codes, _, _ = random_weight(7, 48, 1024, group)
+    scale = torch.randint(0, 255, (48, 1024 // group), generator=torch.Generator().manual_seed(8), dtype=torch.uint8)
+    scale[0, :2] = torch.tensor([0, 255])
+    packed = pack(codes, scale.view(dtype), kind="e2m1", gated=gated)
+    wide = pack(codes, scale_numbers(scale.view(dtype)), kind="e2m1")
+    assert packed.scale_dtype == dtype and packed.nbytes * 8 == bits * 48 * 1024
+    assert torch.equal(unpack(packed)[1].view(torch.uint8), scale)
+    torch.testing.assert_close(expanded(packed, torch.float64), expanded(wide, torch.float64), rtol=0, atol=0, equal_nan=True)
+    short = pack(codes[:20, :96], scale.view(dtype)[:20, : 192 // group], kind="e2m1")   # padded outputs and inputs
+    assert torch.equal(unpack(short)[1].view(torch.uint8), scale[:20, : 192 // group])
+
+
+def test_bytes_that_the_kernels_do_not_know_become_16_bits() -> None:
+    codes, _, _ = random_weight(9, 16, 512, 128)
+    for kind, groups in (("e2m1", 4), ("uint4", 16), ("e2m1", 1)):
+        scale = torch.randint(100, 140, (16, groups), dtype=torch.uint8)
+        packed = pack(codes, scale, kind=kind)
+        assert packed.scale_dtype == torch.bfloat16
+        assert torch.equal(expanded(packed, torch.float64), expanded(pack(codes, scale_numbers(scale), kind=kind), torch.float64))
+
+
+def test_the_bytes_of_a_lane_are_those_of_its_outputs() -> None:
+    codes, scale, _ = random_weight(10, 16, 1024, 16)
+    stored = byte_scales(scale, 16).view(torch.uint8)
+    packed = pack(codes, stored.view(torch.float8_e4m3fn), kind="e2m1")
+    words = packed.scale.view(torch.uint8).view(1, 2, 4, 32, 4)
+    for run, part, lane in ((0, 0, 0), (1, 3, 31), (0, 1, 14)):
+        group, row = run * 32 + (lane % 4) * 8 + 2 * part, lane // 4
+        wanted = [stored[row + 8 * upper, group + after] for after in (0, 1) for upper in (0, 1)]
+        assert words[0, run, part, lane].tolist() == wanted
 
 
 def lane_operands(word: int, kind: str) -> list[tuple[float, float]]:
