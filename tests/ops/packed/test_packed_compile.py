@@ -130,7 +130,9 @@ def compiled(rows: int, outputs: int, inputs: int, gate: int, form: str) -> dict
     [
         (1, 28672, 4096, 1, "plain"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-            (1, 4096, 14336, 0, "mxfp4"), (1, 6144, 4096, 0, "nvfp4"), (1, 4096, 1088, 0, "zeros"), (1, 4096, 4096, 0, "of 16"),
+            (1, 4096, 14336, 0, "mxfp4"), (1, 6144, 4096, 0, "nvfp4"), (1, 28672, 4096, 1, "e2m1 of 32"),
+            (64, 4096, 4096, 0, "e2m1 of 16"),
+            (1, 4096, 1088, 0, "zeros"), (1, 4096, 4096, 0, "of 16"),
             (16, 28672, 4096, 1, "plain"),
             (8, 6144, 4096, 0, "zeros"), (30, 4096, 4096, 0, "mxfp4"), (64, 28672, 4096, 1, "nvfp4"),
             (64, 4096, 14336, 0, "plain"),

@@ -162,13 +162,12 @@ def test_kernels_match_float64(case: dict[str, Any], rows: int) -> None:
 
 
 @pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
-@pytest.mark.parametrize("rows", [1, 5, 16, 30, 50, 128, 200, 800])
-@pytest.mark.parametrize(("group", "dtype"), [(16, torch.float8_e4m3fn), (32, torch.uint8), (64, torch.uint8)])
+@pytest.mark.parametrize("rows", [1, 5, 30, 128, 800])
+@pytest.mark.parametrize(("group", "dtype"), [(16, torch.float8_e4m3fn), (32, torch.uint8)])
 def test_scales_as_bytes_give_the_same_bits(group: int, dtype: torch.dtype, rows: int) -> None:
     """As the same scales in 16 bits, with the smallest ones of the format among them."""
     torch.manual_seed(rows)
-    shapes = ((6144, 4096, None), (4096, 4096, None), (512, 14336, None), (1000, 1088, None), (28672, 4096, "silu"))
-    for outputs, inputs, gate in shapes:
+    for outputs, inputs, gate in ((4096, 4096, None), (1000, 1088, None), (28672, 4096, "silu")):
         codes = torch.randint(256, (outputs, inputs // 2), device="cuda", dtype=torch.uint8)
         first = 112 if dtype == torch.uint8 else 20      # around 2^-12, and around 2^-4
         stored = torch.randint(first, first + 12, (outputs, inputs // group), device="cuda", dtype=torch.uint8)
