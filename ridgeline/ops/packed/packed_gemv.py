@@ -359,32 +359,32 @@ def _packed_gemv_kernel(  # type: ignore[no-untyped-def]
     x_words = viewed(memory, gl.int32, [ROUNDS * 16, 1, WARPS, 1, 4, 4], _plain_shared(5))
     totals = summed(x_sums, ROUNDS, WARPS, SPAN)
     parts = gl.allocate_shared_memory(gl.float32, [2, GROUPS, WARPS, 32, 2], _plain_shared(5))
-    for begin in range(0, units, ROUNDS):
-        sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
-        for unit in range(begin, begin + ROUNDS):
-            loaded, above = following, above_following
-            if unit + 1 < units:
-                following = _load_unit(
-                    code_ptr, scale_ptr, zero_ptr, unit + 1, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS
+    sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
+    # One loop over all units. With a loop for every strip the compiler copied the registers of the next codes, and so waited for
+    # them, before a strip's outputs were written: 1.77 ms a step of an 8B model in int4 instead of 1.67.
+    for unit in range(units):
+        loaded, above = following, above_following
+        if unit + 1 < units:
+            following = _load_unit(code_ptr, scale_ptr, zero_ptr, unit + 1, strips, layout, RUNS, EACH, ZEROS, GROUPS, WARPS)
+            above_following = _load_blocks(high_ptr, block_ptr, unit + 1, strips, layout, RUNS, KIND, FORM, GROUPS, WARPS)
+        loaded = widened(loaded, 8, EACH, SCALE_DTYPE)                   # waits for them: behind the next unit's requests
+        for block in gl.static_range(4):
+            at = unit % ROUNDS * 16 + block * 4
+            if FORM == "":
+                sums = _multiply_block(
+                    sums, loaded, x_words, totals, at, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GROUPS, WARPS
                 )
-                above_following = _load_blocks(high_ptr, block_ptr, unit + 1, strips, layout, RUNS, KIND, FORM, GROUPS, WARPS)
-            loaded = widened(loaded, 8, EACH, SCALE_DTYPE)               # waits for them: behind the next unit's requests
-            for block in gl.static_range(4):
-                at = (unit - begin) * 16 + block * 4
-                if FORM == "":
-                    sums = _multiply_block(
-                        sums, loaded, x_words, totals, at, layout, block, KIND, GROUP, DTYPE, SCALE_DTYPE, ZEROS, GROUPS, WARPS
-                    )
-                else:
-                    sums = _multiply_gguf(
-                        sums, loaded, above, x_words, totals, at, layout, block, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, GROUPS,
-                        WARPS,
-                    )
-        strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
-        _finish(
-            sums, parts, factor * restored(KIND, DTYPE, False), factor * restored(KIND, DTYPE, True), outer_ptr, bias_ptr,
-            out_ptr, strip, strips, outputs, GATE, BIAS, OUTER, GROUPS, WARPS,
-        )
+            else:
+                sums = _multiply_gguf(
+                    sums, loaded, above, x_words, totals, at, layout, block, KIND, FORM, GROUP, DTYPE, SCALE_DTYPE, GROUPS, WARPS
+                )
+        if (unit + 1) % ROUNDS == 0:
+            strip = (program + unit // ROUNDS * gl.num_programs(0)) * GROUPS
+            _finish(
+                sums, parts, factor * restored(KIND, DTYPE, False), factor * restored(KIND, DTYPE, True), outer_ptr, bias_ptr,
+                out_ptr, strip, strips, outputs, GATE, BIAS, OUTER, GROUPS, WARPS,
+            )
+            sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
 
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
