@@ -136,14 +136,16 @@ class GraphForward:
         )
 
     def _shares_prefix(self) -> bool:
-        """Did the rows of the graph that ran last share a prefix? Most of them decode again: so will those of the next step."""
+        """Did the rows of the graph that ran last share a prefix? Most of them decode again: so will those of the next step. This
+        may be wrong behind a step that was launched kernel by kernel."""
         return any(next(reversed(self._captured))[2]) if self._captured else False
 
     def _stand_in(self, shape: Shape, greedy: bool) -> Shape:
         """For the first uses of decodes that are not captured, a larger shape that is: padding costs less than launches. It must
         be captured without a shared prefix, too: fewer rows may share none."""
         shares = self._shares_prefix()
-        if self._is_captured(shape, greedy, (shares,)) or self._stood_in[shape] >= STAND_INS:
+        is_own = self._is_captured(shape, greedy, (shares,)) or (not shares and self._is_captured(shape, greedy, (True,)))
+        if is_own or self._stood_in[shape] >= STAND_INS:
             return shape
         most = shape.decodes * (PASSING_PADDING if self._stood_in[shape] < PASSING_USES else MOST_PADDING)
         for size in self._shapes.decodes:

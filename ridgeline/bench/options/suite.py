@@ -35,6 +35,7 @@ SUITE: dict[str, Group] = {
         f"llama-3.1-8b-{name}": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"quantization": name})
         for name in ("fp8-block", "int8", "int4", "mxfp4")
     },
+    "llama-3.1-8b-int4-fp8-head": Group("llama-3.1-8b", ("latency_b1", "batch128"), {"quantization": "layers=int4,head=fp8"}),
     "llama-3.1-8b-nvfp4": Group("llama-3.1-8b-nvfp4", ("latency_b1", "batch128")),
     "llama-3.1-8b-q8_0": Group("llama-3.1-8b-q8_0", ("latency_b1", "batch128")),
     "llama-3.1-8b-q4_k_m": Group("llama-3.1-8b-q4_k_m", ("latency_b1", "batch128")),

@@ -20,10 +20,10 @@ import numpy as np
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.process.log import get_logger
-from ridgeline.runner.cuda_graphs import MOST_PADDING, PASSING_PADDING, GraphForward
+from ridgeline.runner.cuda_graphs import MOST_PADDING, GraphForward
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.runner import Runner
-from ridgeline.runner.shared_prefix import FEWEST_ROWS, NoSharedPrefixes
+from ridgeline.runner.shared_prefix import NoSharedPrefixes
 from ridgeline.runner.start.kernel_steps import KernelStep, run_step, shared_past
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import USUAL_PROMPT, GraphShapes, Shape
@@ -31,6 +31,8 @@ from ridgeline.sizes.graph_shapes import USUAL_PROMPT, GraphShapes, Shape
 logger = get_logger("graphs")
 
 COMMON = {1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512} # tokens of the steps that are captured first, and those of `covering`
+
+SHARED = {16, 32, 64, 128, 256, 512}                 # of them, numbers of decodes that are captured behind a shared prefix, too
 
 
 def covering(sizes: list[int]) -> set[int]:
@@ -98,14 +100,14 @@ class Rehearsal:
                     yield KernelStep(tokens, params=SamplingParams(temperature=0.0 if greedy else 1.0), used=True)
 
     def _shared(self, max_model_len: int, greedy: bool) -> Iterator[KernelStep]:
-        """Decodes of the most rows behind one prefix, and of fewer, as far as a larger one may not stand in."""
+        """Decodes behind one prefix: of the most rows, and of SHARED."""
         if all(isinstance(prefixes, NoSharedPrefixes) for prefixes in self._runner.rows.prefixes):
             return
-        params, size = SamplingParams(temperature=0.0 if greedy else 1.0), self._shapes.decodes[-1]
-        while size >= FEWEST_ROWS and shared_past(size) < max_model_len - 1:
-            if self._forward.is_new(Shape(size), greedy, shares_prefix=True):
+        params = SamplingParams(temperature=0.0 if greedy else 1.0)
+        for size in reversed(self._shapes.decodes):
+            wanted = size in SHARED or size == self._shapes.decodes[-1]
+            if wanted and shared_past(size) < max_model_len - 1 and self._forward.is_new(Shape(size), greedy, shares_prefix=True):
                 yield KernelStep([1] * size, shared_past(size), params=params, used=True)
-            size = max((each for each in self._shapes.decodes if each * PASSING_PADDING <= size), default=0)
 
     def _drafted(self, max_rows: int, max_model_len: int) -> Iterator[KernelStep]:
         """Of every shape with drafts a step that fills it. Greedy ones first: they stand in for no others, and most are."""

@@ -18,7 +18,7 @@ from ridgeline.engine.core.executor import LocalExecutor
 from ridgeline.messages import Request, StepPlan
 from ridgeline.runner.cuda_graphs import MOST_PADDING, PASSING_PADDING
 from ridgeline.runner.runner import Runner
-from ridgeline.runner.shared_prefix import FEWEST_ROWS, FEWEST_SAVED, NoSharedPrefixes, SharedPrefixes
+from ridgeline.runner.shared_prefix import FEWEST_SAVED, NoSharedPrefixes, SharedPrefixes
 from ridgeline.runner.start import graph_warmup
 from ridgeline.runner.start.graph_warmup import Rehearsal
 from ridgeline.sampling_params import SamplingParams
@@ -121,11 +121,13 @@ def test_some_sizes_of_decodes_behind_a_shared_prefix_stand_in_for_all(model: Pa
     steps = list(rehearsal._shared(4096, True))
     sizes = [len(step.counts) for step in steps]
     assert all(size * step.past > FEWEST_SAVED and step.used for size, step in zip(sizes, steps, strict=True))
-    for rows in range(FEWEST_ROWS, 513):
+    for rows in range(16, 513):                          # fewer rows need a longer prefix than this model takes
         fitting = GraphShapes(512, 2048).fit(rows, 0, 0)
         assert fitting is not None and any(fitting.decodes <= size <= PASSING_PADDING * fitting.decodes for size in sizes)
-    assert set(sizes) <= graph_warmup.COMMON             # which are captured without a prefix, too
-    assert [len(step.counts) for step in rehearsal._shared(200, True)] == [512]      # others need longer prefixes
+    assert graph_warmup.SHARED <= graph_warmup.COMMON    # which are captured without a prefix, too
+    assert [len(step.counts) for step in rehearsal._shared(200, True)] == [512, 256]     # others need longer prefixes
+    rehearsal._shapes = GraphShapes(700, 2048)
+    assert [len(step.counts) for step in rehearsal._shared(4096, True)] == [700, 512, 256, 128, 64, 32, 16]
     core.close()
 
 
