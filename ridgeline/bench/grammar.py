@@ -123,7 +123,7 @@ def masks_alone(vocabulary: GrammarVocabulary, numbers: list[int]) -> dict[str, 
     params = SamplingParams(structured_outputs=ASKED, ignore_eos=True)
     figures: dict[str, Any] = {}
     for rows in numbers:
-        matchers = [compiled.start(params, vocabulary.end_ids) for _ in range(rows)]
+        matchers = [compiled.start(params, vocabulary.end_ids, tokenizer.spell) for _ in range(rows)]
         masks = Masks(len(vocabulary.pieces))
         per_row = []
         for step in range(len(tokens)):

@@ -36,6 +36,9 @@ class Backend(Protocol):
     def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
         """An exception, or an error state of the result, says why it cannot be used (grammar/compiler: BadRequest)."""
 
+    def spell(self, text: bytes) -> list[int]:
+        """Tokens of a text that a grammar forces."""
+
 
 def in_words(reason: str) -> str:
     """A library's error as one short line for the client."""

@@ -49,6 +49,9 @@ class LLGuidance:
             made.compute_bitmask()
         return made
 
+    def spell(self, text: bytes) -> list[int]:
+        return self.tokenizer.tokenize_bytes(text)
+
 
 def is_llguidance(matcher: LibraryMatcher) -> bool:
     """It can be given to the threads of `make_pool`."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor
 
 Room = Callable[[tuple[int, int], type[np.int32]], np.ndarray]
+Spell = Callable[[bytes], list[int]]
+_LONGEST_TOKEN = 32                  # bytes: of a long forced text only as much is spelled as drafts may be
 _ALONE = 4                           # up to this many rows are filled in this thread: waking others would take longer
 _MAX_THREADS = 12                    # on three quarters of the cores; more save nothing
 _FAILED = "the grammar of structured_outputs failed on this answer: "
@@ -46,11 +48,15 @@ class Matcher:
     """The state of one answer in its grammar."""
 
     __slots__ = (
-        "__weakref__", "_accepted", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_stopped", "drafted",
-        "error", "family", "grammar",
+        "__weakref__", "_accepted", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_spell", "_stopped",
+        "drafted", "error", "family", "grammar",
     )
 
-    def __init__(self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int]) -> None:
+    def __init__(
+        self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int], spell: Spell | None = None
+    ) -> None:
+        """`spell`: the tokens of a text, for `forced`."""
+        self._spell = spell
         self._matcher = compiled.deep_copy()
         self.family = id(compiled)                       # copies of one compiled grammar share a lock inside the library
         self.grammar = 0 if params.structured_outputs is None else hash(params.structured_outputs.key)
@@ -93,11 +99,21 @@ class Matcher:
         self._accepted = False
 
     def forced(self, most: int) -> list[int]:
-        """The next tokens, if its grammar leaves only one text; at most that many. Only llguidance can say."""
+        """The next tokens, if its grammar leaves only one text; at most that many. Only llguidance can say.
+
+        Its own tokens end before the last of that text: what follows could become a part of it. Mostly it does not, and these are
+        drafts: so the text is spelled to its end."""
         if self.error or not self._guided:
             return []
         try:
-            return list(self._matcher.compute_ff_tokens()[:most])            # type: ignore[attr-defined]
+            text = self._matcher.compute_ff_bytes()                          # type: ignore[attr-defined]
+            if not text:
+                return []
+            sure = self._matcher.compute_ff_tokens()[:most]                  # type: ignore[attr-defined]
+            if self._spell is None or len(sure) == most:
+                return list(sure)
+            whole = self._spell(text[: _LONGEST_TOKEN * most])[:most]
+            return list(whole if whole[: len(sure)] == sure else sure)
         except Exception:                                # drafts are a favour: the answer goes on without them
             return []
 

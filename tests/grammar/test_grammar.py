@@ -78,7 +78,8 @@ def checker(tokenizer: Tokenizer) -> Iterator[GrammarChecker]:
 
 def matcher(vocabulary: GrammarVocabulary, params: SamplingParams, backend: str = "llguidance") -> Matcher:
     assert params.structured_outputs is not None
-    return Matcher(compile_grammar(make_backend(backend, vocabulary), params.structured_outputs), params, vocabulary.end_ids)
+    made = make_backend(backend, vocabulary)
+    return Matcher(compile_grammar(made, params.structured_outputs), params, vocabulary.end_ids, made.spell)
 
 
 def allowed(mask: np.ndarray) -> list[int]:
@@ -202,6 +203,21 @@ def test_forced_tokens_spell_the_only_text_and_nothing_is_consumed(vocabulary: G
     assert made.forced(1) == forced[:1]
     assert made.allowed(forced) == len(forced) and made.allowed([*forced[:1], EOS]) == 1
     assert made.forced(64) == forced and all(made.accept(token) for token in forced)
+
+
+def test_forced_text_is_drafted_to_its_end(backend: str) -> None:
+    """llguidance holds the last token back, since what follows may become a part of it. Drafts are verified, so they need not."""
+    if backend == "xgrammar":
+        return
+    pieces = [*(bytes([byte]) for byte in range(256)), b"ld", b"ld!", b"<end>"]
+    small = GrammarVocabulary.of(pieces, frozenset({258}), frozenset({258}), len(pieces))
+    asked = SamplingParams(structured_outputs=StructuredOutputs(regex=r"world(!|\?)x{40}"))
+    made = make_backend(backend, small)
+    compiled = compile_grammar(made, asked.structured_outputs)
+    assert Matcher(compiled, asked, [258]).forced(8) == [*b"wor"]
+    whole = Matcher(compiled, asked, [258], made.spell)
+    assert whole.forced(8) == [*b"wor", 256] and whole.forced(2) == [*b"wo"]
+    assert all(whole.accept(token) for token in (*b"wor", 257)) and whole.forced(5) == [*b"x" * 5]
 
 
 @pytest.mark.parametrize("threads", [1, 2])

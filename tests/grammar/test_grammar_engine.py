@@ -541,8 +541,8 @@ def test_answers_of_a_heavy_grammar_leave_others_short_steps(model: Path, monkey
             now[0] += 0.1
             self.matcher.unsafe_compute_mask_ptr(*given)
 
-    def start(self: Matcher, compiled: Any, params: SamplingParams, end_ids: Any) -> None:
-        started(self, compiled, params, end_ids)
+    def start(self: Matcher, compiled: Any, params: SamplingParams, *others: Any) -> None:
+        started(self, compiled, params, *others)
         if params.structured_outputs == heavy.structured_outputs:
             self._matcher, self._guided = Heavy(self._matcher), False    # type: ignore[assignment]
 

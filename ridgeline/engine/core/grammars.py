@@ -21,7 +21,7 @@ from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_bac
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.interface import Backend, LibraryMatcher
-from ridgeline.grammar.matcher import Masks, Matcher, Room, num_threads
+from ridgeline.grammar.matcher import Masks, Matcher, Room, Spell, num_threads
 from ridgeline.messages import Request
 from ridgeline.process.log import get_logger
 from ridgeline.sampling_params import SamplingParams
@@ -63,14 +63,14 @@ class Compiled:
         """This many more answers can begin without compiling it again."""
         return len(self) == self._most or sum(map(len, self._alive)) + answers <= ENOUGH * len(self)
 
-    def start(self, params: SamplingParams, end_ids: Sequence[int]) -> Matcher:
+    def start(self, params: SamplingParams, end_ids: Sequence[int], spell: Spell) -> Matcher:
         """A matcher for another answer."""
         with self._lock:
             if not self.has_room(1):
                 self._prototypes.append(self._make())
                 self._alive.append(weakref.WeakSet())
             fewest = min(range(len(self)), key=lambda number: len(self._alive[number]))
-            made = Matcher(self._prototypes[fewest], params, end_ids)
+            made = Matcher(self._prototypes[fewest], params, end_ids, spell)
             self._alive[fewest].add(made)
         return made
 
@@ -171,9 +171,9 @@ class Grammars:
         return compiled
 
     def _start(self, compiled: Compiled, request: Request) -> dict[int, Matcher]:
-        assert self._vocabulary is not None
-        end_ids = self._vocabulary.end_ids
-        return {index: compiled.start(request.params, end_ids) for index in range(request.params.n)}
+        assert self._vocabulary is not None and self._backend is not None
+        end_ids, spell = self._vocabulary.end_ids, self._backend.spell
+        return {index: compiled.start(request.params, end_ids, spell) for index in range(request.params.n)}
 
     def take(self, wait_seconds: float = 0.0) -> list[Outcome]:
         """Outcomes that are ready; with `wait_seconds`, wait for the first of them."""

@@ -1,7 +1,7 @@
 """Proposes tokens that a grammar forces: the keys and punctuation of a JSON schema leave only one text.
 
-The matcher knows them (llguidance's fast-forward tokens). The model could still spell that text with other tokens, which the
-grammar allows too: so these are drafts as all others, and verified.
+The matcher knows that text (llguidance). The model could still spell it with other tokens, which the grammar allows too: so these
+are drafts as all others, and verified.
 """
 
 from __future__ import annotations
