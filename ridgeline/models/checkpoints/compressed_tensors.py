@@ -12,6 +12,8 @@ FORMATS = (
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "sparse-24-bitmask", "sparse-bitmask",
 )
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
+# Modules of torch's class Embedding, by the names that they have in checkpoints.
+_EMBEDDING = r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)"
 _INPUT_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale")
 
 
@@ -34,13 +36,15 @@ def read(section: Section) -> Quantisation:
             # As compressed-tensors orders them: names before patterns before classes of modules.
             if target.startswith("re:"):
                 found.append((1, regex(target.removeprefix("re:"), group, "targets"), recipe))
+            elif target == "Embedding":
+                found.append((2, _EMBEDDING, recipe))
             elif target == "Linear":
-                found.append((2, ANY, recipe))
+                found.append((3, ANY, recipe))           # also matches embeddings
             else:
                 found.append((0, re.escape(target), recipe))
         group.finish()
     if not found and sparse is not None:
-        found.append((2, ANY, sparse))
+        found.append((3, ANY, sparse))
     rules += [(pattern, recipe) for _, pattern, recipe in sorted(found, key=lambda each: each[0])]
     kv_format = _kv_format(section)
     section.finish()
@@ -97,8 +101,9 @@ def _recipe(group: Section, format: str, sparse: Recipe | None) -> Recipe | None
         if kind != "int" or not 1 <= bits <= 8:
             raise weights.error("num_bits", f"{kind}{bits}", "is not supported in pack-quantized; supported: 1 to 8 integer bits")
         return _packed(bits, symmetric, block, activation)
-    if bits != 8:
-        raise weights.error("num_bits", f"{kind}{bits}", f"is not supported in {stored}; supported: int8 and float8")
+    # W4A8: integers of fewer bits lie in whole bytes, too.
+    if bits != 8 and not (kind == "int" and 1 <= bits < 8):
+        raise weights.error("num_bits", f"{kind}{bits}", f"is not supported in {stored}; supported: 1 to 8 integer bits, float8")
     scales = Scales(block, "float32", None if symmetric else "code")
     if stored == "mxfp8-quantized":
         scales = Scales((1, 32), "e8m0")

@@ -208,7 +208,7 @@ class LinearFormats:
         quantisation = self.config.quantisation
         if quantisation is None:
             return [None]
-        recipes = [quantisation.recipe(*_spellings(self.config, module)) for module in self._modules_of(shape)]
+        recipes = [quantisation.recipe(*_spellings(self.config, names)) for names in self._modules_of(shape)]
         return [None if recipe is None or recipe.format.scales is None else recipe.format for recipe in recipes]
 
     def _stored(self, shape: LinearShape) -> Chosen:
@@ -234,40 +234,45 @@ class LinearFormats:
             return False
         return format_kind(format.fitted(shape.parts.values(), shape.inputs, shape.share), shape.share) is not None
 
-    def _modules_of(self, shape: LinearShape) -> list[str]:
-        """Of experts, the first one's: all are stored alike."""
+    def _modules_of(self, shape: LinearShape) -> list[list[str]]:
+        """The names of each part. Of experts, the first one's: all are stored alike."""
         path = shape.path.replace(EXPERTS, EXPERTS + "0.")
         numbers = re.findall(r"\.(\d+)\.", path)
         base, own = re.sub(r"\.\d+\.", ".{}.", path), shape.parts
         return [
-            name.format(*numbers) for parts, name in self._modules.get(base, []) if set(parts.split("+")) <= set(own)
+            [name.format(*numbers) for name in names] for parts, names in self._modules.get(base, [])
+            if set(parts.split("+")) <= set(own)
         ]
 
 
-def _modules(config: ModelConfig) -> dict[str, list[tuple[str, str]]]:
-    """Our linear -> (parts, module) of the checkpoint's modules that hold it, `{}` for the layer: one for each part, or one for
+def _modules(config: ModelConfig) -> dict[str, list[tuple[str, list[str]]]]:
+    """Our linear -> (parts, names) of the checkpoint's modules that hold it, `{}` for the layer: one for each part, or one for
     all. A family may have names for parts that a model of it lacks."""
     gguf = bool(config.quantisation is not None and config.quantisation.method == "gguf")
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for name, target in (config.family.gguf_names if gguf else config.family.names).items():
         base, _, parts = target.partition(":")
-        found.setdefault(base, {})[parts] = name
+        found.setdefault(base, {}).setdefault(parts, []).append(name)
     known = config.quantisation.by_name if config.quantisation is not None else {}
     chosen = {}
     for base, by_parts in found.items():
-        fused = [(parts, name) for parts, name in by_parts.items() if "+" in parts]
-        separate = [(parts, name) for parts, name in by_parts.items() if "+" not in parts]
-        if gguf and fused and fused[0][1].format(0) not in known:
-            fused = []                                   # a file has either names
-        chosen[base] = fused or separate
+        fused = [(parts, names) for parts, names in by_parts.items() if "+" in parts]
+        separate = [(parts, names) for parts, names in by_parts.items() if "+" not in parts]
+        if gguf:                                         # a file has either names, and says which
+            chosen[base] = fused if fused and fused[0][1][0].format(0) in known else separate
+        else:
+            # A checkpoint has either names; its rules match those that it has. A name of all parts is one of each.
+            inside = {part: [*names, *(each for parts, others in fused for each in others if part in parts.split("+"))]
+                      for part, names in separate}
+            chosen[base] = list(inside.items()) or fused
     return chosen
 
 
-def _spellings(config: ModelConfig, module: str) -> list[str]:
-    """A module's name as the family has it, and as checkpoints with other modalities have it."""
-    return [module] + [
-        prefix + module.removeprefix(stands_for) for prefix, stands_for in config.family.prefixes.items()
-        if module.startswith(stands_for)
+def _spellings(config: ModelConfig, names: list[str]) -> list[str]:
+    """A module's names as the family has them, and as checkpoints with other modalities have them."""
+    return names + [
+        prefix + name.removeprefix(stands_for) for name in names for prefix, stands_for in config.family.prefixes.items()
+        if name.startswith(stands_for)
     ]
 
 
