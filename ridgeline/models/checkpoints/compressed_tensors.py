@@ -96,7 +96,7 @@ def _recipe(group: Section, format: str, sparse: Recipe | None) -> Recipe | None
     if sparse is not None:
         raise group.error("weights", f"{kind}{bits}", "together with sparse storage is not supported")
     if stored in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        return _fp4(stored, activation)
+        return fp4_recipe(stored, activation)
     if stored == "pack-quantized":
         if kind != "int" or not 1 <= bits <= 8:
             raise weights.error("num_bits", f"{kind}{bits}", "is not supported in pack-quantized; supported: 1 to 8 integer bits")
@@ -107,8 +107,13 @@ def _recipe(group: Section, format: str, sparse: Recipe | None) -> Recipe | None
     scales = Scales(block, "float32", None if symmetric else "code")
     if stored == "mxfp8-quantized":
         scales = Scales((1, 32), "e8m0")
+    return codes_recipe("e4m3" if kind == "float" else "int8", scales, activation)
+
+
+def codes_recipe(grid: str, scales: Scales, activation: Activation | None) -> Recipe:
+    """A byte for each code."""
     return Recipe(
-        WeightFormat("e4m3" if kind == "float" else "int8", scales, activation), "codes",
+        WeightFormat(grid, scales, activation), "codes",
         (("codes", (".weight",)), ("scale", (".weight_scale",)), ("zero", (".weight_zero_point",))),
         optional=("zero",), unused=_INPUT_SCALES,
     )
@@ -142,7 +147,7 @@ def _packed(bits: int, symmetric: bool, block: tuple[int, int], activation: Acti
     )
 
 
-def _fp4(stored: str, activation: Activation | None) -> Recipe:
+def fp4_recipe(stored: str, activation: Activation | None) -> Recipe:
     scales = Scales((1, 32), "e8m0")
     roles: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if stored == "nvfp4-pack-quantized":
