@@ -10,7 +10,17 @@ from typing import Any
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.awq import awq_recipe
 from ridgeline.models.checkpoints.compressed_tensors import codes_recipe, fp4_recipe
-from ridgeline.models.checkpoints.recipe import ANY, HEAD, TUNING, Quantisation, Recipe, Section, anywhere, component, regex
+from ridgeline.models.checkpoints.recipe import (
+    ANY,
+    HEAD,
+    TUNING,
+    Quantisation,
+    Recipe,
+    Section,
+    anywhere,
+    component,
+    regex,
+)
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 _ROLES = (
@@ -36,7 +46,7 @@ def read(section: Section) -> Quantisation:
 
 
 def read_auto_round(section: Section) -> Quantisation:
-    """auto-round writes GPTQ's tensors, or AWQ's; those of floating-point numbers as compressed-tensors and fp8 checkpoints do."""
+    """auto-round writes GPTQ's tensors, or AWQ's; floating-point codes as compressed-tensors does."""
     section.skip(*_HISTORY)
     kind = section.one_of("data_type", (*_AUTO_ROUND_TYPES, None), "int") or "int"
     if kind in ("mx_fp", "nv_fp", "fp"):
@@ -60,8 +70,8 @@ def _floats(section: Section, kind: str) -> Quantisation:
     }
     found = recipes.get((kind, bits, max(0, group)))
     if found is None:
-        raise section.error("bits", f"{kind}{bits} in groups of {group}", "is not supported; supported: mx_fp4 and mx_fp8 in groups "
-                            "of 32, nv_fp4 in groups of 16, fp8 with a scale for each tensor or output")
+        raise section.error("bits", f"{kind}{bits} in groups of {group}", "is not supported; supported: mx_fp4 and mx_fp8 in "
+                            "groups of 32, nv_fp4 in groups of 16, fp8 with a scale for each tensor or output")
     rules: list[tuple[str, Recipe | None]] = []
     for name, overrides in (section.section("extra_config") or Section({}, "")).raw.items():
         own = _own(overrides, f"{section.where}.extra_config[{name}]")
