@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ridgeline.models.checkpoints.recipe import ANY, KV_SCALES, Quantisation, Recipe, Section, regex
+from ridgeline.models.checkpoints.recipe import ANY, EMBEDDING, KV_SCALES, Quantisation, Recipe, Section, regex
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 FORMATS = (
@@ -12,8 +12,6 @@ FORMATS = (
     "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "sparse-24-bitmask", "sparse-bitmask",
 )
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
-# Modules of torch's class Embedding, by the names that they have in checkpoints.
-_EMBEDDING = r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)"
 _INPUT_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale")
 
 
@@ -37,7 +35,7 @@ def read(section: Section) -> Quantisation:
             if target.startswith("re:"):
                 found.append((1, regex(target.removeprefix("re:"), group, "targets"), recipe))
             elif target == "Embedding":
-                found.append((2, _EMBEDDING, recipe))
+                found.append((2, EMBEDDING, recipe))
             elif target == "Linear":
                 found.append((3, ANY, recipe))           # also matches embeddings
             else:
@@ -97,12 +95,12 @@ def _recipe(group: Section, format: str, sparse: Recipe | None) -> Recipe | None
         raise group.error("weights", f"{kind}{bits}", "together with sparse storage is not supported")
     if stored in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
         return fp4_recipe(stored, activation)
+    integers = kind == "int" and 1 <= bits <= 8
     if stored == "pack-quantized":
-        if kind != "int" or not 1 <= bits <= 8:
+        if not integers:
             raise weights.error("num_bits", f"{kind}{bits}", "is not supported in pack-quantized; supported: 1 to 8 integer bits")
         return _packed(bits, symmetric, block, activation)
-    # W4A8: integers of fewer bits lie in whole bytes, too.
-    if bits != 8 and not (kind == "int" and 1 <= bits < 8):
+    if not integers and (kind, bits) != ("float", 8):    # W4A8: integers of fewer bits lie in whole bytes, too
         raise weights.error("num_bits", f"{kind}{bits}", f"is not supported in {stored}; supported: 1 to 8 integer bits, float8")
     scales = Scales(block, "float32", None if symmetric else "code")
     if stored == "mxfp8-quantized":

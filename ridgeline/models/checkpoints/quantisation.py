@@ -88,6 +88,12 @@ def safetensors_headers(directory: Path) -> dict[str, str]:
     return found
 
 
+def other_dtypes(directory: Path | None, dtype: str) -> dict[str, str]:
+    """Tensor name -> dtype, of numbers that are not stored in the dtype that the config names. A CPU keeps them as they are."""
+    headers = safetensors_headers(directory) if directory is not None else {}
+    return {name: _DTYPES[kind] for name, kind in headers.items() if kind in _DTYPES and _DTYPES[kind] != dtype}
+
+
 def refined(quantisation: Quantisation, headers: Mapping[str, str]) -> Quantisation:
     """With the scales' dtypes as stored (the widest, where modules differ), and reordered where groups are numbered."""
     if not headers:

@@ -52,6 +52,11 @@ class Quantisation:
                 return recipe
         return None
 
+    def embedding_format(self) -> WeightFormat | None:
+        """Of the embedding, where a rule speaks of embeddings: those for all linears do not."""
+        found = next((recipe for pattern, recipe in self.rules if pattern == EMBEDDING), None)
+        return None if found is None else found.format
+
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -66,6 +71,8 @@ TUNING = (
     "block_name_to_quantize", "quantizer", "act_group_size", "act_dynamic", "act_sym", "act_data_type",
 )
 ANY = ".*"
+# Modules of torch's class Embedding, by the names that they have in checkpoints.
+EMBEDDING = r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)"
 HEAD = r"(.*\.)?lm_head"
 
 

@@ -24,6 +24,7 @@ from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.kernel_table import H200
 from ridgeline.quant.choose import schemes
+from ridgeline.quant.cpu_packed import CpuPacked, plain_scheme
 from ridgeline.quant.gpu_layout import may_pack
 from ridgeline.quant.packed import Packed
 from ridgeline.quant.quantised import Quantised
@@ -337,3 +338,47 @@ def test_an_embedding_with_a_format_of_its_own(tmp_path: Path) -> None:
     packed, expected = decoder(quantised, True), decoder(plain, False)
     for name, value in packed.numbers().items():
         assert torch.equal(value, expected.numbers()[name]), name
+    assert counted_on_a_cpu(quantised)
+
+
+# -- the ledger of a CPU ------------------------------------------------------------------------------------------------
+
+
+def counted_on_a_cpu(path: Path) -> bool:
+    """Whether the bytes that are predicted from config and headers are those of the loaded model."""
+    config = load_model_config(path)
+    plain = plain_scheme(torch.device("cpu"), torch.float32)
+    formats = LinearFormats(config, "none", "cpu", 1, "float32")
+    made = Decoder(config, Communicator(), torch.float32, "cpu", 64, schemes(formats, plain))
+    load_weights(made, path, config)
+    return not isinstance(plain, CpuPacked) or made.weight_bytes == weight_bytes(config, "float32", "cpu")
+
+
+def store_numbers(path: Path, stored: torch.dtype, said: str) -> None:
+    file, config = path / "model.safetensors", path / "config.json"
+    tensors = {name: each.to(stored) if each.dtype == torch.float64 else each for name, each in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": said}))
+
+
+@pytest.mark.parametrize("said", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_count_as_they_are_stored_whatever_the_config_says(said: str, stored: torch.dtype, tmp_path: Path) -> None:
+    """auto-round on a CPU writes float32 beside its codes, and a config that says bfloat16."""
+    quantised, _ = save_quantised("auto-round", tmp_path)
+    store_numbers(quantised, stored, said)
+    assert counted_on_a_cpu(quantised)
+
+
+@pytest.mark.parametrize("model", ["qwen2_moe", "deepseek_v2-lite"])
+def test_shared_experts_of_a_quantised_checkpoint_are_counted(model: str, tmp_path: Path) -> None:
+    """They have no format of their own on any device: their codes are expanded."""
+    sizes = {"moe_intermediate_size": 64}
+    if model == "qwen2_moe":
+        sizes |= {"shared_expert_intermediate_size": 64, "mlp_only_layers": []}
+    else:
+        sizes |= {"num_key_value_heads": 4, "kv_lora_rank": 32, "v_head_dim": 16, "n_shared_experts": 1}
+    quantised, _ = save_quantised("ct-w8a8", tmp_path, model, only=lambda name: "kv_b_proj" not in name, **sizes)
+    assert any("shared_expert" in name and name.endswith("weight_scale") for name in load_file(quantised / "model.safetensors"))
+    store_numbers(quantised, torch.float16, "float16")
+    assert counted_on_a_cpu(quantised)
