@@ -194,6 +194,13 @@ def test_what_is_not_known_is_refused_by_name(config: Any, message: str) -> None
     assert message in str(caught.value) and str(caught.value).startswith("config.json: quantization_config")
 
 
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
+def test_a_checkpoint_of_mlx_is_refused_by_name(keys: tuple[str, ...]) -> None:
+    """Older files have the first key alone, and would be read as plain numbers."""
+    with pytest.raises(ModelError, match=r"config\.json: quantization: checkpoints of MLX are not supported; serve"):
+        read_quantisation(dict.fromkeys(keys, {"bits": 4, "group_size": 64}), "config.json")
+
+
 @pytest.mark.parametrize(("config", "quantised", "plain"), [
     (CT | {"ignore": ["lm_head", "re:.*layers\\.1\\..*"]}, [MODULE], ["lm_head", "model.layers.1.mlp.up_proj"]),
     ({"quant_method": "awq", "modules_to_not_convert": ["self_attn"]}, [MODULE], ["model.layers.0.self_attn.q_proj", "lm_head"]),
