@@ -198,7 +198,7 @@ def test_what_is_not_known_is_refused_by_name(config: Any, message: str) -> None
 def test_a_checkpoint_of_mlx_is_refused_by_name(keys: tuple[str, ...]) -> None:
     """Older files have the first key alone, and would be read as plain numbers."""
     with pytest.raises(ModelError, match=r"config\.json: quantization: checkpoints of MLX are not supported; serve"):
-        read_quantisation(dict.fromkeys(keys, {"bits": 4, "group_size": 64}), "config.json")
+        read_quantisation({key: {"bits": 4, "group_size": 64} for key in keys}, "config.json")
 
 
 @pytest.mark.parametrize(("config", "quantised", "plain"), [
