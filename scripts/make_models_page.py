@@ -92,7 +92,7 @@ FORMATS = """\
 - **A Hugging Face directory**: `config.json`, `*.safetensors`, `tokenizer.json`; `tokenizer_config.json`,
   `generation_config.json` and a chat template where the model has them. Fetch one with
   `hf download ORG/NAME --local-dir DIR`. No code from the directory is run.
-- **A GGUF file** (version 2 or 3): tensor types {types}.
+- **A GGUF file** (version 2 or 3; of a split one the first part, with the others beside it): tensor types {types}.
   A GPU keeps packed types packed ({packed}), others are expanded to the compute dtype; a CPU keeps
   {kept} packed. Other types are refused by name. Experts of a mixture stay packed on a GPU as Q4_0 and
   MXFP4; those of other types, and all on a CPU, are expanded, which the log says.

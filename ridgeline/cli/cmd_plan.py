@@ -162,7 +162,8 @@ def _question(args: argparse.Namespace) -> plan_report.Question:
     traffic = Traffic(tokens_in, tokens_out, args.hit_rate)
     longest = model.config.max_position_embeddings
     if traffic.context > longest:
-        raise ConfigError(f"{tokens_in} tokens in and {tokens_out} out are more than {model.name}'s context of {longest}")
+        raise ConfigError(f"{tokens_in} tokens in and {tokens_out} out are more than {model.name}'s context of {longest}; "
+                          "ask for fewer with --input and --output")
     setup = _setup(args, model, device)
     most = max(args.most, args.count) * setup.nodes if device.link.latency else args.count
     slo = parse_slo(args.slo) if args.slo else objective.slo if objective else None

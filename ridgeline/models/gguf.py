@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ MAX_TENSORS = 1 << 20
 MAX_STRING_BYTES = 64 << 20
 MAX_ARRAY_LENGTH = 1 << 24
 MAX_DIMENSIONS = 4
+MAX_PARTS = 1000
 MAX_ELEMENTS = 1 << 48
 DEFAULT_ALIGNMENT = 32
 
@@ -47,6 +49,7 @@ class GGUFTensor:
     type: str                   # a name of TENSOR_TYPE_BY_NAME, such as "Q4_1"
     offset: int                 # in the file
     nbytes: int
+    part: int = 0               # of a split file
 
 
 class GGUFFile:
@@ -58,23 +61,51 @@ class GGUFFile:
     def __init__(self, path: str | Path, metadata: bool = True):
         """Without `metadata` a file whose header was read before is not read again, and has none: a vocabulary is long."""
         self.path = Path(path)
-        self._data, identity = _map_file(self.path)
+        data, identity = _map_file(self.path)
+        self._parts = [data]
         try:
             known = None if metadata else _read_before.get(identity)
-            if known is not None:
-                self.metadata, self.tensors = {}, known
+            if known is not None and self._open_parts(len(known.others)) == known.others:
+                self.metadata, self.tensors = {}, known.tensors
                 return
-            header = _Header(self._data, self.path.name)
+            del self._parts[1:]
+            header = _Header(data, self.path.name)
             self.metadata, self.tensors = header.metadata, header.tensors
-            _read_before[identity] = header.tensors
+            others = self._open_parts(_split_count(header) - 1)
+            self._join_parts()
+            _read_before[identity] = _ReadBefore(self.tensors, others)
         except BaseException:
-            self._data.close()
+            self.close()
             raise
+
+    def _open_parts(self, count: int) -> list[_Identity]:
+        """Maps the parts behind the first one of a file that `llama-gguf-split` has cut."""
+        found = []
+        for number in range(2, count + 2):
+            path = self.path.with_name(_part_name(self.path.name, number, count + 1))
+            if not path.is_file():
+                raise ModelError(f"{self.path.name}: this is the first of {count + 1} parts, and {path.name} is not beside it")
+            data, identity = _map_file(path)
+            self._parts.append(data)
+            found.append(identity)
+        return found
+
+    def _join_parts(self) -> None:
+        """The tensors of all parts. The first one's metadata is that of all, and says how many tensors there are."""
+        for part, data in enumerate(self._parts[1:], 1):
+            for name, tensor in _Header(data, _part_name(self.path.name, part + 1, len(self._parts))).tensors.items():
+                if name in self.tensors:
+                    raise ModelError(f"{self.path.name}: tensor {_shown(name)} is in several parts")
+                self.tensors[name] = replace(tensor, part=part)
+        expected = self.metadata.get("split.tensors.count", len(self.tensors))
+        if len(self._parts) > 1 and expected != len(self.tensors):
+            held = f"{len(self.tensors):,} tensors"
+            raise ModelError(f"{self.path.name}: its parts hold {held}, split.tensors.count says {expected}")
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The packed bytes as a read-only view of the file, [*shape[:-1], bytes per row]."""
         tensor = self._tensor(name)
-        flat = np.frombuffer(self._data, np.uint8, tensor.nbytes, tensor.offset)
+        flat = np.frombuffer(self._parts[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
         return flat.reshape(*tensor.shape[:-1], -1)
 
     def release(self, name: str) -> None:
@@ -83,7 +114,7 @@ class GGUFFile:
         start = -(-tensor.offset // page) * page
         length = (tensor.offset + tensor.nbytes) // page * page - start
         if length > 0:
-            self._data.madvise(mmap.MADV_DONTNEED, start, length)
+            self._parts[tensor.part].madvise(mmap.MADV_DONTNEED, start, length)
 
     def read(self, name: str, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
         """The weights as float32, expanded chunk by chunk into `out` where one is given."""
@@ -97,8 +128,9 @@ class GGUFFile:
 
     def close(self) -> None:
         """Let go of the file. Views handed out by `raw` stay valid: the last of them unmaps it."""
-        with suppress(BufferError):
-            self._data.close()
+        for data in self._parts:
+            with suppress(BufferError):
+                data.close()
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -112,8 +144,33 @@ class GGUFFile:
         return self.tensors[name]
 
 
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _Identity = tuple[int, int, int, int]
-_read_before: dict[_Identity, dict[str, GGUFTensor]] = {}                # of files that this process has opened
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadBefore:
+    tensors: dict[str, GGUFTensor]
+    others: list[_Identity]     # the parts behind the first
+
+
+_read_before: dict[_Identity, _ReadBefore] = {}                          # files that this process has opened
+
+
+def _split_count(header: _Header) -> int:
+    """Parts of a split file of which this is the first; 1: the file is whole."""
+    count, number = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+    if not isinstance(count, int) or count <= 1:
+        return 1
+    if count > MAX_PARTS or not _SPLIT.search(header.file_name):
+        raise header.error(f"this is one of {count:,} parts; at most {MAX_PARTS}, named like NAME-00001-of-00002.gguf, are read")
+    if number != 0:
+        raise header.error(f"this is a later part of {count}; give the first one, {_part_name(header.file_name, 1, count)}")
+    return count
+
+
+def _part_name(name: str, number: int, count: int) -> str:
+    return f"{_SPLIT.sub('', name)}-{number:05}-of-{count:05}.gguf"
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, _Identity]:

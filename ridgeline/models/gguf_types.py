@@ -184,6 +184,18 @@ def _expand_q6_k(blocks: Blocks, out: Floats) -> None:
     _expand_groups(quants.view(np.int8) - 32, _column(blocks["scale"]) * blocks["scales"], None, out)
 
 
+def _expand_iq4_xs(blocks: Blocks, out: Floats) -> None:
+    """IQ4_NL's levels in eight groups of 32; scales of six bits, the low four in bytes and the high two in one word."""
+    low = np.stack((blocks["scales"] & 15, blocks["scales"] >> 4), -1).reshape(-1, 8)
+    high = (blocks["high_pairs"][:, None] >> (2 * np.arange(8, dtype=np.uint16))) & 3
+    scales = (low | (high << 4)).astype(np.int8) - 32
+    quants = blocks["quants"].reshape(-1, 8, 16)
+    grouped = out.reshape(-1, 8, 32)
+    grouped[..., :16] = _IQ4_LEVELS[quants & 15]
+    grouped[..., 16:] = _IQ4_LEVELS[quants >> 4]
+    grouped *= (_column(blocks["scale"]) * scales)[..., None]
+
+
 # --- ternary: blocks of 256, each weight -1, 0 or 1 times one scale ---
 
 
@@ -246,6 +258,7 @@ TENSOR_TYPES: dict[int, TensorType] = {
     ),
     14: TensorType("Q6_K", 256, _layout(quants="128u1", high_pairs="64u1", scales="16i1", scale="<f2"), _expand_q6_k),
     20: TensorType("IQ4_NL", 32, _layout(scale="<f2", quants="16u1"), _expand_iq4_nl),
+    23: TensorType("IQ4_XS", 256, _layout(scale="<f2", high_pairs="<u2", scales="4u1", quants="128u1"), _expand_iq4_xs),
     28: TensorType("F64", 1, np.dtype("<f8"), _expand_float),
     30: TensorType("BF16", 1, np.dtype("<u2"), _expand_bf16),
     34: TensorType("TQ1_0", 256, _layout(quants="48u1", last="4u1", scale="<f2"), _expand_tq1_0),
@@ -257,6 +270,6 @@ TENSOR_TYPE_BY_NAME: dict[str, TensorType] = {kind.name: kind for kind in TENSOR
 # Known by name only, so that a refusal can say what the file holds.
 OTHER_TYPE_NAMES: dict[int, str] = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M",
-    40: "NVFP4", 41: "Q1_0",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M",
+    40: "NVFP4", 41: "Q1_0", 42: "Q2_0",
 }

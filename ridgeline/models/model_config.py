@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ridgeline.distributed.sharding import head_shards
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.gguf_formats import PackedMatrix, gguf_quantisation, packed_matrices
-from ridgeline.models.checkpoints.quantisation import read_quantisation, safetensors_headers
+from ridgeline.models.checkpoints.quantisation import other_dtypes, read_quantisation, safetensors_headers
 from ridgeline.models.checkpoints.recipe import Quantisation
 from ridgeline.models.config_fields import (
     MAX_HEADS,
@@ -106,6 +106,7 @@ class ModelConfig:
     experts: Experts | None = None   # a mixture in the place of most MLPs; `intermediate_size` is that of the others
     packed: tuple[PackedMatrix, ...] = ()                # of a GGUF file, as a CPU keeps them
     quantisation: Quantisation | None = None             # of the checkpoint's own weights
+    stored: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)    # dtypes of tensors that are not of `dtype`
     chunked: bool = False            # windows are chunks: a query sees what of its chunk is before it
     temperature: Temperature | None = None               # queries grow with their position
     bare_qk_norm: bool = False       # norms without weights on q and k, in layers with a rope
@@ -330,6 +331,7 @@ def hf_model_config(
         interleaved=family.interleaved and latent is None,       # latents are rotated as they are
         experts=experts,
         quantisation=read_quantisation(raw, where, directory),
+        stored=other_dtypes(directory, read_dtype(fields)),
         latent=latent,
         **_scales(fields, family, hidden_size, head_dim),
         **{**_layout(family), **_biases(fields, family)},

@@ -433,7 +433,7 @@ class GGUFSource:
 
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path, metadata=False)
-        in_order = sorted(self._file.tensors.values(), key=lambda tensor: tensor.offset)
+        in_order = sorted(self._file.tensors.values(), key=lambda tensor: (tensor.part, tensor.offset))
         self.tensors = {each.name: Stored(each.shape, each.nbytes, path.name) for each in in_order}
 
     def read(self, name: str, into: Tensor | None) -> Tensor:

@@ -193,8 +193,8 @@ def _stored(setup: Setup) -> str:
     narrow = setup.weights == setup.dtype and setup.shape.weight_bytes < WEIGHT_FORMATS[setup.dtype].bytes
     if narrow and not setup.sparse:
         return f"{setup.model.config.dtype}, computed in {setup.dtype}"
-    experts = f", of experts in {setup.expert_weights}" if setup.expert_weights != setup.weights else ""
-    return setup.weights + experts
+    differ = setup.model.config.experts is not None and setup.expert_weights != setup.weights
+    return setup.weights + (f", of experts in {setup.expert_weights}" if differ else "")
 
 
 def _missing_formats(setup: Setup) -> list[str]:

@@ -7,6 +7,7 @@ import struct
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import gguf as oracle
 import numpy as np
@@ -17,6 +18,7 @@ import ridgeline.models.gguf as gguf_module
 from ridgeline.errors import ModelError
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.gguf_types import TENSOR_TYPE_BY_NAME, WEIGHTS_PER_CHUNK
+from ridgeline.models.weights import open_checkpoint
 
 METADATA = {
     "general.architecture": "llama",
@@ -253,7 +255,8 @@ REFUSED = [
     ({"a.weight:shape": u64(1 << 32) + u64(1 << 32)}, "tensor a.weight has the impossible shape"),
     ({"b.weight:shape": u64(16) + u64(8)},
      "tensor b.weight has rows of 16 weights, not a multiple of Q8_0's block of 32"),
-    ({"b.weight:type": u32(23)}, "tensor b.weight has type 23 (IQ4_XS); supported are F32, F16, Q4_0, Q4_1,"),
+    ({"b.weight:type": u32(21)}, "tensor b.weight has type 21 (IQ3_S); supported are F32, F16, Q4_0, Q4_1,"),
+    ({"b.weight:type": u32(42)}, "tensor b.weight has type 42 (Q2_0); supported are F32, F16, Q4_0, Q4_1,"),
     ({"b.weight:type": u32(777)}, "tensor b.weight has type 777 (unknown); supported are F32, F16, Q4_0, Q4_1,"),
     ({"b.weight:offset": u64(257)}, "tensor b.weight starts at 257, not a multiple of the alignment 32"),
     ({"b.weight:offset": u64(128)}, "tensors a.weight and b.weight overlap"),
@@ -367,3 +370,54 @@ def test_damaged_files_are_refused_or_read(tmp_path: Path) -> None:
     for files in (lying, flipped):
         accepted = sum(opens(path, data) for data in files)
         assert 0 < accepted < len(files)          # a wrong value may still be a sound file; most are not
+
+
+# --- files in parts ---
+
+
+def split_file(folder: Path, said: int = 3, names: tuple[str, ...] = ("a", "b", "c"), **metadata: Any) -> Path:
+    """Two parts as llama-gguf-split writes them: the first has all metadata, each has its own tensors."""
+    rows = np.arange(64, dtype=np.float32).reshape(2, 32)
+    parts = ({names[0]: rows}, {names[1]: rows + 100, names[2]: rows + 200})
+    for number, tensors in enumerate(parts):
+        known = {"split.no": Typed("uint16", number), "split.count": Typed("uint16", 2)}
+        known["split.tensors.count"] = Typed("int32", said)
+        write_gguf(folder / f"m-0000{number + 1}-of-00002.gguf", known | (metadata if number == 0 else {}), tensors)
+    return folder / "m-00001-of-00002.gguf"
+
+
+def test_the_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
+    path = split_file(tmp_path, **{"general.name": "whole"})
+    for metadata in (True, False):                       # the second time the headers are known
+        with GGUFFile(path, metadata) as file:
+            assert file.metadata.get("general.name") == ("whole" if metadata else None)
+            assert [float(file.read(name)[0, 0]) for name in ("a", "b", "c")] == [0.0, 100.0, 200.0]
+            file.release("c")
+    source = open_checkpoint(path)
+    assert list(source.tensors) == ["a", "b", "c"] and float(source.read("b", None)[1, 0]) == 132.0
+
+
+def test_a_part_that_was_changed_is_read_again(tmp_path: Path) -> None:
+    path = split_file(tmp_path)
+    GGUFFile(path).close()
+    (tmp_path / "other").mkdir()
+    other = split_file(tmp_path / "other", names=("a", "a longer name than before", "c")).with_name("m-00002-of-00002.gguf")
+    (tmp_path / other.name).write_bytes(other.read_bytes())
+    with GGUFFile(path, metadata=False) as file:
+        assert list(file.tensors) == ["a", "a longer name than before", "c"] and float(file.read("c")[0, 0]) == 200.0
+
+
+def test_parts_that_do_not_make_a_whole_are_refused(tmp_path: Path) -> None:
+    path = split_file(tmp_path)
+    later = tmp_path / "m-00002-of-00002.gguf"
+    with pytest.raises(ModelError, match=r"this is a later part of 2; give the first one, m-00001-of-00002"):
+        GGUFFile(later)
+    later.rename(tmp_path / "elsewhere.gguf")
+    with pytest.raises(ModelError, match=r"this is the first of 2 parts, and m-00002-of-00002\.gguf is not beside it"):
+        GGUFFile(path)
+    with pytest.raises(ModelError, match=r"elsewhere\.gguf: this is one of 2 parts; at most 1000, named like NAME"):
+        GGUFFile(tmp_path / "elsewhere.gguf")
+    with pytest.raises(ModelError, match=r"its parts hold 3 tensors, split\.tensors\.count says 5"):
+        GGUFFile(split_file(tmp_path, said=5))
+    with pytest.raises(ModelError, match=r"tensor a is in several parts"):
+        GGUFFile(split_file(tmp_path, names=("a", "a", "c")))

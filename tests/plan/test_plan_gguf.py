@@ -89,7 +89,8 @@ def test_the_codes_of_a_file_are_in_this_engine(
 ) -> None:
     path = written(tmp_path / "m.gguf", kind)
     assert main(["plan", str(path), "--gpu", "H200", "--input", "64", "--output", "32", "--most", "1"]) == 0
-    assert "not in this engine yet" not in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "not in this engine yet" not in told and f"weights in {format}, KV in" in told        # and nothing of experts
     made = planned(path)
     assert not missing(made)
     found = {point.setup.weights for point in candidates(made, Traffic(64, 32), 1, any_engine=False)}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from ridgeline.models.checkpoints.recipe import ANY, HEAD, Quantisation, Recipe, Section, anywhere
+from ridgeline.models.checkpoints.recipe import ANY, HEAD, TUNING, Quantisation, Recipe, Section, anywhere
 from ridgeline.quant.format import Scales, WeightFormat
 
 
 def read(section: Section) -> Quantisation:
     section.skip(
         "quant_method", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "sym", "desc_act",
-        "true_sequential", "tokenizer", "dataset", "meta", "damp_percent", "max_input_length", "model_seqlen",
+        "true_sequential", "tokenizer", "dataset", "meta", "damp_percent", "max_input_length", "model_seqlen", *TUNING,
     )
+    section.one_of("data_type", ("int", None), "int")
     for name in ("version", "format"):
         if str(section.get(name) or "gemm").lower() != "gemm":
             raise section.error(name, section.get(name), "is not supported; supported: gemm")

@@ -93,6 +93,8 @@ def block_scales(recipe: Recipe, scale: Tensor, outputs: int, inputs: int) -> Te
             raise ModelError(f"{scale.numel()} scales for {outputs} outputs; there must be one, or one for each")
         return scale.reshape(-1).expand(outputs).contiguous()
     expected = (-(-outputs // rows), -(-inputs // columns))
+    if scale.dim() == 4 and scale.shape[1::2] == (1, 1):     # ModelOpt keeps a block's own dimensions
+        scale = scale[:, 0, :, 0]
     if tuple(scale.shape) != expected:
         raise ModelError(f"scales of shape {list(scale.shape)}, blocks of {rows} x {columns} need {list(expected)}")
     return scale if rows == 1 else scale.repeat_interleave(rows, dim=0)[:outputs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ridgeline.models.checkpoints.recipe import ANY, KV_SCALES, Quantisation, Recipe, Section, regex
+from ridgeline.models.checkpoints.recipe import ANY, EMBEDDING, KV_SCALES, Quantisation, Recipe, Section, regex
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 FORMATS = (
@@ -34,13 +34,15 @@ def read(section: Section) -> Quantisation:
             # As compressed-tensors orders them: names before patterns before classes of modules.
             if target.startswith("re:"):
                 found.append((1, regex(target.removeprefix("re:"), group, "targets"), recipe))
+            elif target == "Embedding":
+                found.append((2, EMBEDDING, recipe))
             elif target == "Linear":
-                found.append((2, ANY, recipe))
+                found.append((3, ANY, recipe))           # also matches embeddings
             else:
                 found.append((0, re.escape(target), recipe))
         group.finish()
     if not found and sparse is not None:
-        found.append((2, ANY, sparse))
+        found.append((3, ANY, sparse))
     rules += [(pattern, recipe) for _, pattern, recipe in sorted(found, key=lambda each: each[0])]
     kv_format = _kv_format(section)
     section.finish()
@@ -92,18 +94,24 @@ def _recipe(group: Section, format: str, sparse: Recipe | None) -> Recipe | None
     if sparse is not None:
         raise group.error("weights", f"{kind}{bits}", "together with sparse storage is not supported")
     if stored in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        return _fp4(stored, activation)
+        return fp4_recipe(stored, activation)
+    integers = kind == "int" and 1 <= bits <= 8
     if stored == "pack-quantized":
-        if kind != "int" or not 1 <= bits <= 8:
+        if not integers:
             raise weights.error("num_bits", f"{kind}{bits}", "is not supported in pack-quantized; supported: 1 to 8 integer bits")
         return _packed(bits, symmetric, block, activation)
-    if bits != 8:
-        raise weights.error("num_bits", f"{kind}{bits}", f"is not supported in {stored}; supported: int8 and float8")
+    if not integers and (kind, bits) != ("float", 8):    # W4A8: integers of fewer bits lie in whole bytes, too
+        raise weights.error("num_bits", f"{kind}{bits}", f"is not supported in {stored}; supported: 1 to 8 integer bits, float8")
     scales = Scales(block, "float32", None if symmetric else "code")
     if stored == "mxfp8-quantized":
         scales = Scales((1, 32), "e8m0")
+    return codes_recipe("e4m3" if kind == "float" else "int8", scales, activation)
+
+
+def codes_recipe(grid: str, scales: Scales, activation: Activation | None) -> Recipe:
+    """A byte for each code."""
     return Recipe(
-        WeightFormat("e4m3" if kind == "float" else "int8", scales, activation), "codes",
+        WeightFormat(grid, scales, activation), "codes",
         (("codes", (".weight",)), ("scale", (".weight_scale",)), ("zero", (".weight_zero_point",))),
         optional=("zero",), unused=_INPUT_SCALES,
     )
@@ -137,7 +145,7 @@ def _packed(bits: int, symmetric: bool, block: tuple[int, int], activation: Acti
     )
 
 
-def _fp4(stored: str, activation: Activation | None) -> Recipe:
+def fp4_recipe(stored: str, activation: Activation | None) -> Recipe:
     scales = Scales((1, 32), "e8m0")
     roles: tuple[tuple[str, tuple[str, ...]], ...] = ()
     if stored == "nvfp4-pack-quantized":

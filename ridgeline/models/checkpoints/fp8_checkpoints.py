@@ -3,14 +3,18 @@ tensor; and `fbgemm_fp8`, one scale for each output."""
 
 from __future__ import annotations
 
-from ridgeline.models.checkpoints.recipe import ANY, HEAD, KV_SCALES, Quantisation, Recipe, Section, component
+from ridgeline.models.checkpoints.recipe import ANY, HEAD, KV_SCALES, TUNING, Quantisation, Recipe, Section, component
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub")
 
 
 def read(section: Section) -> Quantisation:
-    section.skip("quant_method", "kv_cache_scheme", "activation_scale_ub", "dequantize")
+    section.skip("quant_method", "kv_cache_scheme", "activation_scale_ub", "dequantize", "group_size", "sym", *TUNING)
+    # auto-round says once more what the other keys say.
+    section.one_of("data_type", ("fp", "fp8", None))
+    section.one_of("bits", (8, None))
+    section.one_of("act_bits", (8, 16, None))
     section.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     section.one_of("scale_fmt", (None, "float", "float32", "ue8m0"), None)
     per_output = section.raw.get("quant_method") == "fbgemm_fp8"

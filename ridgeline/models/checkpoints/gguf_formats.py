@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe
 from ridgeline.models.family import GGUF_STACKED, Family
@@ -60,7 +60,10 @@ def packed_matrices(file: GGUFFile, family: Family) -> tuple[PackedMatrix, ...]:
     for name, tensor in file.tensors.items():
         module, _, parameter = name.rpartition(".")
         target = family.gguf_names.get(re.sub(r"\.\d+\.", ".{}.", module, count=1), "").partition(":")[0]
-        if target and parameter == "weight" and len(tensor.shape) == 2:
+        if target.endswith(".shared_gate") and len(tensor.shape) == 1:       # a matrix of one row, once it is loaded
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        # What widens latents is multiplied by in two parts: plain numbers, and no linear.
+        if target and parameter == "weight" and len(tensor.shape) == 2 and not target.endswith(".kv_up"):
             layer = re.search(r"\.\d+\.", module)
             found.setdefault(target + (layer[0] if layer else ""), []).append(tensor)
     return tuple(_kept(parts, target != "embed" or tied) for target, parts in found.items())

@@ -1,6 +1,7 @@
 """GGUF's packed types as canonical formats: the same codes and scales in another order, so that a GPU can keep them packed.
 
-Types that are not here (Q2_K, Q3_K, IQ4_NL) are expanded when they are read. `gguf_types.py` defines what the numbers are.
+Types that are not here (Q2_K, Q3_K, IQ4_NL, IQ4_XS) are expanded when they are read. `gguf_types.py` defines what the
+numbers are.
 """
 
 from __future__ import annotations

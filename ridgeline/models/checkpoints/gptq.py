@@ -9,8 +9,19 @@ from typing import Any
 
 from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.awq import awq_recipe
-from ridgeline.models.checkpoints.recipe import ANY, HEAD, Quantisation, Recipe, Section, anywhere, component, regex
-from ridgeline.quant.format import Scales, WeightFormat
+from ridgeline.models.checkpoints.compressed_tensors import codes_recipe, fp4_recipe
+from ridgeline.models.checkpoints.recipe import (
+    ANY,
+    HEAD,
+    TUNING,
+    Quantisation,
+    Recipe,
+    Section,
+    anywhere,
+    component,
+    regex,
+)
+from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 _ROLES = (
     ("codes", (".qweight",)), ("scale", (".scales",)), ("zero", (".qzeros",)), ("groups", (".g_idx",)),
@@ -19,31 +30,59 @@ _ROLES = (
 _HISTORY = (
     "quant_method", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "model_name_or_path",
     "model_file_base_name", "meta", "dataset", "use_cuda_fp16", "exllama_config", "use_exllama", "max_input_length", "backend",
-    "cache_block_outputs", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
-    "tokenizer", "model_seqlen", "disable_exllama", "is_marlin_format", "quantizer", "iters", "low_gpu_mem_usage", "nsamples",
-    "seqlen", "lr", "minmax_lr", "enable_minmax_tuning", "enable_quanted_input", "autoround_version", "act_bits",
-    "supported_types", "amp", "gradient_accumulate_steps", "not_use_best_mse", "scale_dtype", "train_bs", "super_bits",
-    "super_group_size", "to_quant_block_names", "enable_norm_bias_tuning", "fallback", "packing", "packing_format",
-    "pack_dtype", "hyb_act", "mse", "act_group_size", "act_dynamic", "act_sym", "act_data_type", "method", "act_group_aware",
-    "offload_to_disk", "offload_to_disk_path",
+    "cache_block_outputs", "module_name_preceding_first_block", "pad_token_id", "tokenizer", "model_seqlen", "disable_exllama",
+    "is_marlin_format", "act_bits", "fallback", "packing", "packing_format", "pack_dtype", "hyb_act", "mse", "method",
+    "act_group_aware", "offload_to_disk", "offload_to_disk_path", *TUNING,
 )
+_AUTO_ROUND_TYPES = ("int", "int4", "mx_fp", "nv_fp", "fp")
 
 
 def read(section: Section) -> Quantisation:
     section.skip(*_HISTORY)
+    section.one_of("data_type", ("int", None), "int")
     versions = ("gptq", "gptq_v2")
     version = section.one_of("checkpoint_format", versions, section.one_of("format", versions, "gptq"))
     return _quantisation(section, "gptq", version)
 
 
 def read_auto_round(section: Section) -> Quantisation:
-    """auto-round writes GPTQ's tensors, or AWQ's."""
+    """auto-round writes GPTQ's tensors, or AWQ's; floating-point codes as compressed-tensors does."""
     section.skip(*_HISTORY)
-    if (section.get("data_type") or "int") not in ("int", "int4"):
-        raise section.error("data_type", section.get("data_type"), "is not supported; supported: int")
+    kind = section.one_of("data_type", (*_AUTO_ROUND_TYPES, None), "int") or "int"
+    if kind in ("mx_fp", "nv_fp", "fp"):
+        return _floats(section, kind)
     if section.get("act_bits", 16) not in (None, 16, 32):
         raise section.error("act_bits", section.get("act_bits"), "is not supported; supported: 16")
     return _quantisation(section, "auto-round", "awq" if "awq" in str(section.get("packing_format")) else "gptq")
+
+
+def _floats(section: Section, kind: str) -> Quantisation:
+    bits, group = section.of("bits", int, 4), section.of("group_size", int, 0)
+    section.one_of("fmt", ("e4m3", None), "e4m3")
+    section.one_of("sym", (True, None), True)
+    static = section.one_of("activation_scheme", ("static", "dynamic", None), "dynamic") == "static"
+    recipes = {
+        ("mx_fp", 4, 32): lambda: fp4_recipe("mxfp4-pack-quantized", Activation("fp4", "group")),
+        ("mx_fp", 8, 32): lambda: codes_recipe("e4m3", Scales((1, 32), "e8m0"), Activation("fp8", "group")),
+        ("nv_fp", 4, 16): lambda: fp4_recipe("nvfp4-pack-quantized", Activation("fp4", "group", True)),
+        # One scale for the tensor, or one for each output.
+        ("fp", 8, 0): lambda: codes_recipe("e4m3", Scales((1, 0)), Activation("fp8", "token", static)),
+    }
+    found = recipes.get((kind, bits, max(0, group)))
+    if found is None:
+        raise section.error("bits", f"{kind}{bits} in groups of {group}", "is not supported; supported: mx_fp4 and mx_fp8 in "
+                            "groups of 32, nv_fp4 in groups of 16, fp8 with a scale for each tensor or output")
+    rules: list[tuple[str, Recipe | None]] = []
+    for name, overrides in (section.section("extra_config") or Section({}, "")).raw.items():
+        own = _own(overrides, f"{section.where}.extra_config[{name}]")
+        if own.of("bits", int, bits) < 16:
+            raise own.error("bits", own.get("bits"), "is not supported beside floating-point codes; supported: 16")
+        rules.append((component(name), None))
+    if not section.get("lm_head", False) and not section.get("quant_lm_head", False):
+        rules.append((HEAD, None))
+    rules += [(anywhere(name), None) for name in section.names("modules_to_not_convert")]
+    section.finish()
+    return Quantisation("auto-round", (*rules, (ANY, found())))
 
 
 def _quantisation(section: Section, method: str, version: str) -> Quantisation:

@@ -15,12 +15,13 @@ from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.ops.kernel_table import DeviceFacts
-from ridgeline.quant.format import MXFP4, WeightFormat, common, made_format, quantization_rules
+from ridgeline.quant.format import MXFP4, WEIGHT, WeightFormat, common, made_format, quantization_rules
 from ridgeline.quant.gpu_layout import gpu_bytes
 from ridgeline.quant.layout import NUMBER_KINDS, format_kind, matrix_bytes, plain_bytes
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
 HEAD = "head"
+EMBEDDING = "embed"
 EXPERTS = ".mlp.experts."            # in the path of what all experts of a layer have
 
 
@@ -208,8 +209,24 @@ class LinearFormats:
         quantisation = self.config.quantisation
         if quantisation is None:
             return [None]
-        recipes = [quantisation.recipe(*_spellings(self.config, module)) for module in self._modules_of(shape)]
+        recipes = [quantisation.recipe(*_spellings(self.config, names)) for names in self._modules_of(shape)]
         return [None if recipe is None or recipe.format.scales is None else recipe.format for recipe in recipes]
+
+    def kinds(self, shape: LinearShape) -> list[str]:
+        """In which a CPU keeps the numbers of each part, or of the one tensor that holds all: codes are expanded to float32."""
+        modules, coded = self._modules_of(shape), self.of_parts(shape)
+        if ".shared." not in shape.path and shape.path not in self._shapes:
+            coded = [None]                               # rules for all linears match an embedding and a router, too
+            if self.config.quantisation is not None and shape.path == EMBEDDING:
+                coded = [self.config.quantisation.embedding_format()]
+        if len(coded) != len(modules):
+            coded = coded[:1] * len(modules)
+        found = []
+        for names, format in zip(modules, coded, strict=True):
+            weights = [f"{name}.{WEIGHT}" for name in _spellings(self.config, names)]
+            dtype = next((self.config.stored[name] for name in weights if name in self.config.stored), self.config.dtype)
+            found.append("F32" if format is not None else NUMBER_KINDS.get(dtype, "F32"))
+        return found or [NUMBER_KINDS.get(self.config.dtype, "F32")]
 
     def _stored(self, shape: LinearShape) -> Chosen:
         found = self.of_parts(shape)
@@ -234,40 +251,45 @@ class LinearFormats:
             return False
         return format_kind(format.fitted(shape.parts.values(), shape.inputs, shape.share), shape.share) is not None
 
-    def _modules_of(self, shape: LinearShape) -> list[str]:
-        """Of experts, the first one's: all are stored alike."""
+    def _modules_of(self, shape: LinearShape) -> list[list[str]]:
+        """The names of each part. Of experts, the first one's: all are stored alike."""
         path = shape.path.replace(EXPERTS, EXPERTS + "0.")
         numbers = re.findall(r"\.(\d+)\.", path)
         base, own = re.sub(r"\.\d+\.", ".{}.", path), shape.parts
         return [
-            name.format(*numbers) for parts, name in self._modules.get(base, []) if set(parts.split("+")) <= set(own)
+            [name.format(*numbers) for name in names] for parts, names in self._modules.get(base, [])
+            if set(parts.split("+")) <= set(own)
         ]
 
 
-def _modules(config: ModelConfig) -> dict[str, list[tuple[str, str]]]:
-    """Our linear -> (parts, module) of the checkpoint's modules that hold it, `{}` for the layer: one for each part, or one for
+def _modules(config: ModelConfig) -> dict[str, list[tuple[str, list[str]]]]:
+    """Our linear -> (parts, names) of the checkpoint's modules that hold it, `{}` for the layer: one for each part, or one for
     all. A family may have names for parts that a model of it lacks."""
     gguf = bool(config.quantisation is not None and config.quantisation.method == "gguf")
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for name, target in (config.family.gguf_names if gguf else config.family.names).items():
         base, _, parts = target.partition(":")
-        found.setdefault(base, {})[parts] = name
+        found.setdefault(base, {}).setdefault(parts, []).append(name)
     known = config.quantisation.by_name if config.quantisation is not None else {}
     chosen = {}
     for base, by_parts in found.items():
-        fused = [(parts, name) for parts, name in by_parts.items() if "+" in parts]
-        separate = [(parts, name) for parts, name in by_parts.items() if "+" not in parts]
-        if gguf and fused and fused[0][1].format(0) not in known:
-            fused = []                                   # a file has either names
-        chosen[base] = fused or separate
+        fused = [(parts, names) for parts, names in by_parts.items() if "+" in parts]
+        separate = [(parts, names) for parts, names in by_parts.items() if "+" not in parts]
+        if gguf:                                         # a file has either names, and says which
+            chosen[base] = fused if fused and fused[0][1][0].format(0) in known else separate
+        else:
+            # A checkpoint has either names; its rules match those that it has. A name of all parts is one of each.
+            inside = {part: [*names, *(each for parts, others in fused for each in others if part in parts.split("+"))]
+                      for part, names in separate}
+            chosen[base] = list(inside.items()) or fused
     return chosen
 
 
-def _spellings(config: ModelConfig, module: str) -> list[str]:
-    """A module's name as the family has it, and as checkpoints with other modalities have it."""
-    return [module] + [
-        prefix + module.removeprefix(stands_for) for prefix, stands_for in config.family.prefixes.items()
-        if module.startswith(stands_for)
+def _spellings(config: ModelConfig, names: list[str]) -> list[str]:
+    """A module's names as the family has them, and as checkpoints with other modalities have them."""
+    return names + [
+        prefix + name.removeprefix(stands_for) for name in names for prefix, stands_for in config.family.prefixes.items()
+        if name.startswith(stands_for)
     ]
 
 
@@ -287,49 +309,47 @@ def cpu_weight_bytes(config: ModelConfig, ranks: int, quantization: str) -> int:
     weights = tiles = 0
     for shape in linears(config, ranks):
         weights += shape.outputs * shape.share
-        tiles += _linear_bytes(config, formats, shape, given.get(shape.path), ranks)
+        tiles += _linear_bytes(formats, shape, given.get(shape.path), ranks)
     if ranks == 1:
-        for number, parts in enumerate(_others(config)):
-            weights += sum(outputs * inputs for outputs, inputs in parts)
-            tiles += _numbers_bytes([NUMBER_KINDS.get(config.dtype, "F32")] * len(parts), parts, number > 0 or config.tied)
+        for shape in _others(config):
+            weights += shape.outputs * shape.inputs
+            tiles += _numbers_bytes(formats.kinds(shape), shape, shape.path != EMBEDDING or config.tied)
     elif config.tied:                                    # the head's second layout of its shard of the embedding
         share = config.vocab_size // ranks
         tiles += plain_bytes(share, config.hidden_size) - _WIDE * share * config.hidden_size
     return _WIDE * max(0, config.num_parameters // ranks - weights) + tiles
 
 
-def _linear_bytes(
-    config: ModelConfig, formats: LinearFormats, shape: LinearShape, format: WeightFormat | None, ranks: int
-) -> int:
+def _linear_bytes(formats: LinearFormats, shape: LinearShape, format: WeightFormat | None, ranks: int) -> int:
     if format is not None:
         found = format_kind(format, shape.share)         # what tiles do not hold is expanded
         return plain_bytes(shape.outputs, shape.share) if found is None else matrix_bytes(
             found[0], shape.outputs, shape.share, found[1])
     if ranks > 1:                                        # shards are expanded
         return plain_bytes(shape.outputs, shape.share)
-    plain = NUMBER_KINDS.get(config.dtype, "F32")
-    stored = [plain if format is None else "F32" for format in formats.of_parts(shape)]
+    return _numbers_bytes(formats.kinds(shape), shape)
+
+
+def _numbers_bytes(stored: list[str], shape: LinearShape, is_linear: bool = True) -> int:
+    """Of one matrix, of parts with these kinds."""
     parts = list(shape.parts.values())
     kinds = stored if len(stored) == len(parts) else stored[:1] * len(parts)     # one tensor holds all parts
-    return _numbers_bytes(kinds, [(outputs, shape.inputs) for outputs in parts])
-
-
-def _numbers_bytes(kinds: list[str], parts: list[tuple[int, int]], is_linear: bool = True) -> int:
-    """Of one matrix, of parts with these (outputs, inputs)."""
     if set(kinds) == {"F32"}:
-        return plain_bytes(sum(outputs for outputs, _ in parts), parts[0][1], is_linear)
-    return sum(matrix_bytes(kind, *sizes) for kind, sizes in zip(kinds, parts, strict=True))
+        return plain_bytes(shape.outputs, shape.inputs, is_linear)
+    return sum(matrix_bytes(kind, outputs, shape.inputs) for kind, outputs in zip(kinds, parts, strict=True))
 
 
-def _others(config: ModelConfig) -> Iterator[list[tuple[int, int]]]:
-    """(outputs, inputs) of the parts of matrices that have no format of their own: the embedding, and what is beside experts."""
-    yield [(config.vocab_size, config.hidden_size)]
+def _others(config: ModelConfig) -> Iterator[LinearShape]:
+    """The matrices that have no format of their own: the embedding, and what is beside experts."""
     experts, hidden = config.experts, config.hidden_size
+    yield LinearShape(EMBEDDING, {"": config.vocab_size}, hidden, hidden)
     if experts is None:
         return
-    for _ in range(config.num_layers - config.num_plain):
-        yield [(experts.count, hidden)]
+    for layer in (each for each in range(config.num_layers) if each not in experts.dense):
+        inside = f"layers.{layer}.mlp."
+        yield LinearShape(inside + "router", {"": experts.count}, hidden, hidden)
         if experts.shared_gate:
-            yield [(1, hidden)]
+            yield LinearShape(inside + "shared_gate", {"": 1}, hidden, hidden)
         if experts.shared:
-            yield from ([(experts.shared, hidden)] * 2, [(hidden, experts.shared)])
+            yield LinearShape(inside + "shared.gate_up", {"gate": experts.shared, "up": experts.shared}, hidden, hidden)
+            yield LinearShape(inside + "shared.down", {"": hidden}, experts.shared, experts.shared)

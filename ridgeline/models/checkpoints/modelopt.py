@@ -8,14 +8,16 @@ import fnmatch
 from ridgeline.models.checkpoints.recipe import ANY, HEAD, KV_SCALES, Quantisation, Recipe, Section, component
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
-ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MXFP4", "MXFP8")
 
 
 def read(section: Section) -> Quantisation:
     section.skip("quant_method", "producer", "quant_lib", "version")
     inner = section.section("quantization") or section   # hf_quant_config.json has one level more
     inner.skip("quant_method", "producer", "has_zero_point", "pre_quant_scale", "config_groups", "quant_lib", "version")
-    algorithm = inner.one_of("quant_algo", ALGORITHMS)
+    algorithm = str(inner.get("quant_algo")).upper()     # ModelOpt 0.47 writes some of them small
+    if algorithm not in ALGORITHMS:
+        raise inner.error("quant_algo", inner.get("quant_algo"), f"is not supported; supported: {', '.join(ALGORITHMS)}")
     if inner.raw.get("pre_quant_scale"):
         raise inner.error("pre_quant_scale", True, "is not supported")
     cache = inner.get("kv_cache_quant_algo") or ""
@@ -41,6 +43,12 @@ def _recipe(algorithm: str, group: int | None, section: Section) -> Recipe:
     if algorithm == "FP8_PB_WO":
         return Recipe(
             WeightFormat("e4m3", Scales((128, 128))), "codes", (("codes", (".weight",)), ("scale", (".weight_scale",))),
+        )
+    if algorithm in ("MXFP4", "MXFP8"):
+        grid, kind, unpack = ("e2m1", "fp4", "fp4") if algorithm == "MXFP4" else ("e4m3", "fp8", "codes")
+        return Recipe(
+            WeightFormat(grid, Scales((1, 32), "e8m0"), Activation(kind, "group")), unpack,
+            (("codes", (".weight",)), ("scale", (".weight_scale",))),
         )
     if group not in (None, 16):
         raise section.error("group_size", group, "is not supported in NVFP4; supported: 16")

@@ -51,6 +51,9 @@ def read_quantisation(raw: Mapping[str, Any], where: str, directory: Path | None
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise ModelError(f"{directory / MODELOPT_FILE} cannot be read: {error}") from None
         name = MODELOPT_FILE
+    if _is_mlx(raw, found):
+        raise ModelError(f"{where}: quantization: checkpoints of MLX are not supported; serve the model's 16-bit checkpoint with "
+                         "--quantization int4, or a GGUF file of it")
     if found is None:
         return None
     if not isinstance(found, dict):
@@ -60,6 +63,12 @@ def read_quantisation(raw: Mapping[str, Any], where: str, directory: Path | None
         raise ModelError(f"{name}: quant_method {method!r} is not supported; supported: {', '.join(READERS)}")
     made = READERS[method](Section(found, name))
     return refined(made, safetensors_headers(directory)) if directory is not None else made
+
+
+def _is_mlx(raw: Mapping[str, Any], found: Any) -> bool:
+    """MLX has no quant_method: `quantization` with bits and group_size, and newer files the same as quantization_config."""
+    own = raw.get("quantization")
+    return isinstance(own, dict) and {"bits", "group_size"} <= set(own) and (found is None or found == own)
 
 
 def _method(found: Mapping[str, Any]) -> str:
@@ -86,6 +95,12 @@ def safetensors_headers(directory: Path) -> dict[str, str]:
         except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError):
             continue
     return found
+
+
+def other_dtypes(directory: Path | None, dtype: str) -> dict[str, str]:
+    """Tensor name -> dtype, of numbers that are not stored in the dtype that the config names. A CPU keeps them as they are."""
+    headers = safetensors_headers(directory) if directory is not None else {}
+    return {name: _DTYPES[kind] for name, kind in headers.items() if kind in _DTYPES and _DTYPES[kind] != dtype}
 
 
 def refined(quantisation: Quantisation, headers: Mapping[str, str]) -> Quantisation:

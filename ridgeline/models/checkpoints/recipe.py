@@ -52,13 +52,27 @@ class Quantisation:
                 return recipe
         return None
 
+    def embedding_format(self) -> WeightFormat | None:
+        """Of the embedding, where a rule speaks of embeddings: those for all linears do not."""
+        found = next((recipe for pattern, recipe in self.rules if pattern == EMBEDDING), None)
+        return None if found is None else found.format
+
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
+# What auto-round writes into every dialect's config: how the codes were found. The tensors mean the same.
+TUNING = (
+    "provider", "autoround_version", "amp", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning", "iters",
+    "lr", "minmax_lr", "nsamples", "seqlen", "train_bs", "batch_size", "gradient_accumulate_steps", "not_use_best_mse",
+    "low_gpu_mem_usage", "scale_dtype", "super_bits", "super_group_size", "supported_types", "to_quant_block_names",
+    "block_name_to_quantize", "quantizer", "act_group_size", "act_dynamic", "act_sym", "act_data_type",
+)
 ANY = ".*"
+# Modules of torch's class Embedding, by the names that they have in checkpoints.
+EMBEDDING = r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)"
 HEAD = r"(.*\.)?lm_head"
 
 

@@ -25,7 +25,8 @@ def read_bitsandbytes(section: Section) -> Quantisation:
     )
     four = bool(section.raw.get("load_in_4bit") or section.raw.get("_load_in_4bit"))
     kind = section.get("bnb_4bit_quant_type", "nf4")
-    section.one_of("bnb_4bit_quant_storage", ("uint8", None), "uint8")
+    # Pairs of codes may lie in numbers of any width: the same bytes.
+    section.one_of("bnb_4bit_quant_storage", ("uint8", "float16", "bfloat16", "float32", None), "uint8")
     threshold = section.of("llm_int8_threshold", (int, float), 6.0)
     skipped = section.names("llm_int8_skip_modules") or ["lm_head"]
     if four and kind != "nf4":

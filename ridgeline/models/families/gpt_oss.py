@@ -28,6 +28,9 @@ GPT_OSS = Family(
         "model.layers.{}.mlp.router": "layers.{}.mlp.router",
         "model.layers.{}.mlp.experts.{}.gate_up_proj": "layers.{}.mlp.experts.{}.gate_up:gate+up",
         "model.layers.{}.mlp.experts.{}.down_proj": "layers.{}.mlp.experts.{}.down",
+        # As llm-compressor saves them: a linear for each expert, gate and up apart.
+        "model.layers.{}.mlp.experts.{}.gate_proj": "layers.{}.mlp.experts.{}.gate_up:gate",
+        "model.layers.{}.mlp.experts.{}.up_proj": "layers.{}.mlp.experts.{}.gate_up:up",
     },
     fused_experts=(
         FusedExperts(_EXPERTS + "gate_up_proj", r"\1.{}.gate_up_proj.weight", transposed=True, paired=True),

@@ -17,6 +17,10 @@ SPARSE_MOE_NAMES = {
     "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.{}.gate_up:gate",
     "model.layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.mlp.experts.{}.gate_up:up",
     "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.{}.down",
+    # As llm-compressor 0.14 saves them: transformers 5 has these names in memory.
+    "model.layers.{}.block_sparse_moe.experts.{}.gate_proj": "layers.{}.mlp.experts.{}.gate_up:gate",
+    "model.layers.{}.block_sparse_moe.experts.{}.up_proj": "layers.{}.mlp.experts.{}.gate_up:up",
+    "model.layers.{}.block_sparse_moe.experts.{}.down_proj": "layers.{}.mlp.experts.{}.down",
 }
 
 MISTRAL = Family(

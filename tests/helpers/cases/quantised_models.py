@@ -86,6 +86,12 @@ def int8_rows(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {".weight": codes, ".weight_scale": scale}, codes.double() * scale.double()
 
 
+def int4_bytes(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    """W4A8 of compressed-tensors: codes of 4 bits, a byte for each."""
+    codes, _, scale, numbers = four_bits(weight, False)
+    return {".weight": (codes.int() - 8).to(torch.int8), ".weight_scale": scale}, numbers
+
+
 def int8_packed(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     stored, numbers = int8_rows(name, weight)
     codes = stored.pop(".weight").int() + 128
@@ -241,6 +247,7 @@ DIALECTS: dict[str, tuple[dict[str, Any], Writer]] = {
                        nvfp4("modelopt")),
     "ct-w8a8": (ct_config("int-quantized", _INT | {"num_bits": 8, "strategy": "channel"},
                           _INT | {"num_bits": 8, "strategy": "token", "dynamic": True}), int8_rows),
+    "ct-w4a8": (ct_config("int-quantized", _INT4, _INT | {"num_bits": 8, "strategy": "token", "dynamic": True}), int4_bytes),
     "ct-w8a16": (ct_config("pack-quantized", _INT | {"num_bits": 8, "strategy": "channel"}), int8_packed),
     "ct-w4a16": (ct_config("pack-quantized", _INT4), ct_packed(False)),
     "ct-w4a16-asymmetric": (ct_config("pack-quantized", _INT4 | {"symmetric": False}), ct_packed(True)),

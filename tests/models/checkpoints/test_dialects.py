@@ -179,7 +179,12 @@ CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type 'fp4'"),
     ({"quant_method": "bitnet", "use_rms_norm": True}, "use_rms_norm 'True' is not supported"),
-    ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
+    ({"quant_method": "auto-round", "data_type": "mx_int"}, "data_type 'mx_int' is not supported"),
+    ({"quant_method": "auto-round", "data_type": "mx_fp", "bits": 6, "group_size": 32}, "bits 'mx_fp6 in groups of 32' is not"),
+    ({"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": 0, "extra_config": {"q_proj": {"bits": 4}}},
+     "extra_config[q_proj].bits '4' is not supported beside floating-point codes"),
+    ({"quant_method": "gptq", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
+    ({"quant_method": "fp8", "data_type": "int"}, "data_type 'int' is not supported"),
     ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: compressed-tensors, awq"),
     ("int8", "must be an object"),
 ])
@@ -187,6 +192,13 @@ def test_what_is_not_known_is_refused_by_name(config: Any, message: str) -> None
     with pytest.raises(ModelError) as caught:
         read_quantisation({"quantization_config": config}, "config.json")
     assert message in str(caught.value) and str(caught.value).startswith("config.json: quantization_config")
+
+
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
+def test_a_checkpoint_of_mlx_is_refused_by_name(keys: tuple[str, ...]) -> None:
+    """Older files have the first key alone, and would be read as plain numbers."""
+    with pytest.raises(ModelError, match=r"config\.json: quantization: checkpoints of MLX are not supported; serve"):
+        read_quantisation({key: {"bits": 4, "group_size": 64} for key in keys}, "config.json")
 
 
 @pytest.mark.parametrize(("config", "quantised", "plain"), [
@@ -262,3 +274,56 @@ def test_a_config_with_any_value_is_read_or_refused(name: str, data: st.DataObje
         read_quantisation({"quantization_config": config}, "config.json")
     except ModelError as error:
         assert str(error).startswith("config.json: quantization_config")
+
+
+# -- what the newest versions of tools write ----------------------------------------------------------------------------
+
+AUTO_ROUND = {"autoround_version": "0.16.1", "provider": "auto-round", "amp": False, "enable_quanted_input": False,
+              "to_quant_block_names": "model.layers", "iters": 200}
+
+
+@pytest.mark.parametrize(("config", "more"), [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, {"data_type": "int"}),
+    ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, {"data_type": "int", "sym": True}),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, {"data_type": "fp", "bits": 8, "act_bits": 8, "sym": True,
+                                                               "group_size": [128, 128], "act_data_type": "fp"}),
+])
+def test_auto_round_says_in_other_dialects_how_it_found_the_codes(config: dict[str, Any], more: dict[str, Any]) -> None:
+    """Its exports to GPTQ, AWQ and fp8: the tensors mean what they mean without these keys."""
+    assert recipe_of(config | AUTO_ROUND | more) == recipe_of(config)
+
+
+@pytest.mark.parametrize(("config", "case", "renamed"), [
+    ({"data_type": "mx_fp", "bits": 4, "group_size": 32, "act_bits": 4, "packing_format": "auto_round:llm_compressor"},
+     "ct-mxfp4", {}),
+    ({"data_type": "mx_fp", "bits": 8, "group_size": 32, "act_bits": 8}, "ct-mxfp8", {}),
+    ({"data_type": "nv_fp", "bits": 4, "group_size": 16, "act_bits": 4, "act_data_type": "nv_fp4_with_static_gs"},
+     "ct-nvfp4", {}),
+    ({"data_type": "fp", "bits": 8, "group_size": -1, "act_bits": 8, "activation_scheme": "static", "fmt": "e4m3"},
+     "ct-fp8-channel", {}),
+    ({"data_type": "fp", "bits": 8, "group_size": 0, "activation_scheme": "dynamic"}, "ct-fp8-tensor", {}),
+    ({"quant_method": "modelopt", "quant_algo": "mxfp4"}, "ct-mxfp4", {"weight_packed": "weight"}),
+    ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "ct-mxfp8", {}),
+])
+def test_the_same_tensors_in_another_dialect(config: dict[str, Any], case: str, renamed: dict[str, str]) -> None:
+    """auto-round and ModelOpt store floating-point codes as compressed-tensors does."""
+    _, golden = CASES[case]
+    stored = {renamed.get(name, name): tensor for name, tensor in golden.items() if name not in ("expected", "weight_zero_point")}
+    found = numbers(recipe_of({"quant_method": "auto-round"} | config), stored)
+    assert torch.equal(found.to(golden["expected"].dtype), golden["expected"])
+
+
+def test_modelopt_keeps_the_dimensions_of_its_blocks() -> None:
+    recipe = recipe_of({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"})
+    weight = torch.zeros(256, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    found = canonical(recipe, {"codes": weight, "scale": torch.arange(6.0).view(2, 1, 3, 1)})
+    assert found[SCALE].shape == (256, 3) and found[SCALE][128].tolist() == [3.0, 4.0, 5.0]
+
+
+def test_nf4_codes_may_lie_in_wider_numbers() -> None:
+    """`bnb_4bit_quant_storage`, as models for FSDP have it: the same bytes."""
+    config, stored = CASES["bnb-nf4"]
+    wide = stored | {"weight": stored["weight"].flatten().view(torch.bfloat16)[:, None]}
+    expected = stored["expected"]
+    del wide["expected"]
+    assert torch.equal(numbers(recipe_of(config | {"bnb_4bit_quant_storage": "bfloat16"}), wide).to(expected.dtype), expected)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_models import DIALECTS, gptq, save_quantised, set_quantization
+from quantised_models import DIALECTS, SIZES, gptq, save_quantised, set_quantization
 from safetensors.torch import load_file, save_file
-from tiny_models import random_tokens, teacher_forced_logits
+from tiny_models import random_tokens, save_checkpoint, teacher_forced_logits
 from torch import Tensor
 
 from ridgeline.config import EngineConfig
@@ -24,6 +24,7 @@ from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.kernel_table import H200
 from ridgeline.quant.choose import schemes
+from ridgeline.quant.cpu_packed import CpuPacked, plain_scheme
 from ridgeline.quant.gpu_layout import may_pack
 from ridgeline.quant.packed import Packed
 from ridgeline.quant.quantised import Quantised
@@ -262,3 +263,122 @@ def test_dummy_weights_have_the_size_of_usual_ones(tmp_path: Path) -> None:
         load_weights(model, quantised, config, "dummy")
         spread = model.numbers()["layers.0.mlp.gate_up.weight"].std() * 64**0.5
         assert 0.5 < spread < 2, (dialect, spread)
+
+
+# -- as tools name things -----------------------------------------------------------------------------------------------
+
+
+def an_expert_at_a_time(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As llm-compressor 0.14 names the experts of Mixtral and of gpt-oss: linears gate_proj, up_proj and down_proj."""
+    found = {}
+    for name, tensor in tensors.items():
+        for short, long in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            name = name.replace(f".{short}.", f".{long}.")
+        prefix, _, last = name.partition(".experts.")
+        if not last or last[0].isdigit():
+            found[name] = tensor
+            continue
+        kind = "bias" if last.endswith("_bias") else "weight"
+        for expert, part in enumerate(tensor if kind == "bias" else tensor.transpose(1, 2)):
+            parts = {"down_proj": part} if last.startswith("down") else {"gate_proj": part[::2], "up_proj": part[1::2]}
+            found |= {f"{prefix}.experts.{expert}.{each}.{kind}": rows.contiguous() for each, rows in parts.items()}
+    return found
+
+
+@pytest.mark.parametrize("model", ["mixtral", "gpt_oss"])
+def test_experts_that_a_tool_saved_one_by_one(model: str, tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 64}
+    for folder in ("usual", "plain", "quantised"):
+        save_checkpoint(model, tmp_path / folder, **SIZES | sizes)
+    file = tmp_path / "quantised" / "model.safetensors"
+    renamed = an_expert_at_a_time(load_file(file))
+    assert sum(".experts." in name and "proj.weight" in name for name in renamed) == 2 * 3 * 3
+    save_file(renamed, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    usual, plain = decoder(tmp_path / "usual", False), decoder(tmp_path / "plain", False)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in usual.state_dict().items())
+
+    config, write = DIALECTS["ct-w4a16"]
+    stored, expanded = {}, {}
+    for name, tensor in renamed.items():
+        found, expanded[name] = write(name, tensor) if name.endswith("proj.weight") else ({".weight": tensor}, tensor)
+        base = name.removesuffix(".weight") if ".weight_packed" in found else None
+        stored |= {name: tensor} if base is None else {base + ending: each.clone() for ending, each in found.items()}
+    save_file(stored, file, {"format": "pt"})
+    save_file(expanded, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    set_quantization(tmp_path / "quantised", config)
+    expected, packed = decoder(tmp_path / "plain", False), decoder(tmp_path / "quantised", True)
+    for name, value in packed.numbers().items():
+        assert torch.equal(value, expected.numbers()[name]), name
+
+
+@pytest.mark.parametrize("named", ["gate_proj", "up_proj", "down_proj"])
+def test_experts_that_a_list_leaves_out_by_their_names(named: str, tmp_path: Path) -> None:
+    """llm-compressor lists every module that it left out. Families have a name for gate and up in one, too."""
+    save_checkpoint("qwen3_moe", tmp_path, **SIZES | {"decoder_sparse_step": 1, "moe_intermediate_size": 64})
+    left_out = [f"model.layers.0.mlp.experts.{expert}.{named}" for expert in range(8)]
+    config, _ = DIALECTS["ct-fp8-channel"]
+    set_quantization(tmp_path, config | {"ignore": ["lm_head", *left_out]})
+    formats = LinearFormats(load_model_config(tmp_path), "none", "cuda")
+    assert formats("layers.0.mlp.experts.gate_up").format is None
+    assert formats("layers.1.mlp.experts.gate_up").format is not None
+
+
+def test_an_embedding_with_a_format_of_its_own(tmp_path: Path) -> None:
+    """Groups for torch's classes Embedding and Linear: 8 bits and 4."""
+    quantised, plain = save_quantised("ct-w4a16", tmp_path)
+    config, _ = DIALECTS["ct-w4a16"]
+    eight = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    groups = {"embedding": {"targets": ["Embedding"], "weights": eight}} | config["config_groups"]
+    set_quantization(quantised, config | {"config_groups": groups})
+    name = "model.embed_tokens"
+    stored, numbers = load_file(quantised / "model.safetensors"), load_file(plain / "model.safetensors")
+    found, numbers[f"{name}.weight"] = DIALECTS["ct-w8a16"][1](name, stored.pop(f"{name}.weight"))
+    save_file(stored | {name + ending: each for ending, each in found.items()}, quantised / "model.safetensors", {"format": "pt"})
+    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
+    packed, expected = decoder(quantised, True), decoder(plain, False)
+    for name, value in packed.numbers().items():
+        assert torch.equal(value, expected.numbers()[name]), name
+    assert counted_on_a_cpu(quantised)
+
+
+# -- the ledger of a CPU ------------------------------------------------------------------------------------------------
+
+
+def counted_on_a_cpu(path: Path) -> bool:
+    """Whether the bytes that are predicted from config and headers are those of the loaded model."""
+    config = load_model_config(path)
+    plain = plain_scheme(torch.device("cpu"), torch.float32)
+    formats = LinearFormats(config, "none", "cpu", 1, "float32")
+    made = Decoder(config, Communicator(), torch.float32, "cpu", 64, schemes(formats, plain))
+    load_weights(made, path, config)
+    return not isinstance(plain, CpuPacked) or made.weight_bytes == weight_bytes(config, "float32", "cpu")
+
+
+def store_numbers(path: Path, stored: torch.dtype, said: str) -> None:
+    file, config = path / "model.safetensors", path / "config.json"
+    tensors = {name: each.to(stored) if each.dtype == torch.float64 else each for name, each in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": said}))
+
+
+@pytest.mark.parametrize("said", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_count_as_they_are_stored_whatever_the_config_says(said: str, stored: torch.dtype, tmp_path: Path) -> None:
+    """auto-round on a CPU writes float32 beside its codes, and a config that says bfloat16."""
+    quantised, _ = save_quantised("auto-round", tmp_path)
+    store_numbers(quantised, stored, said)
+    assert counted_on_a_cpu(quantised)
+
+
+@pytest.mark.parametrize("model", ["qwen2_moe", "deepseek_v2-lite"])
+def test_shared_experts_of_a_quantised_checkpoint_are_counted(model: str, tmp_path: Path) -> None:
+    """They have no format of their own on any device: their codes are expanded."""
+    sizes = {"moe_intermediate_size": 64}
+    if model == "qwen2_moe":
+        sizes |= {"shared_expert_intermediate_size": 64, "mlp_only_layers": []}
+    else:
+        sizes |= {"num_key_value_heads": 4, "kv_lora_rank": 32, "v_head_dim": 16, "n_shared_experts": 1}
+    quantised, _ = save_quantised("ct-w8a8", tmp_path, model, only=lambda name: "kv_b_proj" not in name, **sizes)
+    assert any("shared_expert" in name and name.endswith("weight_scale") for name in load_file(quantised / "model.safetensors"))
+    store_numbers(quantised, torch.float16, "float16")
+    assert counted_on_a_cpu(quantised)
