@@ -92,6 +92,15 @@ def test_one_that_is_deleted_does_not_come_back(client: openai.OpenAI, server: S
         client.responses.retrieve(response.id)
 
 
+def test_one_that_is_deleted_ends_at_once(client: openai.OpenAI, server: ScriptedServer) -> None:
+    """No client could fetch it any more, or cancel it: it would hold its place until its last token."""
+    response = client.responses.create(model="tiny", input="Hello", background=True)
+    client.responses.delete(response.id)
+    assert server.service.slots.taken == 0               # the script has not gone on: it was not finished
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+
+
 def test_a_failure_is_stored(client: openai.OpenAI, script: Script) -> None:
     script.fails = True
     script.go.set()
