@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -376,7 +375,7 @@ class Memory:
         ]
         for name, count, needs in parts:
             if needs(count) > free:
-                largest = bisect_right(range(min(count, sys.maxsize)), free, key=needs) - 1
+                largest = bisect_right(range(count), free, key=needs) - 1
                 raise ConfigError(
                     f"{name} {count} needs {needs(count) / GIB:.3f} GiB, but only {free / GIB:.3f} GiB of {self.kind} memory are "
                     f"left for it{self._without_others()}; "
