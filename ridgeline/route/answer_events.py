@@ -13,10 +13,11 @@ import msgspec
 
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.replicas.replica_load import Usage
+from ridgeline.route.upstream import AnswerTooLarge
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
-MOST_EVENT = 16 * 2**20              # bytes: an event that never ends
+MOST_EVENT = 64 * 2**20              # bytes: an event that never ends; 20 log-probabilities of 8,000 prompt tokens take 22 MB
 MOST_TEXT = 4 * 2**20                # characters of an answer that are kept to continue it
 _DONE = b"[DONE]"
 _GONE = ("engine_not_available", "try_again", 503)
@@ -53,7 +54,7 @@ class EventCutter:
             *events, rest = read.split(b"\n\n")
             self._rest = bytearray(rest)
         if len(self._rest) > MOST_EVENT:
-            raise ReplicaGaveUp(f"an event is larger than {MOST_EVENT} bytes")
+            raise AnswerTooLarge(f"an event of the answer is larger than {MOST_EVENT} bytes")
         return [event + b"\n\n" for event in events]
 
 
