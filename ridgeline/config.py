@@ -330,7 +330,7 @@ def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     if low is not None and not value >= low:                     # NaN is not
         raise ConfigError(f"{name} must be at least {low}, got {value}")
-    if kind is int and value > LARGEST:
+    if isinstance(value, int) and value > LARGEST:
         raise ConfigError(f"{name} must be at most {LARGEST}, got {shown(value)}")
     return require_text(name, value) if isinstance(value, str) else value
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from ridgeline.engine.client.long_work import away_if_long
+from ridgeline.engine.client.long_work import away_if_free, away_if_long
 from ridgeline.engine.replicas.prefix_tree import Chain
 from ridgeline.engine.replicas.replica_load import Ticket
 from ridgeline.errors import Overloaded, TimedOut, TryAgain, Unsupported
@@ -162,7 +163,7 @@ class Delivery:
             parts: list[bytes] = []
             try:
                 for event in cutter.cut(piece):
-                    parts.append(events.take(event) if counted else event)
+                    parts.append(await away_if_free(len(event), partial(events.take, event)) if counted else event)
             finally:                                     # also what came before an event that fails: it counts as sent
                 if events.began or (parts and not counted):
                     self._began(replica, ticket)
