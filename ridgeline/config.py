@@ -19,10 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, shown
 from ridgeline.known_options import asks_for_nothing, known_option
 from ridgeline.sizes.kv_format import parse as parse_kv_dtype
 from ridgeline.sizes.mesh_shape import MeshShape
+
+LARGEST = 2**62                      # of a whole number: other processes and native code get it as 64 bits
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = (), low: int | float | None = None) -> Any:
@@ -328,6 +330,8 @@ def checked(declared: dataclasses.Field[Any], kind: type, optional: bool, value:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     if low is not None and not value >= low:                     # NaN is not
         raise ConfigError(f"{name} must be at least {low}, got {value}")
+    if isinstance(value, int) and value > LARGEST:
+        raise ConfigError(f"{name} must be at most {LARGEST}, got {shown(value)}")
     return require_text(name, value) if isinstance(value, str) else value
 
 

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, shown
 
 OFF = ("", "none", "off")
 AUTO = ("grammar", "prediction", "ngram", "suffix")      # in this order, where two promise the same
@@ -74,7 +74,7 @@ def _asked(given: str) -> dict[str, Any]:
         return {"method": named.strip("[]")}
     try:
         asked = json.loads(given)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"speculative_config must be a JSON object or a method's name; got {given[:80]!r}: {error}") from None
     return dict(asked)
 
@@ -85,10 +85,8 @@ def _methods(given: Any, asked: dict[str, Any]) -> tuple[str, ...]:
         given = asked.pop("model").strip("[]")
     if given is None and asked.get("model"):             # as in vLLM
         given = DRAFT_MODEL
-    if given is None:
-        raise ConfigError(f"speculative_config needs a method: auto, {', '.join(METHODS)}")
     everything = METHODS if asked.get("model") else AUTO
-    names = everything if given == "auto" else (given,) if isinstance(given, str) else tuple(given)
+    names = everything if given == "auto" else _names(given)
     for name in names:
         if name in _REFUSED:
             raise ConfigError(f"speculative_config: method {name} {_REFUSED[name]}; use auto")
@@ -97,6 +95,15 @@ def _methods(given: Any, asked: dict[str, Any]) -> tuple[str, ...]:
             hint = f"did you mean {close[0]!r}?" if close else f"a draft model is given by its path, such as ./{name}"
             raise ConfigError(f"speculative_config: unknown method {name!r}; known are auto, {', '.join(METHODS)}; {hint}")
     return tuple(name for name in METHODS if name in names)
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    names = given if isinstance(given, list) else [given]
+    if given is None or not names:
+        raise ConfigError(f"speculative_config needs a method: auto, {', '.join(METHODS)}")
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"speculative_config.method must be a name or a list of names, got {shown(given)}")
+    return tuple(names)
 
 
 def _check_model(methods: tuple[str, ...], model: Any) -> None:

@@ -2,7 +2,7 @@
 
 Lines are read as the engine has room for them and written as they finish, so files may be larger than memory. A line that
 cannot be answered becomes a record with an `error`. Running the command again goes on where it stopped: what is already
-in OUTPUT is not asked again.
+in OUTPUT is not asked again. Both may be pipes (`/dev/stdin`, `/dev/stdout`): then nothing is counted or continued.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"max_tokens": 256}
 RECORD_START = b'{"id":'             # of every line this command writes
+MOST_LINE = 64 * 2**20               # bytes
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _OTHERS = {"id", "cache_salt", "priority"}
 _SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         checked_model(config)                            # before OUTPUT is made
         source, target = args.input.open("rb"), args.output.open("ab")
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        raise ConfigError(f"{error.filename or f'{args.input} or {args.output}'}: {error.strerror or error}") from None
     with source, target:
         # A wrong tokenizer or template fails before the weights load.
         processor = Processor.load(config.model, model_path(config), config.execution.speculative_config)
@@ -105,12 +107,25 @@ class Line:
 
 
 def count_lines(path: Path) -> int:
+    """0 for a pipe, which can be read only once."""
+    if path.exists() and not path.is_file():
+        return 0
     with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+        return sum(1 for _, line in numbered(file) if line.strip())
+
+
+def numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers. A file without line ends, or a device, would fill the memory with its first line."""
+    for number in count(1):
+        if len(line := file.readline(MOST_LINE)) == MOST_LINE:
+            raise ConfigError(f"{file.name}, line {number} has {MOST_LINE >> 20} MiB or more: is this JSONL?")
+        if not line:
+            return
+        yield number, line
 
 
 def read(file: IO[bytes]) -> Iterator[Line]:
-    for number, text in enumerate(file, 1):
+    for number, text in numbered(file):
         if not text.strip():
             continue
         try:
@@ -122,11 +137,11 @@ def read(file: IO[bytes]) -> Iterator[Line]:
 def finished_ids(path: Path) -> set[RecordId]:
     """Ids that have their record; a last line that was only half written is cut off."""
     done: set[RecordId] = set()
-    if not path.exists():
+    if not path.is_file():
         return done
     with path.open("r+b") as file:
         end = 0
-        for number, text in enumerate(file, 1):
+        for number, text in numbered(file):
             whole = text.endswith(b"\n")
             try:
                 if not text.startswith(RECORD_START[: len(text)]):
@@ -172,7 +187,8 @@ class Batch:
                 for delta in self._core.step():
                     self._take(delta)
             self._target.flush()
-            tick(self.answered + self.failed + self.skipped, total)
+            ended = self.answered + self.failed + self.skipped
+            tick(ended, max(total, ended + len(self._open)))         # the lines of a pipe are not counted before
 
     def _start(self, line: Line) -> None:
         if line.id in self._before:

@@ -7,6 +7,7 @@ model disagree about it. This file reads metadata and small JSON files; it needs
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,6 +21,7 @@ END_OF_TURN = frozenset(
 )
 _NORMAL = 1                          # GGUF's type of an ordinary token
 _SENTENCEPIECE_EOS = 2               # where a file is too old to say
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")   # half of a pair, in JSON
 
 
 def gguf_ends_of_turn(metadata: Mapping[str, Any]) -> list[int]:
@@ -110,7 +112,10 @@ def read_settings(file: Path) -> dict[str, Any]:
     """The JSON object in a file; empty without the file."""
     require_regular(file)
     try:
-        value = json.loads(file.read_bytes())
+        content = file.read_bytes()
+        value = json.loads(content)
+        if _SURROGATE.search(content):                   # half a pair is no character, and no text that a tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

@@ -11,15 +11,21 @@ from typing import Any
 
 import msgspec
 
+from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.replicas.replica_load import Usage
+from ridgeline.route.upstream import AnswerTooLarge
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
-MOST_EVENT = 16 * 2**20              # bytes: an event that never ends
+MOST_EVENT = 64 * 2**20              # bytes: an event that never ends; 20 log-probabilities of 8,000 prompt tokens take 22 MB
 MOST_TEXT = 4 * 2**20                # characters of an answer that are kept to continue it
 _DONE = b"[DONE]"
 _GONE = ("engine_not_available", "try_again", 503)
 FIELDS = ("content", "reasoning_content", "reasoning", "text")
+_LOOKED_AT = ("id", "created", "choices", "usage", "error")
+_OF_CHOICE = ("delta", "finish_reason", *FIELDS)
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
 
 
 class Differs(Exception):
@@ -34,20 +40,41 @@ class EventCutter:
     """Whole events out of pieces of a body. Events may end with LF LF or CR LF CR LF."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
     def cut(self, piece: bytes) -> list[bytes]:
-        read = self._rest + piece
-        if b"\r\n\r\n" in read:
-            read = read.replace(b"\r\n", b"\n")
-        *events, self._rest = read.split(b"\n\n")
+        """Takes time for the piece alone, unless an event ends in it: one of megabytes comes in hundreds of pieces."""
+        place = max(0, len(self._rest) - 3)              # where an end may begin
+        self._rest += piece
+        events: list[bytes] = []
+        if max(self._rest.find(b"\n\n", place), self._rest.find(b"\r\n\r\n", place)) >= 0:
+            read = bytes(self._rest)
+            if b"\r\n\r\n" in read:
+                read = read.replace(b"\r\n", b"\n")
+            *events, rest = read.split(b"\n\n")
+            self._rest = bytearray(rest)
         if len(self._rest) > MOST_EVENT:
-            raise ReplicaGaveUp(f"an event is larger than {MOST_EVENT} bytes")
+            raise AnswerTooLarge(f"an event of the answer is larger than {MOST_EVENT} bytes")
         return [event + b"\n\n" for event in events]
 
 
 def data_of(event: bytes) -> bytes:
     return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+
+
+def content_of(data: bytes) -> Any:
+    """The JSON of an event; of a long one only what the router looks at. The log-probabilities of a prompt take megabytes, and
+    a decoder holds Python's lock until it has made an object of each."""
+    if len(data) <= LONG_BYTES:
+        return _decode(data)
+    content = {name: raw for name, raw in _decode_fields(data).items() if name in _LOOKED_AT}
+    made: dict[str, Any] = {name: _decode(raw) for name, raw in content.items() if name != "choices"}
+    if "choices" in content:
+        made["choices"] = [
+            {name: _decode(raw) for name, raw in choice.items() if name in _OF_CHOICE}
+            for choice in _decode_choices(content["choices"])
+        ]
+    return made
 
 
 def usage_of(content: Any) -> Usage | None:
@@ -100,7 +127,7 @@ class AnswerEvents:
         if not data:
             return b"" if self._resumed else event       # a comment
         try:
-            content = _decode(data)
+            content = _decode(data) if self._resumed else content_of(data)
         except msgspec.DecodeError:
             self.resumable = False
             return event

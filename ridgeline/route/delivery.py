@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from ridgeline.engine.client.long_work import away_if_long
+from ridgeline.engine.client.long_work import away_if_free, away_if_long
 from ridgeline.engine.replicas.prefix_tree import Chain
 from ridgeline.engine.replicas.replica_load import Ticket
-from ridgeline.errors import Overloaded, TimedOut, TryAgain
+from ridgeline.errors import Overloaded, TimedOut, TryAgain, Unsupported
 from ridgeline.process.log import get_logger
 from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, ReplicaGaveUp, usage_of
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import ForwardedRequest
 from ridgeline.route.prompt_text import with_answer
 from ridgeline.route.replica import Replica
-from ridgeline.route.upstream import Answer, ReplicaFailure
+from ridgeline.route.upstream import Answer, AnswerTooLarge, ReplicaFailure
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.stream import Send, send_part
 
@@ -117,6 +118,9 @@ class Delivery:
                 else:
                     await self._whole(replica, answer, ticket)
                 return True
+        except AnswerTooLarge as error:                  # other replicas would compute the same again, and be down for it
+            await self._refuse_too_large(f"{error}; ask for less in one request, such as fewer prompts or log-probabilities")
+            return True
         except (ReplicaFailure, ReplicaGaveUp) as error:
             replica.fail(str(error))
             logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
@@ -126,6 +130,11 @@ class Delivery:
         finally:
             replica.load.leave(ticket)                   # if it is still there: it failed, or its client has gone
         return False
+
+    async def _refuse_too_large(self, message: str) -> None:
+        if not self.started:
+            raise Unsupported(message)
+        await self.end_with_error(message, "invalid_request_error", "answer_too_large")
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         self._refusal = answer.status, answer.headers, await answer.body(MOST_ANSWER)
@@ -154,7 +163,7 @@ class Delivery:
             parts: list[bytes] = []
             try:
                 for event in cutter.cut(piece):
-                    parts.append(events.take(event) if counted else event)
+                    parts.append(await away_if_free(len(event), partial(events.take, event)) if counted else event)
             finally:                                     # also what came before an event that fails: it counts as sent
                 if events.began or (parts and not counted):
                     self._began(replica, ticket)

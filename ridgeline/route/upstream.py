@@ -25,11 +25,16 @@ Headers = Sequence[tuple[bytes, bytes]]
 CONNECT_SECONDS = 5.0
 MOST_IDLE = 64                       # connections kept for the next request
 HIGH_WATER = 256 * 1024              # bytes that wait here for a slow client before the replica is made to wait
+MOST_HEAD = 256 * 1024               # bytes that come without any of a body: headers, trailers, chunk extensions
 PIECE = 256 * 1024                   # bytes of a body that are written at once: all of 16 MB would hold up the event loop
 
 
 class ReplicaFailure(Exception):
     """No connection, or a connection that ended before the answer did."""
+
+
+class AnswerTooLarge(ReplicaFailure):
+    """More than the router keeps of an answer: what the request asked for, not a fault of the replica that wrote it."""
 
 
 class Answer(asyncio.Protocol):
@@ -42,6 +47,7 @@ class Answer(asyncio.Protocol):
         self.reusable = True
         self._pieces: deque[bytes] = deque()
         self._waiting = 0                                # bytes in _pieces
+        self._unparsed = 0                               # bytes since the last of a body
         self._error = ""
         self._news = asyncio.Event()
         self._writable = asyncio.Event()
@@ -56,7 +62,7 @@ class Answer(asyncio.Protocol):
         assert self._transport is not None
         self.status, self.headers, self.complete = 0, [], False
         self._pieces.clear()
-        self._waiting = 0
+        self._waiting = self._unparsed = 0
         self._news.clear()
         self._parser = httptools.HttpResponseParser(self)
         whole = memoryview(body)
@@ -98,7 +104,7 @@ class Answer(asyncio.Protocol):
         async for piece in self.pieces():
             size += len(piece)
             if size > most:
-                raise ReplicaFailure(f"its answer is larger than {most} bytes")
+                raise AnswerTooLarge(f"the answer is larger than {most} bytes")
             read.append(piece)
         return b"".join(read)
 
@@ -127,10 +133,14 @@ class Answer(asyncio.Protocol):
         if self._parser is None or self.complete:        # bytes that no request asked for
             self.close()
             return
+        self._unparsed += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._error = f"its answer is not HTTP: {error}"
+            self.close()
+        if self._unparsed > MOST_HEAD:
+            self._error = f"a head of its answer is larger than {MOST_HEAD} bytes"
             self.close()
         if self._waiting > HIGH_WATER and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
@@ -159,6 +169,7 @@ class Answer(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._pieces.append(body)
         self._waiting += len(body)
+        self._unparsed = 0
 
     def on_message_complete(self) -> None:
         if self.status < 200:

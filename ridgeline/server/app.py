@@ -49,7 +49,7 @@ def make_app(service: Service) -> Starlette:
             _post("/v1/responses", responses),
             _post("/v1/responses/input_tokens", Question(service, prepare.count_input, RESPONSES, "input")),
             _post("/v1/responses/{id}/cancel", responses.cancel),
-            *responses_continued.routes(service),
+            *responses_continued.routes(service, responses.stop),
             _post("/v1/embeddings", embeddings),
             _post("/v1/score", scores),
             _post("/invocations", Invocations(

@@ -78,10 +78,16 @@ class Responses(Generation):
     async def cancel(self, request: Request) -> Response:
         name, key = request.path_params["id"], caller_of(request.scope).key
         entry = found(self._service, name, key)          # also: whether it is this key's
-        if (task := self.tasks.get(name)) is not None:
-            task.cancel()
-            await asyncio.wait((task,))
+        if await self.stop(name):
             entry = found(self._service, name, key)
         elif not msgspec.json.decode(entry.response, type=Kind).background:
             raise BadRequest("Cannot cancel a synchronous response: it was not sent with background: true")
         return Response(entry.response, media_type="application/json")
+
+    async def stop(self, name: str) -> bool:
+        """End the work on a response; False: it does not run."""
+        if (task := self.tasks.get(name)) is None:
+            return False
+        task.cancel()
+        await asyncio.wait((task,))
+        return True

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ridgeline.engine.client.answer_stream import AnswerStream, Batch
-from ridgeline.engine.client.long_work import away_if_long
+from ridgeline.engine.client.long_work import away_if_free, away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, RequestError
@@ -214,7 +214,8 @@ class Generation(Endpoint):
                     size = 0 if events.started else BYTES_PER_VALUE * num_values(stream.outputs)
                     if new := await away_if_long(size, partial(written, few)):
                         await events.write(new)
-            await events.write(job.writer.last_events(stream.outputs))
+            size = BYTES_PER_VALUE * num_values(stream.outputs) if job.writer.repeats_answer else 0
+            await events.write(await away_if_free(size, partial(job.writer.last_events, stream.outputs)))
         except Exception as error:
             if not events.started:
                 raise

@@ -20,6 +20,8 @@ from ridgeline.process.log import get_logger
 
 logger = get_logger("server")
 
+LONGEST_SELECT = 3_600.0             # seconds; the system call refuses 10^10, which is a time that an operator may give
+
 
 class LastExit:
     """`within()` may be called in a signal handler: it only writes to a pipe, and takes no lock that the handler may have
@@ -38,7 +40,7 @@ class LastExit:
 
     def _wait(self) -> None:
         while (left := self._deadline - time.monotonic()) > 0:
-            if select.select([self._read], [], [], None if left == float("inf") else left)[0]:
+            if select.select([self._read], [], [], None if left == float("inf") else min(left, LONGEST_SELECT))[0]:
                 os.read(self._read, 64)
         with suppress(Exception):                        # also when standard error is gone
             logger.warning("some work did not end in time; the process ends without it")

@@ -275,6 +275,24 @@ def test_a_stream_that_ends_in_an_error(server: str, monkeypatch: pytest.MonkeyP
     assert parts == ["Good ", "day"]
 
 
+@pytest.mark.parametrize(("tail", "says"), [
+    *((b'data: {"choices": %b}\n\n' % odd, "an event that is no part of a chat") for odd in (b"5", b"[7]", b'[{"delta": 7}]')),
+    (b"data: " + b"x" * 2000, "the answer broke off: an event has"),
+])
+def test_other_servers_may_send_anything(server: str, monkeypatch: pytest.MonkeyPatch, tail: bytes, says: str) -> None:
+    monkeypatch.setattr("ridgeline.cli.chat.remote_model._MOST_LINE", 1000)
+    monkeypatch.setattr(Recorded, "tail", tail)
+    with pytest.raises(RequestError, match=says):
+        RemoteModel(server).reply([{"role": "user", "content": "Hello"}], {}, list[str]().append)
+
+
+def test_half_a_surrogate_pair_is_printed_as_a_mark(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorded, "tail", b'data: {"usage": 5, "choices": [{"delta": {"content": "\\ud83d!"}}]}\n\n')
+    parts: list[str] = []
+    RemoteModel(server).reply([{"role": "user", "content": "Hello"}], {}, parts.append)
+    assert parts == ["Good ", "day", "?!"]
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [*((url, "--url must be like http") for url in ("ftp://x", "http://[::1", "http://x:y", "http://x:99999")),

@@ -342,6 +342,30 @@ def test_generate_finds_a_bad_tokenizer_before_weights_load(
         assert str(tmp_path / "nowhere") in error and error.count("\n") == 1
 
 
+def test_generate_between_pipes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`… | ridgeline generate /dev/stdin /dev/stdout | …`: counting the lines of a pipe would leave none to answer."""
+    (source, written), (answers, target) = os.pipe(), os.pipe()
+    with os.fdopen(written, "w") as file:
+        file.write('{"prompt": "abc", "max_tokens": 2}\n' * 3)
+    assert generate(Path(f"/dev/fd/{source}"), Path(f"/dev/fd/{target}"), model) == 0
+    os.close(source)
+    os.close(target)
+    with os.fdopen(answers) as file:
+        assert [json.loads(line)["id"] for line in file] == [1, 2, 3]
+    assert "3 answered, 0 failed" in capsys.readouterr().err
+
+
+def test_generate_reads_no_line_without_end(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first line of /dev/zero would fill the memory."""
+    monkeypatch.setattr("ridgeline.cli.cmd_generate.MOST_LINE", 2**20)
+    (tmp_path / "zeros").write_bytes(bytes(2**20))
+    for source in (tmp_path / "zeros", Path("/dev/zero")):
+        assert generate(source, tmp_path / "out.jsonl", model) == 2
+        assert f"{source}, line 1 has 1 MiB or more: is this JSONL?" in capsys.readouterr().err
+
+
 # -- serve -------------------------------------------------------------------------------------------------------------
 
 

@@ -126,6 +126,7 @@ def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
         ({"tensor_parallel_sise": 2}, "unknown option 'tensor_parallel_sise'; did you mean 'tensor_parallel_size'"),
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be at least 0.01"),
         ({"block_size": True}, "block_size must be of type int"),
+        ({"max_num_seqs": 10**20}, "max_num_seqs must be at most 4611686018427387904, got 100000000000000000000"),
         ({"model": 5}, "model must be of type str"),
         ({"model": Path("/m/caf\udce9")}, "model '/m/caf.*' is not text in this locale: set a UTF-8 one"),
         ({"dtype": torch.int8}, "dtype must be one of .*'int8'"),

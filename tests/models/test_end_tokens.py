@@ -12,7 +12,7 @@ import pytest
 from test_model_config import LLAMA
 
 from ridgeline.errors import ModelError
-from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens
+from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, read_settings
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.model_config import load_model_config
 from ridgeline.text.tokenizer import Tokenizer
@@ -118,3 +118,13 @@ def test_damaged_settings_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON"):
         directory_eos_token(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udcffb"])
+def test_half_a_surrogate_pair_is_named_in_one_line(tmp_path: Path, text: str) -> None:
+    """The tokenizer's library raises UnicodeEncodeError for it, which was a traceback on the terminal."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": text}))
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON: .*surrogates not allowed"):
+        read_settings(tmp_path / "tokenizer_config.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "🙂"}))      # both halves
+    assert read_settings(tmp_path / "tokenizer_config.json") == {"eos_token": "🙂"}

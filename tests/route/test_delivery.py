@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fake_replica import Behaviour, FakeReplica, Router
 
+from ridgeline.route import answer_events, delivery, upstream
+
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 GREEDY = CHAT | {"temperature": 0}
 SAID = "one two three four "
@@ -136,6 +138,33 @@ def test_an_error_of_the_request_is_not_retried() -> None:
             assert bad.status == 400
 
     routed(test, FakeReplica(Behaviour(status=400)), FakeReplica(Behaviour(status=400)))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_is_too_large_is_no_failure_of_its_replica(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica would compute it again, and be down for it: one client's log-probabilities would end all others' answers."""
+    monkeypatch.setattr(answer_events, "MOST_EVENT", 100_000)
+    monkeypatch.setattr(delivery, "MOST_ANSWER", 100_000)
+
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        for number in range(1, 5):
+            call = await router.ask(CHAT | {"stream": stream})
+            assert sum(len(each.seen) for each in replicas) == number
+            said = call.events[-1] if stream else json.loads(call.body)
+            assert call.status == (200 if stream else 400) and said["error"]["type"] == "invalid_request_error"
+            assert "is larger than 100000 bytes; ask for less in one request" in said["error"]["message"]
+        assert all(each.up and not each.failed for each in router.fleet.replicas)
+
+    long = Behaviour(pieces=["x" * 2**20], text="x" * 2**20)
+    routed(test, FakeReplica(long), FakeReplica(long))
+
+
+def test_a_head_without_an_end_is_not_kept() -> None:
+    async def test(router: Router, replica: FakeReplica) -> None:
+        call = await router.ask(CHAT | {"stream": False})
+        assert call.status == 503 and router.fleet.replicas[0].failed
+
+    routed(test, FakeReplica(Behaviour(headers={"x-long": "y" * 2 * upstream.MOST_HEAD})))
 
 
 def test_without_a_replica_the_router_says_so() -> None:

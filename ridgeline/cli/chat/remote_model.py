@@ -14,6 +14,7 @@ from ridgeline.cli.chat.talk import Message, Reply
 from ridgeline.errors import ConfigError, RequestError
 
 _SECONDS = 600.0                     # of silence
+_MOST_LINE = 64 * 2**20              # bytes of an event
 _KEYS = ("RIDGELINE_API_KEY", "OPENAI_API_KEY")
 
 
@@ -44,16 +45,14 @@ class RemoteModel:
         for event in self._events(body):
             if "error" in event:
                 raise RequestError(_message(event))
-            tokens = (event.get("usage") or {}).get("completion_tokens") or tokens
-            for choice in event.get("choices") or []:
-                delta = choice.get("delta") or {}
-                text = (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
-                finish = choice.get("finish_reason") or finish
+            tokens = _tokens(event) or tokens
+            for text, reason in _choices(event):
+                finish = reason or finish
                 if text:
                     last = time.monotonic()
                     first = first if chunks else last
                     chunks += 1
-                    write(text)
+                    write(text.encode(errors="replace").decode())        # half a surrogate pair cannot be printed
         return Reply(tokens or chunks, finish, first - asked, last - asked, settings.get("max_tokens"))
 
     def _first_model(self) -> str:
@@ -69,7 +68,9 @@ class RemoteModel:
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         connection, answer = self._ask("POST", "/chat/completions", body)
         try:
-            for line in answer:
+            for line in iter(lambda: answer.readline(_MOST_LINE), b""):
+                if len(line) == _MOST_LINE:
+                    raise ValueError(f"an event has {_MOST_LINE >> 20} MiB or more")
                 data = line.strip().removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
@@ -104,6 +105,23 @@ class RemoteModel:
             raise RequestError(_message(json.loads(said)))
         except ValueError:
             raise RequestError(f"{self._address}{path} answered with status {answer.status}") from None
+
+
+def _tokens(event: dict[str, Any]) -> int:
+    usage = event.get("usage")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else 0
+
+
+def _choices(event: dict[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """(new text, finish reason) of each. Another server may send anything."""
+    try:
+        for choice in event.get("choices") or []:
+            delta = choice.get("delta") or {}
+            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            yield thought + (delta.get("content") or ""), choice.get("finish_reason")
+    except (AttributeError, TypeError):
+        raise RequestError("the server sent an event that is no part of a chat") from None
 
 
 def _message(said: Any) -> str:

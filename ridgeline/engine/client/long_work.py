@@ -159,6 +159,14 @@ async def away_if_long(num_bytes: int, work: Callable[[], T]) -> T:
     return await _long(num_bytes, work) if num_bytes > LONG_BYTES else work()
 
 
+async def away_if_free(num_bytes: int, work: Callable[[], T]) -> T:
+    """As away_if_long(); but here if the threads have no time, for the end of an answer that has begun."""
+    try:
+        return await away_if_long(num_bytes, work)
+    except Overloaded:
+        return work()
+
+
 async def away(num_bytes: int, work: Callable[[], T]) -> T:
     """Do `work` on `num_bytes` in a thread: of those that short requests share, or of those for long work."""
     return await _long(num_bytes, work) if num_bytes > LONG_BYTES else await asyncio.to_thread(work)

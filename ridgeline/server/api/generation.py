@@ -336,6 +336,7 @@ class Writer(ABC):
     object = ""
     chunk_object = ""
     one_prompt = False               # else each choice has the tokens of its own prompt
+    repeats_answer = False           # its last events have all of the answer again
 
     def __init__(
         self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None

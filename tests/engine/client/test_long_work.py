@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ridgeline.engine.client import long_work
 from ridgeline.engine.client.long_work import GivenUp, LongWork, checkpoint
 from ridgeline.engine.client.prompt_limits import LONG_WORK, MOST_VALUES, is_brief, num_chars
 from ridgeline.errors import BadRequest, Overloaded, TimedOut
@@ -59,6 +60,15 @@ def test_when_too_much_waits_more_is_refused_and_short_work_goes_on() -> None:
         assert await asyncio.gather(*running, *waiting) == ["done"] * 5
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_end_of_an_answer_is_written_here_if_the_threads_have_no_time(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = LongWork(threads=1, most_waiting=0)
+    work.waiting = int(is_full)
+    monkeypatch.setattr(long_work, "LONG_WORK", work)
+    thread = asyncio.run(long_work.away_if_free(long_work.LONG_BYTES + 1, threading.current_thread))
+    assert (thread is threading.current_thread()) == is_full
 
 
 def test_work_is_bounded_by_its_bytes() -> None:

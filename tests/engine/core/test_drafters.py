@@ -299,6 +299,8 @@ def test_bounds_as_in_vllm() -> None:
     ('{"method": "ngram", "num_speculative_token": 3}', "did you mean 'num_speculative_tokens'"),
     ('{"method": "ngram", "num_speculative_tokens": 99}', "between 0 and 15"), ("{", "must be a JSON object"),
     ('{"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}', "must not be greater"),
+    ('{"method": 5}', "method must be a name"), ('{"method": {}}', "method must be a name"), ('{"method": []}', "needs a method"),
+    ('{"method": [["ngram"]]}', "method must be a name"), ('{"method": ' + "[" * 100_000, "must be a JSON object"),
 ])
 def test_what_it_cannot_mean(given: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -172,6 +172,7 @@ def test_where_keys_come_from(tmp_path: Path, caplog: pytest.LogCaptureFixture, 
     [
         ({"api_key_file": "/nowhere/keys"}, {}, "api_key_file /nowhere/keys cannot be read"),
         ({"api_key_file": "EMPTY"}, {}, "holds no key"),
+        ({"api_key_file": "LONG"}, {}, "has more than 4,194,304 characters"),                # as a device has
         ({"api_key": "a b"}, {}, "API key 1 must be at most 1024 printable ASCII"),
         ({}, {VARIABLE: "fine,é"}, "API key 2 must be"),
         ({}, {VARIABLE: "x" * 1025}, "API key 1 must be"),
@@ -179,8 +180,9 @@ def test_where_keys_come_from(tmp_path: Path, caplog: pytest.LogCaptureFixture, 
     ],
 )
 def test_keys_that_cannot_be_used(options: dict[str, str], environment: dict[str, str], says: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("\n# nothing\n")
-    options = {name: value.replace("EMPTY", str(tmp_path / "empty")) for name, value in options.items()}
+    (tmp_path / "EMPTY").write_text("\n# nothing\n")
+    (tmp_path / "LONG").write_text("# nothing\n" * 2**19)
+    options = {name: str(tmp_path / value) if value in ("EMPTY", "LONG") else value for name, value in options.items()}
     with pytest.raises(ConfigError, match=says) as caught:
         load_keys(ServerOptions(**options), dict(environment))           # type: ignore[arg-type]
     assert "fine" not in str(caught.value)

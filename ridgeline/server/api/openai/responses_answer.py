@@ -91,6 +91,8 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 class ResponsesWriter(ChatWriter):
     """Chat's chunks and choices as items that are added, filled and completed in turn."""
 
+    repeats_answer = True
+
     def __init__(self, asked: ResponsesRequest, keep: Keep | None, *args: Any) -> None:
         """`keep` stores the complete response, given its id, JSON and items; returns whether it did. None: it is not stored."""
         super().__init__(*args)

@@ -6,6 +6,7 @@ server/api/openai/responses_store keeps them; server/api/openai/responses_answer
 from __future__ import annotations
 
 import secrets
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,12 +175,14 @@ def found(service: Service, name: str, key: int) -> Stored:
     return entry
 
 
-def routes(service: Service) -> list[Route]:
+def routes(service: Service, stop: Callable[[str], Awaitable[bool]]) -> list[Route]:
+    """`stop`: ends the work on a response that runs in the background."""
     async def one(request: Request) -> Response:
         name, key = request.path_params["id"], caller_of(request.scope).key
         if request.method == "DELETE":
             check_query(request)
             found(service, name, key)
+            await stop(name)                             # no client could fetch or cancel it any more
             service.stored.delete(name, key)
             return JsonText(msgspec.json.encode(DeletedResponse(name)))
         check_query(request, "include")

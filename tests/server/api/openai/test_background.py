@@ -13,7 +13,10 @@ import pytest
 from scripted_server import ScriptedServer
 from served_model import wait_until, write_model
 
+from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.errors import RequestError
+from ridgeline.server import endpoints
+from ridgeline.server.api.openai.responses_answer import ResponsesWriter
 from ridgeline.server.options import ServerOptions
 
 
@@ -92,6 +95,15 @@ def test_one_that_is_deleted_does_not_come_back(client: openai.OpenAI, server: S
         client.responses.retrieve(response.id)
 
 
+def test_one_that_is_deleted_ends_at_once(client: openai.OpenAI, server: ScriptedServer) -> None:
+    """No client could fetch it any more, or cancel it: it would hold its place until its last token."""
+    response = client.responses.create(model="tiny", input="Hello", background=True)
+    client.responses.delete(response.id)
+    assert server.service.slots.taken == 0               # the script has not gone on: it was not finished
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+
+
 def test_a_failure_is_stored(client: openai.OpenAI, script: Script) -> None:
     script.fails = True
     script.go.set()
@@ -129,3 +141,23 @@ def test_without_a_store_there_is_no_background(tmp_path: Any) -> None:
         reply = httpx.post(f"{server.url}/v1/responses", json={"input": "a", "background": True})
         assert reply.status_code == 400 and "background needs" in reply.json()["error"]["message"]
         assert server.service.slots.taken == 0
+
+
+def test_log_probabilities_are_written_again_away_from_the_event_loop(
+    client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A response's last events have its items four times: those of 1,000 tokens with 20 each held the loop for 230 ms."""
+    threads: list[str] = []
+    written = ResponsesWriter.last_events
+
+    def last_events(writer: ResponsesWriter, outputs: list[Any]) -> list[bytes]:
+        threads.append(threading.current_thread().name)
+        return written(writer, outputs)
+
+    monkeypatch.setattr(ResponsesWriter, "last_events", last_events)
+    script.go.set()
+    for values in (1, LONG_BYTES):                       # log-probabilities of the answer
+        monkeypatch.setattr(endpoints, "num_values", lambda outputs, values=values: values)
+        events = list(client.responses.create(model="tiny", input="Hello", stream=True))
+        assert events[-1].type == "response.completed"
+    assert threads[0] != threads[1]                      # the first is the loop's
