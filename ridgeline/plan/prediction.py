@@ -298,17 +298,14 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
 def _code_bits(setup: Setup) -> int:
     """Of codes that a GPU multiplies by x of 16 bits: 4, 8 (Q8_0), or 0."""
     bits = WEIGHT_FORMATS[setup.weights].bits
-    if setup.device.kind != "cuda" or setup.computed != setup.dtype or not (bits == 4 or (bits == 8 and setup.has_blocks)):
-        return 0
-    return int(bits)
+    known = bits == 4 or (bits == 8 and setup.has_blocks)
+    return int(bits) if known and setup.device.kind == "cuda" and setup.computed == setup.dtype else 0
 
 
-def _expanding(setup: Setup, steps: Steps, codes: int) -> np.ndarray | float:
+def _expanding(setup: Setup, steps: Steps, codes: int) -> np.ndarray:
     """Seconds by linear in which codes become numbers in memory, where there are too many rows for kernels that read codes."""
-    if not codes:
-        return 0.0
     weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
-    moved = weights * (steps.tokens > precision.CODE_ROWS)[:, None] * precision.EXPANDED[codes]
+    moved = weights * (steps.tokens > precision.CODE_ROWS)[:, None] * precision.EXPANDED.get(codes, 0)
     return moved / (setup.device.bandwidth * precision.EXPANDS)
 
 
