@@ -1,13 +1,12 @@
-"""One row with packed 4-bit weights: when a warp requests its next codes. Kernels with other orders of requests beside today's.
+"""One row with packed 4-bit weights: when a warp requests its next codes. Other orders of requests beside packed_gemv.py.
 
     python benchmarks/studies/int4_linears/one_row.py --out one_row.json
 
-Compiled for sm_90, the loop of packed_gemv.py copies the registers of the codes that are on their way into those of the codes
-that are multiplied: 33 of 329 instructions. A copy waits for its codes. In today's kernel the copies stand behind the last
-product of a unit, so a CTA writes a strip's outputs only when the next strip's codes are there, and requests others only
-afterwards. (At ae120a36, with other code in the loop, the compiler put the copies at its beginning, behind the writing of
-outputs: a step took 1.68 ms instead of 1.76.) Here a warp has two units of 512 inputs in registers, with a name each, and no
-copies:
+Written for packed_gemv.py before 96fb64ee, which had a loop for every strip. Compiled for sm_90 it copied the registers of the
+codes on their way into those of the codes that are multiplied: 33 of 329 instructions. A copy waits for its codes, and the copies
+stood behind the last product of a unit: a CTA wrote a strip's outputs only when the next strip's codes were there. Here a warp
+has two units of 512 inputs in registers, with a name each, and no copies. In the engine `unit` lost (one_row_steps.json); one
+loop over all units, which packed_gemv.py has now, gained.
 
     unit     both are requested before the PDL wait; when one is multiplied, its registers are filled with the unit after the next
     block    the same for every 128 inputs

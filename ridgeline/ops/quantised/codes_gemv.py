@@ -218,11 +218,12 @@ def codes_gemv(
     strips = cdiv(outputs, 16 if gate is None else 8)
     programs = min(cdiv(strips, plan.groups), plan.programs * multiprocessors(x.device))
     _codes_gemv_kernel[(programs,)](
-        x, x if residual is None else residual, x if norm is None else norm, weight.weight.view(torch.int32), weight.scale, weight.scale,
-        x if bias is None else bias, out, new_residual, x.shape[1], outputs, strips,
+        x, x if residual is None else residual, x if norm is None else norm, weight.weight.view(torch.int32), weight.scale,
+        weight.scale, x if bias is None else bias, out, new_residual, x.shape[1], outputs, strips,
         weight.scale.stride(0) if scales == "block" else 0, eps, norm_offset,
         RUNS=x.shape[1] // CODES_RUN, KIND=weight.grid, DTYPE=NAMES[x.dtype], SCALES=scales, BLOCK=weight.block[0],
-        NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None, GROUPS=plan.groups, WARPS=plan.warps,
-        num_warps=plan.groups * plan.warps, maxnreg=plan.registers(), **dependent_launch(x.device),
+        NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None,
+        GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps, maxnreg=plan.registers(),
+        **dependent_launch(x.device),
     )
     return out, new_residual
