@@ -244,13 +244,13 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
     "int8-row": (*_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
     "fp8-block": (*_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
     "fp8-block-cut": (*_ROWS[:2], Kernel("expand", _always)),            # blocks that a part of the linear cuts
-    "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # 8-bit codes as stored, where x stays in 16 bits
+    "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # 8-bit codes that are not packed; x stays in 16 bits
     "4-bit": (Kernel("packed_gemv", _gemv_of(packed_plan), True), *_PACKED_ROWS),
     "6-bit": (Kernel("packed_gemv", _gemv_of(_high_plan), True), *_PACKED_ROWS),     # Q5, Q6_K: a plane of two more bits
     "8-bit": (                                                           # Q8_0, W8A16, LLM.int8(): x stays in 16 bits
         Kernel("byte_gemv", _gemv_of(byte_plan), True), Kernel("packed_gemm", _gemm_of(byte_plan)), Kernel("expand", _always),
     ),
-    "groups": (Kernel("few_rows", _few_group_rows), Kernel("expand", _always)),      # as stored, more than one row
+    "groups": (Kernel("few_rows", _few_group_rows), Kernel("expand", _always)),      # as stored
     "other": _ANY,
     "cpu-float32": (Kernel("linear_row", _one_row), Kernel("blocked", _blocked), Kernel("library", _always)),
     "cpu-packed": (Kernel("packed_rows", _always),),

@@ -162,21 +162,20 @@ def signal_to_noise(format: str) -> float:
 # ── what kernels of narrow formats keep of a GPU's speed ─────────────────────────────────────────────────────────────
 
 # The share of the reading speed of bf16 weights that kernels of narrow ones keep at a few rows, beyond a call's own time. From
-# one request of the records in benchmarks/h200: fp8 and int4 between 8B and 70B, and those of 4 bits also between the newest
-# records and older ones in history (the newest are predicted 6 to 8 % too slow). Scales of MXFP4 and NVFP4 took 16 bits in the
-# layout of the kernels when these were recorded, and blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
-READ = {"fp8": 0.90, "fp8-block": 0.85, "int8": 0.87, "mxfp4": 0.67}
-NARROW_READ, BLOCKS_READ = 0.78, 0.68
+# one request of the records in benchmarks/h200: fp8 and int4 between 8B and 70B, and those of 4 bits nearer to the newest records
+# than to older ones in history, whose kernels were slower. Blocks of a GGUF file have more scales and planes to unpack (Q4_K_M).
+READ = {"fp8": 0.90, "fp8-block": 0.85, "int8": 0.87, "mxfp4": 0.70}
+NARROW_READ, BLOCKS_READ = 0.82, 0.69
 # The share of twice the matrix rate that layers of 8-bit weights keep with many rows, quantisation included: from the first
 # tokens of 128 prompts in their records.
 EIGHT_BIT_COMPUTE = {"fp8": 0.83, "fp8-block": 0.76, "int8": 0.86}
 # The share of the rate of attention over prompts that an int8 KV cache leaves: another kernel reads it (its record, 16 x 8,192).
 INT8_KV_COMPUTE = 0.22
-# 4-bit weights (benchmarks/studies/int4_linears): the share of the bf16 rate of many rows that layers keep at 256 rows (the 3.6
-# TFLOP of 32 layers in 8.03 ms, 446 of 700 TFLOP/s), and the most rows that are multiplied like that.
-FOUR_BIT_COMPUTE, FOUR_BIT_ROWS = 0.64, 768
-# Above a number of rows codes become numbers in memory first. By bits: these rows, and the bytes that are moved for each weight,
-# at the share of the bandwidth that this reaches. Products of 4 bits with as many rows hide reading the numbers again; those of
-# blocks of 8 bits (Q8_0) do not. They were measured with one and with 128 rows.
-EXPANDED = {4: (FOUR_BIT_ROWS, 2.516), 8: (1, 4.0)}
+# Codes that are multiplied by x of 16 bits, by their bits: the share of the bf16 rate of many rows that layers keep (4 bits:
+# benchmarks/studies/int4_linears, the 3.6 TFLOP of 32 layers with 256 rows in 8.03 ms, 446 of 700 TFLOP/s; 8 bits: 128 requests
+# of the record of Q8_0), and the most rows that are multiplied like that.
+CODE_COMPUTE, CODE_ROWS = {4: 0.64, 8: 0.55}, 768
+# With more rows codes become numbers in memory first: bytes that are moved for each weight, at the share of the bandwidth that
+# this reaches. Products of 4 bits with as many rows hide reading the numbers again; those of 8 bits (Q8_0) do not.
+EXPANDED = {4: 2.516, 8: 4.0}
 EXPANDS = 0.7

@@ -265,12 +265,12 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
     layer = constants.layer_one_s + (constants.layer_many_s - constants.layer_one_s) * grown
-    four_bits = WEIGHT_FORMATS[setup.weights].bits == 4 and device.kind == "cuda" and format == setup.dtype
-    kept = _rate_kept(setup, steps, four_bits, format)
+    codes = _code_bits(setup)
+    kept = _rate_kept(setup, steps, codes, format)
     bytes_read, flops = _of_fullest_rank(setup, steps)
     products = _both(bytes_read / reads, flops / (rates * (paced * kept)[:, None]), p)
     products += steps.product_calls * kernel[:, None]
-    products[:, :-1] += _expanding(setup, steps, four_bits)
+    products[:, :-1] += _expanding(setup, steps, codes)
     if setup.model.experts is not None and device.kind == "cuda":
         if WEIGHT_FORMATS[setup.expert_weights].bits == 4:
             products[:, EXPERTS] = _four_bit_experts(setup, steps, bytes_read[:, EXPERTS], wide, paced)
@@ -295,13 +295,18 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
     }
 
 
-def _expanding(setup: Setup, steps: Steps, four_bits: bool) -> np.ndarray | float:
+def _code_bits(setup: Setup) -> int:
+    """Of codes that a GPU multiplies by x of 16 bits: 4, 8 (Q8_0), or 0."""
+    bits = WEIGHT_FORMATS[setup.weights].bits
+    known = bits == 4 or (bits == 8 and setup.has_blocks)
+    return int(bits) if known and setup.device.kind == "cuda" and setup.computed == setup.dtype else 0
+
+
+def _expanding(setup: Setup, steps: Steps, codes: int) -> np.ndarray:
     """Seconds by linear in which codes become numbers in memory, where there are too many rows for kernels that read codes."""
-    if not four_bits and not (setup.has_blocks and setup.device.kind == "cuda" and WEIGHT_FORMATS[setup.weights].bits == 8):
-        return 0.0
-    rows, moved = precision.EXPANDED[4 if four_bits else 8]
     weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
-    return weights * (steps.tokens > rows)[:, None] * moved / (setup.device.bandwidth * precision.EXPANDS)
+    moved = weights * (steps.tokens > precision.CODE_ROWS)[:, None] * precision.EXPANDED.get(codes, 0)
+    return moved / (setup.device.bandwidth * precision.EXPANDS)
 
 
 def _kv_factors(setup: Setup) -> tuple[float, float]:
@@ -311,10 +316,10 @@ def _kv_factors(setup: Setup) -> tuple[float, float]:
     return setup.used.narrow_kv_read, precision.INT8_KV_COMPUTE if "int8" in setup.kv else setup.used.narrow_kv_compute
 
 
-def _rate_kept(setup: Setup, steps: Steps, four_bits: bool, format: str) -> np.ndarray | float:
+def _rate_kept(setup: Setup, steps: Steps, codes: int, format: str) -> np.ndarray | float:
     """The share of the matrix rate that products of these weights have."""
-    if four_bits:
-        return np.where(steps.tokens > precision.FOUR_BIT_ROWS, 1.0, precision.FOUR_BIT_COMPUTE)
+    if codes:
+        return np.where(steps.tokens > precision.CODE_ROWS, 1.0, precision.CODE_COMPUTE[codes])
     if setup.device.kind == "cpu" and format == setup.weights and format != setup.dtype:
         return (1 + 1 / TILE_ROWS) / (1 + np.ceil(steps.tokens / TILE_ROWS) / np.maximum(steps.tokens, 1))
     return 1.0
@@ -339,7 +344,7 @@ def _four_bit_experts(setup: Setup, steps: Steps, bytes_read: np.ndarray, wide: 
     layers = flops / np.maximum(2 * 3 * hidden * experts.width * experts.used * steps.tokens, 1)     # the last has fewer tokens
     unpacking = layers * unpacked / (expert_work.unpacks_per_second(wide) * paced)
     reading = bytes_read / (setup.device.bandwidth * used.linear_read)
-    computing = flops * padded / (wide * used.linear_compute * precision.FOUR_BIT_COMPUTE * paced)
+    computing = flops * padded / (wide * used.linear_compute * precision.CODE_COMPUTE[4] * paced)
     return _both(np.maximum(reading, unpacking), computing, used.overlap)
 
 

@@ -37,6 +37,7 @@ from ridgeline.models.gguf_types import TENSOR_TYPES
 from ridgeline.models.model_config import load_model_config
 from ridgeline.ops.attention.attention_arguments import prefix_tile_rows
 from ridgeline.ops.kernel_table import GATED_ROWS
+from ridgeline.ops.linear.fp8_linear import expanded
 from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.decoder_shape import DecoderShape, decoder_shape
 from ridgeline.roofline.step_cost import Peaks, step_cost
@@ -443,6 +444,27 @@ def test_a_float16_head_has_room_for_rows_of_different_lengths() -> None:
     spread = weight * torch.exp2(narrow).half()[:, None]
     assert spread.isfinite().all() and torch.equal(spread * torch.exp2(-narrow).half()[:, None], weight)
     assert 5 * 2.0 ** float(narrow.max()) < torch.finfo(torch.float16).max       # a logit of five deviations
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_head_of_codes_gets_rows_of_different_lengths_by_its_scales(dtype: torch.dtype) -> None:
+    linear = torch.nn.Module()
+    codes = (torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 30).to(dtype)
+    linear.weight = torch.nn.Parameter(codes.clone(), requires_grad=False)
+    linear.scale = torch.nn.Parameter(torch.rand(64, generator=torch.Generator().manual_seed(1)) + 0.5, requires_grad=False)
+    finished: list[bool] = []
+    linear.finish = lambda: finished.append(True)  # type: ignore[assignment]
+    before, model = expanded(linear.weight, linear.scale, torch.float32), SimpleNamespace(head=linear)
+    head = quality.head_dtype(model)  # type: ignore[arg-type]
+    quality.spread_head(model, head)  # type: ignore[arg-type]
+    after = expanded(linear.weight, linear.scale, torch.float32)
+    powers = quality.row_powers(64, head)
+    assert powers.max() - powers.min() > 20 and torch.equal(after, before * torch.exp2(powers)[:, None])
+    quality.spread_head(model, head, back=True)  # type: ignore[arg-type]
+    assert torch.equal(expanded(linear.weight, linear.scale, torch.float32), before) and finished == [True, True]
+    linear.scale = torch.nn.Parameter(torch.ones(1, 1), requires_grad=False)       # blocks: no row has a scale of its own
+    with pytest.raises(AssertionError, match="one for each row"):
+        quality.spread_head(model, head)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mix", MIXES)

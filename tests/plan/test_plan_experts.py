@@ -12,7 +12,7 @@ from ridgeline.ops.experts.expert_products import _measured_tile
 from ridgeline.plan import expert_work
 from ridgeline.plan.capacity import model_bytes
 from ridgeline.plan.check import check
-from ridgeline.plan.precision import FOUR_BIT_COMPUTE
+from ridgeline.plan.precision import CODE_COMPUTE
 from ridgeline.plan.prediction import EXPERTS, Setup
 from ridgeline.plan.public_models import find_model
 from ridgeline.plan.records import read_record
@@ -36,7 +36,7 @@ def test_packed_experts_take_what_their_op_takes(tokens: int, micros: float) -> 
     wide, used = made.device.rate("bfloat16"), made.used
     seconds = unpacked / expert_work.unpacks_per_second(wide)
     flops = steps.product_flops[:, EXPERTS] / made.model.config.num_layers
-    computing = flops * padded / (wide * used.linear_compute * FOUR_BIT_COMPUTE)
+    computing = flops * padded / (wide * used.linear_compute * CODE_COMPUTE[4])
     both = (seconds**used.overlap + computing**used.overlap) ** (1 / used.overlap)
     found = float(both[0]) + 2 * used.kernel_one_s
     assert abs(found / (micros / 1e6) - 1) < 0.15

@@ -236,7 +236,7 @@ def test_steps_of_more_than_one_row_in_q8_0_do_not_expand_weights(tmp_path: Path
     for facts in (H200, OTHER):
         device = DeviceFacts("cuda", 2**34, ("float16",), 0, kernels=facts)
         said[facts.hopper] = resolve(EngineConfig.of(model=str(path), max_model_len=128), device).reasons["quantization"]
-    assert "kept in 8 bits, and multiplied as they are up to 768 rows" in said[True]
+    assert "with 128 rows, and in prompts, slower" in said[True] and "more than 768 rows expand each weight" in said[True]
     assert "steps of more than one row may expand each weight first" in said[False]
     assert served(FORMATS["Q8_0"], H200) == OWN and served(FORMATS["Q8_0"], OTHER) == GENERAL
 

@@ -10,7 +10,8 @@ registers are requested again for the next unit:
     refill       two CTAs of eight warps, as today
     refill, 24   three CTAs of eight warps, 80 registers each
 
-PREDICTED was written before the first run. Every variant must give the bits of packed_gemv.py.
+Two units of registers with a name each, and half of the warps, lost before (one_row_steps.json). PREDICTED was written before the
+first run. Every variant must give the bits of packed_gemv.py.
 """
 
 from __future__ import annotations

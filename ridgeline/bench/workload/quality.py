@@ -297,7 +297,14 @@ def spread_head(model: Decoder, dtype: torch.dtype, back: bool = False) -> None:
         assert head is not None                    # the engine that is compared has one stage
         weight = head.scheme.numbers(head) if head.weight is None else head.weight
         powers = row_powers(weight.shape[0], dtype)
-        weight.mul_(torch.exp2(-powers if back else powers).to(weight.device, weight.dtype).unsqueeze(1))
+        factors = torch.exp2(-powers if back else powers).to(weight.device)
+        scale = getattr(head, "scale", None)
+        if weight.is_floating_point() and weight.dtype.itemsize > 1:
+            weight.mul_(factors.to(weight.dtype).unsqueeze(1))
+        elif scale is None or scale.shape != factors.shape:
+            raise AssertionError("the check lengthens the rows of a head of codes by their scales: one for each row")
+        else:
+            scale.mul_(factors)                    # codes stay
         if head.weight is not None:
             head.finish()                          # a second layout of the weight follows it
             return

@@ -91,7 +91,10 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: Device
     if LIBRARY in by.values():
         return f"multiplied by cuBLAS, at twice the rate of {dtype}; decode has not been timed on this kind of GPU"
     if all(format.grid == "int8" and not quantises_rows(format) for format in kept):
-        return f"kept in 8 bits, and multiplied as they are up to {MOST_ROWS} rows; larger steps expand each weight first"
+        return (
+            f"kept in 8 bits; decode is faster than in {dtype} with few rows, and with 128 rows, and in prompts, slower; steps "
+            f"of more than {MOST_ROWS} rows expand each weight first"
+        )
     if not any(quantises_rows(format) for format in kept):
         return (
             f"kept in 4 to 6 bits; decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, slower: "

@@ -4,8 +4,9 @@ gate behind it.
 As in ops/packed/packed_gemv.py the warps of a CTA share the inputs of a strip of 16 outputs, and mma.sync multiplies with the
 weight as its left operand. A product may take its inputs in any order, if weight and x agree: a lane loads 16 bytes of
 neighbouring codes of output r (and of r + 8), and each instruction takes four of them, so that no packed copy is needed. x stays
-in 16 bits. Scales multiply float32 sums: of each output at the end (`row`), of 128 inputs (`block`), or of groups of 32
-(codes_asm.py). Codes of 4 to 6 bits are packed anew instead (ops/packed/block_weight.py).
+in 16 bits. Scales multiply float32 sums: of each output at the end (`row`), or of 128 inputs (`block`). On Hopper most formats
+are packed anew (ops/packed) or meet x in 8 bits (ops/linear/fp8_linear.py). Left to this kernel are e4m3 that was stored with 2:4
+sparsity, and scales that 16 bits do not hold or that several outputs share.
 
 Not faster than quantising the row and gemm_ring.py, which formats that mean x in 8 bits keep: q, k and v of an 8B model took 9.6
 us with the norm (ring and norm 9.1), and a step with fp8 blocks 3.1 ms. Written in Gluon, which the interpreter does not support;
@@ -26,7 +27,7 @@ from ridgeline.ops.linear.gemv import GATES
 from ridgeline.ops.packed import packed_gemv
 from ridgeline.ops.packed.packed_gemv import NAMES
 from ridgeline.ops.packed.select_packed import PackedGemvPlan
-from ridgeline.ops.quantised.codes_asm import byte_products, byte_registers, collected, group_scaled, scaled_registers
+from ridgeline.ops.quantised.codes_asm import byte_products, byte_registers
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.ops.registry import gluon_kernel
 
@@ -36,15 +37,6 @@ _word_layout = packed_gemv._word_layout
 _x_operand = packed_gemv._x_operand
 
 # ── the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@gluon_kernel()
-def _load_pairs(pointers, low, high, row: gl.constexpr, column):  # type: ignore[no-untyped-def]
-    """Words of outputs r and r + 8."""
-    return (
-        gl.load(pointers + (low.to(gl.int64) * row + column)),
-        gl.load(pointers + (high.to(gl.int64) * row + column)),
-    )
 
 
 @gluon_kernel()
@@ -81,8 +73,6 @@ def _load_unit(  # type: ignore[no-untyped-def]
             for output in gl.static_range(2):
                 row = low if output == 0 else high
                 loaded = loaded + (gl.load(scale_ptr + (row // BLOCK * scale_stride + (line * 2 + part))),)  # type: ignore[assignment]
-    if SCALES == "group":                                # a lane has two of the product's eight columns, one for each group
-        loaded = loaded + _load_pairs(scale_ptr, low, high, RUNS * 4, line * 4 + lane % 4)  # type: ignore[assignment]
     return loaded
 
 
@@ -92,34 +82,21 @@ def _alike(words, GROUPS: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no
 
 
 @gluon_kernel()
-def _added(text: gl.constexpr, constraints: gl.constexpr, operands):  # type: ignore[no-untyped-def]
-    return gl.inline_asm_elementwise(text, constraints, operands, dtype=gl.float32, is_pure=False, pack=4)
-
-
-@gluon_kernel()
 def _multiply_bytes(  # type: ignore[no-untyped-def]
-    sums, loaded, x_words, lane, first, layout: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr,
-    SCALE_DTYPE: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+    sums, loaded, x_words, first, layout: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr,
+    GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
     """256 inputs of each warp, 64 at a time."""
-    chains = (sums, sums)
+    TEXT: gl.constexpr = byte_products(KIND, DTYPE, SCALES)
+    REGISTERS: gl.constexpr = byte_registers(SCALES)
     for tile in gl.static_range(4):
-        operands = (chains[0], loaded[2 * tile], loaded[2 * tile + 1])
+        operands = (sums, loaded[2 * tile], loaded[2 * tile + 1])
         for part in gl.static_range(2):
             operands = operands + (_x_operand(x_words, first + tile * 2 + part, layout, GROUPS, WARPS),)  # type: ignore[assignment]
         if SCALES == "block":
             for output in gl.static_range(2):
                 operands = operands + (_alike(loaded[8 + tile // 2 * 2 + output], GROUPS, WARPS),)  # type: ignore[assignment]
-        if SCALES == "group":                            # a group of 32 is in two lanes of four
-            mask = -(lane // 4 == tile * 2 + lane % 4 // 2).to(gl.int32)
-            operands = operands + (_alike(mask, GROUPS, WARPS),)  # type: ignore[assignment]
-        result = _added(byte_products(KIND, DTYPE, SCALES, tile < 2), byte_registers(SCALES), operands)
-        chains = (chains[1] if SCALES == "group" else result, result)
-    if SCALES == "group":
-        scaled = (sums, chains[0], chains[1], _alike(loaded[8], GROUPS, WARPS), _alike(loaded[9], GROUPS, WARPS))
-        sums = _added(group_scaled(SCALE_DTYPE), scaled_registers(), scaled)
-    else:
-        sums = chains[0]
+        sums = gl.inline_asm_elementwise(TEXT, REGISTERS, operands, dtype=gl.float32, is_pure=False, pack=4)
     return sums
 
 
@@ -159,8 +136,8 @@ def _place_row(  # type: ignore[no-untyped-def]
 def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, code_ptr, scale_ptr, outer_ptr, bias_ptr, out_ptr, new_residual_ptr, inputs, outputs, strips,
     scale_stride, eps, norm_offset,
-    RUNS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, SCALE_DTYPE: gl.constexpr,
-    BLOCK: gl.constexpr, NORM: gl.constexpr, RESIDUAL: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
+    RUNS: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr, BLOCK: gl.constexpr,
+    NORM: gl.constexpr, RESIDUAL: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
     GROUPS: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """GROUPS strips at a time are assigned to the CTAs round-robin; WARPS warps have one of them. RUNS: how often the inputs
@@ -181,8 +158,6 @@ def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
     group_barrier()
     x_words = viewed(memory, gl.int32, [ROUNDS * 8, 1, WARPS, 1, 4, 4], _plain_shared(5))
     parts = gl.allocate_shared_memory(gl.float32, [2, GROUPS, WARPS, 32, 2], _plain_shared(5))
-    flat: gl.constexpr = gl.SliceLayout(3, layout)
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, flat)))[None, :][:, None, :].broadcast_to([GROUPS, WARPS, 32])
     for begin in range(0, units, ROUNDS):
         sums = gl.zeros([GROUPS, WARPS, 32, 4], gl.float32, layout)
         for unit in range(begin, begin + ROUNDS):
@@ -193,11 +168,8 @@ def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
                     WARPS,
                 )
             sums = _multiply_bytes(
-                sums, loaded, x_words, lane, (unit - begin) * 8, layout, KIND, DTYPE, SCALES, SCALE_DTYPE, GROUPS, WARPS
+                sums, loaded, x_words, (unit - begin) * 8, layout, KIND, DTYPE, SCALES, GROUPS, WARPS
             )
-        if SCALES == "group":
-            TEXT: gl.constexpr = collected()
-            sums = gl.inline_asm_elementwise(TEXT, "=f,=f,=f,=f,f,f,f,f", (sums,), dtype=gl.float32, is_pure=False, pack=4)
         strip = (program + begin // ROUNDS * gl.num_programs(0)) * GROUPS
         _finish(
             sums, parts, factor, factor, outer_ptr, bias_ptr, out_ptr, strip, strips, outputs, GATE, BIAS, SCALES == "row",
@@ -214,11 +186,9 @@ def _scales(weight: QuantisedWeight) -> str | None:
         return None
     if weight.grid not in ("int8", "e4m3"):
         return None
-    if weight.block == (1, 0):
-        return "row" if weight.scale.dtype == torch.float32 else None
-    if weight.block[1] == 128:
-        return "block" if weight.scale.dtype == torch.float32 else None
-    return "group" if weight.block == (1, 32) and weight.scale.dtype in NAMES else None
+    if weight.scale.dtype != torch.float32:
+        return None
+    return "row" if weight.block == (1, 0) else "block" if weight.block[1] == 128 else None
 
 
 def codes_gemv_for(x: Tensor, weight: QuantisedWeight, gated: bool) -> PackedGemvPlan | None:
@@ -228,17 +198,11 @@ def codes_gemv_for(x: Tensor, weight: QuantisedWeight, gated: bool) -> PackedGem
     if x.dtype != torch.bfloat16 and not (x.dtype == torch.float16 and weight.grid != "e4m3"):
         return None
     scales = _scales(weight)
-    tensors = [weight.weight, weight.scale] if scales == "group" else [weight.weight]
-    if scales is None or any(each.data_ptr() % 16 or not each.is_contiguous() for each in tensors):
+    if scales is None or weight.weight.data_ptr() % 16 or not weight.weight.is_contiguous():
         return None
     outputs = len(weight.weight) // 2 if gated else len(weight.weight)
     kernel, plan, _ = choose("codes", 1, outputs, weight.inputs, gated, device_facts(x.device))
     return plan if kernel == "codes_gemv" else None
-
-
-def _pointers(weight: QuantisedWeight, scales: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales as the kernel reads them."""
-    return weight.weight.view(torch.int32), weight.scale.view(torch.int32) if scales == "group" else weight.scale
 
 
 def codes_gemv(
@@ -254,12 +218,12 @@ def codes_gemv(
     strips = cdiv(outputs, 16 if gate is None else 8)
     programs = min(cdiv(strips, plan.groups), plan.programs * multiprocessors(x.device))
     _codes_gemv_kernel[(programs,)](
-        x, x if residual is None else residual, x if norm is None else norm, *_pointers(weight, scales), weight.scale,
-        x if bias is None else bias, out, new_residual, x.shape[1], outputs, strips,
+        x, x if residual is None else residual, x if norm is None else norm, weight.weight.view(torch.int32), weight.scale,
+        weight.scale, x if bias is None else bias, out, new_residual, x.shape[1], outputs, strips,
         weight.scale.stride(0) if scales == "block" else 0, eps, norm_offset,
-        RUNS=x.shape[1] // CODES_RUN, KIND=weight.grid, DTYPE=NAMES[x.dtype], SCALES=scales,
-        SCALE_DTYPE=NAMES.get(weight.scale.dtype, "f32"), BLOCK=weight.block[0], NORM=norm is not None,
-        RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None, GROUPS=plan.groups, WARPS=plan.warps,
-        num_warps=plan.groups * plan.warps, maxnreg=plan.registers(), **dependent_launch(x.device),
+        RUNS=x.shape[1] // CODES_RUN, KIND=weight.grid, DTYPE=NAMES[x.dtype], SCALES=scales, BLOCK=weight.block[0],
+        NORM=norm is not None, RESIDUAL=residual is not None, GATE=GATES[gate], BIAS=bias is not None,
+        GROUPS=plan.groups, WARPS=plan.warps, num_warps=plan.groups * plan.warps, maxnreg=plan.registers(),
+        **dependent_launch(x.device),
     )
     return out, new_residual

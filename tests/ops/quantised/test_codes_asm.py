@@ -2,71 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import ptx_warp
+import pytest
 import torch
 from test_codes_gemv import random_weight
 
-from ridgeline.ops.quantised.codes_asm import byte_products, collected, group_scaled
-from ridgeline.ops.quantised.codes_gemv import _pointers
+from ridgeline.ops.quantised.codes_asm import byte_products
 from ridgeline.ops.quantised.expand import expand
 
 LANE = np.arange(32)
 
 
-def numbers(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.numpy().astype(np.int64).astype(np.uint32)
+def words(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.int32).numpy().astype(np.int64).astype(np.uint32)
 
 
-def total(sums: list[np.ndarray]) -> np.ndarray:
-    """The 16 outputs that a warp has, columns added."""
-    found = ptx_warp.run(collected(), {4 + number: each for number, each in enumerate(sums)})
-    rows = [found[number].view(np.float32) for number in (0, 2)]
-    assert all((each.reshape(8, 4) == each.reshape(8, 4)[:, :1]).all() for each in rows)     # in every column
-    return np.concatenate([each[::4] for each in rows])
-
-
-def result(text: str, operands: dict[int, np.ndarray]) -> list[np.ndarray]:
-    found = ptx_warp.run(text, operands)
-    return [found[number] for number in range(4)]
-
-
-def four(at: int, words: list[np.ndarray]) -> dict[int, np.ndarray]:
-    return {at + number: each for number, each in enumerate(words)}
-
-
-def x_words(x: torch.Tensor, order: list[int]) -> np.ndarray:
-    """Inputs of a lane in this order, two in a word: [words, 4 lanes]"""
-    words = x[:, order].contiguous().view(torch.int32)
-    return numbers(words).T
-
-
-def alike(operands: dict[int, np.ndarray], at: int, read: Callable[[np.ndarray], np.ndarray]) -> int:
-    """Words of outputs r, then of outputs r + 8."""
-    for output in (0, 1):
-        operands[at + 4 * output] = read(LANE // 4 + 8 * output)
-    return at + 8
-
-
-def test_products_of_bytes_with_groups() -> None:
-    weight = random_weight("Q8_0", 16, 256, "cpu")
-    codes, scale = (numbers(each) for each in _pointers(weight, "group"))
-    x = torch.randn(256).bfloat16()
-    zeros = [np.zeros(32, np.uint32)] * 4
-    chains = [zeros, zeros]
+@pytest.mark.parametrize("form", ["fp8-row", "fp8-block", "int8-row", "int8-group"])
+def test_products_of_bytes(form: str) -> None:
+    """16 outputs and 256 inputs, 64 at a time, as the kernel hands them over."""
+    weight, scales = random_weight(form, 16, 256, "cpu"), "row" if form.endswith("row") else "block"
+    codes, x = words(weight.weight), torch.randn(256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = words(x.view(4, 4, 16))                       # [tile, lane of four, word]
+    scale = weight.scale.numpy()
+    sums = [np.zeros(32, np.uint32)] * 4
     for tile in range(4):
-        operands = four(4, chains[tile % 2])
-        row = x_words(x.view(4, 4, 16)[tile], list(range(16)))
-        for word in range(4):
-            for output in (0, 1):
-                operands[8 + 4 * output + word] = codes[LANE // 4 + 8 * output, tile * 16 + LANE % 4 * 4 + word]
-        operands |= {16 + word: row[word][LANE % 4] for word in range(8)}
-        operands[24] = np.where(LANE // 4 == 2 * tile + LANE % 4 // 2, 0xFFFFFFFF, 0).astype(np.uint32)
-        chains[tile % 2] = result(byte_products("int8", "bf16", "group", tile < 2), operands)
-    operands = four(4, zeros) | four(8, chains[0]) | four(12, chains[1])
-    alike(operands, 16, lambda row: scale[row, LANE % 4])
-    found = total(result(group_scaled("f16"), operands))
+        operands = {4 + number: each for number, each in enumerate(sums)}
+        for output in (0, 1):
+            row = LANE // 4 + 8 * output
+            operands |= {8 + 4 * output + word: codes[row, tile * 16 + LANE % 4 * 4 + word] for word in range(4)}
+            if scales == "block":
+                operands[24 + 4 * output] = scale[row // weight.block[0], tile // 2].view(np.uint32)
+        operands |= {16 + word: rows[tile, LANE % 4, word] for word in range(8)}
+        found = ptx_warp.run(byte_products(weight.grid, "bf16", scales), operands)
+        sums = [found[number] for number in range(4)]
+    # The row of x is in all eight columns; lane 4 r has output r in its first register, and r + 8 in its third.
+    results = np.concatenate([sums[number].view(np.float32)[::4] for number in (0, 2)])
+    assert all((sums[number] == np.repeat(sums[number][::4], 4)).all() for number in range(4))
+    if scales == "row":                                  # multiplied at the end, by the kernel
+        weight = weight._replace(scale=torch.ones_like(weight.scale))
     wanted = (expand(weight, torch.float64) @ x.double()).numpy()
-    assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max() + 1e-6
+    assert np.abs(results - wanted).max() < 2e-6 * np.abs(wanted).max() + 1e-6

@@ -15,13 +15,16 @@ from ridgeline.ops.kernel_table import H200, choose
 
 
 def check(device: str) -> None:
-    from test_codes_gemv import STORED, random_weight
+    from quantised_models import random_stored
 
+    from ridgeline.models.checkpoints.gguf_formats import FORMATS
     from ridgeline.ops.quantised.expand import expand
     from ridgeline.ops.quantised.quantised_kernels import expand_triton, few_rows_triton, whole_groups
+    from ridgeline.quant.format import common
 
-    for name in STORED:
-        weight = random_weight(name, 40, 256, device)
+    formats = {name: FORMATS[name] for name in ("Q8_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")}
+    for name, format in (formats | {"Q4_K and Q6_K": common([FORMATS["Q4_K"], FORMATS["Q6_K"]])}).items():
+        weight = random_stored(format, 40, 256, device)
         assert whole_groups(weight)
         assert torch.equal(expand_triton(weight, torch.float32), expand(weight, torch.float32)), name
         x, bias = torch.randn(3, 256, device=device), torch.randn(40, device=device)
