@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ridgeline.errors import BadRequest, shown
@@ -36,8 +37,9 @@ class Backend(Protocol):
     def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
         """An exception, or an error state of the result, says why it cannot be used (grammar/compiler: BadRequest)."""
 
-    def spell(self, text: bytes) -> list[int]:
-        """Tokens of a text that a grammar forces."""
+    @property
+    def spell(self) -> Callable[[bytes], list[int]] | None:
+        """Says the tokens of a text that a grammar forces."""
 
 
 def in_words(reason: str) -> str:

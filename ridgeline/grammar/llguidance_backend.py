@@ -6,7 +6,7 @@ The library is imported only when a grammar arrives: that takes a tenth of a sec
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
@@ -49,8 +49,9 @@ class LLGuidance:
             made.compute_bitmask()
         return made
 
-    def spell(self, text: bytes) -> list[int]:
-        return self.tokenizer.tokenize_bytes(text)
+    @property
+    def spell(self) -> Callable[[bytes], list[int]]:
+        return self.tokenizer.tokenize_bytes
 
 
 def is_llguidance(matcher: LibraryMatcher) -> bool:

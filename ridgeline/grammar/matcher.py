@@ -101,19 +101,15 @@ class Matcher:
     def forced(self, most: int) -> list[int]:
         """The next tokens, if its grammar leaves only one text; at most that many. Only llguidance can say.
 
-        Its own tokens end before the last of that text: what follows could become a part of it. Mostly it does not, and these are
-        drafts: so the text is spelled to its end."""
+        Its own tokens end before the last of that text, for what follows could become a part of it, and a long text is spelled to
+        its end each time. Mostly nothing becomes a part, and these are drafts: so the beginning of the text is spelled here."""
         if self.error or not self._guided:
             return []
         try:
             text = self._matcher.compute_ff_bytes()                          # type: ignore[attr-defined]
-            if not text:
-                return []
-            sure = self._matcher.compute_ff_tokens()[:most]                  # type: ignore[attr-defined]
-            if self._spell is None or len(sure) == most:
-                return list(sure)
-            whole = self._spell(text[: _LONGEST_TOKEN * most])[:most]
-            return list(whole if whole[: len(sure)] == sure else sure)
+            if not text or self._spell is None:
+                return list(self._matcher.compute_ff_tokens()[:most]) if text else []        # type: ignore[attr-defined]
+            return self._spell(text[: _LONGEST_TOKEN * most])[:most]
         except Exception:                                # drafts are a favour: the answer goes on without them
             return []
 

@@ -32,6 +32,8 @@ _PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")                     # time and sour
 class XGrammar:
     """Compiles for one vocabulary."""
 
+    spell = None                     # its matchers do not say what is forced
+
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         import xgrammar  # and torch and transformers with it
 
@@ -45,9 +47,6 @@ class XGrammar:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._vocabulary = vocabulary
         self._ids = _Ids(vocabulary)
-
-    def spell(self, text: bytes) -> list[int]:
-        return []                                        # its matchers do not say what is forced
 
     def compile(self, asked: StructuredOutputs) -> LibraryMatcher:
         import xgrammar

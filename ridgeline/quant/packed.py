@@ -19,7 +19,7 @@ from ridgeline.ops.linear import gemm_small
 from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
 from ridgeline.ops.packed.byte_weight import holds_bytes, pack_bytes
 from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
-from ridgeline.ops.packed.packed_sizes import packs
+from ridgeline.ops.packed.packed_sizes import STRIP, packs
 from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight, pack
 from ridgeline.quant.four_bits import FourBits, four_bits
 from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, gpu_layout, may_pack
@@ -54,7 +54,7 @@ class Packed(Quantised):
         facts = device_facts(device) if device.type == "cuda" else H200  # a CPU keeps codes only to compute what a GPU would
         paired = set(linear.rows) == {"gate", "up"}
         found = gpu_layout(format, len(weight.weight), weight.inputs, paired, facts)
-        gated = paired and weight.order is None
+        gated = paired and weight.order is None and len(weight.weight) % STRIP == 0
         if found == BLOCKS:
             linear.packed = pack_blocks(weight, gated)
         elif format.grid == "int8":

@@ -129,11 +129,9 @@ class GraphForward:
                 self._shape = self._stand_in(shape, greedy)
         return self._shape
 
-    def _is_captured(self, shape: Shape, greedy: bool, prefixes: tuple[bool, ...]) -> bool:
+    def _is_captured(self, shape: Shape, greedy: bool, shares: bool) -> bool:
         """For rows that are all greedy. Others may still turn out to be, with the rows that this step adds: for both."""
-        return all(
-            self._forms[shape, True, each] and (greedy or self._forms[shape, False, each]) for each in prefixes
-        )
+        return bool(self._forms[shape, True, shares] and (greedy or self._forms[shape, False, shares]))
 
     def _shares_prefix(self) -> bool:
         """Did the rows of the graph that ran last share a prefix? Most of them decode again: so will those of the next step. This
@@ -141,15 +139,15 @@ class GraphForward:
         return any(next(reversed(self._captured))[2]) if self._captured else False
 
     def _stand_in(self, shape: Shape, greedy: bool) -> Shape:
-        """For the first uses of decodes that are not captured, a larger shape that is: padding costs less than launches. It must
-        be captured without a shared prefix, too: fewer rows may share none."""
+        """For the first uses of decodes that are not captured, a larger shape that is: padding costs less than launches."""
         shares = self._shares_prefix()
-        is_own = self._is_captured(shape, greedy, (shares,)) or (not shares and self._is_captured(shape, greedy, (True,)))
+        # One that is captured behind a shared prefix alone: rows that shared one in a step without a graph may go on here.
+        is_own = self._is_captured(shape, greedy, shares) or self._is_captured(shape, greedy, True)
         if is_own or self._stood_in[shape] >= STAND_INS:
             return shape
         most = shape.decodes * (PASSING_PADDING if self._stood_in[shape] < PASSING_USES else MOST_PADDING)
         for size in self._shapes.decodes:
-            if shape.decodes < size <= most and self._is_captured(larger := Shape(size), greedy, (False, shares)):
+            if shape.decodes < size <= most and self._is_captured(larger := Shape(size), greedy, shares):
                 self._stood_in[shape] += 1
                 self.stood_in = True
                 return larger

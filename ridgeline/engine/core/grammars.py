@@ -63,7 +63,7 @@ class Compiled:
         """This many more answers can begin without compiling it again."""
         return len(self) == self._most or sum(map(len, self._alive)) + answers <= ENOUGH * len(self)
 
-    def start(self, params: SamplingParams, end_ids: Sequence[int], spell: Spell) -> Matcher:
+    def start(self, params: SamplingParams, end_ids: Sequence[int], spell: Spell | None) -> Matcher:
         """A matcher for another answer."""
         with self._lock:
             if not self.has_room(1):

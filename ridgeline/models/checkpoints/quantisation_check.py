@@ -96,8 +96,9 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: Device
             f"of more than {MOST_ROWS} rows expand each weight first"
         )
     if not any(quantises_rows(format) for format in kept):
+        most = 8 if any(format.grid == "int8" for format in kept) else 6
         return (
-            f"kept in 4 to 6 bits; decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, slower: "
+            f"kept in 4 to {most} bits; decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, slower: "
             "use fp8 where batches are large"
         )
     if hidden_size < FEWEST_RING_INPUTS:

@@ -23,7 +23,7 @@ from ridgeline.process.log import get_logger
 from ridgeline.runner.cuda_graphs import MOST_PADDING, GraphForward
 from ridgeline.runner.memory_errors import is_out_of_memory
 from ridgeline.runner.runner import Runner
-from ridgeline.runner.shared_prefix import NoSharedPrefixes
+from ridgeline.runner.shared_prefix import FEWEST_ROWS, NoSharedPrefixes
 from ridgeline.runner.start.kernel_steps import KernelStep, run_step, shared_past
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import USUAL_PROMPT, GraphShapes, Shape
@@ -32,7 +32,7 @@ logger = get_logger("graphs")
 
 COMMON = {1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512} # tokens of the steps that are captured first, and those of `covering`
 
-SHARED = {16, 32, 64, 128, 256, 512}                 # of them, numbers of decodes that are captured behind a shared prefix, too
+SHARED = {32, 128, 512}                              # numbers of decodes that are captured behind a shared prefix, too
 
 
 def covering(sizes: list[int]) -> set[int]:
@@ -105,7 +105,7 @@ class Rehearsal:
             return
         params = SamplingParams(temperature=0.0 if greedy else 1.0)
         for size in reversed(self._shapes.decodes):
-            wanted = size in SHARED or size == self._shapes.decodes[-1]
+            wanted = size >= FEWEST_ROWS and (size in SHARED or size == self._shapes.decodes[-1])
             if wanted and shared_past(size) < max_model_len - 1 and self._forward.is_new(Shape(size), greedy, shares_prefix=True):
                 yield KernelStep([1] * size, shared_past(size), params=params, used=True)
 
