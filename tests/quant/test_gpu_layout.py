@@ -18,6 +18,7 @@ from ridgeline.distributed.comm import Axis, Communicator
 from ridgeline.layers.linear import Linear
 from ridgeline.models.checkpoints.gguf_formats import FORMATS
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.checkpoints.quantisation_check import _speed
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config
 from ridgeline.models.stages import weight_bytes
@@ -239,6 +240,14 @@ def test_steps_of_more_than_one_row_in_q8_0_do_not_expand_weights(tmp_path: Path
     assert "with 128 rows, and in prompts, slower" in said[True] and "more than 768 rows expand each weight" in said[True]
     assert "steps of more than one row may expand each weight first" in said[False]
     assert served(FORMATS["Q8_0"], H200) == OWN and served(FORMATS["Q8_0"], OTHER) == GENERAL
+
+
+def test_a_scale_for_each_output_is_packed_in_runs_of_128_inputs_and_the_log_says_where_not() -> None:
+    rows = WeightFormat("int8", Scales((1, 0)))
+    for inputs, found, said in ((576, STORED, "kept packed as"), (1024, EIGHT_BITS, "kept in 8 bits")):
+        assert gpu_layout(rows, 1024, inputs, False, H200) == found
+        assert _speed([rows], inputs, "bfloat16", H200).startswith(said)
+    assert "kept in 4 to 8 bits" in _speed([FORMATS["Q8_0"], FORMATS["Q6_K"]], 1024, "float16", H200)
 
 
 def test_int8_is_packed_where_x_keeps_its_bits() -> None:

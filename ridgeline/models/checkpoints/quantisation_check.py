@@ -79,10 +79,16 @@ def _on_a_cpu(formats: LinearFormats, dtype: str) -> str:
     return f"a CPU expands the weights {again}"
 
 
+def _has_no_groups(format: WeightFormat) -> bool:
+    return not quantises_rows(format) and format.scales is not None and not format.scales.block[1]
+
+
 def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: DeviceFacts) -> str:
     """Where these formats are slower than they look."""
     by = {format.name: served(format, facts) for format in kept}
-    slow = sorted(name for name, what in by.items() if what == GENERAL)
+    # int8 with a scale for each output is packed in runs of 128 inputs
+    odd = {format.name for format in kept if hidden_size % 128 and format.grid == "int8" and _has_no_groups(format)}
+    slow = sorted(name for name, what in by.items() if what == GENERAL or name in odd)
     if slow:
         return (
             f"kept packed as {', '.join(slow)}, which saves memory; this GPU has no kernels of their own for these formats, and "
@@ -98,7 +104,7 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: Device
     if not any(quantises_rows(format) for format in kept):
         most = 8 if any(format.grid == "int8" for format in kept) else 6
         return (
-            f"kept in 4 to {most} bits; decode is faster than in {dtype} up to about 100 rows, and beyond, and in prompts, slower: "
+            f"kept in 4 to {most} bits; decode is faster than in {dtype} up to about 100 rows; beyond, and in prompts, slower: "
             "use fp8 where batches are large"
         )
     if hidden_size < FEWEST_RING_INPUTS:
