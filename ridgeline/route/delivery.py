@@ -8,18 +8,18 @@ stream ends with an error event.
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from ridgeline.engine.client.long_work import away_if_free, away_if_long
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.replicas.prefix_tree import Chain
 from ridgeline.engine.replicas.replica_load import Ticket
 from ridgeline.errors import Overloaded, TimedOut, TryAgain, Unsupported
 from ridgeline.process.log import get_logger
-from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, ReplicaGaveUp, usage_of
+from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, Part, ReplicaGaveUp, usage_of
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import ForwardedRequest
 from ridgeline.route.prompt_text import with_answer
@@ -50,6 +50,7 @@ class Delivery:
         self._client_headers = headers
         self._send = send
         self._events = self._new_events()
+        self._is_inside = False                          # the client has a part of a long event, but not its end
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
 
     async def run(self) -> None:
@@ -98,6 +99,7 @@ class Delivery:
         path, headers = self._request.path, self._client_headers
         body = body_for(path, headers, 503, error_body(message, kind, code=code))
         name = b"event: error\n" if path.startswith("/v1/messages") else b""
+        name = b"\n\n" + name if self._is_inside else name       # or the error would be a part of that event
         await self._send({"type": "http.response.body", "body": name + b"data: " + body + b"\n\n"})
 
     # -- one replica ---------------------------------------------------------------------------------------------------
@@ -158,24 +160,39 @@ class Delivery:
         await self._send_whole(answer.status, answer.headers, body)
 
     async def _stream(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
-        cutter, events, counted = EventCutter(), self._events, self._request.is_counted
-        async for piece in answer.pieces():
-            parts: list[bytes] = []
+        events = self._events
+        with closing(EventCutter()) as cutter:
             try:
-                for event in cutter.cut(piece):
-                    parts.append(await away_if_free(len(event), partial(events.take, event)) if counted else event)
-            finally:                                     # also what came before an event that fails: it counts as sent
-                if events.began or (parts and not counted):
-                    self._began(replica, ticket)
-                if body := b"".join(parts):
-                    events.shown = events.shown or not counted
-                    await self._start(answer)
-                    await send_part(self._send, body, more=True)
+                async for piece in answer.pieces():
+                    await self._pass(cutter.cut(piece), replica, answer, ticket)
+                await self._pass(cutter.last(), replica, answer, ticket)
+            finally:
+                self._is_inside = cutter.is_inside
         replica.succeeded()
         replica.load.finish(ticket, self._fleet.now(), events.usage, self._whole_chain(events.text))
         self._fleet.answered(replica, events.usage)
         await self._start(answer)
         await self._send({"type": "http.response.body", "body": b""})
+
+    async def _pass(self, parts: list[Part], replica: Replica, answer: Answer, ticket: Ticket) -> None:
+        events, counted, passed = self._events, self._request.is_counted, list[bytes]()
+        try:
+            for part in parts:
+                passed.append(await self._taken(part) if counted else part.data)
+        finally:                                         # also what came before an event that fails: it counts as sent
+            if events.began or (passed and not counted):
+                self._began(replica, ticket)
+            if body := b"".join(passed):
+                events.shown = events.shown or not counted
+                await self._start(answer)
+                await send_part(self._send, body, more=True)
+
+    async def _taken(self, part: Part) -> bytes:
+        """What the client shall get. An event that the threads have no time for is not read: all streams would wait for it."""
+        if part.is_whole:
+            with suppress(Overloaded, TimedOut):
+                return await away_if_long(len(part.data), partial(self._events.take, part.data))
+        return self._events.pass_on(part.data)
 
     def _whole_chain(self, text: str | None) -> Chain:
         return with_answer(self._request.prompt, text) if text else ()
