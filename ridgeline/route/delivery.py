@@ -66,9 +66,12 @@ class Delivery:
                 fleet.counts["retries"] += not self.started
             tried.add(number)
             was_started = self.started
-            if await self._try(number):
-                fleet.counts["resumed_streams"] += was_started
-                return
+            try:
+                if await self._try(number):
+                    fleet.counts["resumed_streams"] += was_started
+                    return
+            except AnswerTooLarge as error:              # other replicas would compute the same again, and be down for it
+                return await self._refuse_too_large(error)
             if not self.started:
                 self._events = self._new_events()
             elif self._events.finished and self._request.hide_usage:
@@ -85,7 +88,7 @@ class Delivery:
     async def _give_up(self, tried: Collection[int]) -> None:
         self._fleet.counts["broken_streams" if self.started else "refused"] += 1
         if self.started:
-            await self.end_with_error(_BROKEN, "service_unavailable_error", "replica_failed")
+            await self.end_with_error(503, _BROKEN, "service_unavailable_error", "replica_failed")
         elif self._refusal is None and tried:
             failed = "a replica" if len(tried) == 1 else f"{len(tried)} replicas"
             raise TryAgain(f"{failed} failed in this request; try again later", 1.0)
@@ -94,10 +97,10 @@ class Delivery:
         else:
             await self._send_whole(*self._refusal)
 
-    async def end_with_error(self, message: str, kind: str, code: str) -> None:
-        """In place of the rest of a stream."""
+    async def end_with_error(self, status: int, message: str, kind: str, code: str) -> None:
+        """In place of the rest of a stream. `status`: what the answer would have had before its beginning."""
         path, headers = self._request.path, self._client_headers
-        body = body_for(path, headers, 503, error_body(message, kind, code=code))
+        body = body_for(path, headers, status, error_body(message, kind, code=code))
         name = b"event: error\n" if path.startswith("/v1/messages") else b""
         name = b"\n\n" + name if self._is_inside else name       # or the error would be a part of that event
         await self._send({"type": "http.response.body", "body": name + b"data: " + body + b"\n\n"})
@@ -120,9 +123,8 @@ class Delivery:
                 else:
                     await self._whole(replica, answer, ticket)
                 return True
-        except AnswerTooLarge as error:                  # other replicas would compute the same again, and be down for it
-            await self._refuse_too_large(f"{error}; ask for less in one request, such as fewer prompts or log-probabilities")
-            return True
+        except AnswerTooLarge:
+            raise
         except (ReplicaFailure, ReplicaGaveUp) as error:
             replica.fail(str(error))
             logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
@@ -133,10 +135,12 @@ class Delivery:
             replica.load.leave(ticket)                   # if it is still there: it failed, or its client has gone
         return False
 
-    async def _refuse_too_large(self, message: str) -> None:
+    async def _refuse_too_large(self, error: AnswerTooLarge) -> None:
+        message = f"{error}; ask for less in one request, such as fewer prompts or log-probabilities"
+        self._fleet.counts["too_large"] += 1
         if not self.started:
             raise Unsupported(message)
-        await self.end_with_error(message, "invalid_request_error", "answer_too_large")
+        await self.end_with_error(400, message, "invalid_request_error", "answer_too_large")
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         self._refusal = answer.status, answer.headers, await answer.body(MOST_ANSWER)

@@ -154,9 +154,27 @@ def test_an_answer_that_is_too_large_is_no_failure_of_its_replica(monkeypatch: p
             assert call.status == 400 and said["error"]["type"] == "invalid_request_error"
             assert "is larger than 100000 bytes; ask for less in one request" in said["error"]["message"]
         assert all(each.up and not each.failed for each in router.fleet.replicas)
+        assert router.fleet.counts["too_large"] == 4 and "ridgeline:route_too_large_total{" in router.fleet.metrics()
 
     long = Behaviour(text="x" * 2**20)
     routed(test, FakeReplica(long), FakeReplica(long))
+
+
+def test_a_stream_that_would_go_on_with_an_answer_that_is_too_large_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anthropic's clients read `overloaded_error`, and sent it again; it counted as resumed."""
+    monkeypatch.setattr(delivery, "MOST_ANSWER", 10)
+
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        bad = first_of(router)
+        replicas[bad].behaviours = [Behaviour(dies_after=1)]
+        replicas[1 - bad].behaviours = [Behaviour(status=400)]
+        call = await router.ask(GREEDY, anthropic_version="2023-06-01")
+        assert call.status == 200 and call.events[-1]["error"]["type"] == "invalid_request_error"
+        assert "is larger than 10 bytes" in call.events[-1]["error"]["message"]
+        counts = router.fleet.counts
+        assert (counts["too_large"], counts["resumed_streams"], counts["broken_streams"]) == (1, 0, 0)
+
+    routed(test, FakeReplica(), FakeReplica())
 
 
 def test_a_long_event_of_a_stream_passes_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
