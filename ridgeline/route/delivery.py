@@ -19,7 +19,7 @@ from ridgeline.engine.replicas.prefix_tree import Chain
 from ridgeline.engine.replicas.replica_load import Ticket
 from ridgeline.errors import Overloaded, TimedOut, TryAgain, Unsupported
 from ridgeline.process.log import get_logger
-from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, Part, ReplicaGaveUp, usage_of
+from ridgeline.route.answer_events import MOST_READ, AnswerEvents, Differs, EventCutter, Part, ReplicaGaveUp, usage_of
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import ForwardedRequest
 from ridgeline.route.prompt_text import with_answer
@@ -153,7 +153,7 @@ class Delivery:
         body = await answer.body(MOST_ANSWER)
         replica.succeeded()
         usage = text = None
-        if answer.status == 200 and self._request.is_counted:
+        if answer.status == 200 and self._request.is_counted and len(body) <= MOST_READ:
             with suppress(Overloaded, TimedOut):         # threads are busy: statistics are left out, the answer is not
                 usage, text = await away_if_long(len(body), lambda: _read(body))
         if answer.status == 200 and self._request.method == "POST":
@@ -230,6 +230,6 @@ def _read(body: bytes) -> tuple[Any, str]:
         content = msgspec.json.decode(body)
         choice = content["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError):
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError):
         return None, ""
     return usage_of(content), text if isinstance(text, str) else ""
