@@ -68,6 +68,14 @@ def test_a_stream_passes_and_its_usage_is_read_and_hidden() -> None:
     routed(test, FakeReplica(Behaviour(cached=7)))
 
 
+def test_a_last_event_without_an_empty_line_is_not_lost() -> None:
+    async def test(router: Router, replica: FakeReplica) -> None:
+        call = await router.ask(CHAT)
+        assert call.text == SAID and call.events[-1] == "[DONE]"
+
+    routed(test, FakeReplica(Behaviour(last=b"data: [DONE]\r\n")))
+
+
 def test_events_are_passed_on_as_they_come() -> None:
     async def test(router: Router, replica: FakeReplica) -> None:
         hold, call = await held(router, replica)

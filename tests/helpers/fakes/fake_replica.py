@@ -32,6 +32,7 @@ class Behaviour:
     cached: int = 0
     prompt_tokens: int = 10
     hold: asyncio.Event | None = None    # waits for it after the first word
+    last: bytes = b"data: [DONE]\n\n"
     ends: bool = True                    # False: dies after the finish reason, before [DONE]
 
 
@@ -121,7 +122,7 @@ class FakeReplica:
                 return False
             if (seen.body.get("stream_options") or {}).get("include_usage"):
                 event(writer, {"id": "end", "choices": [], "usage": usage})
-        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(said.last), said.last))
         await writer.drain()
         return True
 
