@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"max_tokens": 256}
 RECORD_START = b'{"id":'             # of every line this command writes
-MOST_LINE = 64 * 2**20               # bytes
+MOST_LINE = 64 * 2**20               # bytes of INPUT
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _OTHERS = {"id", "cache_salt", "priority"}
 _SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -106,6 +106,12 @@ class Line:
         return own if isinstance(own, (str, int)) and not isinstance(own, bool) else self.number
 
 
+class WrittenRecord(msgspec.Struct):
+    """What is read of a line of OUTPUT; no objects are made of the rest."""
+
+    id: RecordId
+
+
 def count_lines(path: Path) -> int:
     """0 for a pipe, which can be read only once."""
     if path.exists() and not path.is_file():
@@ -141,15 +147,22 @@ def finished_ids(path: Path) -> set[RecordId]:
         return done
     with path.open("r+b") as file:
         end = 0
-        for number, text in numbered(file):
+        for number in count(1):
+            # Only a line that begins as a record is read whole. It has no limit: log-probabilities of a prompt fill more than
+            # MOST_LINE, and this command had them in memory when it wrote them.
+            text = file.readline(len(RECORD_START))
+            is_ours = RECORD_START.startswith(text)
+            text += file.readline() if text == RECORD_START else b""
+            if not text:
+                break
             whole = text.endswith(b"\n")
             try:
-                if not text.startswith(RECORD_START[: len(text)]):
-                    raise KeyError("id")
                 if whole:
-                    done.add(msgspec.json.decode(text, type=dict[str, Any])["id"])
-            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, KeyError, TypeError):
-                raise ConfigError(f"{path}, line {number} was not written by this command; give another OUTPUT") from None
+                    done.add(msgspec.json.decode(text, type=WrittenRecord).id)
+            except (ValueError, RecursionError):
+                is_ours = False
+            if not is_ours:
+                raise ConfigError(f"{path}, line {number} was not written by this command; give another OUTPUT")
             end += len(text) if whole else 0
         file.truncate(end)
     return done

@@ -1,31 +1,34 @@
 """A streamed answer of chat/completions or completions, as far as the router needs to understand it.
 
-It cuts events, notes the text that the client has, and the usage. When another replica starts the same answer again (`restart`),
+It cuts events, notes the text that the client has, and the usage. A long event is passed on in parts as they come, and not read:
+such an answer cannot be continued. When another replica starts the same answer again (`restart`),
 its events are compared with that text and dropped or cut until the client has nothing of them yet. Other replicas must say
 exactly the same; `Differs` is raised when one does not.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.replicas.replica_load import Usage
-from ridgeline.route.upstream import AnswerTooLarge
 
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
-MOST_EVENT = 64 * 2**20              # bytes: an event that never ends; 20 log-probabilities of 8,000 prompt tokens take 22 MB
+MOST_READ = 2**20                    # bytes of an event that is read: a decoder holds Python's lock for 4 ms with these
+MOST_HELD = 64 * 2**20               # bytes of begun events of all streams, above which only short events are read
 MOST_TEXT = 4 * 2**20                # characters of an answer that are kept to continue it
 _DONE = b"[DONE]"
+_END = re.compile(rb"\n\r?\n")       # of an event: an empty line
 _GONE = ("engine_not_available", "try_again", 503)
 FIELDS = ("content", "reasoning_content", "reasoning", "text")
 _LOOKED_AT = ("id", "created", "choices", "usage", "error")
 _OF_CHOICE = ("delta", "finish_reason", *FIELDS)
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]]).decode
+_decode_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]] | None).decode
 
 
 class Differs(Exception):
@@ -36,26 +39,62 @@ class ReplicaGaveUp(Exception):
     """The replica ended the stream with an error of its own, not the request's."""
 
 
+class Part(NamedTuple):
+    """An event as it came, with its line ends; or a part of one that is too long to be read."""
+
+    data: bytes
+    is_whole: bool
+
+
+class Held:
+    """The bytes of all streams' begun events."""
+
+    def __init__(self, most: int = MOST_HELD) -> None:
+        self.num_bytes = 0
+        self.most = most
+
+
+HELD = Held()
+
+
 class EventCutter:
-    """Whole events out of pieces of a body. Events may end with LF LF or CR LF CR LF."""
+    """Events out of pieces of a body; close() it at last. Lines may end with LF or CR LF. An event with more than MOST_READ bytes
+    is given out in parts: kept until its end, a few of them would take all memory, and the event loop would stand still."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Held = HELD) -> None:
+        self.is_inside = False                           # of a long event: parts of it were given out, its end was not
         self._rest = bytearray()
+        self._held = held
 
-    def cut(self, piece: bytes) -> list[bytes]:
-        """Takes time for the piece alone, unless an event ends in it: one of megabytes comes in hundreds of pieces."""
-        place = max(0, len(self._rest) - 3)              # where an end may begin
-        self._rest += piece
-        events: list[bytes] = []
-        if max(self._rest.find(b"\n\n", place), self._rest.find(b"\r\n\r\n", place)) >= 0:
-            read = bytes(self._rest)
-            if b"\r\n\r\n" in read:
-                read = read.replace(b"\r\n", b"\n")
-            *events, rest = read.split(b"\n\n")
-            self._rest = bytearray(rest)
-        if len(self._rest) > MOST_EVENT:
-            raise AnswerTooLarge(f"an event of the answer is larger than {MOST_EVENT} bytes")
-        return [event + b"\n\n" for event in events]
+    def cut(self, piece: bytes) -> list[Part]:
+        """Takes time for the piece and the event that ends in it. Nothing is copied before that end."""
+        held, rest = self._held, self._rest
+        most = MOST_READ if held.num_bytes <= held.most else LONG_BYTES
+        looked_at = max(0, len(rest) - 2)                # an end may begin in the piece before
+        held.num_bytes += len(piece)
+        rest += piece
+        parts: list[Part] = []
+        start = 0
+        for end in [found.end() for found in _END.finditer(rest, looked_at)]:
+            parts.append(Part(bytes(rest[start:end]), not self.is_inside and end - start <= most))
+            self.is_inside, start = False, end
+        if self.is_inside or len(rest) - start > most:
+            self.is_inside, end = True, max(start, len(rest) - 2)
+            parts.append(Part(bytes(rest[start:end]), False))
+            start = end
+        del rest[:start]
+        held.num_bytes -= start
+        return parts
+
+    def last(self) -> list[Part]:
+        """What has come since the last empty line, at the end of the stream."""
+        part = Part(bytes(self._rest), not self.is_inside)
+        self.close()
+        return [part] if part.data else []
+
+    def close(self) -> None:
+        self._held.num_bytes -= len(self._rest)
+        self._rest.clear()
 
 
 def data_of(event: bytes) -> bytes:
@@ -72,7 +111,7 @@ def content_of(data: bytes) -> Any:
     if "choices" in content:
         made["choices"] = [
             {name: _decode(raw) for name, raw in choice.items() if name in _OF_CHOICE}
-            for choice in _decode_choices(content["choices"])
+            for choice in _decode_choices(content["choices"]) or ()
         ]
     return made
 
@@ -128,7 +167,7 @@ class AnswerEvents:
             return b"" if self._resumed else event       # a comment
         try:
             content = _decode(data) if self._resumed else content_of(data)
-        except msgspec.DecodeError:
+        except (ValueError, RecursionError):             # not JSON, not UTF-8, or too deep
             self.resumable = False
             return event
         if not isinstance(content, dict):
@@ -139,6 +178,14 @@ class AnswerEvents:
         if not choices:
             return b"" if self._hide_usage and content.get("usage") else self._renamed(content, event)
         return self._take_choices(content, choices, event)
+
+    def pass_on(self, part: bytes) -> bytes:
+        """What the client shall get of an event that is not read: all of it. The router does not know any more what it has."""
+        if self._resumed:                                # nor whether the client has this already
+            raise Differs
+        self.resumable, self.finished = False, False
+        self.began = self.shown = True
+        return part
 
     def _refuse_errors(self, content: dict[str, Any]) -> None:
         error = content.get("error")

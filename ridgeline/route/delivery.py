@@ -8,18 +8,18 @@ stream ends with an error event.
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from ridgeline.engine.client.long_work import away_if_free, away_if_long
+from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.replicas.prefix_tree import Chain
 from ridgeline.engine.replicas.replica_load import Ticket
 from ridgeline.errors import Overloaded, TimedOut, TryAgain, Unsupported
 from ridgeline.process.log import get_logger
-from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, ReplicaGaveUp, usage_of
+from ridgeline.route.answer_events import MOST_READ, AnswerEvents, Differs, EventCutter, Part, ReplicaGaveUp, usage_of
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import ForwardedRequest
 from ridgeline.route.prompt_text import with_answer
@@ -50,6 +50,7 @@ class Delivery:
         self._client_headers = headers
         self._send = send
         self._events = self._new_events()
+        self._is_inside = False                          # the client has a part of a long event, but not its end
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
 
     async def run(self) -> None:
@@ -65,9 +66,12 @@ class Delivery:
                 fleet.counts["retries"] += not self.started
             tried.add(number)
             was_started = self.started
-            if await self._try(number):
-                fleet.counts["resumed_streams"] += was_started
-                return
+            try:
+                if await self._try(number):
+                    fleet.counts["resumed_streams"] += was_started
+                    return
+            except AnswerTooLarge as error:              # other replicas would compute the same again, and be down for it
+                return await self._refuse_too_large(error)
             if not self.started:
                 self._events = self._new_events()
             elif self._events.finished and self._request.hide_usage:
@@ -84,7 +88,7 @@ class Delivery:
     async def _give_up(self, tried: Collection[int]) -> None:
         self._fleet.counts["broken_streams" if self.started else "refused"] += 1
         if self.started:
-            await self.end_with_error(_BROKEN, "service_unavailable_error", "replica_failed")
+            await self.end_with_error(503, _BROKEN, "service_unavailable_error", "replica_failed")
         elif self._refusal is None and tried:
             failed = "a replica" if len(tried) == 1 else f"{len(tried)} replicas"
             raise TryAgain(f"{failed} failed in this request; try again later", 1.0)
@@ -93,11 +97,12 @@ class Delivery:
         else:
             await self._send_whole(*self._refusal)
 
-    async def end_with_error(self, message: str, kind: str, code: str) -> None:
-        """In place of the rest of a stream."""
+    async def end_with_error(self, status: int, message: str, kind: str, code: str) -> None:
+        """In place of the rest of a stream. `status`: what the answer would have had before its beginning."""
         path, headers = self._request.path, self._client_headers
-        body = body_for(path, headers, 503, error_body(message, kind, code=code))
+        body = body_for(path, headers, status, error_body(message, kind, code=code))
         name = b"event: error\n" if path.startswith("/v1/messages") else b""
+        name = b"\n\n" + name if self._is_inside else name       # or the error would be a part of that event
         await self._send({"type": "http.response.body", "body": name + b"data: " + body + b"\n\n"})
 
     # -- one replica ---------------------------------------------------------------------------------------------------
@@ -118,9 +123,8 @@ class Delivery:
                 else:
                     await self._whole(replica, answer, ticket)
                 return True
-        except AnswerTooLarge as error:                  # other replicas would compute the same again, and be down for it
-            await self._refuse_too_large(f"{error}; ask for less in one request, such as fewer prompts or log-probabilities")
-            return True
+        except AnswerTooLarge:
+            raise
         except (ReplicaFailure, ReplicaGaveUp) as error:
             replica.fail(str(error))
             logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
@@ -131,10 +135,12 @@ class Delivery:
             replica.load.leave(ticket)                   # if it is still there: it failed, or its client has gone
         return False
 
-    async def _refuse_too_large(self, message: str) -> None:
+    async def _refuse_too_large(self, error: AnswerTooLarge) -> None:
+        message = f"{error}; ask for less in one request, such as fewer prompts or log-probabilities"
+        self._fleet.counts["too_large"] += 1
         if not self.started:
             raise Unsupported(message)
-        await self.end_with_error(message, "invalid_request_error", "answer_too_large")
+        await self.end_with_error(400, message, "invalid_request_error", "answer_too_large")
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         self._refusal = answer.status, answer.headers, await answer.body(MOST_ANSWER)
@@ -147,7 +153,7 @@ class Delivery:
         body = await answer.body(MOST_ANSWER)
         replica.succeeded()
         usage = text = None
-        if answer.status == 200 and self._request.is_counted:
+        if answer.status == 200 and self._request.is_counted and len(body) <= MOST_READ:
             with suppress(Overloaded, TimedOut):         # threads are busy: statistics are left out, the answer is not
                 usage, text = await away_if_long(len(body), lambda: _read(body))
         if answer.status == 200 and self._request.method == "POST":
@@ -158,24 +164,39 @@ class Delivery:
         await self._send_whole(answer.status, answer.headers, body)
 
     async def _stream(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
-        cutter, events, counted = EventCutter(), self._events, self._request.is_counted
-        async for piece in answer.pieces():
-            parts: list[bytes] = []
+        events = self._events
+        with closing(EventCutter()) as cutter:
             try:
-                for event in cutter.cut(piece):
-                    parts.append(await away_if_free(len(event), partial(events.take, event)) if counted else event)
-            finally:                                     # also what came before an event that fails: it counts as sent
-                if events.began or (parts and not counted):
-                    self._began(replica, ticket)
-                if body := b"".join(parts):
-                    events.shown = events.shown or not counted
-                    await self._start(answer)
-                    await send_part(self._send, body, more=True)
+                async for piece in answer.pieces():
+                    await self._pass(cutter.cut(piece), replica, answer, ticket)
+                await self._pass(cutter.last(), replica, answer, ticket)
+            finally:
+                self._is_inside = cutter.is_inside
         replica.succeeded()
         replica.load.finish(ticket, self._fleet.now(), events.usage, self._whole_chain(events.text))
         self._fleet.answered(replica, events.usage)
         await self._start(answer)
         await self._send({"type": "http.response.body", "body": b""})
+
+    async def _pass(self, parts: list[Part], replica: Replica, answer: Answer, ticket: Ticket) -> None:
+        events, counted, passed = self._events, self._request.is_counted, list[bytes]()
+        try:
+            for part in parts:
+                passed.append(await self._taken(part) if counted else part.data)
+        finally:                                         # also what came before an event that fails: it counts as sent
+            if events.began or (passed and not counted):
+                self._began(replica, ticket)
+            if body := b"".join(passed):
+                events.shown = events.shown or not counted
+                await self._start(answer)
+                await send_part(self._send, body, more=True)
+
+    async def _taken(self, part: Part) -> bytes:
+        """What the client shall get. An event that the threads have no time for is not read: all streams would wait for it."""
+        if part.is_whole:
+            with suppress(Overloaded, TimedOut):
+                return await away_if_long(len(part.data), partial(self._events.take, part.data))
+        return self._events.pass_on(part.data)
 
     def _whole_chain(self, text: str | None) -> Chain:
         return with_answer(self._request.prompt, text) if text else ()
@@ -209,6 +230,6 @@ def _read(body: bytes) -> tuple[Any, str]:
         content = msgspec.json.decode(body)
         choice = content["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError):
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError):
         return None, ""
     return usage_of(content), text if isinstance(text, str) else ""

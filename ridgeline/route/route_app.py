@@ -116,7 +116,7 @@ class RouteApp:
         except TimeoutError:
             if not delivery.started:
                 raise TimedOut(_TIMEOUT) from None
-            await delivery.end_with_error(_TIMEOUT, "timeout_error", "request_timeout")
+            await delivery.end_with_error(504, _TIMEOUT, "timeout_error", "request_timeout")
         finally:
             scope.get(LOG, {})["replica"] = delivery.replica
 

@@ -200,25 +200,30 @@ def test_chat_is_quiet_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- a running server --------------------------------------------------------------------------------------------------
 
 
+DEEP = b"[" * 50_000
+
+
 class Recorded(BaseHTTPRequestHandler):
     """An OpenAI-compatible server that streams two words; its class keeps what it was asked."""
 
     asked: ClassVar[list[tuple[str, str, dict[str, Any]]]] = []          # path, key, body
     key = ""
     tail = b"data: [DONE]\n\n"
+    models = b'{"data": [{"id": "tiny"}, {"id": "other"}]}'
+    error = b'{"error": {"message": "a bad\\nmessage"}}'
 
     def log_message(self, *_: object) -> None: ...
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "tiny"}, {"id": "other"}]})
+        self._send(200, self.models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         type(self).asked.append((self.path, self.headers.get("Authorization", ""), body))
         if self.key and self.headers.get("Authorization") != f"Bearer {self.key}":
-            self._send(401, {"error": {"message": "no"}})
+            self._send(401, b'{"error": {"message": "no"}}')
         elif body["messages"][-1]["content"] == "bad":
-            self._send(400, {"error": {"message": "a bad\nmessage"}})
+            self._send(400, self.error)
         else:
             events: list[dict[str, Any]] = [{"choices": [{"delta": {"content": word}}]} for word in ("Good ", "day")]
             events += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": [], "usage": {"completion_tokens": 7}}]
@@ -226,8 +231,7 @@ class Recorded(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events) + self.tail)
 
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+    def _send(self, status: int, data: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -277,13 +281,28 @@ def test_a_stream_that_ends_in_an_error(server: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("tail", "says"), [
     *((b'data: {"choices": %b}\n\n' % odd, "an event that is no part of a chat") for odd in (b"5", b"[7]", b'[{"delta": 7}]')),
-    (b"data: " + b"x" * 2000, "the answer broke off: an event has"),
+    (b"data: " + b"x" * 200_000, "the answer broke off: an event has"),
+    (b"data: " + DEEP + b"\n\n", "the answer broke off: its JSON is too deep"),
 ])
 def test_other_servers_may_send_anything(server: str, monkeypatch: pytest.MonkeyPatch, tail: bytes, says: str) -> None:
-    monkeypatch.setattr("ridgeline.cli.chat.remote_model._MOST_LINE", 1000)
+    monkeypatch.setattr("ridgeline.cli.chat.remote_model._MOST_LINE", 100_000)
     monkeypatch.setattr(Recorded, "tail", tail)
     with pytest.raises(RequestError, match=says):
         RemoteModel(server).reply([{"role": "user", "content": "Hello"}], {}, list[str]().append)
+
+
+def test_an_error_that_is_too_deep_to_read(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorded, "error", DEEP)
+    with pytest.raises(RequestError, match="/v1/chat/completions answered with status 400"):
+        RemoteModel(server).reply([{"role": "user", "content": "bad"}], {}, list[str]().append)
+
+
+@pytest.mark.parametrize("models", [DEEP, b"5", b"no", b'{"data": [{"id": "tiny"}]' + b" " * 100_000 + b"}"])
+def test_a_list_of_models_may_be_anything_and_has_a_bound(server: str, monkeypatch: pytest.MonkeyPatch, models: bytes) -> None:
+    monkeypatch.setattr("ridgeline.cli.chat.remote_model._MOST_LINE", 100_000)
+    monkeypatch.setattr(Recorded, "models", models)
+    with pytest.raises(ConfigError, match="/v1/models lists no model; name it"):
+        RemoteModel(server)
 
 
 def test_half_a_surrogate_pair_is_printed_as_a_mark(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from ridgeline import LLM, SamplingParams
 from ridgeline.__main__ import ALIASES, COMMANDS, main
 from ridgeline.cli import cmd_serve
 from ridgeline.cli.cmd_completion import script
+from ridgeline.cli.cmd_generate import finished_ids
 from ridgeline.cli.cmd_serve import GROUPS, welcome
 from ridgeline.cli.config_options import OptionParser
 from ridgeline.config import declared_options
@@ -29,6 +30,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.ipc import Ready
+from ridgeline.errors import ConfigError
 from ridgeline.ops.cpu import native, native_build
 from ridgeline.process import embedded
 from ridgeline.server.options import ServerOptions
@@ -364,6 +366,19 @@ def test_generate_reads_no_line_without_end(
     for source in (tmp_path / "zeros", Path("/dev/zero")):
         assert generate(source, tmp_path / "out.jsonl", model) == 2
         assert f"{source}, line 1 has 1 MiB or more: is this JSONL?" in capsys.readouterr().err
+
+
+def test_generate_goes_on_after_a_record_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's log-probabilities made a record that the next run refused as no JSONL."""
+    monkeypatch.setattr("ridgeline.cli.cmd_generate.MOST_LINE", 1000)
+    whole = json.dumps({"id": 1, "outputs": ["x" * 5000]}, separators=(",", ":")) + '\n{"id":"b"}\n'
+    for half in ("", "{", '{"id":', '{"id":3,"outputs":["' + "x" * 5000):
+        (tmp_path / "out.jsonl").write_text(whole + half)
+        assert finished_ids(tmp_path / "out.jsonl") == {1, "b"} and (tmp_path / "out.jsonl").read_text() == whole
+    for other in ("\n", '{"no": 1}\n', '{"id":null}\n', '{"id":[1]}\n', '{"id":1\n', "x" * 5000):
+        (tmp_path / "out.jsonl").write_text(whole + other)
+        with pytest.raises(ConfigError, match="line 3 was not written by this command"):
+            finished_ids(tmp_path / "out.jsonl")
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,16 @@ import pytest
 
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.route import answer_events
-from ridgeline.route.answer_events import AnswerEvents, Differs, EventCutter, ReplicaGaveUp, usage_of
+from ridgeline.route.answer_events import (
+    MOST_READ,
+    AnswerEvents,
+    Differs,
+    EventCutter,
+    Held,
+    Part,
+    ReplicaGaveUp,
+    usage_of,
+)
 
 
 def chunk(text: str, field: str = "content", end: str | None = None) -> bytes:
@@ -22,10 +31,54 @@ def chunk(text: str, field: str = "content", end: str | None = None) -> bytes:
 def test_events_are_whole_however_the_pieces_fall(size: int, line: bytes) -> None:
     events = [b'data: {"a": 1}', b": a comment", b"event: x\ndata: 2", b"data: [DONE]"]
     stream = b"".join(event.replace(b"\n", line) + line * 2 for event in events)
-    cutter, found = EventCutter(), []
+    cutter, found = EventCutter(), list[Part]()
     for start in range(0, len(stream), size):
         found += cutter.cut(stream[start : start + size])
-    assert found == [event + b"\n\n" for event in events]
+    assert found == [Part(event.replace(b"\n", line) + line * 2, is_whole=True) for event in events] and cutter.last() == []
+
+
+def test_the_line_ends_of_an_event_that_has_begun_are_kept() -> None:
+    """The second event's CR LF was made LF with the first one's; then its end was LF CR LF, which was none."""
+    cutter = EventCutter()
+    assert cutter.cut(b"data: 1\r\n\r\ndata: 2\r\n") == [Part(b"data: 1\r\n\r\n", is_whole=True)]
+    assert cutter.cut(b"\r\n") == [Part(b"data: 2\r\n\r\n", is_whole=True)]
+    assert cutter.cut(b"data: 3\r\n") == [] and cutter.last() == [Part(b"data: 3\r\n", is_whole=True)]
+    assert cutter.last() == []
+
+
+@pytest.mark.parametrize("size", [100, 4096, 10**7])
+def test_a_long_event_is_given_out_in_parts_and_not_kept(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_events, "MOST_READ", 10_000)
+    long = b"data: " + b"x\r\ndata: y" * 5_000 + b"\r\n\r\n"
+    stream, held = b"data: 1\n\n" + long + b"data: 2\n\n" + long + b"data: 3\n", Held()
+    cutter, found = EventCutter(held), list[Part]()
+    for start in range(0, len(stream), size):
+        found += cutter.cut(stream[start : start + size])
+        assert held.num_bytes == len(cutter._rest) <= 10_000
+    found += cutter.last()
+    assert b"".join(part.data for part in found) == stream and held.num_bytes == 0
+    assert [part.data for part in found if part.is_whole] == [b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n"]
+
+
+def test_the_begun_events_of_all_streams_have_one_bound() -> None:
+    held = Held(3 * MOST_READ)
+    cutters = [EventCutter(held) for _ in range(100)]
+    for _ in range(MOST_READ // 2**15):
+        for cutter in cutters:
+            cutter.cut(b"x" * 2**15)
+    assert held.num_bytes == sum(len(each._rest) for each in cutters) <= held.most + 100 * (LONG_BYTES + 2**15)
+    for cutter in cutters:
+        cutter.close()
+    assert held.num_bytes == 0
+    assert EventCutter(held).cut(b"y" * (MOST_READ // 2)) == []        # others may have long events again
+
+
+def test_what_was_not_read_cannot_be_continued() -> None:
+    events = AnswerEvents(resumable=True)
+    assert events.pass_on(b"data: {") == b"data: {" and events.shown and events.began and not events.resumable
+    events.restart()
+    with pytest.raises(Differs):
+        events.pass_on(b"data: {")
 
 
 def test_what_was_sent_is_skipped_by_field() -> None:
@@ -63,7 +116,9 @@ def test_an_engine_that_gives_up_is_told_from_an_error_of_the_request(error: dic
     assert AnswerEvents().take(other) == other
 
 
-@pytest.mark.parametrize("data", [b"5", b"no", b"[]", b'{"choices": {}}', b'{"choices": [3]}', b'{"choices": [{"delta": 4}]}'])
+@pytest.mark.parametrize("data", [
+    b"5", b"no", b"[]", b'{"choices": {}}', b'{"choices": [3]}', b'{"choices": [{"delta": 4}]}', b"[" * 50_000, b'{"a": "\xff"}',
+])
 def test_events_that_cannot_be_read_pass(data: bytes) -> None:
     event = b"data: " + data + b"\n\n"
     assert AnswerEvents(resumable=True).take(event) == event
@@ -82,8 +137,15 @@ def test_an_event_of_megabytes_takes_time_for_its_bytes() -> None:
     for _ in range(200):
         assert cutter.cut(b"x" * 1000) == []
         assert cutter._rest is kept                      # nothing is copied before an event ends
-    assert cutter.cut(b"\n") == [] and cutter.cut(b"\nda") == [b"data: " + b"x" * 200_000 + b"\n\n"]
-    assert cutter.cut(b"ta: 1\n\n") == [b"data: 1\n\n"]
+    assert cutter.cut(b"\n") == [] and cutter.cut(b"\nda") == [Part(b"data: " + b"x" * 200_000 + b"\n\n", is_whole=True)]
+    assert cutter.cut(b"ta: 1\n\n") == [Part(b"data: 1\n\n", is_whole=True)]
+
+
+def test_a_long_event_without_choices_has_its_usage_read_and_hidden() -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 6}
+    content = {"choices": None, "usage": usage, "prompt_logprobs": "x" * LONG_BYTES}
+    event, events = b"data: " + json.dumps(content).encode() + b"\n\n", AnswerEvents(hide_usage=True, resumable=True)
+    assert events.take(event) == b"" and events.usage == usage_of({"usage": usage}) and events.resumable
 
 
 def test_of_a_long_event_only_what_the_router_needs_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from fake_replica import Behaviour, FakeReplica, Router
 
+from ridgeline.engine.client.long_work import LONG_BYTES
+from ridgeline.errors import Overloaded
 from ridgeline.route import answer_events, delivery, upstream
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -64,6 +66,14 @@ def test_a_stream_passes_and_its_usage_is_read_and_hidden() -> None:
         assert asked.events[-2]["usage"]["prompt_tokens"] == 10
 
     routed(test, FakeReplica(Behaviour(cached=7)))
+
+
+def test_a_last_event_without_an_empty_line_is_not_lost() -> None:
+    async def test(router: Router, replica: FakeReplica) -> None:
+        call = await router.ask(CHAT)
+        assert call.text == SAID and call.events[-1] == "[DONE]"
+
+    routed(test, FakeReplica(Behaviour(last=b"data: [DONE]\r\n")))
 
 
 def test_events_are_passed_on_as_they_come() -> None:
@@ -140,23 +150,92 @@ def test_an_error_of_the_request_is_not_retried() -> None:
     routed(test, FakeReplica(Behaviour(status=400)), FakeReplica(Behaviour(status=400)))
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_that_is_too_large_is_no_failure_of_its_replica(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_too_large_is_no_failure_of_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replica would compute it again, and be down for it: one client's log-probabilities would end all others' answers."""
-    monkeypatch.setattr(answer_events, "MOST_EVENT", 100_000)
     monkeypatch.setattr(delivery, "MOST_ANSWER", 100_000)
 
     async def test(router: Router, *replicas: FakeReplica) -> None:
         for number in range(1, 5):
-            call = await router.ask(CHAT | {"stream": stream})
+            call = await router.ask(CHAT | {"stream": False})
             assert sum(len(each.seen) for each in replicas) == number
-            said = call.events[-1] if stream else json.loads(call.body)
-            assert call.status == (200 if stream else 400) and said["error"]["type"] == "invalid_request_error"
+            said = json.loads(call.body)
+            assert call.status == 400 and said["error"]["type"] == "invalid_request_error"
             assert "is larger than 100000 bytes; ask for less in one request" in said["error"]["message"]
         assert all(each.up and not each.failed for each in router.fleet.replicas)
+        assert router.fleet.counts["too_large"] == 4 and "ridgeline:route_too_large_total{" in router.fleet.metrics()
 
-    long = Behaviour(pieces=["x" * 2**20], text="x" * 2**20)
+    long = Behaviour(text="x" * 2**20)
     routed(test, FakeReplica(long), FakeReplica(long))
+
+
+def test_a_stream_that_would_go_on_with_an_answer_that_is_too_large_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anthropic's clients read `overloaded_error`, and sent it again; it counted as resumed."""
+    monkeypatch.setattr(delivery, "MOST_ANSWER", 10)
+
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        bad = first_of(router)
+        replicas[bad].behaviours = [Behaviour(dies_after=1)]
+        replicas[1 - bad].behaviours = [Behaviour(status=400)]
+        call = await router.ask(GREEDY, anthropic_version="2023-06-01")
+        assert call.status == 200 and call.events[-1]["error"]["type"] == "invalid_request_error"
+        assert "is larger than 10 bytes" in call.events[-1]["error"]["message"]
+        counts = router.fleet.counts
+        assert (counts["too_large"], counts["resumed_streams"], counts["broken_streams"]) == (1, 0, 0)
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_a_long_event_of_a_stream_passes_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To keep it until its end, and to read it, took the memory of all others and held up the event loop."""
+    read: list[int] = []
+    take = answer_events.AnswerEvents.take
+
+    def noted(self: Any, event: bytes) -> bytes:
+        read.append(len(event))
+        return take(self, event)
+
+    monkeypatch.setattr(answer_events.AnswerEvents, "take", noted)
+    long = ["one ", "x" * 5 * answer_events.MOST_READ, " two"]
+
+    async def test(router: Router, replica: FakeReplica) -> None:
+        call = await router.ask(GREEDY)
+        assert call.text == "".join(long) and call.events[-1] == "[DONE]"
+        assert len(call.events) == 6 and max(read) < 1_000               # the usage is hidden
+        assert router.fleet.replicas[0].counts["answers"] == 1 and answer_events.HELD.num_bytes == 0
+
+    routed(test, FakeReplica(Behaviour(pieces=long)))
+
+
+def test_a_stream_that_breaks_in_a_long_event_ends_with_an_error_of_its_own() -> None:
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        bad = first_of(router)
+        replicas[bad].behaviours = [Behaviour(pieces=["one ", "x" * 2 * answer_events.MOST_READ], breaks_in=2)]
+        call = await router.ask(GREEDY)
+        assert json.loads(call.body.split(b"data: ")[-1])["error"]["code"] == "replica_failed"
+        assert b"xx\n\ndata: {" in call.body and not replicas[1 - bad].seen
+        assert router.fleet.counts["broken_streams"] == 1 and answer_events.HELD.num_bytes == 0
+
+    routed(test, FakeReplica(), FakeReplica())
+
+
+def test_an_event_that_the_threads_have_no_time_for_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read on the event loop, while all other streams waited."""
+    read: list[int] = []
+
+    async def busy(num_bytes: int, work: Callable[[], bytes]) -> bytes:
+        if num_bytes > LONG_BYTES:
+            raise Overloaded("busy")
+        read.append(num_bytes)
+        return work()
+
+    monkeypatch.setattr(delivery, "away_if_long", busy)
+    long = ["one ", "x" * 2 * LONG_BYTES, " two"]
+
+    async def test(router: Router, replica: FakeReplica) -> None:
+        call = await router.ask(GREEDY)
+        assert call.text == "".join(long) and len(read) == 6
+
+    routed(test, FakeReplica(Behaviour(pieces=long)))
 
 
 def test_a_head_without_an_end_is_not_kept() -> None:

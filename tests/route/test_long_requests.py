@@ -13,6 +13,7 @@ from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.replicas.prefix_tree import MOST_BYTES, chain_of
 from ridgeline.errors import Overloaded, TimedOut
 from ridgeline.route import delivery, route_app
+from ridgeline.route.answer_events import MOST_READ
 from ridgeline.route.prompt_text import prompt_of, with_answer
 from ridgeline.route.upstream import PIECE, Upstream
 
@@ -67,6 +68,33 @@ def test_an_answer_is_sent_while_the_threads_that_read_it_are_busy(error: Except
             router.fleet.close()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("size", [MOST_READ // 2, 2 * MOST_READ])
+def test_an_answer_of_megabytes_is_passed_on_and_not_read(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder keeps Python's lock until it has made all objects, also in a thread: the event loop waits for it."""
+    read: list[int] = []
+    whole = delivery._read
+
+    def noted(body: bytes) -> Any:
+        read.append(len(body))
+        return whole(body)
+
+    monkeypatch.setattr(delivery, "_read", noted)
+
+    async def test() -> None:
+        async with FakeReplica(Behaviour(text="x" * size)) as replica:
+            router = Router(replica)
+            call = await asyncio.wait_for(router.ask(chat("hello")), 120)
+            assert call.status == 200 and call.body.count(b"x") == size and len(read) == (size < MOST_READ)
+            assert router.fleet.replicas[0].counts["answers"] == 1 and router.fleet.replicas[0].load.pending == 0
+            router.fleet.close()
+
+    asyncio.run(test())
+
+
+def test_an_answer_that_is_too_deep_to_read_is_passed_on() -> None:
+    assert delivery._read(b"[" * 50_000) == (None, "") == delivery._read(b'{"choices": "\xff"}')
 
 
 def test_the_text_of_a_long_prompt_is_not_kept() -> None:

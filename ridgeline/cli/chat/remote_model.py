@@ -14,7 +14,7 @@ from ridgeline.cli.chat.talk import Message, Reply
 from ridgeline.errors import ConfigError, RequestError
 
 _SECONDS = 600.0                     # of silence
-_MOST_LINE = 64 * 2**20              # bytes of an event
+_MOST_LINE = 64 * 2**20              # bytes of an event, or of a list of models
 _KEYS = ("RIDGELINE_API_KEY", "OPENAI_API_KEY")
 
 
@@ -58,9 +58,9 @@ class RemoteModel:
     def _first_model(self) -> str:
         connection, answer = self._ask("GET", "/models", None)
         try:
-            listed = json.loads(answer.read()).get("data") or []
+            listed = _json(answer.read(_MOST_LINE)).get("data") or []
             return str(listed[0]["id"])
-        except (ValueError, AttributeError, LookupError, TypeError):
+        except (OSError, http.client.HTTPException, ValueError, AttributeError, LookupError, TypeError):
             raise ConfigError(f"{self._address}/models lists no model; name it: ridgeline chat MODEL --url …") from None
         finally:
             connection.close()
@@ -74,7 +74,7 @@ class RemoteModel:
                 data = line.strip().removeprefix(b"data:").strip()
                 if not line.startswith(b"data:") or data == b"[DONE]":
                     continue
-                event = json.loads(data)
+                event = _json(data)
                 if isinstance(event, dict):
                     yield event
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -97,14 +97,21 @@ class RemoteModel:
             raise ConfigError(f"no server answers at {self._address}: {_reason(error)}") from None
         if answer.status == 200:
             return connection, answer
-        said = answer.read(65536)
-        connection.close()
-        if answer.status in (401, 403):
-            raise ConfigError(f"{self._address} wants an API key: set {_KEYS[0]}")
         try:
-            raise RequestError(_message(json.loads(said)))
-        except ValueError:
+            if answer.status in (401, 403):
+                raise ConfigError(f"{self._address} wants an API key: set {_KEYS[0]}")
+            raise RequestError(_message(_json(answer.read(65536))))
+        except (OSError, http.client.HTTPException, ValueError):
             raise RequestError(f"{self._address}{path} answered with status {answer.status}") from None
+        finally:
+            connection.close()
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError:                               # of the C code: the stack is free again
+        raise ValueError("its JSON is too deep") from None
 
 
 def _tokens(event: dict[str, Any]) -> int:

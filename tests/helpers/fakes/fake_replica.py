@@ -27,10 +27,12 @@ class Behaviour:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     dies_after: int | None = None        # events, then the connection breaks
+    breaks_in: int | None = None         # this event, counted from 0: the connection breaks before its end
     error_after: int | None = None       # events, then an error event as of a stopped engine
     cached: int = 0
     prompt_tokens: int = 10
     hold: asyncio.Event | None = None    # waits for it after the first word
+    last: bytes = b"data: [DONE]\n\n"
     ends: bool = True                    # False: dies after the finish reason, before [DONE]
 
 
@@ -105,7 +107,11 @@ class FakeReplica:
             if number == said.error_after:
                 event(writer, {"error": {"message": "the engine has stopped", "code": "engine_not_available"}})
                 break
-            event(writer, {"id": f"{self.url}-{len(self.seen)}", "created": 1, "choices": [{"index": 0, "delta": delta}]})
+            event(writer, {"id": f"{self.url}-{len(self.seen)}", "created": 1, "choices": [{"index": 0, "delta": delta}]},
+                  cut=6 if number == said.breaks_in else 0)
+            if number == said.breaks_in:
+                await writer.drain()
+                return False
             if number == 1 and said.hold is not None:
                 await writer.drain()
                 await self._held(said.hold, seen, reader)
@@ -116,7 +122,7 @@ class FakeReplica:
                 return False
             if (seen.body.get("stream_options") or {}).get("include_usage"):
                 event(writer, {"id": "end", "choices": [], "usage": usage})
-        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(said.last), said.last))
         await writer.drain()
         return True
 
@@ -138,8 +144,10 @@ def whole(writer: asyncio.StreamWriter, status: int, content: dict[str, Any], he
     return True
 
 
-def event(writer: asyncio.StreamWriter, content: dict[str, Any]) -> None:
+def event(writer: asyncio.StreamWriter, content: dict[str, Any], cut: int = 0) -> None:
+    """`cut`: bytes of its end that are left out."""
     data = b"data: " + json.dumps(content).encode() + b"\n\n"
+    data = data[: len(data) - cut]
     writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
 

@@ -24,8 +24,9 @@ from ridgeline.server.parse.text_tokens import TextTokens
 
 __all__ = ["InputTokens", "ResponseReply", "ResponsesRequest", "ResponsesWriter"]
 
-Keep = Callable[[str, bytes, list[dict[str, Any]]], bool]
+Keep = Callable[[str, bytes, list[dict[str, Any]], bool], bool]
 
+UNFINISHED = ("queued", "in_progress")
 COMMENT = b": \n\n"                 # a sign that the answer goes on, although its newest tokens have no text; clients skip it
 ENDLESS = sys.maxsize                # the end of a text that is all content
 
@@ -94,7 +95,8 @@ class ResponsesWriter(ChatWriter):
     repeats_answer = True
 
     def __init__(self, asked: ResponsesRequest, keep: Keep | None, *args: Any) -> None:
-        """`keep` stores the complete response, given its id, JSON and items; returns whether it did. None: it is not stored."""
+        """`keep` stores the response, given its id, JSON, items, and whether it has ended; returns whether it did. None: it is
+        not stored."""
         super().__init__(*args)
         self._asked = asked
         self._keep = keep
@@ -124,7 +126,7 @@ class ResponsesWriter(ChatWriter):
 
     def _kept(self, reply: ResponseReply) -> bytes:
         written = _encode(reply)
-        if self._keep is not None and not self._keep(reply.id, written, reply.output):
+        if self._keep is not None and not self._keep(reply.id, written, reply.output, reply.status not in UNFINISHED):
             self._keep = None
             reply.store = False
             written = _encode(reply)
@@ -149,7 +151,7 @@ class ResponsesWriter(ChatWriter):
             created_at=self._created,
             status=status,
             model=self._model,
-            output=self._items if status not in ("queued", "in_progress") else [],
+            output=self._items if status not in UNFINISHED else [],
             background=bool(asked.background),
             usage=None if output is None else Usage.of(output, self.reasoning_tokens([output])),
             error=error,

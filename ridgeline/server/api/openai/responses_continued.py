@@ -6,8 +6,9 @@ server/api/openai/responses_store keeps them; server/api/openai/responses_answer
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -46,18 +47,23 @@ class Kept(msgspec.Struct):
 
 @dataclass(slots=True)
 class Keeper:
-    """Stores one response when it is complete."""
+    """Stores one response when it is complete. A thread may write its end while its client cancels it: the first end stays."""
 
     store: ResponseStore
     kept: Kept
     is_stored: bool = False
+    has_ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
+    def __call__(self, name: str, response: bytes, output: list[dict[str, Any]], is_end: bool = True) -> bool:
         kept = self.kept
-        if self.is_stored and not self.store.delete(name, kept.key):
-            return False                                 # deleted before its end
-        self.is_stored = kept.again
-        return self.store.put(name, kept.key, response, kept.given, kept.before, [*kept.ids, *(item["id"] for item in output)])
+        with self.lock:
+            if self.has_ended:
+                return False
+            self.has_ended = is_end
+            store = self.store.replace if self.is_stored else self.store.put     # not if it was deleted before its end
+            self.is_stored = kept.again
+            return store(name, kept.key, response, kept.given, kept.before, [*kept.ids, *(item["id"] for item in output)])
 
 
 class Continued:

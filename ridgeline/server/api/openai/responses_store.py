@@ -81,15 +81,18 @@ class ResponseStore:
         if entry.size > self._most_bytes or not self.is_on:
             return False
         with self._lock:
-            self._entries[name] = entry
-            holder = self._holders.setdefault(key, Holder())
-            holder.entries[name] = entry
-            for item in entry.items:
-                holder.items.setdefault(item, {})[name] = None
-            holder.num_bytes += entry.size
-            self.num_bytes += entry.size
+            return self._add(name, entry)
+
+    def replace(self, name: str, key: int, response: bytes, given: bytes, before: bytes, items: Iterable[str] = ()) -> bool:
+        """Store it in place of the key's response of that id. False: there is none any more, or as for put()."""
+        entry = Stored(key, response, given, before, self._clock() + KEPT_SECONDS, tuple(items))
+        with self._lock:                                 # between a delete() and a put(), a client may delete it, too
             self._make_room()
-            return name in self._entries
+            earlier = self._entries.get(name)
+            if earlier is None or earlier.key != key:
+                return False
+            self._drop(name)
+            return entry.size <= self._most_bytes and self._add(name, entry)
 
     def get(self, name: str, key: int) -> Stored | None:
         """The key's response of that id."""
@@ -128,6 +131,17 @@ class ResponseStore:
                 return False
             self._drop(name)
             return True
+
+    def _add(self, name: str, entry: Stored) -> bool:
+        self._entries[name] = entry
+        holder = self._holders.setdefault(entry.key, Holder())
+        holder.entries[name] = entry
+        for item in entry.items:
+            holder.items.setdefault(item, {})[name] = None
+        holder.num_bytes += entry.size
+        self.num_bytes += entry.size
+        self._make_room()
+        return name in self._entries
 
     def _make_room(self) -> None:
         now = self._clock()

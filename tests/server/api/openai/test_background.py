@@ -15,8 +15,10 @@ from served_model import wait_until, write_model
 
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.errors import RequestError
-from ridgeline.server import endpoints
+from ridgeline.server import background_responses, endpoints
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
+from ridgeline.server.api.openai.responses_continued import Keeper, Kept
+from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.options import ServerOptions
 
 
@@ -102,6 +104,50 @@ def test_one_that_is_deleted_ends_at_once(client: openai.OpenAI, server: Scripte
     assert server.service.slots.taken == 0               # the script has not gone on: it was not finished
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_a_thread_that_writes_the_end_does_not_undo_what_its_client_was_told(
+    how: str, client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread went on after `cancelled` or `deleted` was answered, and stored the response as completed."""
+    begun, may_go_on, written = threading.Event(), threading.Event(), threading.Event()
+    whole = ResponsesWriter.body
+
+    def body(writer: ResponsesWriter, outputs: list[Any]) -> bytes:
+        begun.set()
+        may_go_on.wait(60)
+        made = whole(writer, outputs)
+        written.set()
+        return made
+
+    monkeypatch.setattr(ResponsesWriter, "body", body)
+    monkeypatch.setattr(background_responses, "num_values", lambda outputs: LONG_BYTES)
+    script.go.set()
+    response = client.responses.create(model="tiny", input="Hello", background=True)
+    assert begun.wait(60)
+    if how == "cancel":
+        assert client.responses.cancel(response.id).status == "cancelled"
+    else:
+        client.responses.delete(response.id)
+    may_go_on.set()
+    assert written.wait(60)
+    if how == "cancel":
+        assert client.responses.retrieve(response.id).status == "cancelled"
+    else:
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(response.id)
+
+
+def test_only_what_is_stored_is_replaced() -> None:
+    store = ResponseStore(10, 100_000)
+    keep = Keeper(store, Kept(1, b"[]", b"[]", [], again=True))
+    assert keep("a", b"queued", [], False) and keep("a", b"in progress", [{"id": "x"}], False)
+    assert store.get("a", 1).response == b"in progress" and len(store) == 1 and store.with_item("x", 1) == "a"  # type: ignore[union-attr]
+    assert not store.replace("a", 2, b"of another key", b"[]", b"[]") and store.delete("a", 1)
+    assert not keep("a", b"completed", []) and len(store) == store.num_bytes == 0
+    assert store.put("b", 1, b"short", b"[]", b"[]") and not store.replace("b", 1, b"x" * 100_000, b"[]", b"[]")
+    assert len(store) == store.num_bytes == 0            # the old one is not what its client waits for
 
 
 def test_a_failure_is_stored(client: openai.OpenAI, script: Script) -> None:
