@@ -24,7 +24,8 @@ from ridgeline.config import (
     declared_options,
     whole_number,
 )
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, shown_path
+from ridgeline.user_files import MOST_SETTINGS, read_text
 
 T = TypeVar("T")
 ENGINE_GROUPS = {
@@ -179,11 +180,9 @@ def _from_file(path: str) -> list[str]:
     import yaml  # here: few commands read a file
 
     try:
-        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))      # JSON is YAML, too
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from None
+        read = yaml.safe_load(read_text(path, MOST_SETTINGS, "--config"))      # JSON is YAML, too
+    except (yaml.YAMLError, RecursionError, ValueError) as error:              # ValueError: a date such as 2026-99-99
+        raise ConfigError(f"--config {shown_path(path)} is not YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(read, dict):
         raise ConfigError(f"--config {path} must hold options, such as max-model-len: 4096")
     words = []

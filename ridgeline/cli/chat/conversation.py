@@ -11,8 +11,9 @@ from typing import Any
 
 from ridgeline.cli.chat.ctrl_c import CtrlC
 from ridgeline.cli.chat.talk import ChatModel, Message, Reply
-from ridgeline.errors import RequestError
+from ridgeline.errors import ConfigError, RequestError
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.user_files import read_json
 
 SHORT_HELP = "/help lists the commands, Ctrl-D leaves, Ctrl-C stops an answer"
 HELP = """\
@@ -162,13 +163,13 @@ class Conversation:
             self._complain("/load needs a file")
             return
         try:
-            record = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+            record = read_json(file)
             messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in record["messages"]]
             settings = {name: kind(record["settings"][name]) for name, kind in _SETTINGS.items() if name in record["settings"]}
             SamplingParams(**settings)
             self._system, self._messages, self._settings = str(record["system"]), messages, settings
-        except OSError as error:
-            self._complain(f"{file} cannot be read: {error.strerror}")
+        except ConfigError as error:
+            self._complain(str(error))
         except (ValueError, LookupError, TypeError, RequestError):
             self._complain(f"{file} was not written by /save")
         else:
