@@ -52,12 +52,13 @@ class Keeper:
     kept: Kept
     is_stored: bool = False
 
-    def __call__(self, name: str, response: bytes, output: list[dict[str, Any]]) -> bool:
+    def __call__(self, name: str, response: bytes, output: list[dict[str, Any]], runs: bool) -> bool:
         kept = self.kept
         if self.is_stored and not self.store.delete(name, kept.key):
             return False                                 # deleted before its end
         self.is_stored = kept.again
-        return self.store.put(name, kept.key, response, kept.given, kept.before, [*kept.ids, *(item["id"] for item in output)])
+        ids = [*kept.ids, *(item["id"] for item in output)]
+        return self.store.put(name, kept.key, response, kept.given, kept.before, ids, runs)
 
 
 class Continued:

@@ -17,6 +17,7 @@ from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.errors import RequestError
 from ridgeline.server import endpoints
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
+from ridgeline.server.api.openai.responses_store import ResponseStore
 from ridgeline.server.options import ServerOptions
 
 
@@ -102,6 +103,28 @@ def test_one_that_is_deleted_ends_at_once(client: openai.OpenAI, server: Scripte
     assert server.service.slots.taken == 0               # the script has not gone on: it was not finished
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
+
+
+def test_one_that_runs_is_not_dropped_for_room(
+    client: openai.OpenAI, server: ScriptedServer, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could be neither fetched nor cancelled, and its tokens would be computed for no client."""
+    monkeypatch.setattr(server.service, "stored", ResponseStore(2, 100_000))
+    running = [client.responses.create(model="tiny", input="Hello", background=True) for _ in range(2)]
+    with pytest.raises(openai.RateLimitError, match="full of responses that run"):
+        client.responses.create(model="tiny", input="Hello", background=True)
+    client.responses.cancel(running[1].id)
+    script.go.set()
+    for _ in range(3):
+        client.responses.create(model="tiny", input="Hello")
+    wait_until(lambda: server.service.slots.taken == 0)
+    script.go.clear()
+    late = client.responses.create(model="tiny", input="Hello", background=True)
+    server.service.stored.put("other", 0, b"", b"[]", b"[]")
+    server.service.stored.put("another", 0, b"", b"[]", b"[]")
+    assert client.responses.retrieve(late.id).status == "queued"
+    script.go.set()
+    wait_until(lambda: client.responses.retrieve(late.id).status == "completed")
 
 
 def test_a_failure_is_stored(client: openai.OpenAI, script: Script) -> None:
