@@ -17,6 +17,7 @@ from ridgeline.process.head_start import keep_byte_code
 from ridgeline.process.platform import current_directory, enlarge_stack
 from ridgeline.process.standard_streams import discard_output, open_missing
 from ridgeline.report.columns import fitted
+from ridgeline.report.control_characters import harmless
 from ridgeline.version import __version__
 
 COMMANDS = {
@@ -176,7 +177,7 @@ def _without_long_words(reason: str, argv: list[str]) -> str:
 def _refuse(reason: str, code: int) -> int:
     if len(reason) > LONGEST_REASON:                     # it quotes a model's file, such as a shape of 100,000 numbers
         reason = f"{reason[: LONGEST_REASON - 500]} … {reason[-500:]}"
-    print(f"ridgeline: error: {reason}", file=sys.stderr)                # not folded: it may end with a command to copy
+    print(f"ridgeline: error: {harmless(reason)}", file=sys.stderr)                # not folded: it may end with a command to copy
     return code
 
 

@@ -68,6 +68,25 @@ def read_json(path: str | Path, kind: str = "JSON") -> Any:
         raise ConfigError(f"{shown_path(path)} is not {kind}: {' '.join(str(error).split())[:200]}") from None
 
 
+def read_yaml(path: str | Path, label: str) -> Any:
+    """Settings in YAML or JSON. No aliases: ten lines of them stand for a billion values."""
+    import yaml  # here: few commands read such a file
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.YAMLError("an alias (*name) is not allowed here; write the value out")
+            return super().compose_node(parent, index)
+
+    text = read_text(path, MOST_SETTINGS, label)
+    try:
+        return yaml.load(text, Loader)                   # a SafeLoader
+    except RecursionError:
+        raise ConfigError(f"{label} {shown_path(path)} is not YAML: its values are nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:        # ValueError: a date such as 2026-99-99
+        raise ConfigError(f"{label} {shown_path(path)} is not YAML: {' '.join(str(error).split())[:200]}") from None
+
+
 def _all(descriptor: int, name: str, most: int) -> bytes:
     """What a descriptor that never blocks gives to its end. A writer that is silent is waited for: Ctrl-C ends the wait."""
     is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)

@@ -24,8 +24,8 @@ from ridgeline.config import (
     declared_options,
     whole_number,
 )
-from ridgeline.errors import ConfigError, shown_path
-from ridgeline.user_files import MOST_SETTINGS, read_text
+from ridgeline.errors import ConfigError
+from ridgeline.user_files import read_yaml
 
 T = TypeVar("T")
 ENGINE_GROUPS = {
@@ -177,12 +177,7 @@ def with_config_file(argv: list[str]) -> list[str]:
 def _from_file(path: str) -> list[str]:
     if not path:
         raise ConfigError("--config needs a file")
-    import yaml  # here: few commands read a file
-
-    try:
-        read = yaml.safe_load(read_text(path, MOST_SETTINGS, "--config"))      # JSON is YAML, too
-    except (yaml.YAMLError, RecursionError, ValueError) as error:              # ValueError: a date such as 2026-99-99
-        raise ConfigError(f"--config {shown_path(path)} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    read = read_yaml(path, "--config")                   # JSON is YAML, too
     if not isinstance(read, dict):
         raise ConfigError(f"--config {path} must hold options, such as max-model-len: 4096")
     words = []

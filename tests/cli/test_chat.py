@@ -73,6 +73,33 @@ def test_a_pipe_gets_the_answers_alone(chat: Callable[..., Said]) -> None:
     assert [each["role"] for each in model.got[1]] == ["system", "user", "assistant", "user"]
 
 
+def test_what_a_model_writes_does_not_command_the_terminal(
+    chat: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Escape sequences overwrite the screen, set the title and write to the clipboard; C1 controls do so in one character."""
+    attack = "a\x1b[2J\x1b]0;title\x07b\x9b31mc\x08\x7f\x00 over\rwrite\r\n\tend"
+
+    class Attacker(Scripted):
+        def describe(self) -> str:
+            return f"model {attack}"
+
+        def reply(self, messages: list[dict[str, Any]], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
+            self.got.append([dict(each) for each in messages])
+            if len(messages) > 1:
+                raise RequestError(attack)
+            write(attack)
+            return Reply(5, "stop", 0.5, 2.5, None)
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    model, out, err = chat("Hello\nMore\n", Attacker(), tty=True)
+    harmless = "a^[[2J^[]0;title^Gb<9b>31mc^H^?^@ overwrite\n\tend"
+    assert out.count(harmless) == 2 and harmless in err
+    assert not {each for each in out + err if ord(each) < 32 or 127 <= ord(each) < 160} - {"\n", "\t"}
+    assert model.got[1][1]["content"] == attack          # the conversation has it as it was
+    monkeypatch.undo()
+
+
 def test_a_terminal_gets_the_model_and_the_speed_and_no_colour_unless_stdout_is_one(chat: Callable[..., Said]) -> None:
     _, out, _ = chat("Hello\n", tty=True)
     assert out.startswith("a scripted model\n/help lists the commands") and "\033" not in out
