@@ -23,7 +23,7 @@ COMMANDS = [
     "eval MODEL --text @", "eval MODEL --slice-file a=@", "eval MODEL --choices @", "eval MODEL --reference @",
     "diagnose --from-trace @", "bench compare @ @",
     "plan --check @", "plan --fit @", "plan llama-3.1-8b --gpu H100 --count 2 --comm @", "serve --config @",
-    "serve MODEL --api-key-file @", "quantize MODEL --recipe @ --out NEW",
+    "serve MODEL --api-key-file @", "serve MODEL --device cpu --port 0 --chat-template @", "quantize MODEL --recipe @ --out NEW",
     "quantize MODEL --recipe int4-gptq --out NEW --calibration @",
     "bench serve http://127.0.0.1:9 --dataset-path @",
 ]
@@ -44,7 +44,7 @@ def test_what_is_no_such_file_is_one_line(command: str, tmp_path: Path, capsys: 
     (nested := tmp_path / "nested").write_text("[" * 200_000)
     (garbage := tmp_path / "garbage").write_bytes(bytes(range(128, 256)) * 100)
     model = str(write_model(tmp_path / "model"))
-    is_text = any(f"--{name} " in command for name in ("text", "slice-file", "calibration", "api-key-file"))
+    is_text = any(f"--{name} " in command for name in ("text", "slice-file", "calibration", "api-key-file", "chat-template"))
     for file in (Path("/dev/zero"), fifo, sparse, tmp_path, garbage, *([] if is_text else [nested])):
         places = {"@": str(file), "MODEL": model, "NEW": str(tmp_path / "new")}
         words = command.split()
