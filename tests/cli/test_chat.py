@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import logging
@@ -304,13 +305,36 @@ def test_a_stream_that_ends_in_an_error(server: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("tail", "says"), [
     *((b'data: {"choices": %b}\n\n' % odd, "an event that is no part of a chat") for odd in (b"5", b"[7]", b'[{"delta": 7}]')),
-    (b"data: " + b"x" * 2000, "the answer broke off: an event has"),
+    (b"data: " + b"x" * 2000, "the answer broke off: an event has"), (b"data: " + b"[" * 990, "the answer broke off: "),
+    (b"data: " + b"[" * 100_000 + b"\n\n", "the answer broke off: "),
 ])
 def test_other_servers_may_send_anything(server: str, monkeypatch: pytest.MonkeyPatch, tail: bytes, says: str) -> None:
-    monkeypatch.setattr("ridgeline.cli.chat.remote_model._MOST_LINE", 1000)
+    monkeypatch.setattr("ridgeline.cli.chat.remote_model._MOST_LINE", 1000 if len(tail) < 10_000 else 1 << 20)
     monkeypatch.setattr(Recorded, "tail", tail)
     with pytest.raises(RequestError, match=says):
         RemoteModel(server).reply([{"role": "user", "content": "Hello"}], {}, list[str]().append)
+
+
+@pytest.mark.parametrize("listed", [b"x" * 5_000, b"[" * 100_000, b'{"data": [5]}'])
+def test_a_list_of_models_that_is_none(server: str, monkeypatch: pytest.MonkeyPatch, listed: bytes) -> None:
+    read: list[int] = []
+
+    def answer(self: Recorded) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(listed)
+
+    whole = http.client.HTTPResponse.read
+
+    def counted(self: http.client.HTTPResponse, amount: int | None = None) -> bytes:
+        read.append(-1 if amount is None else amount)
+        return whole(self, amount)
+
+    monkeypatch.setattr(Recorded, "do_GET", answer)
+    monkeypatch.setattr(http.client.HTTPResponse, "read", counted)
+    with pytest.raises(ConfigError, match="lists no model"):
+        RemoteModel(server)
+    assert min(read) > 0                                 # no read to an end that may not come
 
 
 def test_half_a_surrogate_pair_is_printed_as_a_mark(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,11 @@ class RemoteModel:
     def _first_model(self) -> str:
         connection, answer = self._ask("GET", "/models", None)
         try:
-            listed = json.loads(answer.read()).get("data") or []
+            listed = json.loads(answer.read(_MOST_LINE)).get("data") or []
             return str(listed[0]["id"])
-        except (ValueError, AttributeError, LookupError, TypeError):
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"no server answers at {self._address}: {_reason(error)}") from None
+        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
             raise ConfigError(f"{self._address}/models lists no model; name it: ridgeline chat MODEL --url …") from None
         finally:
             connection.close()
@@ -77,7 +79,7 @@ class RemoteModel:
                 event = json.loads(data)
                 if isinstance(event, dict):
                     yield event
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             raise RequestError(f"the answer broke off: {_reason(error)}") from None
         finally:
             connection.close()
@@ -97,13 +99,16 @@ class RemoteModel:
             raise ConfigError(f"no server answers at {self._address}: {_reason(error)}") from None
         if answer.status == 200:
             return connection, answer
-        said = answer.read(65536)
+        try:
+            said = answer.read(65536)
+        except (OSError, http.client.HTTPException):
+            said = b""
         connection.close()
         if answer.status in (401, 403):
             raise ConfigError(f"{self._address} wants an API key: set {_KEYS[0]}")
         try:
             raise RequestError(_message(json.loads(said)))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RequestError(f"{self._address}{path} answered with status {answer.status}") from None
 
 
