@@ -503,7 +503,9 @@ def test_a_server_that_wants_a_key_or_is_no_server_of_ours(canned: tuple[str, ty
 
 
 @pytest.mark.parametrize("sent", [b"", b"[" * 100_000, b"[]", b'{"machine": 5}', b"\xff"])
-def test_what_is_no_answer_of_ours_is_one_line(sent: bytes, canned: tuple[str, type[Canned]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_answer_of_ours_is_one_line(
+    sent: bytes, canned: tuple[str, type[Canned]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, _ = canned
     monkeypatch.setattr("ridgeline.diagnose.attach._MOST_BYTES", 10)
     with pytest.raises(ConfigError, match="answers with more than"):
