@@ -9,13 +9,15 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import sys
 
-from ridgeline.errors import ConfigError, EngineDead, RidgelineError
+from ridgeline.errors import MOST_SHOWN_PATH, ConfigError, EngineDead, RidgelineError, shown_path
 from ridgeline.process.head_start import keep_byte_code
 from ridgeline.process.platform import current_directory, enlarge_stack
 from ridgeline.process.standard_streams import discard_output, open_missing
 from ridgeline.report.columns import fitted
+from ridgeline.report.control_characters import harmless
 from ridgeline.version import __version__
 
 COMMANDS = {
@@ -131,14 +133,15 @@ LONGEST_REASON = 2000                # characters
 
 def main(argv: list[str] | None = None) -> int:
     open_missing()
+    given = sys.argv[1:] if argv is None else argv
     try:
         if argv is None:
             enlarge_stack()
-        code = run(sys.argv[1:] if argv is None else argv)
+        code = run(given)
         sys.stdout.flush()                               # here an error is one line; at Python's end it would be its own
         return code
     except RidgelineError as error:
-        return _refuse(" ".join(str(error).split()), 1 if isinstance(error, EngineDead) else 2)
+        return _refuse(_without_long_words(" ".join(str(error).split()), given), 1 if isinstance(error, EngineDead) else 2)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -153,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"{SCARCE[errno.EAGAIN]}, or `ulimit -v`", 2)
     except OSError as error:
         if error.errno in REFUSED_PATHS and error.filename is not None:
-            return _refuse(f"{_shortened(os.fsdecode(error.filename))}: {error.strerror}", 2)
+            return _refuse(f"{shown_path(os.fsdecode(error.filename))}: {error.strerror}", 2)
         if error.errno == errno.ENOENT and current_directory() is None:          # libraries ask for it when they are imported
             return _refuse("the current directory was removed; change to another one", 2)
         if error.errno not in SCARCE:
@@ -162,14 +165,19 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"{SCARCE[error.errno]} ({error})", 2)
 
 
-def _shortened(path: str) -> str:
-    return path if len(path) <= 200 else f"{path[:200]} ..."
+def _without_long_words(reason: str, argv: list[str]) -> str:
+    """Errors quote what was typed, as it was or as Python writes it: 15 kB of it would hide what is wrong with it."""
+    for word in {*argv, *(word.partition("=")[2] for word in argv)}:
+        if len(word) > MOST_SHOWN_PATH:
+            for quoted in (" ".join(word.split()), " ".join(repr(word)[1:-1].split())):
+                reason = reason.replace(quoted, shown_path(quoted))
+    return re.sub(rf"(\S{{{MOST_SHOWN_PATH}}})\S{{100,}}", r"\1 ...", reason)        # a part of a word, or one that was changed
 
 
 def _refuse(reason: str, code: int) -> int:
     if len(reason) > LONGEST_REASON:                     # it quotes a model's file, such as a shape of 100,000 numbers
         reason = f"{reason[: LONGEST_REASON - 500]} … {reason[-500:]}"
-    print(f"ridgeline: error: {reason}", file=sys.stderr)                # not folded: it may end with a command to copy
+    print(f"ridgeline: error: {harmless(reason)}", file=sys.stderr)                # not folded: it may end with a command to copy
     return code
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 PROMPT = "prompt_token_ids"          # the engine's name for a request's prompt, as an error's `field`
 MOST_SHOWN = 80                      # characters of a value that an error message quotes
+MOST_SHOWN_PATH = 200                # characters of a path
 MOST_SAID = 2000                     # characters of a request error's message; libraries quote as much as was sent
 
 
@@ -110,6 +111,12 @@ def shown(value: Any) -> str:
         return f"a value of type {type(value).__name__}"
     text = " ".join(text.split())
     return f"{text[:MOST_SHOWN - 3]}..." if was_cut or len(text) > MOST_SHOWN else text
+
+
+def shown_path(path: Any) -> str:
+    """A path or another word of the command line, as it was given, for an error message that it must not fill."""
+    text = " ".join(str(path).split("\n"))
+    return text if len(text) <= MOST_SHOWN_PATH else f"{text[:MOST_SHOWN_PATH]} ..."
 
 
 def _parts(value: Any) -> Iterator[str]:

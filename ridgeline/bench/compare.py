@@ -8,16 +8,15 @@ if its median is worse by more than the limit and, where both records have P10 a
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.directions import HIGHER, better
 from ridgeline.bench.lab.sweep import parse_share
 from ridgeline.errors import ConfigError
+from ridgeline.user_files import read_json
 
 # Fields that identify a row of a list; a list whose rows have none is not compared.
 IDENTITY = (
@@ -116,12 +115,7 @@ def _print_report(args: argparse.Namespace, made: Mapping[str, Any]) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    try:
-        made = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a record: {error}") from None
+    made = read_json(path, "a record")
     if not isinstance(made, dict) or "benchmark" not in made or "figures" not in made:
         raise ConfigError(f"{path} is not a record: `bench … --out FILE` writes one")
     return made

@@ -39,6 +39,7 @@ from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.roofline.decoder_shape import decoder_shape
 from ridgeline.roofline.step_cost import Peaks
 from ridgeline.roofline.trace import DEVICE_WORK, LAUNCHES, Work, own_times, part_of
+from ridgeline.user_files import read_json
 
 BAR = 0.02                           # idle share between steps that is allowed
 WARM_STEPS = 12                      # before anything is timed: compiles kernels, captures graphs
@@ -50,7 +51,7 @@ _FLOOR_PARTS = {
 
 def run(args: argparse.Namespace) -> None:
     if args.trace:
-        trace = json.loads(Path(args.trace).read_text())
+        trace = read_json(args.trace, "a Chrome trace")
         print(text(analyse(device_work(trace), args.steps), args.top))
         return
     if not torch.cuda.is_available():

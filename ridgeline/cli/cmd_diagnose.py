@@ -35,6 +35,7 @@ from ridgeline.roofline.facts import PartFacts, facts_of
 from ridgeline.roofline.patterns import find_patterns
 from ridgeline.roofline.remedies import ranked
 from ridgeline.roofline.trace import KNOWN, read_trace, trace_of_steps
+from ridgeline.user_files import read_json
 
 _COUNTERS = {"rows": "rows", "tokens": "tokens"}         # counter tracks below the steps in a trace
 
@@ -172,9 +173,7 @@ def _from_traces(paths: list[str]) -> dict[str, Any]:
     traces = []
     for path in paths:
         try:
-            traces.append(read_trace(json.loads(Path(path).read_text())))
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+            traces.append(read_trace(read_json(path, "a Chrome trace of torch's profiler")))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{path} is not a Chrome trace of torch's profiler") from None
     spent = sum(trace.profiler for trace in traces) / len(traces)

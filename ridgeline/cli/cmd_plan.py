@@ -49,6 +49,7 @@ from ridgeline.quantize.card import PlannedCard, planned_card
 from ridgeline.report.columns import fitted
 from ridgeline.sizes.hardware import DEVICES, Device, Link, described, find_device
 from ridgeline.sizes.mesh_shape import stage_layers
+from ridgeline.user_files import read_json, read_text
 
 BEYOND_BAR = 3                       # exit code
 STEADY_SECONDS = 30                  # of requests that come at a rate, at least
@@ -328,21 +329,23 @@ def _check(args: argparse.Namespace) -> int:
     else:
         print(check.text(found, args.markdown))
     if args.into:
-        _write(args.into, check.put_into(_read(args.into), found))
+        _write(args.into, check.put_into(read_text(args.into), found))
         print(f"wrote the table of {args.into}", file=sys.stderr)
     return 0 if check.worst(found) <= check.BAR else BEYOND_BAR
 
 
 def _served(path: str) -> tuple[str, list[tuple[str, Any, int]]] | None:
     """The server's name for its model, and the points with their users, of a record of `bench serve`; None for another one."""
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not a record: {error}") from None
+    raw = read_json(path, "a record")
     if not isinstance(raw, dict) or raw.get("benchmark") != "serve":
         return None
+    try:
+        return _served_points(path, raw)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is not a record of `ridgeline bench serve` ({type(error).__name__}: {error})") from None
+
+
+def _served_points(path: str, raw: dict[str, Any]) -> tuple[str, list[tuple[str, Any, int]]]:
     unsteady = [point for point in raw["figures"]["points"] if not _is_steady(point)]
     if unsteady:
         print(f"left out: {len(unsteady)} of {path}: requests sent all at once, or for less than {STEADY_SECONDS} s, "
@@ -380,13 +383,6 @@ def _fit(args: argparse.Namespace) -> int:
         raise ConfigError(f"{target} cannot be written: {error.strerror}") from None
     print(f"wrote {target}")
     return 0
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _write(path: str, content: str) -> None:

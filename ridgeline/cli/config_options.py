@@ -25,6 +25,7 @@ from ridgeline.config import (
     whole_number,
 )
 from ridgeline.errors import ConfigError
+from ridgeline.user_files import read_yaml
 
 T = TypeVar("T")
 ENGINE_GROUPS = {
@@ -176,14 +177,7 @@ def with_config_file(argv: list[str]) -> list[str]:
 def _from_file(path: str) -> list[str]:
     if not path:
         raise ConfigError("--config needs a file")
-    import yaml  # here: few commands read a file
-
-    try:
-        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))      # JSON is YAML, too
-    except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML: {error}") from None
+    read = read_yaml(path, "--config")                   # JSON is YAML, too
     if not isinstance(read, dict):
         raise ConfigError(f"--config {path} must hold options, such as max-model-len: 4096")
     words = []

@@ -8,6 +8,7 @@ steps (`take_profile`).
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ridgeline.bench.load.latency import Slo
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, one_line
 from ridgeline.roofline import drill
 from ridgeline.roofline.facts import PartFacts, facts_of
 from ridgeline.roofline.patterns import find_patterns
@@ -29,6 +30,7 @@ from ridgeline.roofline.verdict import Change, Verdict
 
 LONGEST_SECONDS = 120.0              # a server keeps its steps for this long
 _LOOK_SECONDS = 2.0                  # between two reads: the server returns its newest 512 steps
+_MOST_BYTES = 64 << 20               # of an answer
 _TIMEOUT = 10.0
 _REMEMBERED = 512                    # steps in one answer
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
@@ -70,6 +72,13 @@ def attach(
     if not 1 <= seconds <= LONGEST_SECONDS:
         raise ConfigError(f"--seconds must be from 1 to {LONGEST_SECONDS:.0f}, got {seconds:g}")
     url = url.rstrip("/").removesuffix("/v1")
+    try:
+        return _attach(url, seconds, slo, key, progress)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:        # what it sent is something else
+        raise ConfigError(f"{url} does not answer as a Ridgeline server does ({one_line(error)})") from None
+
+
+def _attach(url: str, seconds: float, slo: Slo | None, key: str, progress: Callable[[str], None]) -> Attached:
     before, start = read_samples(_get(url, "/metrics", key).decode()), time.monotonic()
     progress(f"watching for {seconds:.0f} s")
     looks: list[list[dict[str, Any]]] = []
@@ -102,7 +111,10 @@ def _get(url: str, path: str, key: str) -> bytes:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=_TIMEOUT) as answer:
-            return bytes(answer.read())
+            content = bytes(answer.read(_MOST_BYTES + 1))
+            if len(content) > _MOST_BYTES:
+                raise ConfigError(f"{url}{path} answers with more than {_MOST_BYTES >> 20} MiB: is it a Ridgeline server?")
+            return content
     except urllib.error.HTTPError as error:
         if error.code == 401:
             raise ConfigError(f"{url} requires an API key: give --api-key") from None
@@ -110,7 +122,7 @@ def _get(url: str, path: str, key: str) -> bytes:
             raise ConfigError(f"{url} has no {path.split('?')[0]}, so it is not a Ridgeline server; `ridgeline bench serve` "
                               "measures any server") from None
         raise ConfigError(f"{url}{path} answers {error.code}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ConfigError(f"no server answers at {url}: {getattr(error, 'reason', error)}") from None
 
 

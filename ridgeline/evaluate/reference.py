@@ -23,6 +23,7 @@ from ridgeline.evaluate.scoring import LOGITS_ROWS, Scores, Take, Tick
 from ridgeline.evaluate.task import REFERENCE_MAGIC
 
 _ALIGNMENT = 4096
+_MOST_HEADER = 1 << 30              # bytes: a damaged file may have no line end
 
 
 def file_bytes(sequences: Sequence[Sequence[int]], vocab_size: int) -> int:
@@ -66,13 +67,17 @@ class ReferenceFile:
         with self.path.open("rb") as file:
             if file.readline() != REFERENCE_MAGIC:
                 raise ConfigError(f"{path} is not a reference that `ridgeline eval --save-reference` wrote")
-            header: dict[str, Any] = json.loads(file.readline())
+            line = file.readline(_MOST_HEADER)
             offset = -(-file.tell() // _ALIGNMENT) * _ALIGNMENT
-        self.name, self.vocab_size = str(header["model"]), int(header["vocab_size"])
-        begins = np.cumsum([0, *(len(each) - 1 for each in header["sequences"])])
-        self._begins = {
-            tuple(each): int(begin) for each, begin in zip(header["sequences"], begins[:-1], strict=True)
-        }
+        try:
+            header: dict[str, Any] = json.loads(line)
+            self.name, self.vocab_size = str(header["model"]), int(header["vocab_size"])
+            begins = np.cumsum([0, *(len(each) - 1 for each in header["sequences"])])
+            self._begins = {
+                tuple(each): int(begin) for each, begin in zip(header["sequences"], begins[:-1], strict=True)
+            }
+        except (ValueError, LookupError, TypeError, RecursionError):
+            raise ConfigError(f"{path} is a damaged reference: write it again") from None
         expected = offset + int(begins[-1]) * self.vocab_size * 4
         if self.path.stat().st_size != expected:
             raise ConfigError(f"{path} has {self.path.stat().st_size} bytes instead of {expected}: write it again")

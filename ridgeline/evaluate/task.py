@@ -52,6 +52,8 @@ def slice_texts(task: Task) -> dict[str, str]:
 
 def is_reference_file(path: str | Path) -> bool:
     try:
+        if not Path(path).is_file():                     # the call would wait for a FIFO's writer
+            return False
         with Path(path).open("rb") as file:
             return file.read(len(REFERENCE_MAGIC)) == REFERENCE_MAGIC
     except OSError:

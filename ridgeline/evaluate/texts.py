@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from ridgeline.errors import ConfigError
+from ridgeline import user_files
+from ridgeline.errors import ConfigError, shown_path
 from ridgeline.text.tokenizer import Tokenizer
 
 DEFAULT_TEXT = "text"                # the slice of the default text, or of the user's file
@@ -38,22 +39,20 @@ _from_pipes: dict[tuple[int, int], str] = {}
 
 def _content(path: str | Path) -> str:
     """Of a file as it is now; of a pipe what it held when it was first read."""
-    found = Path(path).stat()
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shown_path(path)} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if stat.S_ISREG(found.st_mode):
-        return Path(path).read_text(encoding="utf-8")
+        return user_files.read_text(path)
     key = found.st_dev, found.st_ino
     if key not in _from_pipes:
-        _from_pipes[key] = Path(path).read_text(encoding="utf-8")
+        _from_pipes[key] = user_files.read_text(path)
     return _from_pipes[key]
 
 
 def read_text(path: str | Path) -> str:
-    try:
-        text = _content(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text in UTF-8") from None
+    text = _content(path)
     if not text.strip():
         raise ConfigError(f"{path} holds no text")
     return text
@@ -67,10 +66,7 @@ class Question:
 
 
 def read_questions(path: str | Path) -> list[Question]:
-    try:
-        lines = _content(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+    lines = _content(path).splitlines()
     questions = [_question(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise ConfigError(f"{path} holds no questions")
@@ -80,7 +76,7 @@ def read_questions(path: str | Path) -> list[Question]:
 def _question(where: str, line: str) -> Question:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{where} is not JSON") from None
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is not a JSON object")

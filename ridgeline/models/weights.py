@@ -149,8 +149,9 @@ def _numbered(module: str) -> tuple[str, list[str]]:
     return re.sub(r"\.(\d+)\.", take, module), numbers
 
 
-def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer) -> dict[str, list[str]]:
-    """The pieces of every checkpoint tensor, complete and without overlap, shapes checked; or an error."""
+def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer, wants: str) -> dict[str, list[str]]:
+    """The pieces of every checkpoint tensor, complete and without overlap, shapes checked; or an error. `wants`: where the
+    model's shapes are from: either side may be wrong."""
     matched: dict[str, list[str]] = {}
     filled: dict[str, str] = {}
     unknown = []
@@ -166,14 +167,14 @@ def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer) -> dict[s
         if targets:
             expected = _joined_shape([pieces[target].shape for target in targets])
             if stored.shape != expected:
-                raise ModelError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}, the config asks for "
+                raise ModelError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}, {wants} asks for "
                                  f"{list(expected)}")
             matched[name] = targets
     missing = dict.fromkeys(renamer.checkpoint_name(piece) for piece in pieces if piece not in filled)
     if missing:
-        raise ModelError(f"the checkpoint lacks {_listed(missing)}")
+        raise ModelError(f"{wants} asks for tensors that the checkpoint lacks: {_listed(missing)}")
     if unknown:
-        raise ModelError(f"the checkpoint has tensors that this model does not know: {_listed(unknown)}")
+        raise ModelError(f"the checkpoint has tensors that the model of {wants} does not know: {_listed(unknown)}")
     return matched
 
 
@@ -199,7 +200,7 @@ def _fill(
     if isinstance(stored, SafetensorsSource):
         stored.check_dtypes(renamer.pieces_of)
     source = _canonical_source(_regrouped(stored, config, gguf), config, renamer, pieces, model)
-    matched = _match(pieces, source, renamer)
+    matched = _match(pieces, source, renamer, "its metadata" if gguf else "config.json")
     total = sum(source.tensors[name].nbytes for name in matched)
     done = 0
 

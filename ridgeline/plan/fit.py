@@ -33,6 +33,7 @@ from ridgeline.plan.records import MeasuredRow, Record, of_card
 from ridgeline.plan.workload_steps import Steps, count_rows, decode_rows, gather, workload_counts
 from ridgeline.sizes.graph_shapes import decode_sizes
 from ridgeline.sizes.hardware import Device, data_sheet
+from ridgeline.user_files import read_json
 
 # The expected value of each constant, and the standard deviation of its logarithm. Kernel times and the overlap come from single
 # matrices of Llama-3.1-8B on the H200: with one row a + bytes / rate with a = 2.5 µs, with 128 rows about 4.5 µs above the
@@ -175,13 +176,13 @@ def host_constants(*paths: str | Path) -> dict[str, float]:
     found: dict[str, float] = {}
     for path in paths:
         try:
-            raw = json.loads(Path(path).read_text(encoding="utf-8"))
+            raw = read_json(path, "a record")
             if raw["benchmark"] != "host":
                 raise KeyError(f"it is a record of `bench {raw['benchmark']}`")
             if "model" in raw["workload"] and raw["workload"]["device"] == "cpu":
                 raise ValueError("its steps compute on the host; `bench host --shape` needs a GPU: leave --shape out")
             found |= _step_constants(raw["figures"]) | _admission_constants(raw["figures"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not a record of `ridgeline bench host` ({type(error).__name__}: {error})") from None
     if "host_s" not in found:
         raise ConfigError("none of these records has steps at two numbers of rows: `ridgeline bench host --running 256 1024`")
@@ -238,30 +239,30 @@ def narrow_constants(path: str | Path, call_s: float) -> dict[str, float]:
 def _card(path: str | Path) -> Device | None:
     """The card of a record of `ridgeline bench ops`, if the record has its peak rates."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = read_json(path, "a record")
         device, peaks = data_sheet(raw["machine"]["gpu"]["name"]), raw["workload"]["peaks"]
         return device and of_card(device, peaks["read_bytes_s"] / 1e12, peaks["flops_s"]["bfloat16"] / 1e12)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ConfigError, ValueError, KeyError, TypeError):
         return None                                      # _attention_rows reports what is wrong
 
 
 def _attention_rows(path: str | Path) -> list[dict[str, Any]]:
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = read_json(path, "a record")
         if raw["benchmark"] != "ops":
             raise KeyError(f"it is a record of `bench {raw['benchmark']}`")
         ops = ("decode_attention", "paged_attention")
         rows = [row for row in raw["figures"]["rows"] if row["op"] in ops and row["implementation"] == "triton"]
         return [row for row in rows if not row["error"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a record of `ridgeline bench ops` ({type(error).__name__}: {error})") from None
 
 
 def launch_constants(path: str | Path) -> dict[str, float]:
     """The host's time to launch a kernel, from the peaks in a record of `ridgeline bench ops`; empty if it has none."""
     try:
-        seconds = json.loads(Path(path).read_text(encoding="utf-8"))["workload"]["peaks"]["host_launch_s"]
-    except (OSError, ValueError, KeyError, TypeError):
+        seconds = read_json(path, "a record")["workload"]["peaks"]["host_launch_s"]
+    except (ConfigError, ValueError, KeyError, TypeError):
         return {}
     return {"launch_s": float(seconds)}
 

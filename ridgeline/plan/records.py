@@ -6,7 +6,6 @@ lengths, these follow from the record; for other presets the caller passes them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from ridgeline.plan.public_models import CONFIGS, find_model, gpu_weights, table
 from ridgeline.plan.workload_steps import Lengths
 from ridgeline.sizes.abilities import packed_width
 from ridgeline.sizes.hardware import NO_LINK, Device, Link, data_sheet
+from ridgeline.user_files import read_json
 
 # Measured peaks of the card that the constants refer to, TB/s and TFLOP/s.
 TYPICAL_PEAKS = {"H200": (4.38, 793.0)}
@@ -49,12 +49,12 @@ def record_name(path: str | Path) -> str:
 def read_link(path: str, operation: str) -> Link:
     """From a record of `bench comm`: by this operation, or by the all-reduce where it was not measured."""
     try:
-        figures = json.loads(Path(path).read_text(encoding="utf-8"))["figures"]
+        figures = read_json(path, "a record")["figures"]
         found = figures.get(operation) or figures["all_reduce"]
         if found["gigabytes_per_s"] is None:
             raise ConfigError(f"{path} has no bandwidth: its times do not grow with the sizes; measure larger --sizes")
         return Link(found["gigabytes_per_s"] * 1e9, found["latency_us"] / 1e6)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no record of `ridgeline bench comm` ({error})") from None
 
 
@@ -98,14 +98,12 @@ def read_record(path: str | Path, lengths: Mapping[str, Lengths], file_of: Calla
     """`lengths`: of the presets whose requests differ, by name. `file_of`: of a shape that is a GGUF file, such a file; other
     names stay."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = read_json(path, "a record")
         if raw["benchmark"] == "idle":
             return _idle(raw, file_of)
         if raw["benchmark"] != "offline":
             raise ConfigError(f"{path} is a record of `bench {raw['benchmark']}`; plan knows those of `bench offline` and idle")
         return _gpu(raw, lengths, file_of) if "rows" in raw["figures"] else _cpu(raw)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not a record of `ridgeline bench offline` ({type(error).__name__}: {error})") from None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ridgeline.errors import ConfigError
 from ridgeline.quant.quality_card import CARD, CardFound, summary_line
+from ridgeline.user_files import read_json
 
 PAGE, PLOTS = "QUALITY.md", "quality.html"
 
@@ -82,13 +83,13 @@ class PlannedCard:
 
 def planned_card(file: Path) -> PlannedCard:
     try:
-        card = json.loads(file.read_text(encoding="utf-8"))
+        card = read_json(file, "a card of ridgeline quantize")
         names = {str(row["format"]).partition(",")[0] for row in card["linears"]}
         formats = {PLANNED.get(name) or PLANNED.get(name.partition("-")[0]) for name in names}
         every, machine = card["quality"]["all"], card.get("machine") or {}
         speed = ((card.get("speed") or {}).get("after") or {}).get("decode_tok_s")
         kl, flips, model = float(every["kl"]), 1 - float(every["top1"]), str(card["model"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is no card of ridgeline quantize ({type(error).__name__})") from None
     format = formats.pop() if len(formats) == 1 else None
     if format is None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ridgeline.errors import ConfigError
 from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, GROUPS, INT8_ROW, MXFP4, Activation, Scales, WeightFormat, uint4
+from ridgeline.user_files import read_yaml
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant")
 SPARSE = ("magnitude", "wanda", "sparsegpt")                             # methods of 2:4
@@ -185,12 +184,7 @@ def _named(pattern: str, name: str) -> Rule:
 
 
 def _read_file(path: str) -> Mapping[Any, Any]:
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    found = read_yaml(path, "recipe")
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"recipe {path} must map patterns to formats, such as: mlp: {{bits: 4, group: 64}}")
     return found

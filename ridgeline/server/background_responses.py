@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.request_context import Caller
-from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.errors import BadRequest, Overloaded, Unsupported
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
 from ridgeline.server.api.openai.responses_continued import found
 from ridgeline.server.api.prepared import Job
@@ -51,7 +51,10 @@ class Responses(Generation):
         assert isinstance(writer, ResponsesWriter)
         with ExitStack() as places:
             places.enter_context(self._service.slots.taking(len(job.prompts) * job.params.n, already=1, goes_on=True))
+            others = self._service.stored.num_running if writer.keeps else 0
             body = writer.stored_as("queued")
+            if body is None and others:
+                raise Overloaded("the store is full of responses that run in the background; try again when one has ended")
             if body is None:
                 raise Unsupported("background needs a place in the store of responses, and there is none", field="background")
             name = job.headers[0][1].decode()
@@ -64,7 +67,8 @@ class Responses(Generation):
             try:
                 stream = await self._start(caller, job)
                 try:
-                    writer.stored_as("in_progress")
+                    if writer.stored_as("in_progress") is None:
+                        return                           # no client could fetch it
                     outputs = await stream.complete()
                     await away_if_long(BYTES_PER_VALUE * num_values(outputs), lambda: writer.body(outputs))
                 finally:

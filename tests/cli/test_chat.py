@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import logging
@@ -71,6 +72,33 @@ def test_a_pipe_gets_the_answers_alone(chat: Callable[..., Said]) -> None:
     model, out, err = chat("Hello\n\nMore\n", system="Be brief.")
     assert (out, err) == ("answer 2\nanswer 4\n", "")
     assert [each["role"] for each in model.got[1]] == ["system", "user", "assistant", "user"]
+
+
+def test_what_a_model_writes_does_not_command_the_terminal(
+    chat: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Escape sequences overwrite the screen, set the title and write to the clipboard; C1 controls do so in one character."""
+    attack = "a\x1b[2J\x1b]0;title\x07b\x9b31mc\x08\x7f\x00 over\rwrite\r\n\tend"
+
+    class Attacker(Scripted):
+        def describe(self) -> str:
+            return f"model {attack}"
+
+        def reply(self, messages: list[dict[str, Any]], settings: dict[str, Any], write: Callable[[str], None]) -> Reply:
+            self.got.append([dict(each) for each in messages])
+            if len(messages) > 1:
+                raise RequestError(attack)
+            write(attack)
+            return Reply(5, "stop", 0.5, 2.5, None)
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    model, out, err = chat("Hello\nMore\n", Attacker(), tty=True)
+    harmless = "a^[[2J^[]0;title^Gb<9b>31mc^H^?^@ overwrite\n\tend"
+    assert out.count(harmless) == 2 and harmless in err
+    assert not {each for each in out + err if ord(each) < 32 or 127 <= ord(each) < 160} - {"\n", "\t"}
+    assert model.got[1][1]["content"] == attack          # the conversation has it as it was
+    monkeypatch.undo()
 
 
 def test_a_terminal_gets_the_model_and_the_speed_and_no_colour_unless_stdout_is_one(chat: Callable[..., Said]) -> None:
@@ -303,6 +331,28 @@ def test_a_list_of_models_may_be_anything_and_has_a_bound(server: str, monkeypat
     monkeypatch.setattr(Recorded, "models", models)
     with pytest.raises(ConfigError, match="/v1/models lists no model; name it"):
         RemoteModel(server)
+
+
+@pytest.mark.parametrize("listed", [b"x" * 5_000, b"[" * 100_000, b'{"data": [5]}'])
+def test_a_list_of_models_that_is_none(server: str, monkeypatch: pytest.MonkeyPatch, listed: bytes) -> None:
+    read: list[int] = []
+
+    def answer(self: Recorded) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(listed)
+
+    whole = http.client.HTTPResponse.read
+
+    def counted(self: http.client.HTTPResponse, amount: int | None = None) -> bytes:
+        read.append(-1 if amount is None else amount)
+        return whole(self, amount)
+
+    monkeypatch.setattr(Recorded, "do_GET", answer)
+    monkeypatch.setattr(http.client.HTTPResponse, "read", counted)
+    with pytest.raises(ConfigError, match="lists no model"):
+        RemoteModel(server)
+    assert min(read) > 0                                 # no read to an end that may not come
 
 
 def test_half_a_surrogate_pair_is_printed_as_a_mark(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -502,6 +502,19 @@ def test_a_server_that_wants_a_key_or_is_no_server_of_ours(canned: tuple[str, ty
         attach(url + "/elsewhere", 1, None, "secret")
 
 
+@pytest.mark.parametrize("sent", [b"", b"[" * 100_000, b"[]", b'{"machine": 5}', b"\xff"])
+def test_what_is_no_answer_of_ours_is_one_line(
+    sent: bytes, canned: tuple[str, type[Canned]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = canned
+    monkeypatch.setattr("ridgeline.diagnose.attach._MOST_BYTES", 10)
+    with pytest.raises(ConfigError, match="answers with more than"):
+        attach(url, 1, None)
+    monkeypatch.setattr("ridgeline.diagnose.attach._get", lambda url, path, key: b"" if path == "/metrics" else sent)
+    with pytest.raises(ConfigError, match="does not answer as a Ridgeline server does"):
+        attach(url, 1, None)
+
+
 @pytest.mark.slow
 def test_our_own_server_is_watched(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     socket = str(tmp_path / "admin")

@@ -340,7 +340,7 @@ def test_a_model_without_tokenizer_is_told_before_its_weights_are_loaded(
         LLM(tmp_path, **OPTIONS)
     with pytest.raises(RidgelineError, match="nothing"):
         LLM(model, chat_template=str(tmp_path / "nothing"), **OPTIONS)
-    with pytest.raises(RidgelineError, match="chat_template /dev/zero has more than 1,048,576 characters"):
+    with pytest.raises(RidgelineError, match="chat_template /dev/zero cannot be read: it has more than 1 MiB"):
         LLM(model, chat_template="/dev/zero", **OPTIONS)
     with pytest.raises(ModelError, match="does not exist"):
         LLM(tmp_path / "nowhere", **OPTIONS)

@@ -137,7 +137,7 @@ def test_experts_in_one_tensor_are_the_same_model(tmp_path: Path) -> None:
     assert len(fused) < len(tensors)
     assert torch.equal(logits(load(rewritten(path, fused), torch.float64)), expected)
     name = next(name for name in fused if name.endswith("gate_up_proj"))
-    with pytest.raises(ModelError, match=r"lacks model\.layers\.\d+\.mlp\.experts\.7\.gate_proj\.weight"):
+    with pytest.raises(ModelError, match=r"lacks: model\.layers\.\d+\.mlp\.experts\.7\.gate_proj\.weight"):
         load(rewritten(path, fused | {name: fused[name][:7]}), torch.float64)
 
 

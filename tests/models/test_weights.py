@@ -262,7 +262,7 @@ def test_gguf_missing_tensor(tmp_path: Path) -> None:
     directory = save_checkpoint("smollm2", tmp_path)
     rewrite(directory, model__layers__1__mlp__up_proj__weight=None)
     path = save_gguf(directory, "llama", {}, {})
-    with pytest.raises(ModelError, match=r"lacks blk\.1\.ffn_up\.weight$"):
+    with pytest.raises(ModelError, match=r"lacks: blk\.1\.ffn_up\.weight$"):
         load(path)
 
 
@@ -271,19 +271,19 @@ def test_gguf_missing_tensor(tmp_path: Path) -> None:
 
 def test_missing_tensors_are_named(llama: Path) -> None:
     rewrite(llama, model__norm__weight=None)
-    with pytest.raises(ModelError, match=r"^the checkpoint lacks model\.norm\.weight$"):
+    with pytest.raises(ModelError, match=r"^config\.json asks for tensors that the checkpoint lacks: model\.norm\.weight$"):
         load(llama)
 
 
 def test_missing_head_is_named(llama: Path) -> None:
     rewrite(llama, lm_head__weight=None)
-    with pytest.raises(ModelError, match=r"lacks lm_head\.weight$"):
+    with pytest.raises(ModelError, match=r"lacks: lm_head\.weight$"):
         load(llama)
 
 
 def test_too_few_layers_are_named_in_part(llama: Path) -> None:
     change_config(llama, num_hidden_layers=5)
-    with pytest.raises(ModelError, match=r"lacks model\.layers\.3\..* and 14 more tensors$"):
+    with pytest.raises(ModelError, match=r"lacks: model\.layers\.3\..* and 14 more tensors$"):
         load(llama)
 
 
@@ -295,21 +295,21 @@ def test_unknown_tensors_are_named(llama: Path) -> None:
 
 def test_layers_beyond_the_config_are_named(llama: Path) -> None:
     change_config(llama, num_hidden_layers=2)
-    with pytest.raises(ModelError, match=r"does not know: model\.layers\.2\..* and 5 more tensors$"):
+    with pytest.raises(ModelError, match=r"the model of config\.json does not know: model\.layers\.2\..* and 5 more tensors$"):
         load(llama)
 
 
 def test_a_wrong_shape_is_named(llama: Path) -> None:
     change_config(llama, intermediate_size=96)
     with pytest.raises(ModelError, match=r"model\.safetensors: tensor model\.layers\.0\.mlp\.\w+\.weight has shape "
-                                         r"\[\d+, \d+\], the config asks for \[\d+, \d+\]$"):
+                                         r"\[\d+, \d+\], config\.json asks for \[\d+, \d+\]$"):
         load(llama)
 
 
 def test_a_wrong_fused_shape_is_named(tmp_path: Path) -> None:
     path = save_checkpoint("phi3", tmp_path)
     change_config(path, num_key_value_heads=4)
-    with pytest.raises(ModelError, match=r"qkv_proj\.weight has shape \[96, 48\], the config asks for \[144, 48\]$"):
+    with pytest.raises(ModelError, match=r"qkv_proj\.weight has shape \[96, 48\], config\.json asks for \[144, 48\]$"):
         load(path)
 
 

@@ -1050,7 +1050,7 @@ def test_slo_words() -> None:
     cards = Path(__file__).parents[2] / "benchmarks/cards"
     found = parse_kl(f"{cards}/smollm2-135m-int4-gptq.json,{cards}/smollm2-135m-fp8.json,kv-fp8:0.001")
     assert list(found) == ["int4", "fp8", "kv-fp8"] and found["int4"] > found["fp8"] > found["kv-fp8"]
-    with pytest.raises(ConfigError, match="is no card"):
+    with pytest.raises(ConfigError, match="No such file"):
         parse_kl(f"{cards.parent}/none.json")
 
 

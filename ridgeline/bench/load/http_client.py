@@ -24,6 +24,10 @@ Sink = Callable[[bytes, float], None]        # a piece of a body, and when it wa
 _MOST_ERROR_BYTES = 64 * 1024                # of a body that is kept without a sink's asking
 
 
+_MOST_BYTES = 64 * 2**20                     # of a whole answer, or of an event: what is measured may be no such server …
+_MOST_EVENTS = 1_000_000                     # … and may never end
+
+
 class HttpFailure(Exception):
     """No whole answer came: `kind` is a word for a table, the text says more."""
 
@@ -115,9 +119,16 @@ class _Connection(asyncio.Protocol):
         exchange = self.exchange
         assert exchange is not None
         if exchange.sink is not None and exchange.reply.status == 200:
-            exchange.sink(body, self._now)
+            try:
+                exchange.sink(body, self._now)
+            except HttpFailure as failure:
+                self._fail(failure.kind, str(failure))
+                self.close()
         elif exchange.sink is None or len(exchange.body) < _MOST_ERROR_BYTES:
             exchange.body += body
+            if len(exchange.body) > _MOST_BYTES:
+                self._fail("bad answer", f"it has more than {_MOST_BYTES >> 20} MiB")
+                self.close()
 
     def on_message_complete(self) -> None:
         exchange = self.exchange
@@ -218,16 +229,29 @@ class HttpClient:
 class EventStream:
     """A sink that cuts server-sent events out of pieces of a body and hands on what stands behind `data:`."""
 
-    __slots__ = ("_on_event", "_rest")
+    __slots__ = ("_count", "_on_event", "_rest")
 
     def __init__(self, on_event: Sink) -> None:
         self._on_event = on_event
-        self._rest = b""
+        self._rest = bytearray()
+        self._count = 0
 
     def __call__(self, piece: bytes, when: float) -> None:
         if b"\r" in piece:
             piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"")    # a cut between the two leaves a lone one
-        *events, self._rest = (self._rest + piece).split(b"\n\n") if self._rest else piece.split(b"\n\n")
+        if self._rest:                                       # searched once: a long event comes in a thousand pieces
+            begin = len(self._rest) - 1
+            self._rest += piece
+            if len(self._rest) > _MOST_BYTES:
+                raise HttpFailure("bad answer", f"it has an event of more than {_MOST_BYTES >> 20} MiB")
+            if self._rest.find(b"\n\n", begin) < 0:
+                return
+            piece = bytes(self._rest)
+        *events, rest = piece.split(b"\n\n")
+        self._rest = bytearray(rest)
+        self._count += len(events)
+        if self._count > _MOST_EVENTS:
+            raise HttpFailure("bad answer", f"it has more than {_MOST_EVENTS:,} events")
         for event in events:
             if event.startswith(b"data:") and b"\n" not in event:
                 self._on_event(event[5:].strip(), when)

@@ -21,10 +21,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import ConfigError
+from ridgeline.user_files import read_text
 
 FEWEST_WORDS = 16                    # that make prompts which differ
 HASHED_BLOCK = 512                   # tokens that one of a trace's hash_ids stands for
@@ -256,18 +256,14 @@ class PromptSource:
 def read_rows(path: str, unit: float = 1.0) -> list[dict[str, Any]]:
     """A file's lines, checked, each with all fields; times in seconds from the first one on."""
     rows: list[dict[str, Any]] = []
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():
             try:
                 rows.append(_checked_row(json.loads(line), unit))
             except json.JSONDecodeError as error:
                 raise ConfigError(f"{path}, line {number} is not JSON: {error.msg} at character {error.pos + 1}") from None
+            except RecursionError:
+                raise ConfigError(f"{path}, line {number} is not JSON: its values are nested too deeply") from None
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from None
     if not rows:

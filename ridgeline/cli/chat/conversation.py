@@ -11,8 +11,10 @@ from typing import Any
 
 from ridgeline.cli.chat.ctrl_c import CtrlC
 from ridgeline.cli.chat.talk import ChatModel, Message, Reply
-from ridgeline.errors import RequestError
+from ridgeline.errors import ConfigError, RequestError
+from ridgeline.report.control_characters import harmless
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.user_files import read_json
 
 SHORT_HELP = "/help lists the commands, Ctrl-D leaves, Ctrl-C stops an answer"
 HELP = """\
@@ -50,7 +52,7 @@ class Conversation:
             return
         importlib.import_module("readline")              # line editing and history for input()
         with self._ctrl_c.installed():
-            print(self._model.describe())
+            print(harmless(self._model.describe()))
             self._tell(SHORT_HELP)
             self._converse()
 
@@ -120,7 +122,7 @@ class Conversation:
 
     def _set_system(self, text: str) -> None:
         if not text:
-            print(self._system or "there is no system message")
+            print(harmless(self._system) or "there is no system message")
             return
         self._system = "" if text == "-" else text.strip('"')
         self._messages = []
@@ -162,13 +164,13 @@ class Conversation:
             self._complain("/load needs a file")
             return
         try:
-            record = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+            record = read_json(file)
             messages = [{"role": str(each["role"]), "content": str(each["content"])} for each in record["messages"]]
             settings = {name: kind(record["settings"][name]) for name, kind in _SETTINGS.items() if name in record["settings"]}
             SamplingParams(**settings)
             self._system, self._messages, self._settings = str(record["system"]), messages, settings
-        except OSError as error:
-            self._complain(f"{file} cannot be read: {error.strerror}")
+        except ConfigError as error:
+            self._complain(str(error))
         except (ValueError, LookupError, TypeError, RequestError):
             self._complain(f"{file} was not written by /save")
         else:
@@ -180,10 +182,11 @@ class Conversation:
         """Stream the answer. An interrupted answer stays in the conversation; a refused message does not."""
         self._messages.append({"role": "user", "content": text})
         parts: list[str] = []
+        shows = sys.stdout.isatty()                      # a pipe gets what the model wrote
 
         def write(part: str) -> None:
             parts.append(part)
-            sys.stdout.write(part)
+            sys.stdout.write(harmless(part) if shows else part)
             sys.stdout.flush()
 
         reply = None
@@ -219,7 +222,8 @@ class Conversation:
     def _tell(self, text: str) -> None:
         """A remark for people; a pipe gets the answers alone."""
         if self._interactive:
+            text = harmless(text)
             print(f"\033[2m{text}\033[0m" if self._colour else text, flush=True)
 
     def _complain(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        print(harmless(text), file=sys.stderr, flush=True)

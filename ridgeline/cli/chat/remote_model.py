@@ -60,7 +60,9 @@ class RemoteModel:
         try:
             listed = _json(answer.read(_MOST_LINE)).get("data") or []
             return str(listed[0]["id"])
-        except (OSError, http.client.HTTPException, ValueError, AttributeError, LookupError, TypeError):
+        except (OSError, http.client.HTTPException) as error:
+            raise ConfigError(f"no server answers at {self._address}: {_reason(error)}") from None
+        except (ValueError, AttributeError, LookupError, TypeError):
             raise ConfigError(f"{self._address}/models lists no model; name it: ridgeline chat MODEL --url …") from None
         finally:
             connection.close()

@@ -33,8 +33,9 @@ from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_id
 from ridgeline.text.chat_template import check_template
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer
+from ridgeline.user_files import read_text
 
-MAX_TEMPLATE = 2**20                 # characters of a chat template in a file
+MAX_TEMPLATE = 2**20                 # bytes of a chat template in a file
 MAX_PRIORITY = 2**31 - 1             # either way
 MAX_SALT_CHARACTERS = 1_024
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")         # of a chat's messages
@@ -197,14 +198,9 @@ def _template(given: str) -> str:
 
 def _read(given: str) -> str:
     try:
-        with Path(given).open(encoding="utf-8") as file:
-            text = file.read(MAX_TEMPLATE + 1)           # a device has no end
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"chat_template {given} cannot be read: {reason}; give a file, or the template itself") from None
-    if len(text) > MAX_TEMPLATE:
-        raise ConfigError(f"chat_template {given} has more than {MAX_TEMPLATE:,} characters")
-    return text
+        return read_text(given, MAX_TEMPLATE, "chat_template")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; give a file, or the template itself") from None
 
 
 def _token_ids(given: Any) -> list[int]:

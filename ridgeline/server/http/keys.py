@@ -11,19 +11,21 @@ import hmac
 import os
 import secrets
 from collections.abc import Iterable, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 from ridgeline.errors import ConfigError
 from ridgeline.process.children import erase_variable
 from ridgeline.process.log import get_logger
 from ridgeline.server.options import ServerOptions
+from ridgeline.user_files import read_text
 
 logger = get_logger("server")
 
 VARIABLE = "RIDGELINE_API_KEY"
 MAX_KEYS = 1_000
 MAX_KEY_CHARACTERS = 1_024
-MAX_FILE_CHARACTERS = 4 * 2**20      # with comments
+MAX_FILE_BYTES = 4 * 2**20      # with comments
 
 
 class Keys:
@@ -75,15 +77,10 @@ def load_keys(options: ServerOptions, environment: MutableMapping[str, str] = os
 
 
 def _lines(file: Path) -> list[str]:
-    try:
-        with file.open(encoding="utf-8") as opened:
-            text = opened.read(MAX_FILE_CHARACTERS + 1)  # a device may never end
+    text = read_text(file, MAX_FILE_BYTES, "api_key_file")
+    with suppress(OSError):
         if file.stat().st_mode & 0o077:
             logger.warning("%s can be read by other users; chmod 600 keeps its keys yours", file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file {file} cannot be read: {error}") from None
-    if len(text) > MAX_FILE_CHARACTERS:
-        raise ConfigError(f"api_key_file {file} has more than {MAX_FILE_CHARACTERS:,} characters")
     keys = [line.strip() for line in text.splitlines()]
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:

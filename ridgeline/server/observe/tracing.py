@@ -11,6 +11,7 @@ then an object that does nothing stands in, and the packages need not be install
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
@@ -36,6 +37,8 @@ logger = get_logger("server")
 HEADERS = (b"traceparent", b"tracestate")
 MAX_SPANS = 64                       # per request: hundreds of answers need no span each
 _PATH = "/v1/traces"                 # where collectors listen, by the specification
+_MOST_ANSWER = 65_536                # bytes of a collector's answer
+_OWN_SESSION = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER"           # the operator's own connections
 _FLUSH_SECONDS = 3.0                 # how long a collector that does not answer may delay the end
 _MISSING = "traces need the OpenTelemetry packages, which are not installed: pip install 'ridgeline[otel]'"
 
@@ -200,7 +203,32 @@ def start_tracing(endpoint: str, model: str) -> NoTracing:
         logger.warning("%s", _MISSING)                   # a machine-wide variable must not keep the server from starting
         return NoTracing()
     path = place.path if place.path.strip("/") else _PATH
-    return Tracing(OTLPSpanExporter(endpoint=place._replace(path=path).geturl()), model)
+    session = None if _OWN_SESSION in os.environ else _frugal_session()
+    return Tracing(OTLPSpanExporter(endpoint=place._replace(path=path).geturl(), session=session), model)
+
+
+def _frugal_session() -> Any:
+    """A session that reads no long answers: the exporter reads them whole and uses none, so that a collector (or what else
+    listens there) could fill this process's memory."""
+    import requests
+    from requests.adapters import HTTPAdapter
+
+    class Adapter(HTTPAdapter):
+        def send(self, *args: Any, **settings: Any) -> Any:
+            answer = super().send(*args, **settings)
+            stream, said = answer.raw, answer.headers.get("Content-Length", "")
+            body = stream.read(_MOST_ANSWER) if said.isdigit() and len(said) < 6 and int(said) <= _MOST_ANSWER else None
+            if body is None:
+                stream.close()                           # the rest is not waited for
+            else:
+                stream.release_conn()
+            answer.raw = io.BytesIO(body or b"")
+            return answer
+
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, Adapter())
+    return session
 
 
 def _from_environment() -> str:

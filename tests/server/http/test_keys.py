@@ -172,7 +172,7 @@ def test_where_keys_come_from(tmp_path: Path, caplog: pytest.LogCaptureFixture, 
     [
         ({"api_key_file": "/nowhere/keys"}, {}, "api_key_file /nowhere/keys cannot be read"),
         ({"api_key_file": "EMPTY"}, {}, "holds no key"),
-        ({"api_key_file": "LONG"}, {}, "has more than 4,194,304 characters"),                # as a device has
+        ({"api_key_file": "LONG"}, {}, "it has more than 4 MiB"),                # as a device has
         ({"api_key": "a b"}, {}, "API key 1 must be at most 1024 printable ASCII"),
         ({}, {VARIABLE: "fine,é"}, "API key 2 must be"),
         ({}, {VARIABLE: "x" * 1025}, "API key 1 must be"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import socket
 import subprocess
 import sys
 import threading
@@ -221,6 +223,30 @@ def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.Mo
     tracing.close()
     assert not ended.is_set() and asked.wait(60)
     answers.set()
+
+
+def test_an_endless_answer_of_a_collector_is_not_read() -> None:
+    """The exporter's library reads an answer to its end: what listens at the endpoint could fill the memory."""
+    most, sent, ended = 64 << 20, [0], threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while sent[0] < most:
+                connection.sendall(b"10000\r\n" + b"x" * 65_536 + b"\r\n")
+                sent[0] += 65_536
+        ended.set()
+
+    threading.Thread(target=answer, daemon=True).start()
+    tracing = start_tracing(f"http://127.0.0.1:{listener.getsockname()[1]}", "m")
+    with tracing.request():
+        tracing.ran("r", SamplingParams(), [output(timed(), 4)])
+    tracing.close()
+    assert ended.wait(60) and sent[0] < most
+    listener.close()
 
 
 # -- on or off ---------------------------------------------------------------------------------------------------------

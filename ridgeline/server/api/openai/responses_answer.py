@@ -24,9 +24,9 @@ from ridgeline.server.parse.text_tokens import TextTokens
 
 __all__ = ["InputTokens", "ResponseReply", "ResponsesRequest", "ResponsesWriter"]
 
-Keep = Callable[[str, bytes, list[dict[str, Any]], bool], bool]
+Keep = Callable[[str, bytes, list[dict[str, Any]], bool], bool]     # the last: whether it still runs
+RUNNING = ("queued", "in_progress")
 
-UNFINISHED = ("queued", "in_progress")
 COMMENT = b": \n\n"                 # a sign that the answer goes on, although its newest tokens have no text; clients skip it
 ENDLESS = sys.maxsize                # the end of a text that is all content
 
@@ -118,6 +118,11 @@ class ResponsesWriter(ChatWriter):
             pass
         return self._kept(self._response(self._status(), output))
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the response is to be stored."""
+        return self._keep is not None
+
     def stored_as(self, status: str, error: str = "") -> bytes | None:
         """Store the response as it stands, for a client that comes back for it. None: it cannot be stored."""
         reason = {"code": "server_error", "message": error} if error else None
@@ -126,7 +131,7 @@ class ResponsesWriter(ChatWriter):
 
     def _kept(self, reply: ResponseReply) -> bytes:
         written = _encode(reply)
-        if self._keep is not None and not self._keep(reply.id, written, reply.output, reply.status not in UNFINISHED):
+        if self._keep is not None and not self._keep(reply.id, written, reply.output, reply.status in RUNNING):
             self._keep = None
             reply.store = False
             written = _encode(reply)
@@ -151,7 +156,7 @@ class ResponsesWriter(ChatWriter):
             created_at=self._created,
             status=status,
             model=self._model,
-            output=self._items if status not in UNFINISHED else [],
+            output=self._items if status not in RUNNING else [],
             background=bool(asked.background),
             usage=None if output is None else Usage.of(output, self.reasoning_tokens([output])),
             error=error,

@@ -55,15 +55,16 @@ class Keeper:
     has_ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, name: str, response: bytes, output: list[dict[str, Any]], is_end: bool = True) -> bool:
+    def __call__(self, name: str, response: bytes, output: list[dict[str, Any]], runs: bool) -> bool:
         kept = self.kept
         with self.lock:
             if self.has_ended:
                 return False
-            self.has_ended = is_end
+            self.has_ended = not runs
             store = self.store.replace if self.is_stored else self.store.put     # not if it was deleted before its end
             self.is_stored = kept.again
-            return store(name, kept.key, response, kept.given, kept.before, [*kept.ids, *(item["id"] for item in output)])
+            ids = [*kept.ids, *(item["id"] for item in output)]
+            return store(name, kept.key, response, kept.given, kept.before, ids, runs)
 
 
 class Continued:

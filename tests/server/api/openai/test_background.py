@@ -142,12 +142,34 @@ def test_a_thread_that_writes_the_end_does_not_undo_what_its_client_was_told(
 def test_only_what_is_stored_is_replaced() -> None:
     store = ResponseStore(10, 100_000)
     keep = Keeper(store, Kept(1, b"[]", b"[]", [], again=True))
-    assert keep("a", b"queued", [], False) and keep("a", b"in progress", [{"id": "x"}], False)
+    assert keep("a", b"queued", [], True) and keep("a", b"in progress", [{"id": "x"}], True)
     assert store.get("a", 1).response == b"in progress" and len(store) == 1 and store.with_item("x", 1) == "a"  # type: ignore[union-attr]
     assert not store.replace("a", 2, b"of another key", b"[]", b"[]") and store.delete("a", 1)
-    assert not keep("a", b"completed", []) and len(store) == store.num_bytes == 0
+    assert not keep("a", b"completed", [], False) and len(store) == store.num_bytes == 0
     assert store.put("b", 1, b"short", b"[]", b"[]") and not store.replace("b", 1, b"x" * 100_000, b"[]", b"[]")
     assert len(store) == store.num_bytes == 0            # the old one is not what its client waits for
+
+
+def test_one_that_runs_is_not_dropped_for_room(
+    client: openai.OpenAI, server: ScriptedServer, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could be neither fetched nor cancelled, and its tokens would be computed for no client."""
+    monkeypatch.setattr(server.service, "stored", ResponseStore(2, 100_000))
+    running = [client.responses.create(model="tiny", input="Hello", background=True) for _ in range(2)]
+    with pytest.raises(openai.RateLimitError, match="full of responses that run"):
+        client.responses.create(model="tiny", input="Hello", background=True)
+    client.responses.cancel(running[1].id)
+    script.go.set()
+    for _ in range(3):
+        client.responses.create(model="tiny", input="Hello")
+    wait_until(lambda: server.service.slots.taken == 0)
+    script.go.clear()
+    late = client.responses.create(model="tiny", input="Hello", background=True)
+    server.service.stored.put("other", 0, b"", b"[]", b"[]")
+    server.service.stored.put("another", 0, b"", b"[]", b"[]")
+    assert client.responses.retrieve(late.id).status == "queued"
+    script.go.set()
+    wait_until(lambda: client.responses.retrieve(late.id).status == "completed")
 
 
 def test_a_failure_is_stored(client: openai.OpenAI, script: Script) -> None:

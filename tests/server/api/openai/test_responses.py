@@ -368,6 +368,22 @@ def test_who_holds_most_makes_room() -> None:
     assert store.delete("quiet", 1) and store.with_item("a", 1) is None
 
 
+def test_what_runs_is_neither_dropped_nor_expires() -> None:
+    now = [0.0]
+    store = ResponseStore(4, 100_000, lambda: now[0])
+    assert store.put("runs", 1, b"x" * 60_000, b"[]", b"[]", ["a"], runs=True)
+    for number in range(20):
+        assert store.put(f"done {number}", 1, b"x" * 10_000, b"[]", b"[]")
+    assert store.get("runs", 1) is not None and store.with_item("a", 1) == "runs" and store.num_bytes <= 100_000
+    now[0] = 2 * KEPT_SECONDS
+    assert store.get("done 19", 1) is None and store.get("runs", 1) is not None and len(store) == 1
+    assert not store.put("second", 2, b"x" * 60_000, b"[]", b"[]", runs=True)        # no room beside it
+    assert store.delete("runs", 1) and len(store) == store.num_bytes == store.num_running == 0
+    for number in range(4):
+        assert store.put(f"runs {number}", number, b"", b"[]", b"[]", runs=True)
+    assert not store.put("fifth", 9, b"", b"[]", b"[]") and len(store) == 4
+
+
 @pytest.mark.reliability("S-06c")
 def test_what_is_stored_is_bounded_in_number_bytes_and_time() -> None:
     now = [0.0]
