@@ -42,6 +42,7 @@ class Quantisation:
     kv_scales: tuple[str, ...] = ()                      # patterns of tensors that hold scales of the KV cache …
     kv_format: str = "fp8"                               # … and the format that they are for
     by_name: Mapping[str, Recipe] = field(default_factory=dict, hash=False)      # of files that say it for every tensor
+    held: frozenset[str] = field(default=frozenset(), hash=False, repr=False)    # modules in the files' headers; none: not known
 
     def recipe(self, *spellings: str) -> Recipe | None:
         """Of a module; a checkpoint with several modalities may spell its name in several ways."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_models import DIALECTS, SIZES, gptq, save_quantised, set_quantization
+from quantised_models import DIALECTS, GROUP, SIZES, gptq, save_quantised, set_quantization
 from safetensors.torch import load_file, save_file
 from tiny_models import random_tokens, save_checkpoint, teacher_forced_logits
 from torch import Tensor
@@ -321,6 +321,29 @@ def test_experts_that_a_list_leaves_out_by_their_names(named: str, tmp_path: Pat
     formats = LinearFormats(load_model_config(tmp_path), "none", "cuda")
     assert formats("layers.0.mlp.experts.gate_up").format is None
     assert formats("layers.1.mlp.experts.gate_up").format is not None
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("model", ["mixtral", "minimax_m2", "phimoe"])
+def test_a_list_that_skips_the_router_leaves_experts_packed(model: str, method: str, tmp_path: Path) -> None:
+    """["gate"] is the router, wherever it is in a name. Experts are w1, w2, w3 there; other tools call them gate_proj …"""
+    fits_its_rope = {"hidden_size": 96, "num_attention_heads": 8, "head_dim": 12} if model == "phimoe" else {}
+    save_checkpoint(model, tmp_path, **SIZES | fits_its_rope)
+    config = {"quant_method": method, "bits": 4, "group_size": GROUP, "modules_to_not_convert": ["gate"]}
+    set_quantization(tmp_path, config)
+    assert any(name.endswith("experts.0.w1.weight") for name in load_file(tmp_path / "model.safetensors"))
+    formats = LinearFormats(load_model_config(tmp_path), "none", "cuda")
+    chosen = formats("layers.0.mlp.experts.gate_up").format
+    assert chosen is not None and chosen.name == "uint4-32"
+
+
+def test_the_headers_of_a_checkpoint_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised, _ = save_quantised("awq", tmp_path)
+    read: list[Path] = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *args, **rest: (read.append(self), real(self, *args, **rest))[1])
+    load_model_config(quantised)
+    assert [path.suffix for path in read].count(".safetensors") == 1
 
 
 def test_an_embedding_with_a_format_of_its_own(tmp_path: Path) -> None:
