@@ -60,13 +60,18 @@ def _floats(section: Section, kind: str) -> Quantisation:
     bits, group = section.of("bits", int, 4), section.of("group_size", int, 0)
     section.one_of("fmt", ("e4m3", None), "e4m3")
     section.one_of("sym", (True, None), True)
-    static = section.one_of("activation_scheme", ("static", "dynamic", None), "dynamic") == "static"
+    scheme = section.one_of("activation_scheme", ("static", "dynamic", None))
+    wide = section.of("act_bits", int, 8 if scheme else 16) >= 16        # auto-round leaves out what it did not quantise
+
+    def inputs(kind: str, per: str, static: bool = False) -> Activation | None:
+        return None if wide else Activation(kind, per, static)
+
     recipes = {
-        ("mx_fp", 4, 32): lambda: fp4_recipe("mxfp4-pack-quantized", Activation("fp4", "group")),
-        ("mx_fp", 8, 32): lambda: codes_recipe("e4m3", Scales((1, 32), "e8m0"), Activation("fp8", "group")),
-        ("nv_fp", 4, 16): lambda: fp4_recipe("nvfp4-pack-quantized", Activation("fp4", "group", True)),
+        ("mx_fp", 4, 32): lambda: fp4_recipe("mxfp4-pack-quantized", inputs("fp4", "group")),
+        ("mx_fp", 8, 32): lambda: codes_recipe("e4m3", Scales((1, 32), "e8m0"), inputs("fp8", "group")),
+        ("nv_fp", 4, 16): lambda: fp4_recipe("nvfp4-pack-quantized", inputs("fp4", "group", True)),
         # One scale for the tensor, or one for each output.
-        ("fp", 8, 0): lambda: codes_recipe("e4m3", Scales((1, 0)), Activation("fp8", "token", static)),
+        ("fp", 8, 0): lambda: codes_recipe("e4m3", Scales((1, 0)), inputs("fp8", "token", scheme == "static")),
     }
     found = recipes.get((kind, bits, max(0, group)))
     if found is None:

@@ -40,7 +40,7 @@ def _recipe(algorithm: str, group: int | None, section: Section) -> Recipe:
             WeightFormat("e4m3", Scales((1, 0)), activation), "codes",
             (("codes", (".weight",)), ("scale", (".weight_scale",))), unused=(".input_scale",),
         )
-    if algorithm == "FP8_PB_WO":
+    if algorithm == "FP8_PB_WO":                         # weights only
         return Recipe(
             WeightFormat("e4m3", Scales((128, 128))), "codes", (("codes", (".weight",)), ("scale", (".weight_scale",))),
         )

@@ -7,6 +7,7 @@ tests/golden/quantised.safetensors has matrices that compressed-tensors, bitsand
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,14 @@ from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints.canonical import bitstream, canonical, matrix_shape
 from ridgeline.models.checkpoints.quantisation import read_quantisation
 from ridgeline.models.checkpoints.recipe import Recipe
+from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.quantised.expand import expand
-from ridgeline.quant.format import SCALE, WEIGHT, ZERO, per_row
+from ridgeline.quant.choose import make
+from ridgeline.quant.format import FP8_ROW, SCALE, WEIGHT, ZERO, common, per_row, quantises_rows
+from ridgeline.quant.fp8 import Fp8
+from ridgeline.quant.gpu_layout import GENERAL, OWN, served
 from ridgeline.quant.quantised import quantised_weight
+from ridgeline.quant.scheme import Unquantised
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "quantised.safetensors"
 MODULE = "model.layers.0.mlp.up_proj"
@@ -311,6 +317,38 @@ def test_the_same_tensors_in_another_dialect(config: dict[str, Any], case: str, 
     stored = {renamed.get(name, name): tensor for name, tensor in golden.items() if name not in ("expected", "weight_zero_point")}
     found = numbers(recipe_of({"quant_method": "auto-round"} | config), stored)
     assert torch.equal(found.to(golden["expected"].dtype), golden["expected"])
+
+
+FP = {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": -1}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+@pytest.mark.parametrize(("config", "in_fp8"), [
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, True),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "act_bits": 8}, True),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "act_bits": 16}, False),
+    ({"quant_method": "fp8", "act_bits": 16}, False),
+    ({"quant_method": "fbgemm_fp8"}, True),
+    (FP | {"act_bits": 8}, True),
+    (FP | {"activation_scheme": "dynamic"}, True),
+    (FP | {"act_bits": 16}, False),
+    (FP, False),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, True),
+    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, False),
+    (CT, False),
+    (CT | {"config_groups": {"g": GROUPS["g"] | {"input_activations": FLOAT8 | {"strategy": "token", "dynamic": True}}}}, True),
+])
+def test_activations_are_fp8_only_where_the_checkpoint_was_made_for_them(config: dict[str, Any], in_fp8: bool) -> None:
+    format = recipe_of(config).format
+    assert quantises_rows(format) is in_fp8
+    assert (type(make(format, False, Unquantised())) is Fp8) is in_fp8
+    assert served(format, H200) == (OWN if in_fp8 else GENERAL)
+
+
+def test_a_fused_linear_keeps_activations_that_one_part_needs() -> None:
+    alone = replace(FP8_ROW, activation=None)
+    assert common([FP8_ROW, FP8_ROW]) == FP8_ROW
+    assert common([FP8_ROW, alone]) == common([alone, FP8_ROW]) == alone
 
 
 def test_modelopt_keeps_the_dimensions_of_its_blocks() -> None:
