@@ -173,6 +173,11 @@ CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config
     (CT | {"config_groups": {"g": GROUPS["g"] | {"output_activations": {"num_bits": 8}}}}, "output_activations"),
     (CT | {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}}},
      "num_bits 'float4' is not supported in float-quantized"),
+    *[(CT | {"format": stored, "config_groups": {"g": {"targets": ["Linear"], "weights": {
+        "num_bits": bits, "type": "float", "strategy": "group", "group_size": 16}}}}, "group_size '16' is not supported in mxfp")
+      for stored, bits in (("mxfp4-pack-quantized", 4), ("mxfp8-quantized", 8))],
+    *[({"quant_method": "modelopt", "quant_algo": name, "group_size": 16}, f"group_size '16' is not supported in {name}")
+      for name in ("MXFP4", "MXFP8")],
     (CT | {"ignore": ["re:("]}, "is no regular expression"),
     (CT | {"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme.num_bits '4' is not supported"),
     ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported"),
@@ -356,6 +361,19 @@ def test_modelopt_keeps_the_dimensions_of_its_blocks() -> None:
     weight = torch.zeros(256, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
     found = canonical(recipe, {"codes": weight, "scale": torch.arange(6.0).view(2, 1, 3, 1)})
     assert found[SCALE].shape == (256, 3) and found[SCALE][128].tolist() == [3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("case", ["ct-mxfp4", "ct-mxfp8"])
+def test_scales_of_mx_formats_are_bytes(case: str) -> None:
+    """As numbers they would be rounded to bytes of 0."""
+    config, stored = CASES[case]
+    recipe, scale = recipe_of(config), stored["weight_scale"].view(torch.uint8)
+    roles = by_role(recipe, {name: tensor for name, tensor in stored.items() if name != "expected"})
+    expected = canonical(recipe, roles | {"scale": scale})[SCALE]
+    assert torch.equal(canonical(recipe, roles | {"scale": scale.view(torch.float8_e8m0fnu)})[SCALE], expected)
+    for wrong in (scale.view(torch.float8_e8m0fnu).to(torch.bfloat16), scale.to(torch.int8), scale.view(torch.float8_e4m3fn)):
+        with pytest.raises(ModelError, match="scales of MX formats must be uint8 or float8_e8m0fnu, not"):
+            canonical(recipe, roles | {"scale": wrong})
 
 
 def test_nf4_codes_may_lie_in_wider_numbers() -> None:
