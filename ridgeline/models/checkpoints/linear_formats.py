@@ -224,7 +224,8 @@ class LinearFormats:
         if ".shared." not in shape.path and shape.path not in self._shapes:
             coded = [None]                               # rules for all linears match an embedding and a router, too
             if self.config.quantisation is not None and shape.path == EMBEDDING:
-                coded = [self.config.quantisation.embedding_format()]
+                names = [name for module in modules for name in _spellings(self.config, self._held(module))]
+                coded = [self.config.quantisation.embedding_format(*names)]
         if len(coded) != len(modules):
             coded = coded[:1] * len(modules)
         found = []

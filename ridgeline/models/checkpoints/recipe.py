@@ -53,9 +53,10 @@ class Quantisation:
                 return recipe
         return None
 
-    def embedding_format(self) -> WeightFormat | None:
-        """Of the embedding, where a rule speaks of embeddings: those for all linears do not."""
-        found = next((recipe for pattern, recipe in self.rules if pattern == EMBEDDING), None)
+    def embedding_format(self, *spellings: str) -> WeightFormat | None:
+        """Of the embedding, by its class or by a name or pattern of its own: the rule for all linears does not speak of it."""
+        found = next((recipe for pattern, recipe in self.rules
+                      if pattern != ANY and any(_compiled(pattern).fullmatch(name) for name in spellings)), None)
         return None if found is None else found.format
 
 

@@ -33,6 +33,7 @@ from ridgeline.resolve import DeviceFacts, resolve
 
 TOKENS = random_tokens(24)
 AMPERE = H200._replace(hopper=False)
+NUMBERS = (torch.float32, torch.float64)
 
 
 @pytest.fixture(autouse=True)
@@ -346,12 +347,13 @@ def test_the_headers_of_a_checkpoint_are_read_once(tmp_path: Path, monkeypatch: 
     assert [path.suffix for path in read].count(".safetensors") == 1
 
 
-def test_an_embedding_with_a_format_of_its_own(tmp_path: Path) -> None:
-    """Groups for torch's classes Embedding and Linear: 8 bits and 4."""
+@pytest.mark.parametrize("target", ["Embedding", "re:.*embed_tokens$", "model.embed_tokens"])
+def test_an_embedding_with_a_format_of_its_own(target: str, tmp_path: Path) -> None:
+    """Groups for torch's classes Embedding and Linear, or for a name: 8 bits and 4."""
     quantised, plain = save_quantised("ct-w4a16", tmp_path)
     config, _ = DIALECTS["ct-w4a16"]
     eight = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    groups = {"embedding": {"targets": ["Embedding"], "weights": eight}} | config["config_groups"]
+    groups = {"embedding": {"targets": [target], "weights": eight}} | config["config_groups"]
     set_quantization(quantised, config | {"config_groups": groups})
     name = "model.embed_tokens"
     stored, numbers = load_file(quantised / "model.safetensors"), load_file(plain / "model.safetensors")
@@ -361,6 +363,17 @@ def test_an_embedding_with_a_format_of_its_own(tmp_path: Path) -> None:
     packed, expected = decoder(quantised, True), decoder(plain, False)
     for name, value in packed.numbers().items():
         assert torch.equal(value, expected.numbers()[name]), name
+    store_numbers(quantised, torch.float16, "float16")   # codes are expanded to float32, numbers are not
+    assert counted_on_a_cpu(quantised)
+
+
+@pytest.mark.parametrize("ignored", ["model.embed_tokens", "re:.*embed_tokens"])
+def test_an_embedding_that_a_list_leaves_out_counts_as_numbers(ignored: str, tmp_path: Path) -> None:
+    quantised, _ = save_quantised("ct-w4a16", tmp_path)
+    config, _ = DIALECTS["ct-w4a16"]
+    groups = {"embedding": {"targets": ["Embedding"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}
+    set_quantization(quantised, config | {"config_groups": groups | config["config_groups"], "ignore": ["lm_head", ignored]})
+    store_numbers(quantised, torch.float16, "float16")
     assert counted_on_a_cpu(quantised)
 
 
@@ -379,7 +392,9 @@ def counted_on_a_cpu(path: Path) -> bool:
 
 def store_numbers(path: Path, stored: torch.dtype, said: str) -> None:
     file, config = path / "model.safetensors", path / "config.json"
-    tensors = {name: each.to(stored) if each.dtype == torch.float64 else each for name, each in load_file(file).items()}
+    plain = {name for name, each in load_file(file).items() if name.endswith(".weight") and each.dtype in NUMBERS}
+    assert any("embed_tokens" in name or "layernorm" in name for name in plain)
+    tensors = {name: each.to(stored) if name in plain else each for name, each in load_file(file).items()}
     save_file(tensors, file, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": said}))
 
