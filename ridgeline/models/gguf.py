@@ -84,7 +84,8 @@ class GGUFFile:
         for number in range(2, count + 2):
             path = self.path.with_name(_part_name(self.path.name, number, count + 1))
             if not path.is_file():
-                raise ModelError(f"{self.path.name}: this is the first of {count + 1} parts, and {path.name} is not beside it")
+                raise ModelError(f"{self.path.name}: this is the first of {count + 1} parts, and {path.name} is not beside it: "
+                                 f"download it, too, into {self.path.absolute().parent}")
             data, identity = _map_file(path)
             self._parts.append(data)
             found.append(identity)
