@@ -7,6 +7,7 @@ tests/golden/quantised.safetensors has matrices that compressed-tensors, bitsand
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints import recipe as recipe_file
 from ridgeline.models.checkpoints.canonical import bitstream, canonical, matrix_shape
 from ridgeline.models.checkpoints.quantisation import read_quantisation
-from ridgeline.models.checkpoints.recipe import Recipe
+from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, component
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.quant.choose import make
@@ -251,6 +253,30 @@ def test_names_before_patterns_before_classes() -> None:
     assert found is not None
     bits = [recipe.bits for recipe in map(found.recipe, ("q_proj", "x.mlp.y", MODULE)) if recipe is not None]
     assert bits == [4, 8, 2]
+
+
+NAMES = st.lists(st.sampled_from(["a", "b", "c*", "a-b", "0"]), min_size=1, max_size=4).map(".".join)
+PATTERNS = st.one_of(
+    NAMES.map(re.escape), NAMES.map(component), NAMES.map(anywhere), st.sampled_from([ANY, "(?:a.*).*", r"(.*\.)?b", ""]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PATTERNS, max_size=8), st.lists(NAMES, min_size=1, max_size=2))
+def test_the_first_rule_counts_however_it_is_found(patterns: list[str], names: list[str]) -> None:
+    expected = next((place for place, pattern in enumerate(patterns) if any(re.fullmatch(pattern, name) for name in names)), None)
+    assert RuleIndex([(pattern, None) for pattern in patterns]).first(names) == expected
+
+
+@pytest.mark.parametrize("config", [CT | {"ignore": [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]}, {
+    "quant_method": "fp8", "modules_to_not_convert": [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]}])
+def test_a_long_list_of_names_is_not_searched_for_every_tensor(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """90,000 tensors and 4,000 names took minutes."""
+    found = read_quantisation({"quantization_config": config}, "config.json")
+    assert found is not None
+    tried: list[str] = []
+    monkeypatch.setattr(recipe_file, "_compiled", lambda pattern: (tried.append(pattern), re.compile(pattern))[1])
+    assert found.recipe("model.layers.3999.mlp.down_proj") is None and found.recipe("model.layers.3999.mlp.up_proj") is not None
+    assert len(tried) < 10
 
 
 def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
