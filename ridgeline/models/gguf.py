@@ -78,6 +78,13 @@ class GGUFFile:
             self.close()
             raise
 
+    @property
+    def files(self) -> list[Path]:
+        """The file itself, or all parts of a split one."""
+        count = len(self._parts)
+        others = range(2, count + 1)
+        return [self.path, *(self.path.with_name(_part_name(self.path.name, number, count)) for number in others)]
+
     def _open_parts(self, count: int) -> list[_Identity]:
         """Maps the parts behind the first one of a file that `llama-gguf-split` has cut."""
         found = []

@@ -384,10 +384,12 @@ def counted_on_a_cpu(path: Path) -> bool:
     """Whether the bytes that are predicted from config and headers are those of the loaded model."""
     config = load_model_config(path)
     plain = plain_scheme(torch.device("cpu"), torch.float32)
+    if not isinstance(plain, CpuPacked):
+        pytest.skip("the native kernels are not built: weights do not lie in tiles")
     formats = LinearFormats(config, "none", "cpu", 1, "float32")
     made = Decoder(config, Communicator(), torch.float32, "cpu", 64, schemes(formats, plain))
     load_weights(made, path, config)
-    return not isinstance(plain, CpuPacked) or made.weight_bytes == weight_bytes(config, "float32", "cpu")
+    return made.weight_bytes == weight_bytes(config, "float32", "cpu")
 
 
 def store_numbers(path: Path, stored: torch.dtype, said: str) -> None:
