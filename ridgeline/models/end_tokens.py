@@ -113,7 +113,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     require_regular(file)
     try:
         content = file.read_bytes()
-        value = json.loads(content)
+        value = json.loads(content.decode("utf-8-sig"))  # of bytes, json takes halves of pairs, and UTF-16
         if _SURROGATE.search(content):                   # half a pair is no character, and no text that a tokenizer takes
             json.dumps(value, ensure_ascii=False).encode()
     except FileNotFoundError:

@@ -78,13 +78,21 @@ class GGUFFile:
             self.close()
             raise
 
+    @property
+    def files(self) -> list[Path]:
+        """The file itself, or all parts of a split one."""
+        count = len(self._parts)
+        others = range(2, count + 1)
+        return [self.path, *(self.path.with_name(_part_name(self.path.name, number, count)) for number in others)]
+
     def _open_parts(self, count: int) -> list[_Identity]:
         """Maps the parts behind the first one of a file that `llama-gguf-split` has cut."""
         found = []
         for number in range(2, count + 2):
             path = self.path.with_name(_part_name(self.path.name, number, count + 1))
             if not path.is_file():
-                raise ModelError(f"{self.path.name}: this is the first of {count + 1} parts, and {path.name} is not beside it")
+                raise ModelError(f"{self.path.name}: this is the first of {count + 1} parts, and {path.name} is not beside it: "
+                                 f"download it, too, into {self.path.absolute().parent}")
             data, identity = _map_file(path)
             self._parts.append(data)
             found.append(identity)

@@ -239,7 +239,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -309,6 +309,7 @@ def hf_model_config(
     ropes, max_position = hf_ropes(fields, family, rotated, max_position, windows)
     windows = windows_that_hide(windows, max_position)
     experts = read_experts(fields, family.experts, num_layers) if family.experts is not None else None
+    headers = {} if directory is None else safetensors_headers(directory)
     return ModelConfig(
         family=family,
         vocab_size=fields.integer("vocab_size", maximum=MAX_VOCABULARY),
@@ -322,7 +323,7 @@ def hf_model_config(
         rms_norm_eps=fields.number("rms_norm_eps"),
         dtype=read_dtype(fields),
         eos_token_ids=ends,
-        tied=_tied(fields, family, directory if text is not None or fields.raw.get("tie_word_embeddings") is None else None),
+        tied=_tied(fields, family, headers if text is not None or fields.raw.get("tie_word_embeddings") is None else {}),
         activation=read_activation(fields, family),
         norm_offset=family.norm_offset,
         **read_softcaps(fields, family),
@@ -330,23 +331,21 @@ def hf_model_config(
         ropes=ropes,
         interleaved=family.interleaved and latent is None,       # latents are rotated as they are
         experts=experts,
-        quantisation=read_quantisation(raw, where, directory),
-        stored=other_dtypes(directory, read_dtype(fields)),
+        quantisation=read_quantisation(raw, where, directory, headers),
+        stored=other_dtypes(headers, read_dtype(fields)),
         latent=latent,
-        **_scales(fields, family, hidden_size, head_dim),
-        **{**_layout(family), **_biases(fields, family)},
+        **_scales(fields, family, hidden_size, head_dim), **_layout(family) | _biases(fields, family),
     )
 
 
-def _tied(fields: Fields, family: Family, directory: Path | None) -> bool:
-    """`directory`: of a checkpoint whose config does not say it, or with a language model inside, where two configs may disagree.
-    Then its files say it."""
+def _tied(fields: Fields, family: Family, stored: Mapping[str, str]) -> bool:
+    """`stored`: tensors of a checkpoint whose config does not say it, or with a language model inside, where two configs may
+    disagree. Then its files say it."""
     usual = fields.flag("tie_word_embeddings", family.tied)
-    if directory is None or (usual and fields.raw.get("tie_word_embeddings") is None):
+    if not stored or (usual and fields.raw.get("tie_word_embeddings") is None):
         return usual
-    stored = safetensors_headers(directory)
     head = next(name for name, target in family.names.items() if target == "head")
-    return not any(f".{head}." in f".{name}" for name in stored) if stored else usual
+    return not any(f".{head}." in f".{name}" for name in stored)
 
 
 def _biases(fields: Fields, family: Family) -> dict[str, Any]:

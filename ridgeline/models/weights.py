@@ -435,7 +435,8 @@ class GGUFSource:
     def __init__(self, path: Path) -> None:
         self._file = GGUFFile(path, metadata=False)
         in_order = sorted(self._file.tensors.values(), key=lambda tensor: (tensor.part, tensor.offset))
-        self.tensors = {each.name: Stored(each.shape, each.nbytes, path.name) for each in in_order}
+        self.files = self._file.files
+        self.tensors = {each.name: Stored(each.shape, each.nbytes, self.files[each.part].name) for each in in_order}
 
     def read(self, name: str, into: Tensor | None) -> Tensor:
         if (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ridgeline.process import embedded
 _HOSTS = ("https://huggingface.co/", "http://huggingface.co/", "https://hf.co/", "huggingface.co/", "hf.co/")
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OLLAMA = re.compile(r"[a-z][a-z0-9._-]*(:[a-z0-9._-]+)?")
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")       # of a file that llama-gguf-split has cut
 _GIVE = "give a directory with config.json or a .gguf file"
 
 
@@ -79,13 +81,30 @@ def snapshot(repo: str) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def matching_gguf(files: list[str], tag: str) -> list[str]:
-    """The GGUF files that a tag means: its own name, or those with this quantisation in their name; all without a tag."""
-    ggufs = sorted(name for name in files if name.endswith(".gguf") and "mmproj" not in name)
-    if tag in ggufs:
-        return [tag]
-    parts = re.compile(rf"(^|[./-]){re.escape(tag)}([./-]|$)", re.IGNORECASE)
-    return [name for name in ggufs if not tag or parts.search(name)]
+def gguf_groups(files: Iterable[str]) -> dict[str, list[str]]:
+    """Name of a GGUF file -> the files of which it consists: itself, or the parts of a split file, whose first one names it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(name for name in files if name.endswith(".gguf")):
+        part = _PART.fullmatch(name)
+        found.setdefault((part[1], part[3]) if part else (name, ""), []).append(name)
+    return {parts[0]: parts for parts in found.values()}
+
+
+def missing_parts(parts: list[str]) -> list[str]:
+    """Of a split file, the names of those that are not among these."""
+    part = _PART.fullmatch(parts[0])
+    if part is None:
+        return []
+    return [name for number in range(1, int(part[3]) + 1) if (name := f"{part[1]}-{number:05}-of-{part[3]}.gguf") not in parts]
+
+
+def matching_gguf(files: Iterable[str], tag: str) -> dict[str, list[str]]:
+    """The GGUF files that a tag means, as `gguf_groups` has them: by a name, or those with this quantisation in their name; all
+    without a tag."""
+    groups = {first: parts for first, parts in gguf_groups(files).items() if "mmproj" not in first}
+    named = {first: parts for first, parts in groups.items() if tag in parts}
+    words = re.compile(rf"(^|[./-]){re.escape(tag)}([./-]|$)", re.IGNORECASE)
+    return named or {first: parts for first, parts in groups.items() if not tag or words.search(first)}
 
 
 def find_cached(name: HubName) -> Path | None:
@@ -98,7 +117,13 @@ def find_cached(name: HubName) -> Path | None:
     found = matching_gguf([path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")], name.file)
     if len(found) > 1:
         raise ModelError(f"{name} has several files; give one of them: {', '.join(f'{name.repo}:{each}' for each in found)}")
-    return folder / found[0] if found else None
+    for first, parts in found.items():
+        lacks = missing_parts(parts)
+        if lacks:
+            raise ModelError(f"{name}: {len(lacks)} of its {len(parts) + len(lacks)} parts are not on this machine, the first is "
+                             f"{lacks[0]}: fetch them with `ridgeline pull {name.repo}:{first}`")
+        return folder / first
+    return None
 
 
 def locate(model: str) -> Path:

@@ -156,7 +156,7 @@ def common(formats: Iterable[WeightFormat | None]) -> WeightFormat | None:
     given = list(formats)
     found = [replace(format, activation=None) if format is not None else None for format in given]
     if all(format == found[0] for format in found):
-        return None if given[0] is None or given[0].scales is None else given[0]
+        return _alike([format for format in given if format is not None and format.scales is not None])
     if any(
         format is None or format.scales is None or format.grid not in INTEGERS or format.reordered
         or format.scales.block[0] != 1 for format in found
@@ -165,6 +165,13 @@ def common(formats: Iterable[WeightFormat | None]) -> WeightFormat | None:
     kept = [format for format in found if format is not None and format.scales is not None]
     grid = max((format.grid for format in kept), key=INTEGERS.index)
     return WeightFormat(grid, _common_scales([format.scales for format in kept if format.scales is not None]))
+
+
+def _alike(formats: list[WeightFormat]) -> WeightFormat | None:
+    """Of parts that differ in their activations at most: x is quantised only where no part needs all of it."""
+    if not formats:
+        return None
+    return next((format for format in formats if format.activation is None), formats[0])
 
 
 def _common_scales(scales: list[Scales]) -> Scales:
@@ -203,20 +210,20 @@ def made_format(name: str, inputs: int, share: int) -> WeightFormat | None:
 
 
 def is_fp8_rows(format: WeightFormat) -> bool:
-    """e4m3 codes with a scale for each output."""
-    return format.grid == "e4m3" and format.scales == FP8_ROW.scales and format.sparse is None
+    """e4m3 codes with a scale for each output, beside rows of x in e4m3."""
+    return format.grid == "e4m3" and format.scales == FP8_ROW.scales and quantises_rows(format)
 
 
 def quantises_rows(format: WeightFormat) -> bool:
-    """The formats of ops/linear/fp8_linear.py, whose kernels quantise rows of x, too. int8 only where the checkpoint means it:
-    e4m3 keeps more of a row with outliers."""
+    """The formats of ops/linear/fp8_linear.py, whose kernels quantise rows of x, too. Not where the checkpoint was made for x in
+    16 bits; int8 only where it means int8: e4m3 keeps more of a row with outliers."""
     scales, activation = format.scales, format.activation
     if scales is None or format.sparse is not None or format.reordered or scales.zero is not None or scales.outer is not None:
         return False
     if format.grid == "int8":
         return scales == INT8_ROW.scales and activation is not None and activation.kind == "int8" and activation.outliers is None
     blocks = scales.block == FP8_BLOCK.scales.block and scales.dtype in ("float32", "bfloat16")  # type: ignore[union-attr]
-    return format.grid == "e4m3" and (scales == FP8_ROW.scales or blocks)
+    return format.grid == "e4m3" and activation is not None and (scales == FP8_ROW.scales or blocks)
 
 
 def quantization_rules(option: str, method: str = "") -> Mapping[str, str]:

@@ -167,8 +167,8 @@ class PlainModel:
 
     def files(self) -> list[Path]:
         """The input's weight files."""
-        if self.gguf:
-            return [self.path]
+        if isinstance(self.source, GGUFSource):
+            return self.source.files
         return sorted({self.path / stored.file for stored in self.source.tensors.values()})
 
     def stamps(self) -> list[list[str | int]]:

@@ -104,7 +104,7 @@ def test_gguf_files_of_the_cache(home: Path) -> None:
     with pytest.raises(ModelError, match=r"several files; give one of them: a/b:m-Q4_K_M\.gguf, a/b:m-Q8_0\.gguf"):
         locate("a/b")
     assert find_cached(HubName("a/b", "Q5")) is None
-    assert matching_gguf(["x-Q4_K_M.gguf", "x-Q4_K_S.gguf"], "Q4_K") == []
+    assert matching_gguf(["x-Q4_K_M.gguf", "x-Q4_K_S.gguf"], "Q4_K") == {}
 
 
 def test_what_is_fetched() -> None:
@@ -114,8 +114,35 @@ def test_what_is_fetched() -> None:
     assert choose(HubName("a/b"), ggufs) == ["a-Q4_K_M.gguf"] and choose(HubName("a/b", "q8_0"), ggufs) == ["a-Q8_0.gguf"]
     with pytest.raises(ModelError, match=r"has neither safetensors with a config\.json nor such a GGUF file"):
         choose(HubName("a/b", "Q2_K"), ggufs)
-    with pytest.raises(ModelError, match="several parts cannot be read"):
-        choose(HubName("a/b", "Q8_0"), dict.fromkeys(["a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf"], 1))
+
+
+SPLIT = ["Q8_0/m-Q8_0-00001-of-00003.gguf", "Q8_0/m-Q8_0-00002-of-00003.gguf", "Q8_0/m-Q8_0-00003-of-00003.gguf"]
+
+
+@pytest.mark.parametrize("tag", ["Q8_0", "q8_0", *SPLIT])
+def test_all_parts_of_a_split_file_are_fetched(tag: str) -> None:
+    sizes = dict.fromkeys(["m-Q4_K_M.gguf", *reversed(SPLIT)], 1)
+    assert choose(HubName("a/b", tag), sizes) == SPLIT
+    assert choose(HubName("a/b"), sizes) == ["m-Q4_K_M.gguf"]
+    with pytest.raises(ModelError, match=r"lacks 1 of 3 parts, such as Q8_0/m-Q8_0-00002-of-00003\.gguf"):
+        choose(HubName("a/b", "Q8_0"), dict.fromkeys([SPLIT[0], SPLIT[2]], 1))
+
+
+def test_a_split_file_is_one_model(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find", lambda: None)
+    with FakeHub("a/b", dict.fromkeys(["m-Q4_0.gguf", *SPLIT], b"w" * 20_000_000)) as hub:
+        done = ridgeline(hub.url, "pull", "a/b:Q8_0")
+    folder = home / "models--a--b" / "snapshots" / COMMIT
+    assert done.returncode == 0 and done.stdout.strip() == str(folder / SPLIT[0]), done.stderr
+    assert locate("a/b:Q8_0") == locate("a/b") == locate(f"a/b:{SPLIT[1]}") == folder / SPLIT[0]
+    assert main(["list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == 1 and listed[0].startswith(f"a/b:{SPLIT[0]} ") and "0.06 GB" in listed[0]
+    (folder / SPLIT[1]).unlink()
+    with pytest.raises(ModelError, match=rf"1 of its 3 parts are not .*, the first is {SPLIT[1]}: fetch them with .*{SPLIT[0]}`"):
+        locate("a/b:Q8_0")
+    assert main(["list"]) == 0 and "1 of 3 parts are missing" in capsys.readouterr().out
+    assert main(["rm", "a/b:Q8_0"]) == 0 and not list(folder.rglob("*.gguf"))
 
 
 def ridgeline(hub: str, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from test_model_config import LLAMA
 from ridgeline.errors import ModelError
 from ridgeline.models.end_tokens import directory_eos_token, gguf_end_tokens, hf_end_tokens, read_settings
 from ridgeline.models.gguf import GGUFFile
-from ridgeline.models.model_config import load_model_config
+from ridgeline.models.model_config import load_model_config, read_json
 from ridgeline.text.tokenizer import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -128,3 +128,15 @@ def test_half_a_surrogate_pair_is_named_in_one_line(tmp_path: Path, text: str) -
         read_settings(tmp_path / "tokenizer_config.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "🙂"}))      # both halves
     assert read_settings(tmp_path / "tokenizer_config.json") == {"eos_token": "🙂"}
+
+
+@pytest.mark.parametrize("content", [b'{"a": "\xed\xa0\x80"}', '{"a": 1}'.encode("utf-16"), '{"a": 1}'.encode("utf-16-le")])
+def test_settings_that_are_not_utf_8_are_named_in_one_line(tmp_path: Path, content: bytes) -> None:
+    """Half a pair as bytes passed json, and the tokenizer's library raised; UTF-16 is read by no other tool."""
+    for name, read in (("tokenizer_config.json", read_settings), ("config.json", read_json)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ModelError, match=rf"{name}.*JSON: ") as caught:
+            read(tmp_path / name)
+        assert "\n" not in str(caught.value)
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf{}")                # a mark at the beginning is harmless
+        assert read(tmp_path / name) == {}

@@ -18,7 +18,8 @@ import ridgeline.models.gguf as gguf_module
 from ridgeline.errors import ModelError
 from ridgeline.models.gguf import GGUFFile
 from ridgeline.models.gguf_types import TENSOR_TYPE_BY_NAME, WEIGHTS_PER_CHUNK
-from ridgeline.models.weights import open_checkpoint
+from ridgeline.models.weights import GGUFSource, open_checkpoint
+from ridgeline.quantize.plain_model import PlainModel
 
 METADATA = {
     "general.architecture": "llama",
@@ -395,6 +396,12 @@ def test_the_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
             file.release("c")
     source = open_checkpoint(path)
     assert list(source.tensors) == ["a", "b", "c"] and float(source.read("b", None)[1, 0]) == 132.0
+    names = ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert isinstance(source, GGUFSource) and source.files == [tmp_path / name for name in names]
+    assert [stored.file for stored in source.tensors.values()] == [names[0], names[1], names[1]]         # what errors name
+    model = PlainModel.__new__(PlainModel)
+    model.path, model.gguf, model.source = path, True, source
+    assert [stamp[0] for stamp in model.stamps()] == names               # quantize starts anew when any of them changes
 
 
 def test_a_part_that_was_changed_is_read_again(tmp_path: Path) -> None:
@@ -413,7 +420,7 @@ def test_parts_that_do_not_make_a_whole_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"this is a later part of 2; give the first one, m-00001-of-00002"):
         GGUFFile(later)
     later.rename(tmp_path / "elsewhere.gguf")
-    with pytest.raises(ModelError, match=r"this is the first of 2 parts, and m-00002-of-00002\.gguf is not beside it"):
+    with pytest.raises(ModelError, match=r"this is the first of 2 parts, .*m-00002-of-00002\.gguf is not beside it: download it"):
         GGUFFile(path)
     with pytest.raises(ModelError, match=r"elsewhere\.gguf: this is one of 2 parts; at most 1000, named like NAME"):
         GGUFFile(tmp_path / "elsewhere.gguf")

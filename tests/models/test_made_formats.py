@@ -148,7 +148,7 @@ def resolved(model: Path, kind: str = "cuda", **options: Any) -> Any:
 
 def test_reasons_and_refusals(tmp_path: Path) -> None:
     awq, _ = save_quantised("awq", tmp_path / "awq")
-    fp8, _ = save_quantised("ct-fp8-channel", tmp_path / "fp8")
+    fp8, _ = save_quantised("ct-fp8-tensor", tmp_path / "fp8")
     assert "awq checkpoint: kept as uint4-32, and multiplied as stored" in resolved(awq, "cpu").reasons["quantization"]
     nf4, _ = save_quantised("bnb-nf4", tmp_path / "nf4")
     assert "bitsandbytes checkpoint: kept as nf4-64, and multiplied as stored" in resolved(nf4, "cpu").reasons["quantization"]
@@ -166,6 +166,18 @@ def test_reasons_and_refusals(tmp_path: Path) -> None:
         check_quantization(load_model_config(write_shape("gpt-oss-20b")), "none", "cuda", "bfloat16", 1, True, {})
     with pytest.raises(ConfigError, match="fp8 has no kernels for float16; use dtype bfloat16"):
         resolved(fp8, dtype="float16")
+
+
+def test_what_meets_activations_of_16_bits_is_said(tmp_path: Path) -> None:
+    """Weights alone in fp8 have general kernels; 4-bit weights that were made for 8-bit activations have fast ones of 16 bits."""
+    alone, _ = save_quantised("ct-fp8-channel", tmp_path / "alone")
+    said = resolved(alone).reasons["quantization"]
+    assert "kept packed as e4m3-row" in said and "no kernels of their own" in said and "activations" not in said
+    w4a8, _ = save_quantised("ct-w4a8", tmp_path / "w4a8")
+    assert "activations stay in bfloat16, though the checkpoint was made for int8 ones" in resolved(w4a8).reasons["quantization"]
+    for dialect in ("ct-fp8-tensor", "ct-w8a8", "awq"):
+        path, _ = save_quantised(dialect, tmp_path / dialect)
+        assert "activations stay" not in resolved(path).reasons.get("quantization", "")
 
 
 AMPERE = H200._replace(hopper=False, fp8=False)

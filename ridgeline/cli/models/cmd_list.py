@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ridgeline.process import embedded
-from ridgeline.process.hub_cache import cached_repos, snapshot
+from ridgeline.process.hub_cache import cached_repos, gguf_groups, missing_parts, snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,17 @@ def local_models() -> list[LocalModel]:
         if folder is None:
             continue
         files = [path for path in folder.rglob("*") if path.is_file()]
-        ggufs = [path for path in files if path.suffix == ".gguf"]
         modified = max((path.stat().st_mtime for path in files), default=folder.stat().st_mtime)
         if (folder / "config.json").is_file():
             partial = "" if any(path.suffix == ".safetensors" for path in files) else "no weights"
             found.append(LocalModel(repo, folder, sum(path.stat().st_size for path in files), modified, partial))
         else:
-            found += [
-                LocalModel(f"{repo}:{path.relative_to(folder).as_posix()}", path, path.stat().st_size, path.stat().st_mtime)
-                for path in ggufs
-            ]
+            for first, parts in gguf_groups(path.relative_to(folder).as_posix() for path in files).items():
+                stats = [(folder / part).stat() for part in parts]
+                lacks = len(missing_parts(parts))
+                note = f"{lacks} of {len(parts) + lacks} parts are missing" if lacks else ""
+                size, modified = sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
+                found.append(LocalModel(f"{repo}:{first}", folder / first, size, modified, note))
     return found
 
 

@@ -1,6 +1,6 @@
 """`ridgeline pull [NAME]`: downloads a model of the Hugging Face hub, or the embedded one. Run again, it resumes.
 
-Only what this engine reads is fetched: config, tokenizer and safetensors, or one GGUF file.
+Only what this engine reads is fetched: config, tokenizer and safetensors, or one GGUF file with all of its parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ridgeline.errors import ModelError
 from ridgeline.process import embedded
-from ridgeline.process.hub_cache import HubName, cache_root, hub_name, matching_gguf
+from ridgeline.process.hub_cache import HubName, cache_root, hub_name, matching_gguf, missing_parts
 
 _SMALL = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 _PREFERRED = "Q4_K_M"                # of a repository with GGUF files of several sizes
@@ -61,9 +61,9 @@ def pull(name: HubName, revision: str | None, quiet: bool) -> Path:
         sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
         wanted = choose(name, sizes)
         require_room(sum(sizes[each] for each in wanted))
-        total, done, path = sum(sizes[each] for each in wanted), 0, ""
+        total, done, paths = sum(sizes[each] for each in wanted), 0, []
         for number, file in enumerate(wanted, 1):
-            path = hub.hf_hub_download(name.repo, file, revision=info.sha)
+            paths.append(hub.hf_hub_download(name.repo, file, revision=info.sha))
             done += sizes[file]
             if not quiet and not sys.stderr.isatty():
                 so_far = f"{number} of {len(wanted)} files, {done / 1e9:.2f} of {total / 1e9:.2f} GB"
@@ -75,7 +75,7 @@ def pull(name: HubName, revision: str | None, quiet: bool) -> Path:
         raise ModelError("stopped; run the same command again to resume") from None
     except Exception as error:                           # of three libraries, none of which promises its types
         raise ModelError(explained(name, revision, error)) from None
-    return Path(path) if wanted[0].endswith(".gguf") else Path(path).parents[wanted[-1].count("/")]
+    return Path(paths[0]) if wanted[0].endswith(".gguf") else Path(paths[-1]).parents[wanted[-1].count("/")]
 
 
 def choose(name: HubName, sizes: dict[str, int]) -> list[str]:
@@ -85,19 +85,22 @@ def choose(name: HubName, sizes: dict[str, int]) -> list[str]:
     if not name.file and weights and "config.json" in sizes:
         small = [each for each in top if any(fnmatch.fnmatch(each, pattern) for pattern in _SMALL)]
         return sorted(small) + sorted(weights)
-    return [choose_gguf(name, list(sizes))]
+    return choose_gguf(name, list(sizes))
 
 
-def choose_gguf(name: HubName, files: list[str]) -> str:
+def choose_gguf(name: HubName, files: list[str]) -> list[str]:
+    """One file, or all parts of a split one."""
     found = matching_gguf(files, name.file)
     if len(found) > 1 and not name.file:
-        found = matching_gguf(found, _PREFERRED) or found
-    if len(found) == 1:
-        return found[0]
+        found = matching_gguf([part for parts in found.values() for part in parts], _PREFERRED) or found
+    for parts in found.values() if len(found) == 1 else ():
+        lacks = missing_parts(parts)
+        if lacks:
+            raise ModelError(f"{name}: the repository lacks {len(lacks)} of {len(parts) + len(lacks)} parts, such as {lacks[0]}")
+        return parts
     if found:
-        split = any("-of-" in each for each in found)
-        reason = "a GGUF file in several parts cannot be read" if split else "give one of them"
-        raise ModelError(f"{name} has several GGUF files; {reason}: {', '.join(f'{name.repo}:{each}' for each in found)}")
+        listed = ", ".join(f"{name.repo}:{each}" for each in found)
+        raise ModelError(f"{name} has several GGUF files; give one of them: {listed}")
     raise ModelError(f"{name} has neither safetensors with a config.json nor {'such a' if name.file else 'a'} GGUF file")
 
 

@@ -37,15 +37,16 @@ def remove(text: str) -> str:
 
 
 def _remove_file(repo: str, tag: str) -> str:
-    """One GGUF file: the link in the snapshot, and the blob behind it."""
+    """One GGUF file with all of its parts: the link in the snapshot, and the blob behind it."""
     folder = snapshot(repo)
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")] if folder else []
     found = matching_gguf(names, tag)
     if folder is None or len(found) != 1:
         raise ModelError(f"{repo}:{tag} means {len(found)} files of the cache; `ridgeline list` shows their names")
-    link = folder / found[0]
-    blob = link.resolve()
-    link.unlink()
-    if blob != link and repo_folder(repo).resolve() in blob.parents:
-        blob.unlink(missing_ok=True)
-    return str(link)
+    first, parts = next(iter(found.items()))
+    for link in (folder / part for part in parts):
+        blob = link.resolve()
+        link.unlink()
+        if blob != link and repo_folder(repo).resolve() in blob.parents:
+            blob.unlink(missing_ok=True)
+    return str(folder / first)

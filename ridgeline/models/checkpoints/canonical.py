@@ -217,7 +217,9 @@ def _fp4(recipe: Recipe, tensors: Tensors) -> Canonical:
 
 
 def _exponents(scale: Tensor) -> Tensor:
-    return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale.to(torch.uint8)
+    if scale.dtype not in (torch.uint8, torch.float8_e8m0fnu):           # numbers below 1 would become bytes of 0
+        raise ModelError(f"scales of MX formats must be uint8 or float8_e8m0fnu, not {str(scale.dtype)[6:]}")
+    return scale.view(torch.uint8)
 
 
 def _mxfp4(recipe: Recipe, tensors: Tensors) -> Canonical:

@@ -89,7 +89,7 @@ def _recipe(group: Section, format: str, sparse: Recipe | None) -> Recipe | None
     weights.skip(*_HISTORY, "dynamic")
     bits, kind = weights.of("num_bits", int, 8), weights.one_of("type", ("int", "float"), "int")
     symmetric = weights.of("symmetric", bool, True)
-    block = _block(weights)
+    block = _block(weights, stored)
     weights.finish()
     if sparse is not None:
         raise group.error("weights", f"{kind}{bits}", "together with sparse storage is not supported")
@@ -117,9 +117,11 @@ def codes_recipe(grid: str, scales: Scales, activation: Activation | None) -> Re
     )
 
 
-def _block(weights: Section) -> tuple[int, int]:
+def _block(weights: Section, stored: str) -> tuple[int, int]:
     """Outputs and inputs that share a scale. A scale for the whole tensor is written out for every output."""
     size, block = weights.of("group_size", int), weights.get("block_structure")
+    if stored.startswith("mx") and size not in (None, 32):
+        raise weights.error("group_size", size, f"is not supported in {stored}; supported: 32")
     strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy in ("tensor", "channel"):
         return 1, 0

@@ -14,7 +14,7 @@ def read(section: Section) -> Quantisation:
     # auto-round says once more what the other keys say.
     section.one_of("data_type", ("fp", "fp8", None))
     section.one_of("bits", (8, None))
-    section.one_of("act_bits", (8, 16, None))
+    wide = section.one_of("act_bits", (8, 16, None)) == 16
     section.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     section.one_of("scale_fmt", (None, "float", "float32", "ue8m0"), None)
     per_output = section.raw.get("quant_method") == "fbgemm_fp8"
@@ -25,11 +25,12 @@ def read(section: Section) -> Quantisation:
     skipped = [*section.names("modules_to_not_convert"), *section.names("ignored_layers")]
     section.finish()
     if block is None:
-        format = WeightFormat("e4m3", Scales((1, 0)), Activation("fp8", "token" if per_output else "tensor", static))
+        activation = Activation("fp8", "token" if per_output else "tensor", static)
+        format = WeightFormat("e4m3", Scales((1, 0)), None if wide else activation)
         # A per-tensor scale may be spelled either way; both multiply the codes.
         endings: tuple[str, ...] = (".weight_scale", ".weight_scale_inv")
     else:
-        format = WeightFormat("e4m3", Scales((block[0], block[1])), Activation("fp8", "group", static))
+        format = WeightFormat("e4m3", Scales((block[0], block[1])), None if wide else Activation("fp8", "group", static))
         endings = (".weight_scale_inv", ".weight_scale")
     recipe = Recipe(format, "codes", (("codes", (".weight",)), ("scale", endings)), unused=UNUSED)
     rules = (*((component(name), None) for name in skipped), (HEAD, None), (ANY, recipe))

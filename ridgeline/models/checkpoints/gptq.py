@@ -57,16 +57,21 @@ def read_auto_round(section: Section) -> Quantisation:
 
 
 def _floats(section: Section, kind: str) -> Quantisation:
-    bits, group = section.of("bits", int, 4), section.of("group_size", int, 0)
+    bits, group = section.of("bits", int, 4), _group_size(section, 0)
     section.one_of("fmt", ("e4m3", None), "e4m3")
     section.one_of("sym", (True, None), True)
-    static = section.one_of("activation_scheme", ("static", "dynamic", None), "dynamic") == "static"
+    scheme = section.one_of("activation_scheme", ("static", "dynamic", None))
+    wide = section.of("act_bits", int, 8 if scheme else 16) >= 16        # auto-round leaves out what it did not quantise
+
+    def inputs(kind: str, per: str, static: bool = False) -> Activation | None:
+        return None if wide else Activation(kind, per, static)
+
     recipes = {
-        ("mx_fp", 4, 32): lambda: fp4_recipe("mxfp4-pack-quantized", Activation("fp4", "group")),
-        ("mx_fp", 8, 32): lambda: codes_recipe("e4m3", Scales((1, 32), "e8m0"), Activation("fp8", "group")),
-        ("nv_fp", 4, 16): lambda: fp4_recipe("nvfp4-pack-quantized", Activation("fp4", "group", True)),
+        ("mx_fp", 4, 32): lambda: fp4_recipe("mxfp4-pack-quantized", inputs("fp4", "group")),
+        ("mx_fp", 8, 32): lambda: codes_recipe("e4m3", Scales((1, 32), "e8m0"), inputs("fp8", "group")),
+        ("nv_fp", 4, 16): lambda: fp4_recipe("nvfp4-pack-quantized", inputs("fp4", "group", True)),
         # One scale for the tensor, or one for each output.
-        ("fp", 8, 0): lambda: codes_recipe("e4m3", Scales((1, 0)), Activation("fp8", "token", static)),
+        ("fp", 8, 0): lambda: codes_recipe("e4m3", Scales((1, 0)), inputs("fp8", "token", scheme == "static")),
     }
     found = recipes.get((kind, bits, max(0, group)))
     if found is None:
@@ -75,8 +80,8 @@ def _floats(section: Section, kind: str) -> Quantisation:
     rules: list[tuple[str, Recipe | None]] = []
     for name, overrides in (section.section("extra_config") or Section({}, "")).raw.items():
         own = _own(overrides, f"{section.where}.extra_config[{name}]")
-        if own.of("bits", int, bits) < 16:
-            raise own.error("bits", own.get("bits"), "is not supported beside floating-point codes; supported: 16")
+        if (its_bits := own.of("bits", int, bits)) < 16:
+            raise own.error("bits", its_bits, "is not supported beside floating-point codes; supported: 16")
         rules.append((component(name), None))
     if not section.get("lm_head", False) and not section.get("quant_lm_head", False):
         rules.append((HEAD, None))
@@ -87,7 +92,7 @@ def _floats(section: Section, kind: str) -> Quantisation:
 
 def _quantisation(section: Section, method: str, version: str) -> Quantisation:
     recipe = _recipe(
-        section, version, section.of("bits", int, 4), section.of("group_size", int, 128), section.of("sym", bool, True),
+        section, version, section.of("bits", int, 4), _group_size(section, 128), section.of("sym", bool, True),
         bool(section.of("desc_act", bool, False)),
     )
     rules = _exceptions(section, version)
@@ -123,6 +128,14 @@ def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None
     return rules
 
 
+def _group_size(section: Section, default: int) -> int:
+    if isinstance(section.get("group_size"), list):
+        raise section.error("group_size", section.get("group_size"), "is a block of outputs and inputs, which is not supported "
+                            "here; supported: one number of inputs")
+    size: int = section.of("group_size", int, default)
+    return size
+
+
 def _own(overrides: Any, where: str) -> Section:
     if not isinstance(overrides, dict):
         raise ModelError(f"{where} must be an object")
@@ -132,7 +145,7 @@ def _own(overrides: Any, where: str) -> Section:
 def _overridden(own: Section, base: Section, version: str) -> Recipe:
     own.skip("damp_percent", "mse", "static_groups", "true_sequential")
     recipe = _recipe(
-        own, version, own.of("bits", int, base.of("bits", int, 4)), own.of("group_size", int, base.of("group_size", int, 128)),
+        own, version, own.of("bits", int, base.of("bits", int, 4)), _group_size(own, _group_size(base, 128)),
         own.of("sym", bool, base.of("sym", bool, True)), bool(own.of("desc_act", bool, base.of("desc_act", bool, False))),
     )
     own.finish()

@@ -209,8 +209,14 @@ class LinearFormats:
         quantisation = self.config.quantisation
         if quantisation is None:
             return [None]
-        recipes = [quantisation.recipe(*_spellings(self.config, names)) for names in self._modules_of(shape)]
+        recipes = [quantisation.recipe(*_spellings(self.config, self._held(names))) for names in self._modules_of(shape)]
         return [None if recipe is None or recipe.format.scales is None else recipe.format for recipe in recipes]
+
+    def _held(self, names: list[str]) -> list[str]:
+        """Those that the checkpoint's files hold: a list of modules to skip may match a name that only other checkpoints have.
+        All, where there are no files, or where one tensor holds all experts."""
+        held = self.config.quantisation.held if self.config.quantisation is not None else frozenset()
+        return [name for name in names if not held.isdisjoint(_spellings(self.config, [name]))] or names
 
     def kinds(self, shape: LinearShape) -> list[str]:
         """In which a CPU keeps the numbers of each part, or of the one tensor that holds all: codes are expanded to float32."""
@@ -218,7 +224,8 @@ class LinearFormats:
         if ".shared." not in shape.path and shape.path not in self._shapes:
             coded = [None]                               # rules for all linears match an embedding and a router, too
             if self.config.quantisation is not None and shape.path == EMBEDDING:
-                coded = [self.config.quantisation.embedding_format()]
+                names = [name for module in modules for name in _spellings(self.config, self._held(module))]
+                coded = [self.config.quantisation.embedding_format(*names)]
         if len(coded) != len(modules):
             coded = coded[:1] * len(modules)
         found = []

@@ -40,11 +40,13 @@ def _recipe(algorithm: str, group: int | None, section: Section) -> Recipe:
             WeightFormat("e4m3", Scales((1, 0)), activation), "codes",
             (("codes", (".weight",)), ("scale", (".weight_scale",))), unused=(".input_scale",),
         )
-    if algorithm == "FP8_PB_WO":
+    if algorithm == "FP8_PB_WO":                         # weights only
         return Recipe(
             WeightFormat("e4m3", Scales((128, 128))), "codes", (("codes", (".weight",)), ("scale", (".weight_scale",))),
         )
     if algorithm in ("MXFP4", "MXFP8"):
+        if group not in (None, 32):
+            raise section.error("group_size", group, f"is not supported in {algorithm}; supported: 32")
         grid, kind, unpack = ("e2m1", "fp4", "fp4") if algorithm == "MXFP4" else ("e4m3", "fp8", "codes")
         return Recipe(
             WeightFormat(grid, Scales((1, 32), "e8m0"), Activation(kind, "group")), unpack,

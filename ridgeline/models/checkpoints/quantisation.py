@@ -38,10 +38,13 @@ _OTHER_NAMES = {
 MODELOPT_FILE = "hf_quant_config.json"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 MAX_HEADER = 100 << 20
+NO_HEADERS: Mapping[str, str] = {}
 
 
-def read_quantisation(raw: Mapping[str, Any], where: str, directory: Path | None = None) -> Quantisation | None:
-    """Of a checkpoint whose config.json is `raw`; None: its weights are plain."""
+def read_quantisation(
+    raw: Mapping[str, Any], where: str, directory: Path | None = None, headers: Mapping[str, str] = NO_HEADERS
+) -> Quantisation | None:
+    """Of a checkpoint whose config.json is `raw`; None: its weights are plain. `headers`: of its weight files."""
     inner = (language_model(raw) or {}).get("quantization_config")
     found = raw.get("quantization_config") or inner or raw.get("compression_config")
     name = f"{where}: quantization_config"
@@ -61,8 +64,7 @@ def read_quantisation(raw: Mapping[str, Any], where: str, directory: Path | None
     method = _method(found)
     if method not in READERS:
         raise ModelError(f"{name}: quant_method {method!r} is not supported; supported: {', '.join(READERS)}")
-    made = READERS[method](Section(found, name))
-    return refined(made, safetensors_headers(directory)) if directory is not None else made
+    return refined(READERS[method](Section(found, name)), headers)
 
 
 def _is_mlx(raw: Mapping[str, Any], found: Any) -> bool:
@@ -97,21 +99,31 @@ def safetensors_headers(directory: Path) -> dict[str, str]:
     return found
 
 
-def other_dtypes(directory: Path | None, dtype: str) -> dict[str, str]:
+def other_dtypes(headers: Mapping[str, str], dtype: str) -> dict[str, str]:
     """Tensor name -> dtype, of numbers that are not stored in the dtype that the config names. A CPU keeps them as they are."""
-    headers = safetensors_headers(directory) if directory is not None else {}
     return {name: _DTYPES[kind] for name, kind in headers.items() if kind in _DTYPES and _DTYPES[kind] != dtype}
 
 
 def refined(quantisation: Quantisation, headers: Mapping[str, str]) -> Quantisation:
-    """With the scales' dtypes as stored (the widest, where modules differ), and reordered where groups are numbered."""
+    """With the scales' dtypes as stored (the widest, where modules differ), reordered where groups are numbered, and with the
+    names of the modules that the files hold."""
     if not headers:
         return quantisation
     changed: dict[Recipe, Recipe] = {}
     for recipe in {recipe for _, recipe in quantisation.rules if recipe is not None}:
         changed[recipe] = _refined(recipe, quantisation, headers)
     rules = tuple((pattern, None if recipe is None else changed[recipe]) for pattern, recipe in quantisation.rules)
-    return replace(quantisation, rules=rules)
+    return replace(quantisation, rules=rules, held=_held(quantisation, headers))
+
+
+def _held(quantisation: Quantisation, headers: Mapping[str, str]) -> frozenset[str]:
+    recipes = {recipe for _, recipe in quantisation.rules if recipe is not None}
+    endings = tuple(sorted({ending for recipe in recipes for ending in recipe.endings}))
+    found = {name.rpartition(".")[0] for name in headers}
+    for name in headers:
+        if name.endswith(endings):
+            found.update(name.removesuffix(ending) for ending in endings if name.endswith(ending))
+    return frozenset(found)
 
 
 def _refined(recipe: Recipe, quantisation: Quantisation, headers: Mapping[str, str]) -> Recipe:

@@ -65,7 +65,7 @@ def check_quantization(
     if not kept:
         return
     _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
-    said = _speed(kept, model.hidden_size, dtype, facts)
+    said = "; ".join(filter(None, (_speed(kept, model.hidden_size, dtype, facts), _wide_inputs(kept, dtype))))
     if said:
         reasons["quantization"] = f"{name}: {said}"
 
@@ -113,6 +113,14 @@ def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: Device
             "and decode may be slower than in bfloat16"
         )
     return ""
+
+
+def _wide_inputs(kept: list[WeightFormat], dtype: str) -> str:
+    """Where a checkpoint was made for narrower activations than kernels read."""
+    kinds = sorted({format.activation.kind for format in kept if format.activation is not None and not quantises_rows(format)})
+    if not kinds:
+        return ""
+    return f"activations stay in {dtype}, though the checkpoint was made for {' and '.join(kinds)} ones"
 
 
 # ── what to recommend ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,13 +7,15 @@ its recipe. No torch: memory is predicted from recipes before a tensor is read. 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from ridgeline.errors import ModelError
 from ridgeline.quant.format import WeightFormat
+
+BEFORE, BEHIND = r"(?:.*\.)?", r"(?:\..*)?"              # around a name: what it may be inside of, and what may be in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,56 @@ class Recipe:
         return {ending: role for role, endings in self.tensors for ending in endings} | dict.fromkeys(self.unused, "")
 
 
+class RuleIndex:
+    """The first rule that matches a name. Configs list thousands of names, and files have tens of thousands of tensors: names are
+    looked up, and only real patterns are tried one by one."""
+
+    def __init__(self, rules: Iterable[tuple[str, object]]) -> None:
+        self._whole: dict[str, int] = {}                 # a literal name -> its place
+        self._inside: dict[str, int] = {}                # one that may have more before and behind, as `component` writes it
+        self._patterns: list[tuple[int, str]] = []
+        for place, (pattern, _) in enumerate(rules):
+            inner = pattern.removeprefix(BEFORE).removesuffix(BEHIND)
+            if (name := _literal(pattern)) is not None:
+                self._whole.setdefault(name, place)
+            elif pattern == BEFORE + inner + BEHIND and (name := _literal(inner)) is not None:
+                self._inside.setdefault(name, place)
+            else:
+                self._patterns.append((place, pattern))
+
+    def first(self, spellings: Iterable[str]) -> int | None:
+        names = list(spellings)
+        known = [self._whole[name] for name in names if name in self._whole]
+        if self._inside:
+            known += [self._inside[part] for name in names for part in _runs(name) if part in self._inside]
+        best = min(known, default=None)
+        for place, pattern in self._patterns:
+            if best is not None and place > best:
+                break
+            if any(_compiled(pattern).fullmatch(name) for name in names):
+                return place
+        return best
+
+
+def _literal(pattern: str) -> str | None:
+    """The name that alone matches a pattern; None: it is no escaped name."""
+    name = re.sub(r"\\(.)", r"\1", pattern, flags=re.DOTALL)
+    return name if re.escape(name) == pattern else None
+
+
+def _runs(name: str) -> Iterator[str]:
+    """Every part of a name that begins and ends at a dot, or where the name does."""
+    words = name.split(".")
+    for first in range(len(words)):
+        for last in range(first + 1, len(words) + 1):
+            yield ".".join(words[first:last])
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
 @dataclass(frozen=True, slots=True)
 class Quantisation:
     """A checkpoint's own quantisation."""
@@ -42,25 +94,24 @@ class Quantisation:
     kv_scales: tuple[str, ...] = ()                      # patterns of tensors that hold scales of the KV cache …
     kv_format: str = "fp8"                               # … and the format that they are for
     by_name: Mapping[str, Recipe] = field(default_factory=dict, hash=False)      # of files that say it for every tensor
+    held: frozenset[str] = field(default=frozenset(), hash=False, repr=False)    # modules in the files' headers; none: not known
+    _by_name: RuleIndex = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", RuleIndex(self.rules))
 
     def recipe(self, *spellings: str) -> Recipe | None:
         """Of a module; a checkpoint with several modalities may spell its name in several ways."""
         if spellings[0] in self.by_name:
             return self.by_name[spellings[0]]
-        for pattern, recipe in self.rules:
-            if any(_compiled(pattern).fullmatch(name) for name in spellings):
-                return recipe
-        return None
+        place = self._by_name.first(spellings)
+        return None if place is None else self.rules[place][1]
 
-    def embedding_format(self) -> WeightFormat | None:
-        """Of the embedding, where a rule speaks of embeddings: those for all linears do not."""
-        found = next((recipe for pattern, recipe in self.rules if pattern == EMBEDDING), None)
+    def embedding_format(self, *spellings: str) -> WeightFormat | None:
+        """Of the embedding, by its class or by a name or pattern of its own: the rule for all linears does not speak of it."""
+        place = self._by_name.first(spellings)
+        found = None if place is None or self.rules[place][0] == ANY else self.rules[place][1]
         return None if found is None else found.format
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
 
 
 # What auto-round writes into every dialect's config: how the codes were found. The tensors mean the same.
@@ -138,7 +189,7 @@ def regex(pattern: str, section: Section, key: str) -> str:
 def component(name: str) -> str:
     """A name that stands for a module, for all modules with that last name, and for what is inside them; * is any part of it."""
     any_part = re.escape(name).replace(r"\*", "[^.]*")
-    return rf"(?:.*\.)?{any_part}(?:\..*)?"
+    return BEFORE + any_part + BEHIND
 
 
 def anywhere(name: str) -> str:

@@ -7,6 +7,8 @@ tests/golden/quantised.safetensors has matrices that compressed-tensors, bitsand
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,18 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ridgeline.errors import ModelError
+from ridgeline.models.checkpoints import recipe as recipe_file
 from ridgeline.models.checkpoints.canonical import bitstream, canonical, matrix_shape
 from ridgeline.models.checkpoints.quantisation import read_quantisation
-from ridgeline.models.checkpoints.recipe import Recipe
+from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, component
+from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.quantised.expand import expand
-from ridgeline.quant.format import SCALE, WEIGHT, ZERO, per_row
+from ridgeline.quant.choose import make
+from ridgeline.quant.format import FP8_ROW, SCALE, WEIGHT, ZERO, common, per_row, quantises_rows
+from ridgeline.quant.fp8 import Fp8
+from ridgeline.quant.gpu_layout import GENERAL, OWN, served
 from ridgeline.quant.quantised import quantised_weight
+from ridgeline.quant.scheme import Unquantised
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "quantised.safetensors"
 MODULE = "model.layers.0.mlp.up_proj"
@@ -167,6 +175,11 @@ CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config
     (CT | {"config_groups": {"g": GROUPS["g"] | {"output_activations": {"num_bits": 8}}}}, "output_activations"),
     (CT | {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "strategy": "channel"}}}},
      "num_bits 'float4' is not supported in float-quantized"),
+    *[(CT | {"format": stored, "config_groups": {"g": {"targets": ["Linear"], "weights": {
+        "num_bits": bits, "type": "float", "strategy": "group", "group_size": 16}}}}, "group_size '16' is not supported in mxfp")
+      for stored, bits in (("mxfp4-pack-quantized", 4), ("mxfp8-quantized", 8))],
+    *[({"quant_method": "modelopt", "quant_algo": name, "group_size": 16}, f"group_size '16' is not supported in {name}")
+      for name in ("MXFP4", "MXFP8")],
     (CT | {"ignore": ["re:("]}, "is no regular expression"),
     (CT | {"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme.num_bits '4' is not supported"),
     ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported"),
@@ -183,6 +196,10 @@ CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config
     ({"quant_method": "auto-round", "data_type": "mx_fp", "bits": 6, "group_size": 32}, "bits 'mx_fp6 in groups of 32' is not"),
     ({"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": 0, "extra_config": {"q_proj": {"bits": 4}}},
      "extra_config[q_proj].bits '4' is not supported beside floating-point codes"),
+    ({"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": 0, "extra_config": {"q_proj": {"sym": True}}},
+     "extra_config[q_proj].bits '8' is not supported beside floating-point codes"),
+    *[({"quant_method": "auto-round", "data_type": kind, "bits": 8, "group_size": [128, 128]},
+       "group_size '[128, 128]' is a block of outputs and inputs, which is not supported here") for kind in ("fp", "int")],
     ({"quant_method": "gptq", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp' is not supported"),
     ({"quant_method": "fp8", "data_type": "int"}, "data_type 'int' is not supported"),
     ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: compressed-tensors, awq"),
@@ -240,6 +257,30 @@ def test_names_before_patterns_before_classes() -> None:
     assert found is not None
     bits = [recipe.bits for recipe in map(found.recipe, ("q_proj", "x.mlp.y", MODULE)) if recipe is not None]
     assert bits == [4, 8, 2]
+
+
+NAMES = st.lists(st.sampled_from(["a", "b", "c*", "a-b", "0"]), min_size=1, max_size=4).map(".".join)
+PATTERNS = st.one_of(
+    NAMES.map(re.escape), NAMES.map(component), NAMES.map(anywhere), st.sampled_from([ANY, "(?:a.*).*", r"(.*\.)?b", ""]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PATTERNS, max_size=8), st.lists(NAMES, min_size=1, max_size=2))
+def test_the_first_rule_counts_however_it_is_found(patterns: list[str], names: list[str]) -> None:
+    expected = next((place for place, pattern in enumerate(patterns) if any(re.fullmatch(pattern, name) for name in names)), None)
+    assert RuleIndex([(pattern, None) for pattern in patterns]).first(names) == expected
+
+
+@pytest.mark.parametrize("config", [CT | {"ignore": [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]}, {
+    "quant_method": "fp8", "modules_to_not_convert": [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]}])
+def test_a_long_list_of_names_is_not_searched_for_every_tensor(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """90,000 tensors and 4,000 names took minutes."""
+    found = read_quantisation({"quantization_config": config}, "config.json")
+    assert found is not None
+    tried: list[str] = []
+    monkeypatch.setattr(recipe_file, "_compiled", lambda pattern: (tried.append(pattern), re.compile(pattern))[1])
+    assert found.recipe("model.layers.3999.mlp.down_proj") is None and found.recipe("model.layers.3999.mlp.up_proj") is not None
+    assert len(tried) < 10
 
 
 def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -313,11 +354,56 @@ def test_the_same_tensors_in_another_dialect(config: dict[str, Any], case: str, 
     assert torch.equal(found.to(golden["expected"].dtype), golden["expected"])
 
 
+FP = {"quant_method": "auto-round", "data_type": "fp", "bits": 8, "group_size": -1}
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+
+@pytest.mark.parametrize(("config", "in_fp8"), [
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, True),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "act_bits": 8}, True),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "act_bits": 16}, False),
+    ({"quant_method": "fp8", "act_bits": 16}, False),
+    ({"quant_method": "fbgemm_fp8"}, True),
+    (FP | {"act_bits": 8}, True),
+    (FP | {"activation_scheme": "dynamic"}, True),
+    (FP | {"act_bits": 16}, False),
+    (FP, False),
+    ({"quant_method": "modelopt", "quant_algo": "FP8"}, True),
+    ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, False),
+    (CT, False),
+    (CT | {"config_groups": {"g": GROUPS["g"] | {"input_activations": FLOAT8 | {"strategy": "token", "dynamic": True}}}}, True),
+])
+def test_activations_are_fp8_only_where_the_checkpoint_was_made_for_them(config: dict[str, Any], in_fp8: bool) -> None:
+    format = recipe_of(config).format
+    assert quantises_rows(format) is in_fp8
+    assert (type(make(format, False, Unquantised())) is Fp8) is in_fp8
+    assert served(format, H200) == (OWN if in_fp8 else GENERAL)
+
+
+def test_a_fused_linear_keeps_activations_that_one_part_needs() -> None:
+    alone = replace(FP8_ROW, activation=None)
+    assert common([FP8_ROW, FP8_ROW]) == FP8_ROW
+    assert common([FP8_ROW, alone]) == common([alone, FP8_ROW]) == alone
+
+
 def test_modelopt_keeps_the_dimensions_of_its_blocks() -> None:
     recipe = recipe_of({"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"})
     weight = torch.zeros(256, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
     found = canonical(recipe, {"codes": weight, "scale": torch.arange(6.0).view(2, 1, 3, 1)})
     assert found[SCALE].shape == (256, 3) and found[SCALE][128].tolist() == [3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize("case", ["ct-mxfp4", "ct-mxfp8"])
+def test_scales_of_mx_formats_are_bytes(case: str) -> None:
+    """As numbers they would be rounded to bytes of 0."""
+    config, stored = CASES[case]
+    recipe, scale = recipe_of(config), stored["weight_scale"].view(torch.uint8)
+    roles = by_role(recipe, {name: tensor for name, tensor in stored.items() if name != "expected"})
+    expected = canonical(recipe, roles | {"scale": scale})[SCALE]
+    assert torch.equal(canonical(recipe, roles | {"scale": scale.view(torch.float8_e8m0fnu)})[SCALE], expected)
+    for wrong in (scale.view(torch.float8_e8m0fnu).to(torch.bfloat16), scale.to(torch.int8), scale.view(torch.float8_e4m3fn)):
+        with pytest.raises(ModelError, match="scales of MX formats must be uint8 or float8_e8m0fnu, not"):
+            canonical(recipe, roles | {"scale": wrong})
 
 
 def test_nf4_codes_may_lie_in_wider_numbers() -> None:

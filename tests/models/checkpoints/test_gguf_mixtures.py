@@ -237,10 +237,11 @@ def test_the_memory_on_a_cpu_is_counted(name: str, tmp_path: Path) -> None:
     path = convert(directory, name, packed=types)
     config = load_model_config(path)
     scheme = plain_scheme(torch.device("cpu"), torch.float32)
+    if not isinstance(scheme, CpuPacked):
+        pytest.skip("the native kernels are not built: weights do not lie in tiles")
     model = Decoder(config, Communicator(), torch.float32, "cpu", 32, lambda place: scheme)
     load_weights(model, path, config)
-    if isinstance(scheme, CpuPacked):                    # else there are no native kernels here
-        assert model.weight_bytes == weight_bytes(config, "float32", "cpu")
+    assert model.weight_bytes == weight_bytes(config, "float32", "cpu")
 
 
 @pytest.mark.parametrize(("kind", "kept"), [("MXFP4", "e2m1-32"), ("Q4_0", "uint4-32"), ("Q8_0", None), ("Q4_1", None)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_models import DIALECTS, SIZES, gptq, save_quantised, set_quantization
+from quantised_models import DIALECTS, GROUP, SIZES, gptq, save_quantised, set_quantization
 from safetensors.torch import load_file, save_file
 from tiny_models import random_tokens, save_checkpoint, teacher_forced_logits
 from torch import Tensor
@@ -33,6 +33,7 @@ from ridgeline.resolve import DeviceFacts, resolve
 
 TOKENS = random_tokens(24)
 AMPERE = H200._replace(hopper=False)
+NUMBERS = (torch.float32, torch.float64)
 
 
 @pytest.fixture(autouse=True)
@@ -323,12 +324,36 @@ def test_experts_that_a_list_leaves_out_by_their_names(named: str, tmp_path: Pat
     assert formats("layers.1.mlp.experts.gate_up").format is not None
 
 
-def test_an_embedding_with_a_format_of_its_own(tmp_path: Path) -> None:
-    """Groups for torch's classes Embedding and Linear: 8 bits and 4."""
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("model", ["mixtral", "minimax_m2", "phimoe"])
+def test_a_list_that_skips_the_router_leaves_experts_packed(model: str, method: str, tmp_path: Path) -> None:
+    """["gate"] is the router, wherever it is in a name. Experts are w1, w2, w3 there; other tools call them gate_proj …"""
+    fits_its_rope = {"hidden_size": 96, "num_attention_heads": 8, "head_dim": 12} if model == "phimoe" else {}
+    save_checkpoint(model, tmp_path, **SIZES | fits_its_rope)
+    config = {"quant_method": method, "bits": 4, "group_size": GROUP, "modules_to_not_convert": ["gate"]}
+    set_quantization(tmp_path, config)
+    assert any(name.endswith("experts.0.w1.weight") for name in load_file(tmp_path / "model.safetensors"))
+    formats = LinearFormats(load_model_config(tmp_path), "none", "cuda")
+    chosen = formats("layers.0.mlp.experts.gate_up").format
+    assert chosen is not None and chosen.name == "uint4-32"
+
+
+def test_the_headers_of_a_checkpoint_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised, _ = save_quantised("awq", tmp_path)
+    read: list[Path] = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *args, **rest: (read.append(self), real(self, *args, **rest))[1])
+    load_model_config(quantised)
+    assert [path.suffix for path in read].count(".safetensors") == 1
+
+
+@pytest.mark.parametrize("target", ["Embedding", "re:.*embed_tokens$", "model.embed_tokens"])
+def test_an_embedding_with_a_format_of_its_own(target: str, tmp_path: Path) -> None:
+    """Groups for torch's classes Embedding and Linear, or for a name: 8 bits and 4."""
     quantised, plain = save_quantised("ct-w4a16", tmp_path)
     config, _ = DIALECTS["ct-w4a16"]
     eight = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    groups = {"embedding": {"targets": ["Embedding"], "weights": eight}} | config["config_groups"]
+    groups = {"embedding": {"targets": [target], "weights": eight}} | config["config_groups"]
     set_quantization(quantised, config | {"config_groups": groups})
     name = "model.embed_tokens"
     stored, numbers = load_file(quantised / "model.safetensors"), load_file(plain / "model.safetensors")
@@ -338,6 +363,17 @@ def test_an_embedding_with_a_format_of_its_own(tmp_path: Path) -> None:
     packed, expected = decoder(quantised, True), decoder(plain, False)
     for name, value in packed.numbers().items():
         assert torch.equal(value, expected.numbers()[name]), name
+    store_numbers(quantised, torch.float16, "float16")   # codes are expanded to float32, numbers are not
+    assert counted_on_a_cpu(quantised)
+
+
+@pytest.mark.parametrize("ignored", ["model.embed_tokens", "re:.*embed_tokens"])
+def test_an_embedding_that_a_list_leaves_out_counts_as_numbers(ignored: str, tmp_path: Path) -> None:
+    quantised, _ = save_quantised("ct-w4a16", tmp_path)
+    config, _ = DIALECTS["ct-w4a16"]
+    groups = {"embedding": {"targets": ["Embedding"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}}
+    set_quantization(quantised, config | {"config_groups": groups | config["config_groups"], "ignore": ["lm_head", ignored]})
+    store_numbers(quantised, torch.float16, "float16")
     assert counted_on_a_cpu(quantised)
 
 
@@ -348,15 +384,19 @@ def counted_on_a_cpu(path: Path) -> bool:
     """Whether the bytes that are predicted from config and headers are those of the loaded model."""
     config = load_model_config(path)
     plain = plain_scheme(torch.device("cpu"), torch.float32)
+    if not isinstance(plain, CpuPacked):
+        pytest.skip("the native kernels are not built: weights do not lie in tiles")
     formats = LinearFormats(config, "none", "cpu", 1, "float32")
     made = Decoder(config, Communicator(), torch.float32, "cpu", 64, schemes(formats, plain))
     load_weights(made, path, config)
-    return not isinstance(plain, CpuPacked) or made.weight_bytes == weight_bytes(config, "float32", "cpu")
+    return made.weight_bytes == weight_bytes(config, "float32", "cpu")
 
 
 def store_numbers(path: Path, stored: torch.dtype, said: str) -> None:
     file, config = path / "model.safetensors", path / "config.json"
-    tensors = {name: each.to(stored) if each.dtype == torch.float64 else each for name, each in load_file(file).items()}
+    plain = {name for name, each in load_file(file).items() if name.endswith(".weight") and each.dtype in NUMBERS}
+    assert any("embed_tokens" in name or "layernorm" in name for name in plain)
+    tensors = {name: each.to(stored) if name in plain else each for name, each in load_file(file).items()}
     save_file(tensors, file, {"format": "pt"})
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": said}))
 

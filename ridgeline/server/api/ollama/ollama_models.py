@@ -16,6 +16,7 @@ from starlette.responses import Response
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.models.model_config import load_model_config
+from ridgeline.process.hub_cache import gguf_groups
 from ridgeline.resolve import model_path
 from ridgeline.server.api.ollama.ollama_answers import timestamp
 from ridgeline.server.api.ollama.ollama_requests import LATEST, ShowRequest, plain_name
@@ -27,7 +28,8 @@ from ridgeline.version import __version__
 
 # Clients compare it with the version that they need. It is Ollama's whose API this is; `ridgeline` beside it is ours.
 OLLAMA_VERSION = "0.12.6"
-_QUANTIZATION = re.compile(r"[-._]((?:I?Q\d|B?F16|F32)\w*)$", re.IGNORECASE)          # at the end of a GGUF file's name
+# At the end of a GGUF file's name, before the number of a part.
+_QUANTIZATION = re.compile(r"[-._]((?:I?Q\d|B?F16|F32)\w*)(?:-\d{5}-of-\d{5})?$", re.IGNORECASE)
 NEVER = "2318-01-01T00:00:00Z"       # when the model is unloaded: it is not
 
 
@@ -102,7 +104,7 @@ class Facts:
 def read_facts(service: Service) -> Facts:
     path = model_path(service.llm.config)
     config = load_model_config(path)
-    files = sorted(Path(path).iterdir()) if Path(path).is_dir() else [Path(path)]
+    files = model_files(Path(path))
     sizes = [(file.name, file.stat()) for file in files if file.is_file()]
     listed = "\n".join(f"{name} {stat.st_size}" for name, stat in sizes)
     family, count = config.family.name, config.num_parameters
@@ -128,6 +130,14 @@ def read_facts(service: Service) -> Facts:
     digest = hashlib.sha256(listed.encode()).hexdigest()
     total = sum(stat.st_size for _, stat in sizes)
     return Facts(details, info, total, digest, timestamp(modified), capabilities, template)
+
+
+def model_files(path: Path) -> list[Path]:
+    """Of a directory, or of a GGUF file with all of its parts."""
+    if path.is_dir():
+        return sorted(path.iterdir())
+    groups = gguf_groups(each.name for each in path.parent.glob("*.gguf"))
+    return [path.with_name(part) for part in groups.get(path.name, [path.name])]
 
 
 def _short(count: int) -> str:

@@ -13,7 +13,7 @@ from scripted_server import TOOL_TEMPLATE, ScriptedServer
 from served_model import write_model
 
 from ridgeline.errors import RequestError
-from ridgeline.server.api.ollama.ollama_models import _QUANTIZATION
+from ridgeline.server.api.ollama.ollama_models import _QUANTIZATION, model_files
 from ridgeline.server.api.ollama.ollama_requests import chat_options, response_format
 from ridgeline.server.http.keys import Keys
 from ridgeline.version import __version__
@@ -197,7 +197,7 @@ def test_the_model_is_listed_shown_and_loaded(server: ScriptedServer) -> None:
 
 @pytest.mark.parametrize(("name", "level"), [
     ("SmolLM2-135M-Instruct.Q4_1", "Q4_1"), ("qwen2.5-coder-1.5b-instruct-q4_k_m", "q4_k_m"), ("m-IQ3_XS", "IQ3_XS"),
-    ("m-bf16", "bf16"),
+    ("m-bf16", "bf16"), ("m-Q8_0-00001-of-00002", "Q8_0"),
 ])
 def test_the_quantization_in_a_files_name(name: str, level: str) -> None:
     found = _QUANTIZATION.search(name)
@@ -223,3 +223,11 @@ def test_with_ollamas_own_client(server: ScriptedServer) -> None:
     assert called.tool_calls[0].function.arguments == {"city": "Paris"}
     with pytest.raises(ollama.ResponseError, match="not served"):
         client.chat("other", HI)
+
+
+def test_a_split_file_is_as_large_as_its_parts(tmp_path: Path) -> None:
+    names = ["m-Q4_0-00001-of-00002.gguf", "m-Q4_0-00002-of-00002.gguf"]
+    for name in (*names, "m-Q8_0.gguf"):
+        (tmp_path / name).touch()
+    assert model_files(tmp_path / names[0]) == [tmp_path / name for name in names]
+    assert model_files(tmp_path / "m-Q8_0.gguf") == [tmp_path / "m-Q8_0.gguf"]
