@@ -80,7 +80,11 @@ def read_yaml(path: str | Path, label: str) -> Any:
 
     text = read_text(path, MOST_SETTINGS, label)
     try:
-        return yaml.load(text, Loader)                   # a SafeLoader
+        loader = Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except RecursionError:
         raise ConfigError(f"{label} {shown_path(path)} is not YAML: its values are nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:        # ValueError: a date such as 2026-99-99

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,15 @@ COMMANDS = [
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_files, "WRITER_WAITS", 3)
     monkeypatch.setattr(user_files, "MOST_PIPED", 1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """`serve` takes the process's signals over before it reads its files, and the tests behind this one have the same process."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("impatient")

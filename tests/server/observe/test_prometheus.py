@@ -589,8 +589,13 @@ def test_a_request_without_prefix_caching(server: str) -> None:
 
 
 def test_the_access_log_has_the_timings(server: str, folder: Path) -> None:
+    def lines() -> list[Any]:
+        return [line for line in map(json.loads, (folder / "log").read_text().rpartition("\n")[0].splitlines()) if "prompt_tokens" in line]
+
+    before = len(lines())
     complete(server, prompt=[88] * 40, techniques={"prefix_caching": False})
-    line = json.loads((folder / "log").read_text().splitlines()[-1])
+    wait_until(lambda: len(lines()) > before)            # written behind the answer; a health check's line may follow it
+    line = lines()[-1]
     assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (40, 8, ["length"])
     assert line["timings"]["decode"] > 0 and "prefix caching" not in line["timings"]["techniques"]
     assert "88" not in json.dumps(line["timings"]["techniques"])
