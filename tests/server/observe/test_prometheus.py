@@ -590,7 +590,8 @@ def test_a_request_without_prefix_caching(server: str) -> None:
 
 def test_the_access_log_has_the_timings(server: str, folder: Path) -> None:
     def lines() -> list[Any]:
-        return [line for line in map(json.loads, (folder / "log").read_text().rpartition("\n")[0].splitlines()) if "prompt_tokens" in line]
+        whole = (folder / "log").read_text().rpartition("\n")[0].splitlines()
+        return [line for line in map(json.loads, whole) if "prompt_tokens" in line]
 
     before = len(lines())
     complete(server, prompt=[88] * 40, techniques={"prefix_caching": False})
