@@ -252,7 +252,8 @@ class Memory:
     graph_tokens: int                # of the longest captured prompts, whose activations have memory of their own; 0: no graphs
     per_token: int                   # a token's activations in one layer, the widest
     kv_option: str                   # the option that gave the size of the KV cache
-    scratch: int = 0                 # the largest weight that a product expands
+    scratch: int = 0                 # the largest weight that a product expands in the memory of its step
+    expanded: int = 0                # the largest packed one, in a place that all steps share (ops/packed/expand_room.py)
     verified: int = 0                # most tokens of decodes with drafts, each with its logits; 0: no drafts
     per_row_partials: int = 0        # partial results of attention, of a row with one query
 
@@ -292,7 +293,8 @@ class Memory:
             runtime=device.runtime, per_block=fullest_page_bytes(groups, model.num_layers, mesh.pipeline, stored),
             vocab=model.vocab_size, per_row_kept=tables + (0 if captured is None else logits) + partials,
             per_row_logits=logits, per_row_copied=0 if device.kind == "cpu" else logits * 2,
-            scored=0, graph_tokens=0, per_token=per_token, scratch=quantised.scratch * size,
+            scored=0, graph_tokens=0, per_token=per_token, expanded=quantised.room * size if size == 2 else 0,
+            scratch=max(quantised.scratch, 0 if size == 2 else quantised.room) * size,       # float32: by the definition
             verified=MOST_VERIFIED if device.kind != "cpu" and draft_options(config.execution.speculative_config).on else 0,
             per_row_partials=partials,
             kv_option="num_gpu_blocks_override" if config.cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes",
@@ -314,6 +316,7 @@ class Memory:
             self, weights=self.weights + own.weights, per_block=self.per_block + draft.block_bytes,
             per_row_kept=self.per_row_kept + own.per_row_kept, per_token=max(self.per_token, own.per_token),
             per_row_logits=max(self.per_row_logits, own.per_row_logits), scratch=max(self.scratch, own.scratch),
+            expanded=self.expanded + own.expanded,       # each has a place
         )
 
     def rows(self, max_num_seqs: int) -> int:
@@ -330,7 +333,7 @@ class Memory:
 
     def steps(self, max_num_seqs: int, budget: int) -> int:
         on_gpu = 0 if self.kind == "cpu" else ledger.SMALL_BLOCKS * ledger.SMALL_BLOCK + ledger.LIBRARY_BYTES
-        return sum(size + on_gpu for size in self.pools(max_num_seqs, budget) if size)
+        return self.expanded + sum(size + on_gpu for size in self.pools(max_num_seqs, budget) if size)
 
     def pools(self, max_num_seqs: int, budget: int) -> tuple[int, int]:
         """Memory of the largest step that is launched kernel by kernel, and of the largest CUDA graph.

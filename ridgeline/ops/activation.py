@@ -16,8 +16,11 @@ from ridgeline.sizes.op_costs import GATED_ACTIVATION_CASES, gated_activation_co
 # ── definition ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gated_activation_reference(x: Tensor, kind: str) -> Tensor:
-    """x [..., 2 I] -> act(x[..., :I]) * x[..., I:]; kind is "silu", "gelu_tanh", "gelu" or "relu2"."""
+def gated_activation_reference(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
+    """x [..., 2 I] -> act(x[..., :I]) * x[..., I:]; kind is "silu", "gelu_tanh", "gelu" or "relu2". `out` [T, I]: where to write
+    it; the gates in x may be that place."""
+    if out is not None:
+        return out.copy_(gated_activation_reference(x, kind))
     gate, up = x.chunk(2, dim=-1)
     if kind == "silu":
         return F.silu(gate).mul_(up)
@@ -49,7 +52,7 @@ KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 @triton_kernel()
 def _gated_activation_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, stride, out_stride, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One CTA: a block of columns of one token."""
@@ -68,22 +71,24 @@ def _gated_activation_kernel(  # type: ignore[no-untyped-def]
         gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     else:
         gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    tl.store(out_ptr + row * WIDTH + column, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * out_stride + column, (gate * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated_activation_triton(x: Tensor, kind: str) -> Tensor:
+def gated_activation_triton(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
     if kind not in KINDS:
-        return gated_activation_reference(x, kind)       # relu2, or one that is not there
+        return gated_activation_reference(x, kind, out)  # relu2, or one that is not there
     width = x.shape[-1] // 2
     rows = x.reshape(-1, 2 * width)
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
-    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    out_stride = width if out is None else out.stride(0)
+    if out is None:
+        out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     tokens = rows.shape[0]
     if tokens:
         block = min(BLOCK, power_of_two(width))
         _gated_activation_kernel[(cdiv(width, block) * tokens,)](
-            rows, out, rows.stride(0), WIDTH=width, KIND=KINDS[kind], BLOCK=block,
+            rows, out, rows.stride(0), out_stride, WIDTH=width, KIND=KINDS[kind], BLOCK=block,
             num_warps=4, **dependent_launch(x.device),
         )
     return out
@@ -95,9 +100,9 @@ def _triton_supports(site: Site) -> bool:
 
 # ── native ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-def gated_activation_native(x: Tensor, kind: str) -> Tensor:
-    if kind not in KINDS or x.dim() != 2 or x.stride(1) != 1:
-        return gated_activation_reference(x, kind)
+def gated_activation_native(x: Tensor, kind: str, out: Tensor | None = None) -> Tensor:
+    if kind not in KINDS or x.dim() != 2 or x.stride(1) != 1 or out is not None:
+        return gated_activation_reference(x, kind, out)
     tokens, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((tokens, width), dtype=x.dtype)
     native.library().gated_activation(x.data_ptr(), out.data_ptr(), tokens, width, x.stride(0), KINDS[kind])

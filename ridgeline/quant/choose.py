@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from ridgeline.ops.packed.expand_room import ExpandRoom
 from ridgeline.process.log import get_logger
 from ridgeline.quant.format import WeightFormat, quantises_rows
 from ridgeline.quant.four_bits import GRIDS
@@ -32,8 +33,8 @@ class Chosen(Protocol):
     def expands(self) -> tuple[str, ...]: ...
 
 
-def schemes(formats: Callable[[str], Chosen], plain: Scheme) -> Callable[[str], Scheme]:
-    """By a linear's path. Linears of one format share a scheme object."""
+def schemes(formats: Callable[[str], Chosen], plain: Scheme, room: ExpandRoom | None = None) -> Callable[[str], Scheme]:
+    """By a linear's path. Linears of one format share a scheme object. `room`: where all of them expand packed weights."""
     made: dict[tuple[WeightFormat, bool], Scheme] = {}
     said: set[tuple[str, ...]] = set()
 
@@ -54,15 +55,15 @@ def schemes(formats: Callable[[str], Chosen], plain: Scheme) -> Callable[[str], 
             return plain
         key = (chosen.format, chosen.made)
         if key not in made:
-            made[key] = make(chosen.format, chosen.made, plain)
+            made[key] = make(chosen.format, chosen.made, plain, room)
         return made[key]
 
     return scheme
 
 
-def make(format: WeightFormat, made: bool, plain: Scheme) -> Scheme:
+def make(format: WeightFormat, made: bool, plain: Scheme, room: ExpandRoom | None = None) -> Scheme:
     if quantises_rows(format):
         return Fp8(plain, made, format)
     if format.grid in (*GRIDS, "q5", "q6", "int8"):
-        return Packed(format, plain, made)
+        return Packed(format, plain, made, room=room)
     return Quantised(format, plain, made)

@@ -7,6 +7,7 @@ with `Quantised`, and so do all formats on other devices.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,20 +15,32 @@ from torch import Tensor, nn
 
 from ridgeline.ops.activation import gated_activation
 from ridgeline.ops.hopper import device_facts
-from ridgeline.ops.kernel_table import H200
+from ridgeline.ops.kernel_table import H200, DeviceFacts
 from ridgeline.ops.linear import gemm_small
 from ridgeline.ops.packed.block_weight import pack_blocks, packed_numbers
 from ridgeline.ops.packed.byte_weight import holds_bytes, pack_bytes
-from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
-from ridgeline.ops.packed.packed_sizes import STRIP, packs
-from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight, pack
+from ridgeline.ops.packed.expand_room import ExpandRoom
+from ridgeline.ops.packed.packed_linear import NARROW, normed_packed_linear, packed_linear
+from ridgeline.ops.packed.packed_sizes import STRIP, expanded_elements, packs
+from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight, pack, repeated
+from ridgeline.ops.quantised.expand import QuantisedWeight
+from ridgeline.quant.format import ORDER, WeightFormat
 from ridgeline.quant.four_bits import FourBits, four_bits
-from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, gpu_layout, may_pack
-from ridgeline.quant.quantised import Quantised
-from ridgeline.quant.scheme import Norm
+from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, STORED, gpu_layout, may_pack
+from ridgeline.quant.quantised import TENSORS, Quantised
+from ridgeline.quant.scheme import Norm, Scheme
+
+ALIGNED = 256                        # bytes: where a tensor begins that shares the memory of another
 
 
 class Packed(Quantised):
+    def __init__(
+        self, format: WeightFormat, plain: Scheme, made: bool = False, keeps: bool | None = None, room: ExpandRoom | None = None
+    ) -> None:
+        """`room`: that of the model."""
+        super().__init__(format, plain, made, keeps)
+        self.room = ExpandRoom() if room is None else room
+
     def create(
         self, linear: nn.Module, rows: int, columns: int, bias: bool, padded: bool, dtype: torch.dtype,
         device: torch.device,
@@ -41,35 +54,50 @@ class Packed(Quantised):
         if linear.scheme is not self:                    # expanded
             return
         order = linear.quantised.order
-        self._pack(linear)
-        if linear.packed is not None:
+        packed = self._packed(linear, linear.quantised)
+        if packed is not None:
+            linear.packed = self._with_room(linear, _in_place(packed, linear.quantised))
             self._forget(linear)
             for name, tensor in _tensors(linear.packed, order).items():
                 setattr(linear, name, nn.Parameter(tensor, requires_grad=False))
             gemm_small.prepare(linear.weight.device)
 
-    def _pack(self, linear: nn.Module) -> None:
-        """Where this does nothing, the linear keeps its format's tensors."""
-        device, weight, format = linear.weight.device, linear.quantised, linear.format
-        facts = device_facts(device) if device.type == "cuda" else H200  # a CPU keeps codes only to compute what a GPU would
-        paired = set(linear.rows) == {"gate", "up"}
-        found = gpu_layout(format, len(weight.weight), weight.inputs, paired, facts)
-        gated = paired and weight.order is None and len(weight.weight) % STRIP == 0
+    def _with_room(self, linear: nn.Module, packed: PackedWeight) -> PackedWeight:
+        """Where the codes decided that it is packed, the ledger has counted its expansion as a part of steps: it has no room. Of
+        other dtypes the definition expands it."""
+        layout = gpu_layout(linear.format, len(linear.weight), linear.columns.size, _paired(linear), _facts(linear))
+        if layout == STORED or linear.dtype not in NARROW:
+            return packed
+        self.room.need(expanded_elements(packed.outputs, packed.inputs) * linear.dtype.itemsize)
+        return replace(packed, room=self.room)
+
+    def _packed(self, linear: nn.Module, weight: QuantisedWeight) -> PackedWeight | None:
+        """`weight`: the linear's, or some of its outputs. None: the linear keeps its format's tensors."""
+        format, outputs, facts, paired = linear.format, len(linear.weight), _facts(linear), _paired(linear)
+        found = gpu_layout(format, outputs, weight.inputs, paired, facts)
+        gated = paired and weight.order is None and outputs % STRIP == 0
         if found == BLOCKS:
-            linear.packed = pack_blocks(weight, gated)
-        elif format.grid == "int8":
-            if found == EIGHT_BITS or (facts.hopper and linear.is_loaded and may_pack(format) and holds_bytes(weight, gated)):
-                linear.packed = pack_bytes(weight, gated)
-        elif facts.hopper and (found == FOUR_BITS or (linear.is_loaded and may_pack(format))):
+            return pack_blocks(weight, gated)
+        if format.grid == "int8":
+            packs_bytes = facts.hopper and linear.is_loaded and may_pack(format) and holds_bytes(weight, gated)
+            return pack_bytes(weight, gated) if found == EIGHT_BITS or packs_bytes else None
+        if facts.hopper and (found == FOUR_BITS or (linear.is_loaded and may_pack(format))):
             four = four_bits(weight)
             if four is not None and (not linear.is_loaded or _holds(four, gated)):
-                linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
+                return pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
+        return None
 
     def _is_packed(self, linear: nn.Module) -> bool:
-        """While kernels are collected, before the weights are loaded, whatever the codes are is packed once."""
+        """While kernels are collected, before the weights are loaded, one strip stands for all: it takes no memory. A whole
+        weight would lie among what loading takes meanwhile, and keep its segments with the allocator: 1.8 GB of a 70B model."""
         if not (linear.is_loaded or linear.was_tried) and linear.weight.device.type == "cuda":
             linear.was_tried = True
-            self._pack(linear)
+            outputs, weight = len(linear.weight), linear.quantised
+            tensors = {name: getattr(weight, name) for name in TENSORS if name != ORDER}
+            made = self._packed(linear, weight._replace(**{
+                name: None if tensor is None else tensor[:STRIP] for name, tensor in tensors.items()
+            }))
+            linear.packed = None if made is None else self._with_room(linear, repeated(made, outputs))
         return linear.packed is not None
 
     def numbers(self, linear: nn.Module) -> Tensor:
@@ -99,6 +127,15 @@ class Packed(Quantised):
         return (out if gate is None or packed.gated else gated_activation(out, gate)), stream
 
 
+def _facts(linear: nn.Module) -> DeviceFacts:
+    """A CPU keeps codes only to compute what a GPU would."""
+    return device_facts(linear.weight.device) if linear.weight.device.type == "cuda" else H200
+
+
+def _paired(linear: nn.Module) -> bool:
+    return set(linear.rows) == {"gate", "up"}
+
+
 def _holds(four: FourBits, gated: bool) -> bool:
     """Whether the layout keeps these numbers as they are."""
     outputs, inputs = four.codes.shape[0], 2 * four.codes.shape[1]
@@ -114,6 +151,30 @@ def _holds(four: FourBits, gated: bool) -> bool:
 
 def _exact(values: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(values.to(dtype).to(values.dtype), values)
+
+
+def _in_place(packed: PackedWeight, stored: QuantisedWeight) -> PackedWeight:
+    """With its tensors in the memory of those that it was made of. Packing has taken other memory beside it: a tensor that stays
+    there keeps a whole segment, the rest of which lies idle. Where not all of them fit, all stay: the old memory is free as a
+    whole then."""
+    found = {name: getattr(packed, name) for name in ("codes", "high", "scale", "zero", "blocks", "outer")}
+    old = [getattr(stored, name) for name in TENSORS if name != ORDER and getattr(stored, name) is not None]
+    addresses = {each.data_ptr() for each in old}
+    there = {each.data_ptr() for each in found.values() if each is not None} & addresses     # NVFP4's outer scales are as stored
+    made = {name: each for name, each in found.items() if each is not None and each.data_ptr() not in there}
+    left, places = sorted(made, key=lambda name: -made[name].nbytes), {}
+    for memory in sorted((each for each in old if each.data_ptr() not in there), key=lambda each: -each.nbytes):
+        room = memory.view(-1).view(torch.uint8)
+        for name in list(left):
+            size = made[name].nbytes
+            if size <= len(room):
+                places[name], room = room[:size], room[-(-size // ALIGNED) * ALIGNED :]
+                left.remove(name)
+    if left:
+        return packed
+    return replace(packed, **{
+        name: place.view(made[name].dtype).view(made[name].shape).copy_(made[name]) for name, place in places.items()
+    })
 
 
 def _tensors(packed: PackedWeight, order: Tensor | None) -> dict[str, Tensor]:

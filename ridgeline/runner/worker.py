@@ -20,6 +20,7 @@ from ridgeline.models.weights import Progress, load_weights
 from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.cpu import native
 from ridgeline.ops.hopper import device_facts as kernel_facts
+from ridgeline.ops.packed.expand_room import ExpandRoom
 from ridgeline.ops.registry import Site, kernels_are_used, log_compilations, set_kernels, set_nvtx
 from ridgeline.process import platform
 from ridgeline.process.log import get_logger
@@ -91,13 +92,13 @@ def make_runner(
     meter = MemoryMeter(device)
     memory_pools.take_library(device)                    # as long as no free block is there that it could be put into
     drafts = draft_options(options.execution.speculative_config).on
-    dtype = getattr(torch, config.dtype)
+    dtype, room = getattr(torch, config.dtype), ExpandRoom()
     with phase("weights"), meter.part(ledger.WEIGHTS):
         plain = plain_scheme(
             device, dtype, options.execution.deterministic, options.model.cpu_activations, model_config.dtype
         )
         formats = LinearFormats(model_config, options.model.quantization, device.type, comm.tensor.size, config.dtype)
-        model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain))
+        model = Decoder(model_config, comm, dtype, device, config.max_model_len, schemes(formats, plain, room))
     with phase("rows"), meter.part(ledger.ROWS):
         rows = DeviceRows(
             config.groups, config.max_num_seqs, config.max_model_len, config.max_num_batched_tokens, config.depth, device,
@@ -124,6 +125,7 @@ def make_runner(
         runner.drafter = _draft_model(config, config.draft, comm, sampler, forward, device, meter)
     if config.device != "cpu":
         with phase("first steps"):
+            room.reserve(device)
             _first_steps(config, runner, comm)
         runner.memory = meter.measured()
         if comm.rank == 0:                               # the others were told their sizes, and predicted nothing
@@ -155,15 +157,16 @@ def _draft_model(
     meter: MemoryMeter,
 ) -> DraftModel:
     """Its weights are divided among ranks as the model's are."""
-    options, dtype = config.options, getattr(torch, config.dtype)
+    options, dtype, room = config.options, getattr(torch, config.dtype), ExpandRoom()
     longest = min(config.max_model_len, draft.config.max_position_embeddings)
     with phase("weights"), meter.part(ledger.WEIGHTS):
         plain = plain_scheme(
             device, dtype, options.execution.deterministic, options.model.cpu_activations, draft.config.dtype
         )
         formats = LinearFormats(draft.config, "none", device.type, comm.tensor.size, config.dtype)
-        model = Decoder(draft.config, comm, dtype, device, longest, schemes(formats, plain))
+        model = Decoder(draft.config, comm, dtype, device, longest, schemes(formats, plain, room))
         load_weights(model, draft.path, draft.config, options.model.load_format, None, options.model.seed)
+    room.reserve(device)
     with phase("KV cache"), meter.part(ledger.KV):
         buffers = KVBuffers([draft.pages], config.num_blocks, draft.format, device)
     with phase("rows"), meter.part(ledger.ROWS):

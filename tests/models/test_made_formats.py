@@ -26,6 +26,7 @@ from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.kernel_table import DeviceFacts as KernelFacts
+from ridgeline.ops.packed.packed_sizes import MOST_EXPANDED
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.format import MADE, WeightFormat, made_format, quantization_rules
@@ -183,18 +184,44 @@ def test_what_meets_activations_of_16_bits_is_said(tmp_path: Path) -> None:
 AMPERE = H200._replace(hopper=False, fp8=False)
 
 
-@pytest.mark.parametrize(("quantization", "facts", "expanded"), [
-    ("fp8", H200, 0), ("fp8-block", H200, 0), ("int8", H200, 0),
-    ("fp8", AMPERE, 28672 * 4096), ("fp8-block", AMPERE, 28672 * 4096), ("int8", AMPERE, 28672 * 4096),
-    ("fp8-block", H200._replace(block_scales=False), 28672 * 4096), ("int4", H200, 28672 * 4096),
+@pytest.mark.parametrize(("quantization", "facts", "expanded", "packed"), [
+    ("fp8", H200, 0, 0), ("fp8-block", H200, 0, 0), ("int8", H200, 0, 0),
+    ("fp8", AMPERE, 28672 * 4096, 0), ("fp8-block", AMPERE, 28672 * 4096, 0), ("int8", AMPERE, 28672 * 4096, 0),
+    ("fp8-block", H200._replace(block_scales=False), 28672 * 4096, 0),
+    ("int4", H200, 0, 28672 * 4096), ("mxfp4", H200, 0, 28672 * 4096), ("int4", AMPERE, 28672 * 4096, 0),
 ])
 def test_memory_of_expanded_weights_is_that_of_the_kernels_here(
-    quantization: str, facts: KernelFacts, expanded: int
+    quantization: str, facts: KernelFacts, expanded: int, packed: int
 ) -> None:
     """An H200 multiplies by 8-bit codes whatever the rows are; an A100 has no tensor cores for e4m3, and every product of fp8
-    weights expands one."""
+    weights expands one. Packed weights are expanded in one place for all steps."""
     model = load_model_config(write_shape("llama-3.1-8b"))
-    assert quantised_memory(model, quantization, "cuda", 1, facts).scratch == expanded
+    found = quantised_memory(model, quantization, "cuda", 1, facts)
+    assert (found.scratch, found.room) == (expanded, packed)
+
+
+@pytest.mark.parametrize(("shape", "quantization", "numbers"), [
+    ("llama-3.1-8b-nvfp4", "none", 28672 * 4096),
+    ("llama-3.1-8b-q8_0", "none", 64256 * 4096), ("llama-3.1-8b-q4_k_m", "none", 64256 * 4096),      # the head, in two parts
+    ("llama-3.1-70b", "int4", 28672 * 8192),             # gate and up in two parts; down is as large
+])
+def test_the_place_of_expanded_weights_is_bounded(shape: str, quantization: str, numbers: int) -> None:
+    found = quantised_memory(load_model_config(write_shape(shape)), quantization, "cuda", 1)
+    assert (found.scratch, found.room) == (0, numbers) and numbers <= MOST_EXPANDED
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_launched_steps_and_graphs_share_the_place_of_expanded_weights(dtype: str) -> None:
+    """In float32 the definition expands weights, in the memory of the step."""
+    given = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 64, "dtype": dtype}
+    plain, int4 = (
+        resolve(EngineConfig.of(model=str(write_shape("llama-3.1-70b")), quantization=quantization, max_model_len=784, **given),
+                DeviceFacts("cuda", 2**39, ("bfloat16", "float32")))
+        for quantization in ("none", "int4")
+    )
+    more, numbers = int4.memory["steps"] - plain.memory["steps"], 28672 * 8192
+    assert more == (2 * numbers if dtype == "bfloat16" else 2 * 4 * numbers)
+    assert (int4.step_bytes == plain.step_bytes) == (dtype == "bfloat16")
 
 
 def test_memory_counts_packed_weights_and_the_largest_expanded_one(tmp_path: Path) -> None:
@@ -204,6 +231,6 @@ def test_memory_counts_packed_weights_and_the_largest_expanded_one(tmp_path: Pat
     saved = wide.memory["weights"] - packed.memory["weights"]
     held = 2 * (128 + 64 + 256 + 64) * 512               # inputs are padded on a Hopper GPU
     assert saved == 2 * linears - (held // 2 + 2 * 2 * held // 32)       # codes, and a scale and a zero for 32 of them
-    assert packed.step_bytes - wide.step_bytes == packed.graph_bytes - wide.graph_bytes == 2 * 256 * 64
+    assert packed.memory["steps"] - wide.memory["steps"] == 2 * 256 * 64 and packed.step_bytes == wide.step_bytes
     scheme = schemes(LinearFormats(packed.model, "none", "cuda"), Unquantised())
     assert scheme("layers.0.mlp.down") is scheme("layers.1.mlp.down")    # one object for one format

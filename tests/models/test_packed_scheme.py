@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised_models import BLOCK_FORMATS, SIZES, random_blocks
+from quantised_models import BLOCK_FORMATS, SIZES, random_blocks, random_stored
 from tiny_models import save_checkpoint
 
 from ridgeline.distributed.comm import Communicator
 from ridgeline.models.checkpoints.gguf_formats import FORMATS
 from ridgeline.models.checkpoints.linear_formats import LinearFormats
+from ridgeline.models.checkpoints.quantisation_check import quantised_memory
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config
 from ridgeline.models.weights import load_weights
+from ridgeline.ops.kernel_table import H200
+from ridgeline.ops.packed.block_weight import packed_numbers
+from ridgeline.ops.packed.expand_room import ExpandRoom
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.ops.rms_norm import rms_norm_reference
-from ridgeline.quant.format import common
+from ridgeline.quant.format import Scales, WeightFormat, common, made_format
 from ridgeline.quant.four_bits import FourBits, four_bits
-from ridgeline.quant.packed import Packed, _holds
+from ridgeline.quant.packed import Packed, _holds, _in_place
 from ridgeline.quant.quantised import Quantised, quantised_weight
 from ridgeline.quant.scheme import Scheme, Unquantised
 
+NVFP4 = WeightFormat("e2m1", Scales((1, 16), "float8_e4m3fn", outer=Scales((1, 0))))
 
-def decoder(path: Path, quantization: str, kind: type[Quantised]) -> Decoder:
+
+def decoder(path: Path, quantization: str, kind: Callable[..., Quantised], dtype: torch.dtype = torch.float64) -> Decoder:
     """As on a GPU: codes are kept."""
     config, plain = load_model_config(path), Unquantised()
     formats = LinearFormats(config, quantization, "cuda")
@@ -35,7 +45,7 @@ def decoder(path: Path, quantization: str, kind: type[Quantised]) -> Decoder:
         chosen = formats(place).format
         return plain if chosen is None else kind(chosen, plain, made=True, keeps=True)
 
-    made = Decoder(config, Communicator(), torch.float64, "cpu", 64, scheme)
+    made = Decoder(config, Communicator(), dtype, "cpu", 64, scheme)
     load_weights(made, path, config)
     return made
 
@@ -88,9 +98,74 @@ def test_gguf_formats_are_packed_as_they_are(name: str) -> None:
     scheme, linear.format = Packed(format, Unquantised()), format
     linear.quantised, linear.weight, linear.rows, linear.is_loaded = weight, weight.weight, {"gate": 16, "up": 16}, True
     linear.packed, linear.dtype = None, torch.float64
-    scheme._pack(linear)
+    linear.packed = scheme._packed(linear, weight)
     assert linear.packed is not None and linear.packed.gated
     assert torch.equal(scheme.numbers(linear), expand(weight, torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+def test_the_ledger_counts_the_place_that_the_linears_ask_for(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    path, room = save_checkpoint("llama", tmp_path / "model", **SIZES), ExpandRoom()
+    made = decoder(path, name, functools.partial(Packed, room=room), dtype)
+    numbers = max(each.packed.outputs * each.packed.inputs for each in linears(made))
+    assert room.needed == (2 * numbers if dtype == torch.bfloat16 else 0)        # others are expanded by the definition
+    assert quantised_memory(made.config, name, "cuda", 1).room == numbers
+    assert all((each.packed.room is room) == (dtype == torch.bfloat16) for each in linears(made))
+
+
+@pytest.mark.parametrize(("format", "in_place"), [
+    (made_format("int4", 512, 512), True), (made_format("mxfp4", 512, 512), True), (FORMATS["Q8_0"], True), (NVFP4, True),
+    (FORMATS["Q4_K"], False),                            # scales and offsets lie in words together: no old tensor has that size
+])
+def test_packing_leaves_its_tensors_in_the_memory_of_the_stored_ones(format: WeightFormat, in_place: bool) -> None:
+    """What packing takes beside them is free as a whole afterwards. A tensor in it would keep its segment."""
+    weight = random_stored(format, 64, 512, "cpu")
+    old = {each.untyped_storage().data_ptr() for each in weight if isinstance(each, torch.Tensor)}
+    linear = torch.nn.Module()
+    linear.format, linear.weight, linear.rows, linear.is_loaded = format, weight.weight, {"gate": 32, "up": 32}, True
+    packed = Packed(format, Unquantised())._packed(linear, weight)
+    assert packed is not None
+    wanted, bytes_before = packed_numbers(packed, torch.float64), packed.nbytes
+    found = _in_place(packed, weight)
+    tensors = [each for each in (found.codes, found.high, found.scale, found.zero, found.blocks, found.outer) if each is not None]
+    assert all((each.untyped_storage().data_ptr() in old) == in_place for each in tensors)
+    assert torch.equal(packed_numbers(found, torch.float64), wanted) and found.nbytes == bytes_before
+    assert all(each.data_ptr() % 16 == 0 for each in tensors)
+
+
+@pytest.mark.parametrize("format", [made_format("int4", 512, 512), FORMATS["Q8_0"], FORMATS["Q4_K"], FORMATS["Q6_K"], NVFP4])
+@pytest.mark.parametrize("parts", [("gate", "up"), ("",)])
+def test_kernels_are_collected_without_a_packed_copy_of_the_weight(
+    format: WeightFormat, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would lie among what loading takes meanwhile, and keep its segments. Kernels see the same shapes and dtypes."""
+
+    class OnGpu:
+        """Codes of a linear on a GPU that is not there."""
+
+        device = torch.device("cuda", 0)
+
+        def __len__(self) -> int:
+            return 1024
+
+    monkeypatch.setattr("ridgeline.quant.packed.device_facts", lambda device: H200)
+    weight, linear = random_stored(format, 1024, 512, "cpu"), torch.nn.Module()
+    linear.format, linear.quantised, linear.weight, linear.packed = format, weight, OnGpu(), None
+    linear.is_loaded, linear.was_tried, linear.dtype = False, False, torch.bfloat16
+    linear.rows, linear.columns = {part: 1024 // len(parts) for part in parts}, SimpleNamespace(size=512)
+    scheme, old = Packed(format, Unquantised()), {each.untyped_storage().data_ptr() for each in weight if torch.is_tensor(each)}
+    assert scheme._is_packed(linear) and scheme._is_packed(linear)
+    whole = scheme._packed(linear, weight)
+    assert whole is not None
+    for field in dataclasses.fields(whole):
+        one, other = getattr(linear.packed, field.name), getattr(whole, field.name)
+        if not isinstance(other, torch.Tensor):
+            assert one == other or field.name == "room"
+            continue
+        assert one.shape == other.shape and one.dtype == other.dtype
+        shared = one.untyped_storage().data_ptr() in old             # NVFP4's outer scales
+        assert shared or one.untyped_storage().nbytes() <= other.untyped_storage().nbytes() // 64
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q4_K"])

@@ -420,7 +420,7 @@ def test_logprobs_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_gated_activation_compiles(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "stride": "i32"}
+    types = {"x_ptr": "*bf16", "out_ptr": "*bf16", "stride": "i32", "out_stride": "i32"}
     constants = {"WIDTH": 14336, "KIND": kind, "BLOCK": 2048, "DEPENDENT": True}
     compile_with_helpers(monkeypatch, activation, "_gated_activation_kernel", types, constants, ())
 

@@ -75,7 +75,7 @@ def packed_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool) -
     linear.weight, linear.is_loaded, linear.packed = linear.quantised.weight, True, None
     linear.rows = {"gate": outputs // 2, "up": outputs // 2} if gated else {"": outputs}
     assert (block_form(linear.quantised) or "") == block_form_of(format)
-    Packed(format, Unquantised())._pack(linear)
+    linear.packed = Packed(format, Unquantised())._packed(linear, linear.quantised)
     found = gpu_layout(format, outputs, inputs, gated, H200)
     assert (linear.packed is not None) == (found != STORED)
     if linear.packed is not None:

@@ -286,6 +286,12 @@ def served(folder: Path, reserved: str, shape: str, options: dict[str, Any], cha
 
 @pytest.mark.parametrize(("shape", "options", "changes"), [
     ("llama-3.1-8b", FEW | {"max_num_seqs": 100}, NARROW),
+    pytest.param("llama-3.1-8b", FEW | {"max_num_seqs": 100, "quantization": "int4"}, NARROW, marks=pytest.mark.slow),
+    pytest.param("llama-3.1-8b", FEW | {"quantization": "int4"}, {"vocab_size": 8192}, marks=pytest.mark.slow),
+    pytest.param("llama-3.1-8b", FEW | {"quantization": "mxfp4"}, {"vocab_size": 8192}, marks=pytest.mark.slow),
+    pytest.param("llama-3.1-8b-q8_0", FEW, {"vocab_size": 8192}, marks=pytest.mark.slow),
+    pytest.param("llama-3.1-8b-q4_k_m", FEW, {"vocab_size": 8192}, marks=pytest.mark.slow),
+    pytest.param("llama-3.1-8b-nvfp4", FEW, {"vocab_size": 8192}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW, NARROW, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", {"max_num_seqs": 1024, "num_gpu_blocks_override": 9000}, {}, marks=pytest.mark.slow),
     pytest.param("llama-3.2-1b", {"max_num_seqs": 512, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 9000}, {},

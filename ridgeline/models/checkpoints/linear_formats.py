@@ -16,7 +16,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.quant.format import MXFP4, WEIGHT, WeightFormat, common, made_format, quantization_rules
-from ridgeline.quant.gpu_layout import gpu_bytes
+from ridgeline.quant.gpu_layout import gpu_bytes, gpu_layout
 from ridgeline.quant.layout import NUMBER_KINDS, format_kind, matrix_bytes, plain_bytes
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -39,11 +39,19 @@ class LinearShape:
     def outputs(self) -> int:
         return sum(self.parts.values())
 
+    @property
+    def paired(self) -> bool:
+        return set(self.parts) == {"gate", "up"}
+
     def nbytes(self, format: WeightFormat, device: DeviceFacts) -> int:
         """Of one matrix as a GPU holds it, in a format that is fitted to this shape."""
         if EXPERTS in self.path:                         # only Gluon's kernels multiply by packed ones (ops/experts)
             device = device._replace(hopper=device.hopper and device.gluon)
-        return gpu_bytes(format, self.outputs, self.share, set(self.parts) == {"gate", "up"}, device)
+        return gpu_bytes(format, self.outputs, self.share, self.paired, device)
+
+    def layout(self, format: WeightFormat, device: DeviceFacts) -> str:
+        """How a GPU holds it: gpu_layout.py."""
+        return gpu_layout(format, self.outputs, self.share, self.paired, device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.stages import first_layers
 from ridgeline.ops.kernel_table import H200, DeviceFacts, bands
 from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
+from ridgeline.ops.packed.packed_sizes import expanded_elements
 from ridgeline.ops.packed.select_packed import MOST_ROWS
 from ridgeline.quant.format import WeightFormat, is_fp8_rows, quantises_rows
-from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, served
+from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, STORED, served
 from ridgeline.quant.layout import format_kind
 from ridgeline.sizes.abilities import WEIGHT_FORMATS, packed_width
 
@@ -21,6 +22,7 @@ from ridgeline.sizes.abilities import WEIGHT_FORMATS, packed_width
 class QuantisedMemory:
     codes: bool = False              # rows are quantised too: their codes lie beside them
     scratch: int = 0                 # elements of the largest weight that a product expands; int8: integer sums in its place
+    room: int = 0                    # … of packed ones, which have a place of their own (ops/packed/expand_room.py)
 
 
 def quantised_memory(
@@ -30,8 +32,14 @@ def quantised_memory(
     if device != "cuda":
         return QuantisedMemory()
     found = list(LinearFormats(model, quantization, device, ranks).shapes())
-    expanded = [shape.outputs * shape.share for shape, format in found if _expands(shape.outputs, shape.share, format, facts)]
-    return QuantisedMemory(any(quantises_rows(format) for _, format in found), max(expanded, default=0))
+    expanded = [(shape, format) for shape, format in found if _expands(shape.outputs, shape.share, format, facts)]
+    packed = [shape for shape, format in expanded if shape.layout(format, facts) != STORED]
+    stored = [shape for shape, format in expanded if shape.layout(format, facts) == STORED]
+    return QuantisedMemory(
+        any(quantises_rows(format) for _, format in found),
+        max((shape.outputs * shape.share for shape in stored), default=0),
+        max((expanded_elements(shape.outputs, shape.share) for shape in packed), default=0),
+    )
 
 
 def _expands(outputs: int, inputs: int, format: WeightFormat, facts: DeviceFacts) -> bool:

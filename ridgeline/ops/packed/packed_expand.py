@@ -183,10 +183,13 @@ def _expand_bytes_for_gemm_kernel(  # type: ignore[no-untyped-def]
 
 
 def expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs]; what `expanded` gives, at the speed of memory."""
+    """[outputs, inputs]; what `expanded` gives, at the speed of memory. The next weight may be expanded over it."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return packed_numbers(weight, dtype)
-    out = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.device)
+    if weight.room is None:
+        out = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.device)
+    else:
+        out = weight.room.numbers(weight.outputs, weight.inputs, dtype, weight.device)
     strips, tiles = weight.codes.shape[:2]
     if weight.form == BYTES:
         _expand_bytes_for_gemm_kernel[tiles // 8, strips](

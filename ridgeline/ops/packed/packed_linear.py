@@ -21,8 +21,8 @@ from ridgeline.ops.packed.byte_gemv import byte_gemv
 from ridgeline.ops.packed.packed_expand import expand
 from ridgeline.ops.packed.packed_gemm import packed_gemm
 from ridgeline.ops.packed.packed_gemv import packed_gemv
-from ridgeline.ops.packed.packed_sizes import BYTES
-from ridgeline.ops.packed.packed_weight import PackedWeight, byte_scales, pack, quantised
+from ridgeline.ops.packed.packed_sizes import BYTES, STRIP, strips_at_once
+from ridgeline.ops.packed.packed_weight import PackedWeight, byte_scales, of_strips, pack, quantised, some_strips
 from ridgeline.ops.registry import Implementation, Op, Site, Tolerance
 from ridgeline.ops.rms_norm import rms_norm, rms_norm_reference
 from ridgeline.sizes.packed_costs import (
@@ -79,8 +79,39 @@ def multiplied(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: str |
         return ONE_ROW[kernel](x, weight, bias, plan, gate=gate)[0]
     if kernel == "packed_gemm":
         return packed_gemm(x, weight, bias, plan, gate=gate)
-    out = F.linear(x, expand(weight, x.dtype), bias)
-    return out if gate is None else gated_activation(out, gate)
+    return _by_expanding(x, weight, bias, gate)
+
+
+def _by_expanding(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: str | None) -> Tensor:
+    """By numbers in memory, of a large weight in parts. The gated activation of a whole one is written over the gates."""
+    strips, at_once = len(weight.codes), strips_at_once(weight.outputs, weight.inputs)
+    pairs = weight.outputs // 2
+    if gate is not None and (at_once >= strips or not weight.gated):
+        both = _by_expanding(x, weight, bias, None)
+        return gated_activation(both, gate, out=both[:, :pairs])
+    if at_once >= strips:
+        return F.linear(x, expand(weight, x.dtype), bias)
+    out = x.new_empty((len(x), weight.outputs if gate is None else pairs))
+    for first in range(0, strips, at_once):
+        part = some_strips(weight, first, at_once)
+        numbers, added = expand(part, x.dtype), of_strips(weight, bias, first, part.outputs)
+        start, half = first * STRIP // (2 if weight.gated else 1), part.outputs // 2
+        if gate is not None:
+            gated_activation(F.linear(x, numbers, added), gate, out=out[:, start : start + half])
+        elif not weight.gated:
+            _product_into(out[:, start : start + part.outputs], x, numbers, added)
+        else:
+            for place, own in ((start, slice(0, half)), (pairs + start, slice(half, None))):
+                _product_into(out[:, place : place + half], x, numbers[own], None if added is None else added[own])
+    return out
+
+
+def _product_into(out: Tensor, x: Tensor, numbers: Tensor, bias: Tensor | None) -> None:
+    """cuBLAS writes to columns of a larger matrix."""
+    if bias is None:
+        torch.mm(x, numbers.t(), out=out)
+    else:
+        torch.addmm(bias, x, numbers.t(), out=out)
 
 
 def packed_linear_gpu(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

@@ -10,6 +10,10 @@ GROUPS = (16, 32, 64, 128)           # inputs with one scale that kernels know; 
 BLOCK = 256                          # inputs with one multiplier of scales: K types
 BITS_ABOVE = {"uint4": 0, "q5": 1, "q6": 2}              # of a code, in a plane of their own
 BYTES = "eight bits"                 # the form of 8-bit codes: byte_weight.py
+# Numbers of a weight that are expanded at a time, 512 MiB of them: gate and up of a 70B model in two parts, the other matrices of
+# its layers, and all of an 8B model's layers, whole. Parts are wide: with few tiles of outputs the last wave of cuBLAS's CTAs
+# is empty for the most part. They end where its tiles of 256 outputs do, which are WIDE_TILE strips.
+MOST_EXPANDED, WIDE_TILE = 2**28, 16
 SCALE_BYTES = ("e8m0", "float8_e4m3fn")                  # dtypes of scales that may stay bytes: MXFP4 and NVFP4
 
 
@@ -27,6 +31,17 @@ def keeps_bytes(kind: str, dtype: str, group: int) -> bool:
 
 def padded_weights(outputs: int, inputs: int) -> int:
     return -(-outputs // STRIP) * STRIP * (-(-inputs // RUN) * RUN)
+
+
+def strips_at_once(outputs: int, inputs: int) -> int:
+    """Strips of a weight that are expanded at a time: all of most weights, or of parts that are alike in size."""
+    strips, parts = -(-outputs // STRIP), -(-outputs * inputs // MOST_EXPANDED)
+    return strips if parts <= 1 else -(-strips // (parts * WIDE_TILE)) * WIDE_TILE
+
+
+def expanded_elements(outputs: int, inputs: int) -> int:
+    """Numbers of a weight that lie in memory at once where it is expanded (expand_room.py)."""
+    return min(outputs, strips_at_once(outputs, inputs) * STRIP) * inputs
 
 
 def four_bit_bytes(

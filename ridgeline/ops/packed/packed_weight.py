@@ -20,11 +20,12 @@ beyond the inputs, that make padding nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ridgeline.ops.packed.expand_room import ExpandRoom
 from ridgeline.ops.packed.packed_sizes import GROUPS, RUN, STRIP, TILE, keeps_bytes, packs
 from ridgeline.ops.quantised.codes import e8m0_numbers
 
@@ -53,6 +54,7 @@ class PackedWeight:
     high: Tensor | None = None       # bits above four, block_weight.py; a second plane of bytes, byte_weight.py
     blocks: Tensor | None = None     # what multiplies the scales of 256 inputs, block_weight.py
     form: str = ""                   # of GGUF's scales and offsets, block_weight.py; BYTES
+    room: ExpandRoom | None = None   # where it is expanded; None: into memory of its own
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +100,45 @@ def pack(
     zeros = None if zero is None else _pairs(_padded(zero.to(torch.float16), order, runs), group)
     whole = zero is None or torch.equal(zero, zero.round())
     return PackedWeight(kind, group, outputs, inputs, gated, packed, pairs, zeros, whole, dtype, outer)
+
+
+def repeated(weight: PackedWeight, outputs: int) -> PackedWeight:
+    """The first strip of a weight as all of `outputs`, without memory for the others: for launches that are only collected."""
+    strips = -(-outputs // STRIP)
+
+    def again(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[:1].expand(strips, *tensor.shape[1:])
+
+    codes, scale = again(weight.codes), again(weight.scale)
+    assert codes is not None and scale is not None
+    return replace(
+        weight, outputs=outputs, codes=codes, scale=scale, zero=again(weight.zero), high=again(weight.high),
+        blocks=again(weight.blocks), outer=None if weight.outer is None else weight.outer[:1].expand(outputs), whole_zeros=True,
+    )
+
+
+def some_strips(weight: PackedWeight, first: int, count: int) -> PackedWeight:
+    """As a weight: `count` strips, or what is left. With a gate, these are some gates and their partners."""
+    strips = slice(first, first + count)
+
+    def part(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[strips]
+
+    outputs = min(weight.outputs, strips.stop * STRIP) - first * STRIP
+    return replace(
+        weight, outputs=outputs, codes=weight.codes[strips], scale=weight.scale[strips], zero=part(weight.zero),
+        high=part(weight.high), blocks=part(weight.blocks), outer=of_strips(weight, weight.outer, first, outputs),
+    )
+
+
+def of_strips(weight: PackedWeight, values: Tensor | None, first: int, outputs: int) -> Tensor | None:
+    """Of values for every output, those of `some_strips`."""
+    if values is None:
+        return None
+    if not weight.gated:
+        return values[first * STRIP : first * STRIP + outputs]
+    start, pairs = first * STRIP // 2, outputs // 2
+    return values.view(2, -1)[:, start : start + pairs].flatten()
 
 
 def unpack(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
