@@ -302,13 +302,17 @@ def test_a_levelled_workload_is_planned_as_the_scheduler_plans_it() -> None:
     assert floor.steps == len(counts)
 
 
-@pytest.mark.parametrize(("name", "kv"), [("llama-3.1-8b", "auto"), ("llama-3.1-8b", "fp8"), ("qwen3-8b", "auto")])
-def test_the_ledger_is_the_engines_own(name: str, kv: str) -> None:
-    made = setup(name, kv=kv)
+@pytest.mark.parametrize(("name", "kv", "weights"), [
+    ("llama-3.1-8b", "auto", "none"), ("llama-3.1-8b", "fp8", "none"), ("qwen3-8b", "auto", "none"),
+    ("llama-3.1-8b", "auto", "int4"), ("llama-3.1-8b", "auto", "mxfp4"), ("llama-3.1-70b", "auto", "int4"),
+])
+def test_the_ledger_is_the_engines_own(name: str, kv: str, weights: str) -> None:
+    made = setup(name, kv=kv) if weights == "none" else setup(name, kv=kv, weights=weights)
     capacity = Capacity.of(made, 4096)
     batch = capacity.largest_batch()
     options = EngineConfig.of(
         model=str(write_shape(name)), max_model_len=4096, max_num_seqs=batch, kv_cache_dtype=kv, load_format="dummy",
+        quantization=weights,
     )
     facts = DeviceFacts("cuda", made.device.usable, ("bfloat16",), RUNTIME)
     resolved = resolve(options, facts)

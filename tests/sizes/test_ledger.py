@@ -290,7 +290,6 @@ def served(folder: Path, reserved: str, shape: str, options: dict[str, Any], cha
     pytest.param("llama-3.1-8b", FEW | {"quantization": "int4"}, {"vocab_size": 8192}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW | {"quantization": "mxfp4"}, {"vocab_size": 8192}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b-q8_0", FEW, {"vocab_size": 8192}, marks=pytest.mark.slow),
-    pytest.param("llama-3.1-8b-q4_k_m", FEW, {"vocab_size": 8192}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b-nvfp4", FEW, {"vocab_size": 8192}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW, NARROW, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", {"max_num_seqs": 1024, "num_gpu_blocks_override": 9000}, {}, marks=pytest.mark.slow),
@@ -311,6 +310,15 @@ def test_nothing_is_allocated_after_ready(
     found = served(tmp_path, "with", shape, options, changes)
     assert not found["grown"]
     assert abs(found["measured"] - found["predicted"]) < 48 * 2**20
+
+
+@pytest.mark.slow
+def test_nothing_is_allocated_after_ready_with_k_types(tmp_path: Path) -> None:
+    """Their packed scales have other sizes than the stored ones, so that packing cannot write over these: some more of the last
+    segments of 20 MiB lies idle."""
+    found = served(tmp_path, "with", "llama-3.1-8b-q4_k_m", FEW, {"vocab_size": 8192})
+    assert not found["grown"]
+    assert 0 <= found["measured"] - found["predicted"] < 64 * 2**20
 
 
 @pytest.mark.slow
