@@ -62,7 +62,9 @@ class Capacity:
             return replace(any_budget, budget=budget, memory=any_budget.memory.with_budget(budget, captured))
         config = setup.model.config
         on_cpu = setup.device.kind == "cpu"
-        made = on_cpu and setup.weights in ("int8", "int4") and not config.packed and config.quantisation is None
+        # On a GPU weights are counted below; here it is what steps expand of them.
+        known = ("int8", "int4") if on_cpu else ("int4", "mxfp4")
+        made = setup.weights in known and not config.packed and config.quantisation is None
         options = EngineConfig.of(
             gpu_memory_utilization=utilization, tensor_parallel_size=setup.ranks, pipeline_parallel_size=setup.stages,
             decode_context_parallel_size=setup.ranks if setup.context_parallel else 1,
@@ -76,7 +78,7 @@ class Capacity:
         memory = Memory.of(options, facts, config, setup.dtype, groups, setup.wide_kv, context, captured_tokens(setup), budget)
         if not on_cpu and setup.kept is None:
             rotation = memory.weights - fullest_weight_bytes(
-                config, setup.dtype, facts.kind, options.parallel.mesh, kernels=facts.kernels)
+                config, setup.dtype, facts.kind, options.parallel.mesh, options.model.quantization, facts.kernels)
             memory = replace(memory, weights=rotation + rank_bytes(setup.model, setup))
         memory = replace(memory, per_block=block_bytes(setup.model, setup, groups))
         if setup.draft_model is None:
