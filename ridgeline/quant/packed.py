@@ -89,7 +89,8 @@ class Packed(Quantised):
 
     def _is_packed(self, linear: nn.Module) -> bool:
         """While kernels are collected, before the weights are loaded, one strip stands for all: it takes no memory. A whole
-        weight would lie among what loading takes meanwhile, and keep its segments with the allocator: 1.8 GB of a 70B model."""
+        weight would lie among what loading takes meanwhile, and keep its segments with the allocator: 1.6 GB of a 70B model
+        (benchmarks/studies/memory_of_steps)."""
         if not (linear.is_loaded or linear.was_tried) and linear.weight.device.type == "cuda":
             linear.was_tried = True
             outputs, weight = len(linear.weight), linear.quantised

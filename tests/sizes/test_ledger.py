@@ -288,6 +288,9 @@ def served(folder: Path, reserved: str, shape: str, options: dict[str, Any], cha
     ("llama-3.1-8b", FEW | {"max_num_seqs": 100}, NARROW),
     pytest.param("llama-3.1-8b", FEW | {"max_num_seqs": 100, "quantization": "int4"}, NARROW, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW | {"quantization": "int4"}, {"vocab_size": 8192}, marks=pytest.mark.slow),
+    pytest.param("llama-3.1-70b", {"quantization": "int4", "max_num_seqs": 16, "max_num_batched_tokens": 2048,       # in parts
+                                   "num_gpu_blocks_override": 785, "max_model_len": 784}, {"vocab_size": 8192},
+                 marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b", FEW | {"quantization": "mxfp4"}, {"vocab_size": 8192}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b-q8_0", FEW, {"vocab_size": 8192}, marks=pytest.mark.slow),
     pytest.param("llama-3.1-8b-nvfp4", FEW, {"vocab_size": 8192}, marks=pytest.mark.slow),

@@ -169,7 +169,11 @@ def main() -> None:
     args = parser.parse_args()
     made = run(args.group, args.layers, args.prompt, args.requests)
     if args.out:
-        Path(args.out).write_text(json.dumps(made, indent=1) + "\n")
+        from ridgeline.bench.lab.device_log import gpu_facts
+        from ridgeline.bench.lab.record import record, write
+
+        workload = {name: made.pop(name) for name in ("group", "layers")}
+        write(record("memory of steps", workload, made, gpu=gpu_facts()), Path(args.out))
 
 
 if __name__ == "__main__":
