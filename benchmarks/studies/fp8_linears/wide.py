@@ -43,10 +43,7 @@ def multiplied(codes: Tensor, x_scale: Tensor, weight: Linear, plan: WidePlan | 
 
 def plans(rows: int, filled: bool, gated: bool) -> dict[str, WidePlan | None]:
     found = {name: fp8_wide_plan(rows, *shape) for name, shape in MATRICES.items()}
-    if not filled:
-        found["qkv"] = WidePlan(128, 128, 2, 7, 7)
-    else:
-        found["qkv"] = WidePlan(128, 96, 2, 7, 7)
+    found["qkv"] = WidePlan(128, 96 if filled else 128, 2, 7, 7)
     if gated:
         found["gate_up"] = fp8_wide_plan(rows, MATRICES["gate_up"][0] // 2, MATRICES["gate_up"][1], True)
     return found
