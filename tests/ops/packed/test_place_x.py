@@ -51,7 +51,8 @@ def store(target: Pointer, values: torch.Tensor, mask: torch.Tensor) -> None:
 
 GLUON = SimpleNamespace(
     float32=torch.float32, static_range=range, program_id=lambda axis: 0, BlockedLayout=lambda *parts: None,
-    arange=lambda first, last, layout: torch.arange(first, last), zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+    arange=lambda first, last, layout: torch.arange(first, last),
+    zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     sum=lambda values, axis: values.sum(axis), rsqrt=torch.rsqrt, load=load, store=store,
 )
 

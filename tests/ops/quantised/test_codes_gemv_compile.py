@@ -47,7 +47,8 @@ def compiled(form: str, outputs: int, inputs: int, gate: int, norm: bool) -> dic
         "RUNS": inputs // 256, "KIND": kind, "DTYPE": "f16" if short else "bf16", "SCALES": scales, "BLOCK": 128,
         "NORM": norm, "RESIDUAL": norm, "GATE": gate, "BIAS": True, "GROUPS": plan.groups, "WARPS": plan.warps, "DEPENDENT": True,
     }
-    types = dict.fromkeys(NUMBERS, "*fp16" if short else "*bf16") | {"code_ptr": "*i32", "scale_ptr": "*fp32", "outer_ptr": "*fp32"}
+    types = dict.fromkeys(NUMBERS, "*fp16" if short else "*bf16")
+    types |= {"code_ptr": "*i32", "scale_ptr": "*fp32", "outer_ptr": "*fp32"}
     types |= dict.fromkeys(("inputs", "outputs", "strips", "scale_stride"), "i32") | {"eps": "fp32", "norm_offset": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     kernel = codes_gemv._codes_gemv_kernel
