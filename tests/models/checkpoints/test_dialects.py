@@ -24,7 +24,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints import recipe as recipe_file
 from ridgeline.models.checkpoints.canonical import bitstream, canonical, matrix_shape
 from ridgeline.models.checkpoints.quantisation import read_quantisation
-from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, component
+from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, beginning, component
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.quant.choose import make
@@ -261,18 +261,26 @@ def test_names_before_patterns_before_classes() -> None:
 
 NAMES = st.lists(st.sampled_from(["a", "b", "c*", "a-b", "0"]), min_size=1, max_size=4).map(".".join)
 PATTERNS = st.one_of(
-    NAMES.map(re.escape), NAMES.map(component), NAMES.map(anywhere), st.sampled_from([ANY, "(?:a.*).*", r"(.*\.)?b", ""]))
+    NAMES.map(re.escape), NAMES.map(component), NAMES.map(anywhere), NAMES.map(beginning),
+    st.sampled_from(["a", "b.", ".", ""]).map(anywhere), st.sampled_from([ANY, "(?:a.*).*", r"(.*\.)?b", ""]))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(PATTERNS, max_size=8), st.lists(NAMES, min_size=1, max_size=2))
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PATTERNS, max_size=12), st.lists(NAMES, min_size=1, max_size=2))
 def test_the_first_rule_counts_however_it_is_found(patterns: list[str], names: list[str]) -> None:
     expected = next((place for place, pattern in enumerate(patterns) if any(re.fullmatch(pattern, name) for name in names)), None)
     assert RuleIndex([(pattern, None) for pattern in patterns]).first(names) == expected
 
 
-@pytest.mark.parametrize("config", [CT | {"ignore": [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]}, {
-    "quant_method": "fp8", "modules_to_not_convert": [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]}])
+MANY = [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]
+
+
+@pytest.mark.parametrize("config", [
+    CT | {"ignore": MANY}, {"quant_method": "fp8", "modules_to_not_convert": MANY},
+    {"quant_method": "awq", "bits": 4, "modules_to_not_convert": MANY},
+    {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_to_not_convert": MANY},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": [f"{name[:-2]}*" for name in MANY]},
+])
 def test_a_long_list_of_names_is_not_searched_for_every_tensor(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """90,000 tensors and 4,000 names took minutes."""
     found = read_quantisation({"quantization_config": config}, "config.json")
