@@ -65,8 +65,7 @@ def check_quantization(
     if not kept:
         return
     _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
-    slow = {format.name for shape, format in formats.shapes() if _by_general_kernels(shape, format, facts)}
-    said = "; ".join(filter(None, (_speed(kept, slow, model.hidden_size, dtype, facts), _wide_inputs(kept, dtype))))
+    said = "; ".join(filter(None, (_speed(kept, _slow(formats, facts), model.hidden_size, dtype, facts), _wide_inputs(kept, dtype))))
     if said:
         reasons["quantization"] = f"{name}: {said}"
 
@@ -88,14 +87,18 @@ def _by_general_kernels(shape: LinearShape, format: WeightFormat, facts: DeviceF
     return not quantises_rows(format) and gpu_layout(format, shape.outputs, shape.share, gated, facts) == STORED
 
 
+def _slow(formats: LinearFormats, facts: DeviceFacts) -> set[str]:
+    return {format.name for shape, format in formats.shapes() if _by_general_kernels(shape, format, facts)}
+
+
 def _speed(kept: list[WeightFormat], slow: set[str], hidden_size: int, dtype: str, facts: DeviceFacts) -> str:
     """Where these formats are slower than they look. `slow`: by general kernels."""
     by = {format.name: served(format, facts) for format in kept}
     if slow:
         return (
             f"kept packed as {', '.join(sorted(slow))}, which saves memory; this GPU has no kernels of their own for these "
-            f"formats and shapes, and steps of more than one row may expand each weight first: they may be slower than in {dtype}, "
-            "with few rows by far"
+            "formats and shapes, and steps of more than one row may expand each weight first: they may be slower than in "
+            f"{dtype}, with few rows by far"
         )
     if LIBRARY in by.values():
         return f"multiplied by cuBLAS, at twice the rate of {dtype}; decode has not been timed on this kind of GPU"
