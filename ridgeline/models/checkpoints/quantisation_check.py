@@ -65,7 +65,8 @@ def check_quantization(
     if not kept:
         return
     _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
-    said = "; ".join(filter(None, (_speed(kept, _slow(formats, facts), model.hidden_size, dtype, facts), _wide_inputs(kept, dtype))))
+    speed = _speed(kept, _slow(formats, facts), model.hidden_size, dtype, facts)
+    said = "; ".join(filter(None, (speed, _wide_inputs(kept, dtype))))
     if said:
         reasons["quantization"] = f"{name}: {said}"
 
