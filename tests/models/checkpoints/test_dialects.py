@@ -342,6 +342,42 @@ def test_auto_round_says_in_other_dialects_how_it_found_the_codes(config: dict[s
     assert recipe_of(config | AUTO_ROUND | more) == recipe_of(config)
 
 
+GPTQMODEL = {"group_size": -1, "desc_act": False, "lm_head": False, "pack_dtype": "int32", "meta": {"pack_impl": "auto"}}
+
+
+def test_gptqmodel_writes_awq_too() -> None:
+    """Version 7.7: its own keys in each dialect."""
+    plain = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    more = {"method": "awq", "format": "gemm", "checkpoint_format": "gemm"}
+    assert recipe_of(GPTQMODEL | plain | more) == recipe_of(plain)
+    assert recipe_of(GPTQMODEL | plain | more | {"lm_head": True}, "lm_head") == recipe_of(plain)
+    for changed in ({"checkpoint_format": "gemv_fast"}, {"pack_dtype": "int64"}):
+        with pytest.raises(ModelError, match=f"{next(iter(changed))} '{next(iter(changed.values()))}' is not supported"):
+            recipe_of(GPTQMODEL | plain | more | changed)
+
+
+@pytest.mark.parametrize("method", ["row", "tensor", "block"])
+def test_the_scales_of_gptqmodels_fp8_divide(method: str) -> None:
+    """All other files with a `weight_scale_inv` mean a factor."""
+    config = GPTQMODEL | {
+        "method": "fp8", "quant_method": "fp8", "bits": 8, "format": "float8_e4m3fn", "checkpoint_format": "float8_e4m3fn",
+        "weight_scale_method": method, "weight_scale_semantics": "inverse",
+    } | ({"weight_block_size": [4, 4]} if method == "block" else {})
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    parts = {"row": (1, 16), "tensor": (8, 16), "block": (4, 4)}[method]
+    largest = weight.abs().unflatten(1, (-1, parts[1])).unflatten(0, (-1, parts[0])).amax((1, 3))
+    factor = 448 / largest
+    spread = factor.repeat_interleave(parts[0], 0).repeat_interleave(parts[1], 1)
+    codes = (weight * spread).to(torch.float8_e4m3fn)
+    stored = factor if method == "block" else factor.flatten() if method == "row" else factor.reshape(())
+    recipe = recipe_of(config)
+    found = numbers(recipe, {"weight": codes, "weight_scale_inv": stored})
+    torch.testing.assert_close(found, codes.float() / spread, rtol=2e-7, atol=0)
+    assert recipe.format.activation is None              # weights alone
+    with pytest.raises(ModelError, match="weight_scale_semantics 'plain' is not supported"):
+        recipe_of(config | {"weight_scale_semantics": "plain"})
+
+
 @pytest.mark.parametrize(("config", "case", "renamed"), [
     ({"data_type": "mx_fp", "bits": 4, "group_size": 32, "act_bits": 4, "packing_format": "auto_round:llm_compressor"},
      "ct-mxfp4", {}),
