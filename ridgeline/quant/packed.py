@@ -2,7 +2,7 @@
 scales are laid out as the kernels of ops/packed want.
 
 Formats that the layout does not hold exactly (scales of more than 16 bits, zeros between two codes, groups it does not know) stay
-with `Quantised`, and so do all formats on other devices.
+with `Quantised`, and so do all formats on other devices, and scales that the kernels' 16-bit numbers would lose.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from ridgeline.ops.packed.byte_weight import holds_bytes, pack_bytes
 from ridgeline.ops.packed.packed_linear import normed_packed_linear, packed_linear
 from ridgeline.ops.packed.packed_sizes import STRIP, packs
 from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight, pack
+from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.quant.four_bits import FourBits, four_bits
-from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, gpu_layout, may_pack
+from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, gpu_layout, has_kernels, may_pack
 from ridgeline.quant.quantised import Quantised
 from ridgeline.quant.scheme import Norm
+
+MOST_BYTE_SCALE = 2.0**18            # times 2^109, and what rounding adds
 
 
 class Packed(Quantised):
@@ -53,14 +56,17 @@ class Packed(Quantised):
         device, weight, format = linear.weight.device, linear.quantised, linear.format
         facts = device_facts(device) if device.type == "cuda" else H200  # a CPU keeps codes only to compute what a GPU would
         paired = set(linear.rows) == {"gate", "up"}
+        if linear.is_loaded and not in_range(weight, linear.dtype):
+            return
         found = gpu_layout(format, len(weight.weight), weight.inputs, paired, facts)
+        decides = linear.is_loaded and has_kernels(facts) and may_pack(format)
         gated = paired and weight.order is None and len(weight.weight) % STRIP == 0
         if found == BLOCKS:
             linear.packed = pack_blocks(weight, gated)
         elif format.grid == "int8":
-            if found == EIGHT_BITS or (facts.hopper and linear.is_loaded and may_pack(format) and holds_bytes(weight, gated)):
+            if found == EIGHT_BITS or (decides and holds_bytes(weight, gated)):
                 linear.packed = pack_bytes(weight, gated)
-        elif facts.hopper and (found == FOUR_BITS or (linear.is_loaded and may_pack(format))):
+        elif found == FOUR_BITS or decides:
             four = four_bits(weight)
             if four is not None and (not linear.is_loaded or _holds(four, gated)):
                 linear.packed = pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
@@ -97,6 +103,20 @@ class Packed(Quantised):
             x, residual, norm.weight, norm.eps, packed, linear.bias, norm_offset=norm.offset, gate=gate if packed.gated else None
         )
         return (out if gate is None or packed.gated else gated_activation(out, gate)), stream
+
+
+def in_range(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Whether the kernels of several rows, whose weights are 16-bit numbers, lose none of the scales of groups. Rounded to
+    float16 they differ by no more than float16 rounds the output's largest; bfloat16 holds those of 8 bits 2^109 times as large
+    (byte_asm.py). A scale of a whole output multiplies sums in float32."""
+    is_byte = weight.grid == "int8"
+    if weight.scale.dtype not in (torch.bfloat16, torch.float32) or (is_byte and not weight.block[1]):
+        return True
+    if dtype == torch.bfloat16:
+        return not is_byte or bool((weight.scale.abs() < MOST_BYTE_SCALE).all())
+    scale = weight.scale.float().flatten(1) if weight.scale.dim() > 1 else weight.scale.float()[:, None]
+    lost = (scale - scale.half().float()).abs()          # inf where one is too large
+    return dtype != torch.float16 or bool((lost <= 2**-11 * scale.abs().amax(1, keepdim=True)).all())
 
 
 def _holds(four: FourBits, gated: bool) -> bool:
