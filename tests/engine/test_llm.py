@@ -19,7 +19,7 @@ from served_model import TEMPLATE, write_model
 from ridgeline import LLM, CompletionOutput, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest, EngineDead, ModelError, RidgelineError, Unsupported
-from ridgeline.messages import Request, TokenDelta
+from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.sampling_params import MAX_TOKEN_ID, RequestOutputKind
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "max_model_len": 256, "num_gpu_blocks_override": 200, "block_size": 4}
@@ -442,14 +442,14 @@ def test_an_answer_that_fails_does_not_take_the_others_along(llm: LLM, monkeypat
     expected = [ids(each) for each in llm.generate(["one", "two"], GREEDY)]
     step, failed = llm.core.step, []
 
-    def one_fails() -> list[TokenDelta]:
+    def one_fails() -> TokenDeltas:
         deltas = list(step())
         for place, delta in enumerate(deltas):
             if not failed:
                 failed.append(delta.request_id)
                 llm.core.abort(delta.request_id)
                 deltas[place] = TokenDelta(delta.request_id, delta.index, [], finish_reason="error", error="planted")
-        return deltas
+        return TokenDeltas(others=deltas)
 
     monkeypatch.setattr(llm.core, "step", one_fails)
     first, second = llm.generate(["one", "two"], GREEDY)

@@ -109,7 +109,9 @@ class Knows:
         decodes = leading_decodes(plan)
         if plan.width is None:
             return self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
-        return self._shapes.fit_drafts(decodes, plan.total_tokens, 1 + int(plan.width.max())) if decodes == len(plan.rows) else None
+        if decodes < len(plan.rows):
+            return None
+        return self._shapes.fit_drafts(decodes, plan.total_tokens, 1 + int(plan.width.max()))
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         said = self.texts[batch.sample_rows, batch.positions[batch.logits_index] + 1]

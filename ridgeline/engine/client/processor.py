@@ -268,7 +268,8 @@ class RequestState:
         if delta.finish_reason == "error":
             self._end(answer, "error", delta.error)
             raise BadRequest(delta.error) if delta.bad_request else RequestError(delta.error)
-        answer.accepted_prediction_tokens, answer.rejected_prediction_tokens = delta.predicted
+        if delta.predicted != (0, 0):                    # not with every delta
+            answer.accepted_prediction_tokens, answer.rejected_prediction_tokens = delta.predicted
         if delta.index == 0:                             # the others reuse what the first has computed
             self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.hidden is not None:
