@@ -67,7 +67,7 @@ class Matcher:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._accepted = False                           # its newest token, by `Masks.advance`; accept() has not been called
-        self._followed = 0                               # or its newest tokens, so many, by `follow_run`
+        self._followed = 0                               # or this number of its newest tokens, by `follow_run`
         self._stopped: bool | None = None                # behind those: other threads may have the library's matcher now
         # Ids held back before min_tokens, and after: (word of the mask, bit).
         self._early = _bits({*end_ids, *params.stop_token_ids}) if params.min_tokens else []
@@ -169,7 +169,7 @@ class Matcher:
         self.error = _FAILED + in_words(reason)
 
     def held(self, later: int = 0) -> list[tuple[int, int]]:
-        """End tokens to keep out of the mask, now or so many tokens later: (word of the mask, bit)."""
+        """End tokens to keep out of the mask, now or a number of tokens later: (word of the mask, bit)."""
         return self._early if self._num_tokens + later < self._min_tokens else self._late
 
 
