@@ -196,7 +196,7 @@ class LLM:
         for (request_id, index, num_cached), token_ids in deltas.plain():
             state = states.get(request_id)
             if state is not None and state.is_plain and state.output.outputs[index].finish_reason is None:
-                state.more(index, token_ids, num_cached)
+                state.keep(index, token_ids, num_cached)
             else:
                 yield TokenDelta(request_id, index, token_ids, num_cached_tokens=num_cached)
         yield from deltas.others

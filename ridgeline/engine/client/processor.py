@@ -249,14 +249,20 @@ class RequestState:
     def more(self, index: int, token_ids: list[int], num_cached: int) -> AnswerDelta:
         """take() where the answer is plain and goes on, and there is nothing to tell but its tokens: the usual case."""
         assert self._streams is not None
-        answer, stream = self.output.outputs[index], self._streams[index]
+        before = self._streams[index].num_tokens
+        text = self.keep(index, token_ids, num_cached)
+        return AnswerDelta(index, text, token_ids, None, None, None, self._streams[index].text_offsets[before:])
+
+    def keep(self, index: int, token_ids: list[int], num_cached: int) -> str:
+        """more(), where only the answer counts and not what is new of it."""
+        assert self._streams is not None
+        answer = self.output.outputs[index]
         if index == 0:                                   # the others reuse what the first has computed
             self.output.num_cached_tokens = num_cached
-        before = stream.num_tokens
-        text = stream.more(token_ids)
+        text = self._streams[index].more(token_ids)
         answer.add_text(text)
         answer.token_ids.extend(token_ids)
-        return AnswerDelta(index, text, token_ids, None, None, None, stream.text_offsets[before:])
+        return text
 
     def take(self, delta: TokenDelta) -> tuple[AnswerDelta, bool]:
         """(what is new, whether the engine must stop this answer because a stop string was found here).
