@@ -84,11 +84,7 @@ class LLM:
         listed = _as_list(prompts)
         params = _one_each("sampling_params", sampling_params, SamplingParams, self.get_default_sampling_params(), listed)
         priorities = _one_each("priority", priority, int, 0, listed)
-        made = [
-            self._processor.request(prompt, each, priority=urgency)
-            for prompt, each, urgency in zip(listed, params, priorities, strict=True)
-        ]
-        return self._run(made, use_tqdm)
+        return self._run(self._processor.requests(listed, params, priorities), use_tqdm)
 
     def chat(
         self,
@@ -115,7 +111,7 @@ class LLM:
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        prompts = [{"prompt_token_ids": self._processor.chat_tokens(each, **template)} for each in conversations]
+        prompts = [{"prompt_token_ids": each} for each in self._processor.chat_prompts(conversations, **template)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(
