@@ -292,14 +292,14 @@ class Masks:
         spent = time.perf_counter() - started
         self.seconds += spent
         self._look_for_slow = _work(spent, worked) > STEP_SECONDS        # next time, one by one: which grammar is it?
-        masks = self._rows(num_rows)
-        if len(wanted) < num_rows:
-            masks.fill(-1)
         current = {matcher for matcher, _ in ours}
         ahead = [each for each in wanted if each[1] in current]
         self._ahead = {matcher: row for row, matcher in ahead}
         if not ahead:
-            return
+            return                                       # fill() begins anew
+        masks = self._rows(num_rows)
+        if len(wanted) < num_rows:
+            masks.fill(-1)
         if self._thread is None:
             self._thread = FillThread()
         self._thread.start(lambda: self._fill_ahead(ahead, masks))

@@ -213,6 +213,8 @@ class InFlight:
 
 def _end(tokens: list[int], stop_ids: frozenset[int]) -> int:
     """How many of them come before a token that ends the answer, or that is none."""
+    if stop_ids.isdisjoint(tokens) and min(tokens, default=0) >= 0:          # nearly always
+        return len(tokens)
     return next((place for place, token in enumerate(tokens) if token < 0 or token in stop_ids), len(tokens))
 
 
