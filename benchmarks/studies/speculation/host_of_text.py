@@ -9,9 +9,10 @@ GPU, one step is in flight while the next is planned, and only the "device" know
 a step takes FIXED + EACH * tokens seconds, as of a 1.5B model on an H200 but longer, so that the host's own time does not count.
 
 Parts are those of block_parts.py, in processor time of the engine's thread: masks that other threads fill are not in it. `device`
-is what a GPU would do: the stand-in, and sampling where there are grammars, launches included. `host` is all the rest, but for
-`begin`: the tokenising of prompts. With `--other`, another checkout of this repository does the same in turn, block by block: on
-a machine with other work only such pairs can be compared. `ratio`: the median of the ratios of neighbours, in host time a token.
+is what a GPU would do: the stand-in, and sampling, launches included, which a CPU computes here. `host` is all the rest, but for
+`begin`: the tokenising of prompts. `sampled`: with sampling. With `--other`, another checkout of this repository does the same in turn, block by block: on
+a machine with other work only such pairs can be compared. `ratio`: the median of the ratios of neighbours, in host time a token; the blocks in the
+record are those of that pair.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ CASES = ("edit, prediction", "edit, suffix", "JSON schema", "copied code", "free
 CONTEXT = 2048
 FIXED, EACH = 0.13, 0.0003           # seconds of a step, and of each of its tokens: a hundred times those of an H200
 SAID = ("lamp", "round table", "radio", "shirt of linen", "green chair", "shelf")
-NOT_HOST = ("forward", "wait")
+NOT_HOST = ("forward", "wait", "sample")
 
 
 def answer_to(ask: real_text.Ask, earlier: bool) -> str:
@@ -225,8 +226,10 @@ def figures(steps: list[block_parts.Step]) -> dict[str, Any]:
     found = block_parts.summed(steps)
     own = [step for step in steps if step.kind != "begin"]
     host = sum(spent for step in own for part, spent in step.parts.items() if part not in NOT_HOST)
+    sampled = host + sum(step.parts["sample"] for step in own)
     parts = {part: 1e3 * sum(step.parts[part] for step in own) / (len(own) - 1) for part in block_parts.PARTS}
     return found | {"host_us_a_token": 1e6 * host / found["tokens"], "host_ms_a_step": 1e3 * host / (len(own) - 1),
+                    "sampled_us_a_token": 1e6 * sampled / found["tokens"],
                     "all_parts_ms": {part: spent for part, spent in parts.items() if spent}}
 
 
@@ -266,16 +269,19 @@ def compare(case: str, args: argparse.Namespace) -> dict[str, Any]:
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
-    result: dict[str, Any] = {name: middle(each) for name, each in found.items()}
-    if args.other:
-        pairs = zip(found["this"], found["other"], strict=True)
-        result["ratio"] = statistics.median(this["host_us_a_token"] / other["host_us_a_token"] for this, other in pairs)
-    return result
+    if not args.other:
+        return {"this": sorted(found["this"], key=lambda block: block["host_us_a_token"])[args.pairs // 2]}
+    # Blocks are of different requests: only the two of a pair did the same.
+    pairs = sorted(zip(found["this"], found["other"], strict=True), key=lambda pair: ratio(*pair, "host_us_a_token"))
+    this, other = pairs[len(pairs) // 2]
+    return {"this": this, "other": other, "ratios": [ratio(*pair, "host_us_a_token") for pair in pairs]} | {
+        name: statistics.median(ratio(*pair, figure) for pair in pairs)
+        for name, figure in (("ratio", "host_us_a_token"), ("ratio_with_sampling", "sampled_us_a_token"))
+    }
 
 
-def middle(each: list[dict[str, Any]]) -> dict[str, Any]:
-    """The block whose host time is the median."""
-    return sorted(each, key=lambda block: block["host_us_a_token"])[len(each) // 2]
+def ratio(this: dict[str, Any], other: dict[str, Any], figure: str) -> float:
+    return float(this[figure] / other[figure])
 
 
 def main() -> None:
