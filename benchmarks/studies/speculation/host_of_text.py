@@ -6,13 +6,13 @@
 Front end, scheduler, proposers, controller, grammars, packing and the taking in of results are the real ones. Only the forward
 pass is a stand-in that knows the answers: an edit is the code with the other name, JSON is made up to fit the schema. As beside a
 GPU, one step is in flight while the next is planned, and only the "device" knows how many drafts were accepted. To the controller
-a step takes FIXED + EACH * tokens seconds, as of a 1.5B model on an H200 but longer, so that the host's own time does not count.
+a step takes FIXED + EACH * tokens seconds: assumed, not measured, and so long that the host's own time does not count.
 
-Parts are those of block_parts.py, in processor time of the engine's thread: masks that other threads fill are not in it. `device`
-is what a GPU would do: the stand-in, and sampling, launches included, which a CPU computes here. `host` is all the rest, but for
-`begin`: the tokenising of prompts. `sampled`: with sampling. With `--other`, another checkout of this repository does the same in turn, block by block: on
-a machine with other work only such pairs can be compared. `ratio`: the median of the ratios of neighbours, in host time a token; the blocks in the
-record are those of that pair.
+Parts are those of block_parts.py, in processor time of the engine's thread: masks that other threads fill are not in it.
+`device` is what a GPU would do: the stand-in, and sampling, launches included, which a CPU computes here. `host` is all the
+rest, but for `begin`: the tokenising of prompts. `sampled`: with sampling. With `--other`, another checkout of this repository
+does the same in turn, block by block: on a machine with other work only such pairs can be compared. `ratio`: the median of the
+ratios of neighbours, in host time a token; the blocks in the record are those of that pair.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, Shape
 HERE = Path(__file__).resolve().parents[3]
 CASES = ("edit, prediction", "edit, suffix", "JSON schema", "copied code", "free text")
 CONTEXT = 2048
-FIXED, EACH = 0.13, 0.0003           # seconds of a step, and of each of its tokens: a hundred times those of an H200
+FIXED, EACH = 0.13, 0.0003           # seconds of a step, and of each of its tokens: assumed
 SAID = ("lamp", "round table", "radio", "shirt of linen", "green chair", "shelf")
 NOT_HOST = ("forward", "wait", "sample")
 
