@@ -48,6 +48,15 @@ def block_parts() -> ModuleType:
         sys.path.remove(str(FOLDER))
 
 
+@pytest.fixture(scope="module")
+def host_of_text() -> ModuleType:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return loaded("host_of_text")
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
 def asked(**given: Any) -> Namespace:
     return Namespace(**dict.fromkeys(("batch", "alpha", "context", "width", "cells")) | given)
 
@@ -199,3 +208,18 @@ def test_what_was_watched_is_as_it_was_before(block_parts: ModuleType) -> None:
     assert owner.step() == 2
     block_parts._put_back(owner, "step", None)
     assert owner.step() == 1
+
+
+def test_the_stand_in_says_what_was_asked_for(host_of_text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_text = host_of_text.real_text
+    monkeypatch.setattr(real_text, "PACKAGE", real_text.PACKAGE / "scheduler")
+    made = {case.name: case.ask(3) for case in real_text.cases(160, False)}
+    edit = made["edit, prediction"]
+    name, code = edit.content.split("`")[1], edit.params.prediction
+    assert host_of_text.answer_to(edit, False) == code.replace(name, real_text.NEW_NAME) != code
+    assert host_of_text.answer_to(edit, True).replace("# checked\n", "") == code
+    products = json.loads(host_of_text.answer_to(made["JSON schema"], False))["products"]
+    assert len(products) == 4 and all(each["category"] in ("electronics", "furniture", "clothing") for each in products)
+    assert all(list(each) == list(real_text.PRODUCT["properties"]) for each in products)
+    assert "class Account3" in host_of_text.answer_to(made["copied code"], False)
+    assert host_of_text.answer_to(made["free text"], False)

@@ -64,6 +64,7 @@ from ridgeline.engine.core.core import EngineCore
 from ridgeline.messages import StepPlan, StepResult
 from ridgeline.runner.to_host import Landing
 
+Clock = Callable[[], float]
 PARTS = ("plan", "search", "weigh", "pack", "forward", "submit", "sample", "wait", "collect", "take in", "learn", "copies",
          "follow", "masks", "garbage", "core", "front end")
 KINDS = ("begin", "prompts", "mixed", "decode", "drafts", "drafts+prompts", "end")
@@ -108,15 +109,16 @@ class Step:
 class Stopwatch:
     """Time by part: only the innermost part that is under way counts."""
 
-    def __init__(self, on_gpu: bool) -> None:
+    def __init__(self, on_gpu: bool, clock: Clock | None = None) -> None:
         self.steps: list[Step] = []
         self._on_gpu = on_gpu
+        self._clock = clock or time.perf_counter
         self._flights: list[Step] = []                   # launched, without a result yet
         self._open: dict[str, float] = defaultdict(float)        # parts since the last result
-        self._stack, self._since = ["front end"], time.perf_counter()
+        self._stack, self._since = ["front end"], self._clock()
 
     def _turn(self) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         self._open[self._stack[-1]] += now - self._since
         self._since = now
 
@@ -159,7 +161,7 @@ class Stopwatch:
     def _mark(self) -> None:
         marks = self._flights[-1].marks
         if not self._on_gpu:
-            marks.append(time.perf_counter())
+            marks.append(self._clock())
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -197,11 +199,12 @@ class Stopwatch:
 
 
 @contextlib.contextmanager
-def watched(core: EngineCore) -> Iterator[list[Step]]:
+def watched(core: EngineCore, clock: Clock | None = None) -> Iterator[list[Step]]:
     """Every step inside the `with`, once it has ended."""
     runner: Any = core.executor.runner                                       # type: ignore[attr-defined]
     drafter: Any = core.scheduler.drafter
-    watch = Stopwatch(core.config.device == "cuda")
+    on_gpu = runner.rows.device.type == "cuda"
+    watch = Stopwatch(on_gpu, clock)
     parts: list[tuple[Any, str, str]] = [
         (core, "step", "core"), (core.scheduler, "schedule", "plan"), (core.scheduler, "update", "take in"),
         (core.scheduler, "constrained", "copies"), (drafter, "plan", "weigh"), (drafter, "observe", "learn"),
@@ -226,7 +229,7 @@ def watched(core: EngineCore) -> Iterator[list[Step]]:
         undo.callback(gc.callbacks.remove, watch.garbage)
         yield watch.steps
         watch.close(Step("end"))
-        if core.config.device == "cuda":
+        if on_gpu:
             torch.cuda.synchronize()
 
 

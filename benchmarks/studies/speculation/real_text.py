@@ -59,7 +59,7 @@ from ridgeline.bench.lab.record import PACKAGE, command, record, write
 from ridgeline.draft_options import DRAFT_MODEL, draft_options
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.core.drafters import MAKE
-from ridgeline.messages import TokenDelta
+from ridgeline.messages import TokenDeltas
 from ridgeline.ops.cpu import native
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.plain_model import PlainModel
@@ -225,11 +225,14 @@ class Study:
         while time.monotonic() < end and self.llm.core.prepare():
             pass
 
-    def _timed_step(self) -> list[TokenDelta]:
+    def _timed_step(self) -> TokenDeltas:
         deltas = self._step()
-        for delta in deltas:
+        now, firsts = CLOCK() - self._began, self._firsts
+        for request_id, _, _ in deltas.answers:
+            firsts.setdefault(request_id, now)
+        for delta in deltas.others:
             if delta.token_ids:
-                self._firsts.setdefault(delta.request_id, CLOCK() - self._began)
+                firsts.setdefault(delta.request_id, now)
         return deltas
 
     def _drafter(self, names: tuple[str, ...]) -> tuple[Controller, Earlier | None]:
