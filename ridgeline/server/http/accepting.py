@@ -2,8 +2,9 @@
 
 The system hands connections out in the order in which they came, and a transport for one takes asyncio 0.2 ms. Behind a thousand
 connections of one client, a health check would wait for all of them. So a connection begins when its first bytes are here: a
-silent one costs a file descriptor, and is the first to be closed when there is no room. A flood of health checks leaves one place
-of each turn to the other connections. Knows sockets and the first bytes on them, no HTTP.
+silent one costs a file descriptor, and is the first to be closed when there is no room. A health check begins at once, before all
+that wait; a flood of them leaves one place of each turn to the other connections. Knows sockets and the first bytes on them, no
+HTTP.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ridgeline.server.http.idle_connections import SHARE
 
 ACCEPTED_AT_ONCE = 256               # per turn of the event loop: 5 ms
 BEGUN_AT_ONCE = 4                    # the same: each is read and answered in the turns after that, and a turn must stay short
+PROBES_AHEAD = 2                     # health checks that begin at once, per look at what has come
 RETRY_SECONDS = 1.0                  # when the system has no file descriptor left
 SILENT_SECONDS = 10.0                # after which a connection without a byte is closed; the same for a handshake
 PROBES = (b"GET /health", b"HEAD /health", b"GET /ping")
@@ -47,16 +49,16 @@ class Acceptor:
         self._probes: deque[socket.socket] = deque()
         self._others: deque[socket.socket] = deque()
         self._beginning: dict[asyncio.Task[None], None] = {}
-        own = self._loop if isinstance(self._loop, FrontEndLoop) else None
-        self._crowd = own.crowd if own else set()        # connections that are no health checks
-        self._watch = own.add_crowd_reader if own else self._loop.add_reader
+        self._getting_transports = 0
+        self._own = self._loop if isinstance(self._loop, FrontEndLoop) else None
+        self._watch = self._own.add_silent_reader if self._own else self._loop.add_reader
         self._is_timed = False                           # a timer looks after the silent ones
         self._is_closed = False
         self._listen()
 
     def __len__(self) -> int:
         """Connections that were accepted and have not begun."""
-        return len(self._silent) + len(self._probes) + len(self._others) + len(self._beginning)
+        return len(self._silent) + len(self._probes) + len(self._others) + len(self._beginning) + self._getting_transports
 
     @property
     def _free(self) -> int:
@@ -106,8 +108,12 @@ class Acceptor:
             self._watch(connection.fileno(), self._speaks, connection)
         else:
             was_idle = not (self._probes or self._others)
-            (self._crowd.discard if is_probe else self._crowd.add)(connection.fileno())
             (self._probes if is_probe else self._others).append(connection)
+            if self._own is not None:
+                selector = self._own.selector
+                selector.lanes[connection.fileno()] = selector.probes if is_probe else selector.crowd
+                if is_probe and len(self._probes) == 1:
+                    self._own.ahead(self._own.call_soon, self._begin_probes)
             if was_idle:
                 self._loop.call_soon(self._begin)        # those after it have then come, too
 
@@ -137,6 +143,9 @@ class Acceptor:
             task.cancel()
         return len(oldest)
 
+    def _has_transport(self) -> None:
+        self._getting_transports -= 1
+
     def _has_begun(self, task: asyncio.Task[None]) -> None:
         self._beginning.pop(task, None)
 
@@ -158,11 +167,26 @@ class Acceptor:
         others = min(len(self._others), BEGUN_AT_ONCE - probes)
         for waiting, count in ((self._probes, probes), (self._others, others)):
             for _ in range(count):
-                task = self._loop.create_task(self._begun(waiting.popleft()))
-                self._beginning[task] = None
-                task.add_done_callback(self._has_begun)
+                self._begin_one(waiting.popleft())
         if self._probes or self._others:
             self._loop.call_soon(self._begin)
+
+    def _begin_probes(self) -> None:
+        """Before all that waits: the first few; more than these are a flood, and wait for their turn."""
+        assert self._own is not None
+        for _ in range(min(len(self._probes), PROBES_AHEAD)):
+            self._own.ahead(self._begin_one, self._probes.popleft())
+
+    def _begin_one(self, connection: socket.socket) -> None:
+        if self._own is not None and self._tls is None:
+            self._getting_transports += 1
+            with suppress(Exception):                    # as in _begun
+                self._own.begin(connection, self._make_protocol())
+            self._own.call_soon(self._has_transport)     # behind what begin() has added
+            return
+        task = self._loop.create_task(self._begun(connection))
+        self._beginning[task] = None
+        task.add_done_callback(self._has_begun)
 
     async def _begun(self, connection: socket.socket) -> None:
         with suppress(Exception):                        # it has closed meanwhile, or its handshake failed: no other's concern

@@ -17,6 +17,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ridgeline.server.answer_writes import DirectWrites, LastAnswer
+from ridgeline.server.event_loop import FrontEndLoop
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.idle_connections import make_room
 from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_bytes, has_left
@@ -177,7 +178,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        super()._start_asgi_task(cycle, app)
+        if isinstance(self.loop, FrontEndLoop) and self.url.startswith(PROBED):
+            self.loop.ahead(super()._start_asgi_task, cycle, app)
+        else:
+            super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         if self.pipeline or self._unread:
