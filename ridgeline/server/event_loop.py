@@ -91,8 +91,8 @@ class CrowdSelector(selectors.BaseSelector):
         waiting = {self._by_file[number] for number, _ in found if number in self._by_file}
         for lane in self._by_file.values():              # the crowd last
             if lane in waiting:
-                # Whose callbacks would only wait behind others stays where it is, except for one: none waits for ever.
-                most = lane.most if lane is not self.crowd else max(1, lane.most - self._backlog())
+                # Callbacks of more clients would only wait behind others. But those that have left are to be noticed.
+                most = lane.most if lane is not self.crowd else max(lane.most // 2, lane.most - self._backlog())
                 found += lane.epoll.poll(0, most)        # in order: those that are taken go to the end of its list
         ready = []
         for number, event in found:

@@ -63,7 +63,7 @@ class Probes:
 
     def __init__(self, port: int, pid: int) -> None:
         command = [sys.executable, __file__, str(port), str(pid)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert self._child.stdout is not None
         self._first = self._child.stdout.readline()      # it has started
 

@@ -72,7 +72,8 @@ class Server:
         environment = os.environ | {"RIDGELINE_API_KEY": KEY, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"} | variables
         whole = [sys.executable, *script, *command, "--port", str(self.port), "--drain-timeout", "2"]
         with log.open("ab") as file:
-            self.process = subprocess.Popen(whole, stdout=file, stderr=file, env=environment)
+            # In a session of its own, as a service has it: Linux shares cores between sessions before it does within one.
+            self.process = subprocess.Popen(whole, stdout=file, stderr=file, env=environment, start_new_session=True)
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline and self.process.poll() is None:
             if self.health(5.0) is not None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
+from typing import Any
 
 from ridgeline.server.event_loop import FrontEndLoop
 from ridgeline.server.http.idle_connections import SHARE
@@ -48,8 +49,7 @@ class Acceptor:
         self._silent: dict[socket.socket, float] = {}    # and when they came; the oldest first, as below
         self._probes: deque[socket.socket] = deque()
         self._others: deque[socket.socket] = deque()
-        self._beginning: dict[asyncio.Task[None], None] = {}
-        self._getting_transports = 0
+        self._beginning: dict[Any, None] = {}            # tasks, and protocols that will have a transport in a moment
         self._own = self._loop if isinstance(self._loop, FrontEndLoop) else None
         self._watch = self._own.add_silent_reader if self._own else self._loop.add_reader
         self._is_timed = False                           # a timer looks after the silent ones
@@ -58,7 +58,7 @@ class Acceptor:
 
     def __len__(self) -> int:
         """Connections that were accepted and have not begun."""
-        return len(self._silent) + len(self._probes) + len(self._others) + len(self._beginning) + self._getting_transports
+        return len(self._silent) + len(self._probes) + len(self._others) + len(self._beginning)
 
     @property
     def _free(self) -> int:
@@ -100,6 +100,8 @@ class Acceptor:
         except OSError:
             first = b""
         is_probe = first is not None and self._tls is None and first.startswith(PROBES)
+        if is_probe and self._free <= -self._probes_beyond:
+            self._make_room_for_probe()
         if first == b"" or self._free <= (0 if first and not is_probe else -self._probes_beyond):
             connection.close()                           # its client has left, or there is no room
         elif first is None:
@@ -107,15 +109,18 @@ class Acceptor:
             self._watch_silent()
             self._watch(connection.fileno(), self._speaks, connection)
         else:
-            was_idle = not (self._probes or self._others)
-            (self._probes if is_probe else self._others).append(connection)
-            if self._own is not None:
-                selector = self._own.selector
-                selector.lanes[connection.fileno()] = selector.probes if is_probe else selector.crowd
-                if is_probe and len(self._probes) == 1:
-                    self._own.ahead(self._own.call_soon, self._begin_probes)
-            if was_idle:
-                self._loop.call_soon(self._begin)        # those after it have then come, too
+            self._line_up(connection, is_probe)
+
+    def _line_up(self, connection: socket.socket, is_probe: bool) -> None:
+        was_idle = not (self._probes or self._others)
+        (self._probes if is_probe else self._others).append(connection)
+        if self._own is not None:
+            selector = self._own.selector
+            selector.lanes[connection.fileno()] = selector.probes if is_probe else selector.crowd
+            if is_probe and len(self._probes) == 1:
+                self._own.ahead(self._own.call_soon, self._begin_probes)
+        if was_idle:
+            self._loop.call_soon(self._begin)            # those after it have then come, too
 
     def _speaks(self, connection: socket.socket) -> None:
         self._unwatch(connection)
@@ -133,6 +138,13 @@ class Acceptor:
             connection.close()
         return len(oldest)
 
+    def _make_room_for_probe(self) -> None:
+        """Others that came in the same turn may have taken all of it: those that have not begun give way."""
+        if self._silent:
+            self._close_silent()
+        elif self._others:
+            self._others.pop().close()
+
     def _end_handshakes(self) -> int:
         """End some that have taken longest. How many."""
         if self._tls is None:
@@ -143,11 +155,8 @@ class Acceptor:
             task.cancel()
         return len(oldest)
 
-    def _has_transport(self) -> None:
-        self._getting_transports -= 1
-
-    def _has_begun(self, task: asyncio.Task[None]) -> None:
-        self._beginning.pop(task, None)
+    def _has_begun(self, one: Any) -> None:
+        self._beginning.pop(one, None)
 
     def _close_old(self) -> None:
         came_before = self._loop.time() - SILENT_SECONDS
@@ -179,10 +188,11 @@ class Acceptor:
 
     def _begin_one(self, connection: socket.socket) -> None:
         if self._own is not None and self._tls is None:
-            self._getting_transports += 1
             with suppress(Exception):                    # as in _begun
-                self._own.begin(connection, self._make_protocol())
-            self._own.call_soon(self._has_transport)     # behind what begin() has added
+                protocol = self._make_protocol()
+                self._own.begin(connection, protocol)
+                self._beginning[protocol] = None
+                self._own.call_soon(self._has_begun, protocol)           # behind what begin() has added
             return
         task = self._loop.create_task(self._begun(connection))
         self._beginning[task] = None

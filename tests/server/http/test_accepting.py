@@ -167,6 +167,16 @@ def test_idle_connections_give_way_and_health_checks_need_no_room(listener: sock
     assert begun == [b"b", b"GET /health"] and asked[:2] == [0, 0]
 
 
+@pytest.mark.parametrize("text", [b"", b"GET /x HTTP/1.1"], ids=["silent", "waiting"])
+def test_a_health_check_finds_room_among_those_that_came_with_it(listener: socket.socket, text: bytes) -> None:
+    """All are accepted in one turn: those before it have taken all the room, and that of health checks too."""
+    others, probe = connect(listener, 12, text), connect(listener, 1, b"GET /health HTTP/1.1")
+    begun = accepted(listener, lambda begun, _: b"GET /health HTTP/1.1" in begun or _is_closed(probe[0]), room=8)
+    assert b"GET /health HTTP/1.1" in begun
+    for each in others + probe:
+        each.close()
+
+
 def _is_closed(client: socket.socket) -> bool:
     client.settimeout(0.01)
     try:
