@@ -24,11 +24,10 @@ try:
 except ImportError:                  # optional
     uvloop = None  # type: ignore[assignment]
 
-OF_CROWD = 24                        # events per turn: of clients' connections, …
-OF_PROBES = 4                        # … of those that began with a health check: any client can begin with one
-OF_SILENT = 128                      # … and of those that have not begun; one of them may be a health check
+OF_CROWD = 16                        # events per turn: of clients' connections, …
+OF_PROBES = 4                        # … and of those that began with a health check: any client can begin with one
 OTHERS = 256
-CALLBACKS = 24                       # per turn, besides those of urgent events; at least 12 of them are not `ahead`
+CALLBACKS = 16                       # per turn, besides those of urgent events; several of them are not `ahead`
 
 
 class Lane:
@@ -50,9 +49,8 @@ class CrowdSelector(selectors.BaseSelector):
         self._keys: dict[int, selectors.SelectorKey] = {}
         self._in: dict[int, select.epoll] = {}           # where each is registered
         self._first = select.epoll()
-        self.probes, self.silent = Lane(OF_PROBES, self._first), Lane(OF_SILENT, self._first)
-        self.crowd = Lane(OF_CROWD, self._first)
-        self._by_file = {lane.epoll.fileno(): lane for lane in (self.probes, self.silent, self.crowd)}
+        self.probes, self.crowd = Lane(OF_PROBES, self._first), Lane(OF_CROWD, self._first)
+        self._by_file = {lane.epoll.fileno(): lane for lane in (self.probes, self.crowd)}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         number = _number(fileobj)
@@ -191,10 +189,6 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:     # type: ignore[override]
         """In no lane, though a connection had the number before: transports do not use this."""
         self.selector.lanes.pop(_number(fd), None)
-        super().add_reader(fd, callback, *args)
-
-    def add_silent_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
-        self.selector.lanes[fd] = self.selector.silent
         super().add_reader(fd, callback, *args)
 
 

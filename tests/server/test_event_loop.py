@@ -16,7 +16,6 @@ from ridgeline.server.event_loop import (
     CALLBACKS,
     OF_CROWD,
     OF_PROBES,
-    OF_SILENT,
     CrowdSelector,
     FrontEndLoop,
     new_event_loop,
@@ -133,9 +132,6 @@ def test_a_number_that_a_connection_had_is_not_of_the_crowd_for_ever() -> None:
         lanes[here.fileno()] = loop.selector.crowd
         loop.add_reader(here, print)
         assert not lanes
-        loop.remove_reader(here)
-        loop.add_silent_reader(here.fileno(), print)
-        assert lanes == {here.fileno(): loop.selector.silent}
         loop.remove_reader(here)
     loop.close()
 
@@ -262,5 +258,5 @@ def test_a_flood_of_health_checks_leaves_turns_to_others() -> None:
 def test_a_front_end_has_this_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop, "uvloop", None)
     loop = new_event_loop()
-    assert isinstance(loop, FrontEndLoop) and OF_SILENT > OF_CROWD > OF_PROBES
+    assert isinstance(loop, FrontEndLoop) and OF_CROWD > OF_PROBES
     loop.close()
