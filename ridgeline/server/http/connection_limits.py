@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ridgeline.server.answer_writes import DirectWrites, LastAnswer
@@ -43,6 +44,10 @@ READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, 
 PIECE = 512                          # bytes of a chunked body that are parsed at once: its end is not known before
 FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
 SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
+
+
+class UpgradeOffered(Exception):
+    """Raised in the parser's callbacks to stop it: it would not read the body."""
 
 
 class LimitExceeded(Exception):
@@ -225,8 +230,26 @@ class LimitedProtocol(HttpToolsProtocol):
         """Called when the parser stopped: at invalid HTTP, or because a callback stopped it."""
         if self._limit is not None:
             self._refuse(self._limit.status, str(self._limit))
+        elif self._offers_upgrade:
+            self._begin_again()
         else:
             self._refuse(400, "this is not a valid HTTP request")
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        return any(name == b"upgrade" for name, _ in self.headers)
+
+    def _begin_again(self) -> None:
+        """With the same request's head, without the offer to change to another protocol, which a server may ignore. The parser
+        takes what follows such a head for that protocol: the body would be lost, and read as a request of its own. Java's client
+        offers HTTP/2 on every new connection."""
+        kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"http2-settings", b"connection")]
+        words = [word.strip() for name, value in self.headers if name == b"connection" for word in value.lower().split(b",")]
+        kept += [(b"connection", word) for word in (b"close", b"keep-alive") if word in words]
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)      # as uvicorn has it
+        super().data_received(b"\r\n".join([first, *(b"%b: %b" % each for each in kept), b"", b""]))
 
     # -- the parser's callbacks ----------------------------------------------------------------------------------------
 
@@ -266,10 +289,14 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._stop(400, "the request needs one Host header")
         elif lower == b"transfer-encoding":
             self._arriving.is_coded = True
+            if value.strip().lower() != b"chunked":               # the parser takes "gzip, chunked", and decodes the chunks only
+                self._stop(400, "the only transfer coding is chunked")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._unparsed = 0
+        if self._offers_upgrade:
+            raise UpgradeOffered
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1") or (version == "1.0" and self._arriving.is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")
