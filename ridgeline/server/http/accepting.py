@@ -162,7 +162,9 @@ class Acceptor:
             connection.setblocking(False)
             if self._free <= 0 and not was_full:
                 was_full = True                          # once a turn: to find those that are idle takes time
-                _ = (self._silent and self._silent.close_oldest()) or self._end_handshakes() or self._make_room()
+                while self._silent and self._free <= 0:  # they may have taken the room of health checks, too
+                    self._silent.close_oldest()
+                _ = self._free > 0 or self._end_handshakes() or self._make_room()
             self._sort(connection)
 
     def _sort(self, connection: socket.socket) -> None:

@@ -85,6 +85,20 @@ def end_request(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
+def begin_again(protocol: HttpToolsProtocol) -> bytes:
+    """The head that has come, for a new parser, without its offer to change to another protocol, which a server may ignore. The
+    parser takes what follows such a head for that protocol: the body would be lost, and read as a request of its own. Java's
+    client offers HTTP/2 on every new connection."""
+    old, headers = protocol.parser, protocol.headers
+    kept = [each for each in headers if each[0] not in (b"upgrade", b"http2-settings", b"connection")]
+    words = [word.strip() for name, value in headers if name == b"connection" for word in value.lower().split(b",")]
+    kept += [(b"connection", word) for word in (b"close", b"keep-alive") if word in words]
+    first = b"%b %b HTTP/%b" % (old.get_method(), protocol.url, old.get_http_version().encode())
+    protocol.parser = httptools.HttpRequestParser(protocol)
+    protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)      # as uvicorn has it
+    return b"\r\n".join([first, *(b"%b: %b" % each for each in kept), b"", b""])
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. Use `limited_protocol(options)` to bind the options."""
 
@@ -231,25 +245,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._limit is not None:
             self._refuse(self._limit.status, str(self._limit))
         elif self._offers_upgrade:
-            self._begin_again()
+            super().data_received(begin_again(self))
         else:
             self._refuse(400, "this is not a valid HTTP request")
 
     @property
     def _offers_upgrade(self) -> bool:
         return any(name == b"upgrade" for name, _ in self.headers)
-
-    def _begin_again(self) -> None:
-        """With the same request's head, without the offer to change to another protocol, which a server may ignore. The parser
-        takes what follows such a head for that protocol: the body would be lost, and read as a request of its own. Java's client
-        offers HTTP/2 on every new connection."""
-        kept = [(name, value) for name, value in self.headers if name not in (b"upgrade", b"http2-settings", b"connection")]
-        words = [word.strip() for name, value in self.headers if name == b"connection" for word in value.lower().split(b",")]
-        kept += [(b"connection", word) for word in (b"close", b"keep-alive") if word in words]
-        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)      # as uvicorn has it
-        super().data_received(b"\r\n".join([first, *(b"%b: %b" % each for each in kept), b"", b""]))
 
     # -- the parser's callbacks ----------------------------------------------------------------------------------------
 

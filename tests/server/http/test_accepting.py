@@ -7,6 +7,7 @@ import errno
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -174,6 +175,23 @@ def test_a_health_check_finds_room_among_those_that_came_with_it(listener: socke
     begun = accepted(listener, lambda begun, _: b"GET /health HTTP/1.1" in begun or _is_closed(probe[0]), room=8)
     assert b"GET /health HTTP/1.1" in begun
     for each in others + probe:
+        each.close()
+
+
+def test_one_that_speaks_finds_room_among_silent_ones_that_came_before(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These have taken the room of health checks, too: to close one of them is not enough."""
+    silent, clients = connect(listener, 12, b""), list[socket.socket]()
+
+    def until(begun: list[bytes], acceptor: Acceptor) -> bool:
+        if not clients and len(acceptor) >= 10:          # they were accepted, as far as there was room
+            clients.extend(connect(listener, 1, b"GET /x HTTP/1.1"))
+        return bool(begun) or (bool(clients) and _is_closed(clients[0]))
+
+    monkeypatch.setattr(accepting.Acceptor, "__init__", partialmethod(accepting.Acceptor.__init__, probes_beyond=2))
+    assert accepted(listener, until, room=8) == [b"GET /x HTTP/1.1"]
+    for each in silent + clients:
         each.close()
 
 
