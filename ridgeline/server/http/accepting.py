@@ -162,9 +162,7 @@ class Acceptor:
             connection.setblocking(False)
             if self._free <= 0 and not was_full:
                 was_full = True                          # once a turn: to find those that are idle takes time
-                while self._silent and self._free <= 0:  # they may have taken the room of health checks, too
-                    self._silent.close_oldest()
-                _ = self._free > 0 or self._end_handshakes() or self._make_room()
+                _ = (self._silent and self._silent.close_oldest()) or self._end_handshakes() or self._make_room()
             self._sort(connection)
 
     def _sort(self, connection: socket.socket) -> None:
@@ -176,9 +174,10 @@ class Acceptor:
         except OSError:
             first = b""
         is_probe = first is not None and self._tls is None and first.startswith(PROBES)
-        if is_probe and self._free <= -self._probes_beyond:
-            self._make_room_for_probe()
-        if first == b"" or self._free <= (0 if first and not is_probe else -self._probes_beyond):
+        least = 0 if first and not is_probe else -self._probes_beyond
+        if first:
+            self._make_room_for_one(least, is_probe)
+        if first == b"" or self._free <= least:
             connection.close()                           # its client has left, or there is no room
         elif first is None:
             self._silent.add(connection)
@@ -196,11 +195,12 @@ class Acceptor:
         if was_idle:
             self._loop.call_soon(self._begin)            # those after it have then come, too
 
-    def _make_room_for_probe(self) -> None:
-        """Others that came in the same turn may have taken all of it: those that have not begun give way."""
-        if self._silent:
+    def _make_room_for_one(self, least: int, is_probe: bool) -> None:
+        """Until more than `least` is free. Those that came in the same turn may have taken all of it, and silent ones that of
+        health checks, too: they give way to one that speaks, and to a health check those that have not begun."""
+        while self._silent and self._free <= least:
             self._silent.close_oldest()
-        elif self._others:
+        if is_probe and self._others and self._free <= least:
             self._others.pop().close()
 
     def _end_handshakes(self) -> int:

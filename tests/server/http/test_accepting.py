@@ -178,11 +178,12 @@ def test_a_health_check_finds_room_among_those_that_came_with_it(listener: socke
         each.close()
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["before", "in the same turn"])
 def test_one_that_speaks_finds_room_among_silent_ones_that_came_before(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     """These have taken the room of health checks, too: to close one of them is not enough."""
-    silent, clients = connect(listener, 12, b""), list[socket.socket]()
+    silent, clients = connect(listener, 12, b""), connect(listener, int(together), b"GET /x HTTP/1.1")
 
     def until(begun: list[bytes], acceptor: Acceptor) -> bool:
         if not clients and len(acceptor) >= 10:          # they were accepted, as far as there was room
