@@ -171,10 +171,11 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
         """asyncio calls it once per turn, before the callbacks run."""
         lanes, crowd = self.selector.lanes, self.selector.crowd
         urgent = [event for event in event_list if lanes.get(event[0].fd) is not crowd]
+        process: Callable[..., None] = super()._process_events           # type: ignore[misc]
         before = self._ready.size
-        self.ahead(super()._process_events, urgent)
+        self.ahead(process, urgent)
         self._ready.urgent = self._ready.size - before
-        super()._process_events([event for event in event_list if lanes.get(event[0].fd) is crowd])
+        process([event for event in event_list if lanes.get(event[0].fd) is crowd])
 
     def ahead(self, work: Callable[..., Any], *args: Any) -> None:
         """Do `work`; the callbacks that it adds run before those that wait."""
