@@ -5,11 +5,15 @@ Public names are loaded when first used, so that `import ridgeline` costs nothin
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from ridgeline.interrupt import guard_imports
 
-from ridgeline.process import platform
-from ridgeline.version import __version__
+guard_imports()
+
+import importlib  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from ridgeline.process import platform  # noqa: E402
+from ridgeline.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from ridgeline.engine.client.async_llm import AsyncLLM

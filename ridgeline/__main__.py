@@ -13,6 +13,7 @@ import re
 import sys
 
 from ridgeline.errors import MOST_SHOWN_PATH, ConfigError, EngineDead, RidgelineError, shown_path
+from ridgeline.interrupt import end_guard, was_interrupted
 from ridgeline.process.head_start import keep_byte_code
 from ridgeline.process.platform import current_directory, enlarge_stack
 from ridgeline.process.standard_streams import discard_output, open_missing
@@ -110,6 +111,7 @@ def run(argv: list[str]) -> int:
     options = importlib.import_module("ridgeline.cli.config_options")
     parser = options.OptionParser(prog=f"ridgeline {name}", description=help[0].upper() + help[1:] + ".")
     module.add_arguments(parser)
+    end_guard()
     return int(module.run(parser.parse(rest)) or 0)
 
 
@@ -143,17 +145,17 @@ def main(argv: list[str] | None = None) -> int:
     except RidgelineError as error:
         return _refuse(_without_long_words(" ".join(str(error).split()), given), 1 if isinstance(error, EngineDead) else 2)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+        return _stopped()
     except BrokenPipeError:                              # the reader of a pipe has left; Python must not try to flush
         discard_output()
         return 141
     except MemoryError:
         return _refuse(SCARCE[errno.ENOMEM], 2)
-    except RuntimeError as error:
-        if "start new thread" not in str(error):
+    except (ImportError, RuntimeError) as error:
+        told = _told(error)
+        if told is None:
             raise
-        return _refuse(f"{SCARCE[errno.EAGAIN]}, or `ulimit -v`", 2)
+        return told
     except OSError as error:
         if error.errno in REFUSED_PATHS and error.filename is not None:
             return _refuse(f"{shown_path(os.fsdecode(error.filename))}: {error.strerror}", 2)
@@ -163,6 +165,20 @@ def main(argv: list[str] | None = None) -> int:
             raise
         discard_output()                                 # it may be what could not be written
         return _refuse(f"{SCARCE[error.errno]} ({error})", 2)
+
+
+def _told(error: Exception) -> int | None:
+    """The exit code of an error that is not the program's, after a line about it; None: a traceback is right."""
+    if was_interrupted(error):                           # in an import
+        return _stopped()
+    if "start new thread" in str(error):
+        return _refuse(f"{SCARCE[errno.EAGAIN]}, or `ulimit -v`", 2)
+    return None
+
+
+def _stopped() -> int:
+    print("stopped", file=sys.stderr)
+    return 130
 
 
 def _without_long_words(reason: str, argv: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,7 @@ from ridgeline.engine.client.outputs import EmbeddingOutput, PoolingRequestOutpu
 from ridgeline.engine.client.processor import ROLES, Processor, Prompt, RequestState, second_begins
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest, RequestError, Unsupported, shown
-from ridgeline.messages import Request
+from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.models.model_config import load_model_config
 from ridgeline.process.progress import Tick, progress_bar
 from ridgeline.resolve import model_path
@@ -84,11 +84,7 @@ class LLM:
         listed = _as_list(prompts)
         params = _one_each("sampling_params", sampling_params, SamplingParams, self.get_default_sampling_params(), listed)
         priorities = _one_each("priority", priority, int, 0, listed)
-        made = [
-            self._processor.request(prompt, each, priority=urgency)
-            for prompt, each, urgency in zip(listed, params, priorities, strict=True)
-        ]
-        return self._run(made, use_tqdm)
+        return self._run(self._processor.requests(listed, params, priorities), use_tqdm)
 
     def chat(
         self,
@@ -115,7 +111,7 @@ class LLM:
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        prompts = [{"prompt_token_ids": self._processor.chat_tokens(each, **template)} for each in conversations]
+        prompts = [{"prompt_token_ids": each} for each in self._processor.chat_prompts(conversations, **template)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(
@@ -175,7 +171,7 @@ class LLM:
     ) -> None:
         done = 0
         while self.core.has_work:
-            for delta in self.core.step():
+            for delta in self._news(self.core.step(), states):
                 state = states.get(delta.request_id)
                 if state is None or state.output.outputs[delta.index].finished():
                     continue                             # news of an answer that a stop string has ended
@@ -189,6 +185,17 @@ class LLM:
                     done += 1
                     tick(done, len(states))
             after_step()
+
+    @staticmethod
+    def _news(deltas: TokenDeltas, states: dict[str, RequestState]) -> Iterator[TokenDelta]:
+        """Those that may end an answer. The others, nearly all, are taken here, in less than half the time."""
+        for (request_id, index, num_cached), token_ids in deltas.plain():
+            state = states.get(request_id)
+            if state is not None and state.is_plain and state.output.outputs[index].finish_reason is None:
+                state.keep(index, token_ids, num_cached)
+            else:
+                yield TokenDelta(request_id, index, token_ids, num_cached_tokens=num_cached)
+        yield from deltas.others
 
     def close(self) -> None:
         if self._processor.grammars is not None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,8 @@ Spell = Callable[[bytes], list[int]]
 _LONGEST_TOKEN = 32                  # bytes: of a long forced text only as much is spelled as drafts may be
 _ALONE = 4                           # up to this many rows are filled in this thread: waking others would take longer
 _MAX_THREADS = 12                    # on three quarters of the cores; more save nothing
+_NO_GUESSES: Mapping[int, list[int]] = {}
+_NO_COPIES: Mapping[int, Any] = {}
 _FAILED = "the grammar of structured_outputs failed on this answer: "
 # Limits on the work of masks, in CPU time: on a busy machine a mask takes longer, but no more work.
 SLOW_SECONDS = 0.25                  # of one mask: beyond it the whole batch would wait, so its request fails
@@ -48,8 +51,8 @@ class Matcher:
     """The state of one answer in its grammar."""
 
     __slots__ = (
-        "__weakref__", "_accepted", "_early", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_spell", "_stopped",
-        "drafted", "error", "family", "grammar",
+        "__weakref__", "_accepted", "_early", "_followed", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_spell",
+        "_stopped", "drafted", "error", "family", "grammar",
     )
 
     def __init__(
@@ -64,7 +67,8 @@ class Matcher:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._accepted = False                           # its newest token, by `Masks.advance`; accept() has not been called
-        self._stopped: bool | None = None                # behind that token: other threads may have the library's matcher now
+        self._followed = 0                               # or this number of its newest tokens, by `follow_run`
+        self._stopped: bool | None = None                # behind those: other threads may have the library's matcher now
         # Ids held back before min_tokens, and after: (word of the mask, bit).
         self._early = _bits({*end_ids, *params.stop_token_ids}) if params.min_tokens else []
         self._late = _bits(end_ids) if params.ignore_eos else []
@@ -75,6 +79,8 @@ class Matcher:
         """Take the answer's next token. False: the grammar does not allow it, and `error` says why."""
         if self._accepted:
             self._accepted = False
+        elif self._followed:
+            self._followed -= 1
         elif not self.error:
             self._num_tokens += 1
             self._stopped = None
@@ -90,13 +96,27 @@ class Matcher:
         self.accept(token)
         self._accepted, self._stopped = True, self.ended
 
+    def follow_run(self, tokens: list[int]) -> bool:
+        """accept() of tokens that a step with drafts brought, in one call and ahead of those that ask for each outcome. False:
+        the answer ends with them, or its grammar refuses one: accept() will tell which. Only llguidance can do it."""
+        if self.error or not self._guided or not tokens:
+            return False
+        self._stopped = None
+        try:
+            self._followed = int(self._matcher.try_consume_tokens(tokens))   # type: ignore[attr-defined]
+            self._stopped = bool(self._matcher.is_stopped())
+        except Exception as error:
+            self.fail(str(error))
+        self._num_tokens += self._followed
+        return self._followed == len(tokens) and not self._stopped and not self.error
+
     @property
     def goes_on(self) -> bool:
         """Its newest token was followed, and more can come: accept() need not be called for it if `passed` is."""
         return self._accepted and not self.error and not self._stopped
 
     def passed(self) -> None:
-        self._accepted = False
+        self._accepted, self._followed = False, 0
 
     def forced(self, most: int) -> list[int]:
         """The next tokens, if its grammar leaves only one text; at most that many. Only llguidance can say.
@@ -122,13 +142,13 @@ class Matcher:
         except Exception:
             return 0
 
-    def ahead(self, guesses: Iterable[int], stop_ids: Collection[int]) -> list[Matcher]:
+    def ahead(self, guesses: Iterable[int]) -> list[Matcher]:
         """Copies of this matcher after the first guess, after the second, and so on, as far as its grammar allows them and the
-        answer goes on. This one stays as it is."""
+        answer goes on. This one stays as it is. For xgrammar: llguidance makes masks along guesses itself."""
         found: list[Matcher] = []
         newest = self
         for token in guesses:
-            if token < 0 or token in stop_ids or newest.error:
+            if newest.error:
                 break
             copied = copy.copy(newest)
             copied._matcher, copied.drafted = newest._matcher.deep_copy(), True
@@ -141,17 +161,25 @@ class Matcher:
     @property
     def ended(self) -> bool:
         """The grammar is complete: only an end token can follow."""
-        if self.error:
+        if self.error or self._followed:
             return False
         return bool(self._matcher.is_stopped()) if self._stopped is None else self._stopped
 
     def fail(self, reason: str) -> None:
         self.error = _FAILED + in_words(reason)
 
-    @property
-    def held(self) -> list[tuple[int, int]]:
-        """End tokens to keep out of the mask now: (word of the mask, bit)."""
-        return self._early if self._num_tokens < self._min_tokens else self._late
+    def held(self, later: int = 0) -> list[tuple[int, int]]:
+        """End tokens to keep out of the mask, now or a number of tokens later: (word of the mask, bit)."""
+        return self._early if self._num_tokens + later < self._min_tokens else self._late
+
+
+@dataclass(slots=True)
+class _Along:
+    """A copy of the library's matcher of an answer, to go along guesses with. The answer's own stays where it is, whatever
+    happens there, and the copy is not used again."""
+
+    matcher: Any
+    guesses: list[int]
 
 
 def _hold_back(mask: np.ndarray, held: list[tuple[int, int]]) -> None:
@@ -169,6 +197,23 @@ def _bits(ids: Iterable[int]) -> list[tuple[int, int]]:
     return [(token >> 5, 1 << (token & 31)) for token in sorted(ids)]
 
 
+def _with_guesses(
+    wanted: Sequence[tuple[int, Matcher]], guesses: Mapping[int, list[int]]
+) -> tuple[list[tuple[int, Matcher]], dict[int, _Along]]:
+    """Matchers to fill masks with, and by row a copy of those that have guesses; xgrammar's: one for each guess."""
+    listed: list[tuple[int, Matcher]] = []
+    along: dict[int, _Along] = {}
+    for row, matcher in wanted:
+        listed.append((row, matcher))
+        own = guesses.get(row)
+        if own and not matcher.error:
+            if matcher._guided:
+                along[row] = _Along(matcher._matcher.deep_copy(), own)
+            else:
+                listed += enumerate(matcher.ahead(own), row + 1)
+    return listed, along
+
+
 def _family_of_first(each: tuple[Matcher, int]) -> int:
     return each[0].family
 
@@ -183,10 +228,11 @@ def _work(wall: float, cpu_before: float) -> float:
     return min(wall, time.process_time() - cpu_before)
 
 
-def _allowed(wanted: Sequence[tuple[int, Matcher]]) -> float:
+def _allowed(wanted: Sequence[tuple[int, Matcher]], along: Mapping[int, _Along]) -> float:
     """Seconds of work for these masks: a step with drafts fills as many for an answer as it saves steps, if they are right."""
     answers = max(1, sum(not matcher.drafted for _, matcher in wanted))
-    return min(SLOW_SECONDS, max(STEP_SECONDS, _ANSWER_SECONDS * answers)) * len(wanted) / answers
+    masks = len(wanted) + sum(len(each.guesses) for each in along.values())
+    return min(SLOW_SECONDS, max(STEP_SECONDS, _ANSWER_SECONDS * answers)) * masks / answers
 
 
 def num_threads() -> int:
@@ -246,14 +292,14 @@ class Masks:
         spent = time.perf_counter() - started
         self.seconds += spent
         self._look_for_slow = _work(spent, worked) > STEP_SECONDS        # next time, one by one: which grammar is it?
-        masks = self._rows(num_rows)
-        if len(wanted) < num_rows:
-            masks.fill(-1)
         current = {matcher for matcher, _ in ours}
         ahead = [each for each in wanted if each[1] in current]
         self._ahead = {matcher: row for row, matcher in ahead}
         if not ahead:
-            return
+            return                                       # fill() begins anew
+        masks = self._rows(num_rows)
+        if len(wanted) < num_rows:
+            masks.fill(-1)
         if self._thread is None:
             self._thread = FillThread()
         self._thread.start(lambda: self._fill_ahead(ahead, masks))
@@ -278,9 +324,12 @@ class Masks:
                 self._ahead = {}
             self.seconds += time.perf_counter() - started
 
-    def fill(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int) -> np.ndarray | None:
+    def fill(
+        self, wanted: Sequence[tuple[int, Matcher]], num_rows: int, guesses: Mapping[int, list[int]] = _NO_GUESSES,
+    ) -> np.ndarray | None:
         """`wanted` are (row of the mask, matcher). All other rows, and those of matchers that fail, allow every token. None: no
-        row needs a mask.
+        row needs a mask. `guesses`, by row: the rows behind it are for what may follow the first of them, the second, and so on,
+        as far as its grammar allows them.
 
         The result is valid until the next call. Each step that advance() fills masks for must call it, also without answers that
         go on: else those rows would be taken for the next step's.
@@ -290,7 +339,10 @@ class Masks:
         if not wanted:
             return None
         masks = self._rows(num_rows)
-        missing = [each for each in wanted if ahead.get(each[1]) != each[0]] if ahead else wanted
+        along: dict[int, _Along] = {}
+        if guesses:
+            wanted, along = _with_guesses(wanted, guesses)
+        missing = [each for each in wanted if ahead.get(each[1]) != each[0] or each[0] in along] if ahead else wanted
         started = time.perf_counter()
         if ahead:
             for row in {*ahead.values()}.difference(row for row, _ in wanted):       # of answers that have ended meanwhile
@@ -298,12 +350,12 @@ class Masks:
         elif len(wanted) < num_rows:
             masks.fill(-1)
         alone = len(missing) <= _ALONE or self._threads <= 1 or self._look_for_slow
-        work = self._one_by_one(missing, masks) if alone else self._at_once(missing, masks)
-        self._look_at(wanted, masks)
+        work = self._one_by_one(missing, masks, along) if alone else self._at_once(missing, masks, along)
+        self._look_at(wanted, masks, along)
         if not ahead:
-            self._look_for_slow = work > _allowed(wanted)
+            self._look_for_slow = work > _allowed(wanted, along)
         self.seconds += time.perf_counter() - started
-        self.filled += len(wanted)
+        self.filled += len(wanted) + sum(len(each.guesses) for each in along.values())
         return masks
 
     def _rows(self, num_rows: int) -> np.ndarray:
@@ -316,10 +368,17 @@ class Masks:
             self._pool = make_pool(self._threads)
         return self._pool
 
-    def _fill_guided(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
-        if wanted:
-            listed: list[Any] = [(matcher._matcher, row) for row, matcher in sorted(wanted, key=_family_of_second)]
-            self._workers().unsafe_compute_mask_ptr(listed, masks.ctypes.data, 4 * self._words, len(masks))
+    def _fill_guided(
+        self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray, along: Mapping[int, _Along] = _NO_COPIES,
+    ) -> None:
+        where: Any = (masks.ctypes.data, 4 * self._words, len(masks))
+        ordered = sorted(wanted, key=_family_of_second)
+        alone: list[Any] = [(matcher._matcher, row) for row, matcher in ordered if row not in along]
+        if alone:
+            self._workers().unsafe_compute_mask_ptr(alone, *where)
+        if len(alone) < len(ordered):
+            runs: list[Any] = [(own.matcher, row, own.guesses) for row, _ in ordered if (own := along.get(row)) is not None]
+            self._workers().unsafe_compute_mask_ptr_with_draft_token(runs, *where)
 
     def close(self) -> None:
         """End the threads."""
@@ -328,39 +387,53 @@ class Masks:
             self._thread.close()
         self._pool = self._thread = None
 
-    def _look_at(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
+    def _look_at(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray, along: Mapping[int, _Along]) -> None:
         """After filling: mark the matchers that failed, and hold back end tokens that may not come yet.
 
         This runs for every token, and few masks allow an end token: so it reads columns of the masks, not rows.
         """
         columns: dict[int, list[int]] = {}
         for row, matcher in wanted:
-            if not matcher.error and matcher._matcher.is_error():
-                matcher.fail(matcher._matcher.get_error())
+            own = along.get(row)
+            library, count = (matcher._matcher, 1) if own is None else (own.matcher, 1 + len(own.guesses))
+            if not matcher.error and library.is_error():
+                matcher.fail(library.get_error())
             if matcher.error:
-                masks[row] = -1
+                masks[row : row + count] = -1
                 continue
-            for word, bit in matcher.held:
-                if word not in columns:
-                    columns[word] = masks[:, word].tolist()
-                if columns[word][row] & bit:
-                    _hold_back(masks[row], matcher.held)
-                    break
+            for later in range(count):
+                self._hold(matcher.held(later), masks, row + later, columns)
 
-    def _one_by_one(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> float:
+    @staticmethod
+    def _hold(held: list[tuple[int, int]], masks: np.ndarray, row: int, columns: dict[int, list[int]]) -> None:
+        for word, bit in held:
+            if word not in columns:
+                columns[word] = masks[:, word].tolist()
+            if columns[word][row] & bit:
+                _hold_back(masks[row], held)
+                break
+
+    def _one_by_one(
+        self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray, along: Mapping[int, _Along] = _NO_COPIES,
+    ) -> float:
         """Fill masks in this thread, and fail a mask, or all of a grammar together, that is too slow. Returns the CPU time."""
         spent: dict[int, float] = {}
         began = before = allowed = time.thread_time()
-        limit = _allowed(wanted)
+        limit, first, size = _allowed(wanted, along), masks.ctypes.data, 4 * self._words
         for row, matcher in wanted:
             if matcher.error:
                 continue
+            own, slow = along.get(row), SLOW_SECONDS
             try:
-                matcher._matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
+                if own is None:
+                    matcher._matcher.unsafe_compute_mask_ptr(first + row * size, size)
+                else:
+                    slow *= 1 + len(own.guesses)
+                    own.matcher.unsafe_compute_mask_ptr_with_draft_token(first + row * size, size, own.guesses)
             except Exception as error:
                 matcher.fail(str(error))
             now = time.thread_time()
-            if now - before > SLOW_SECONDS and not matcher.error and not matcher._matcher.is_error():
+            if now - before > slow and not matcher.error and not matcher._matcher.is_error():
                 matcher.fail(f"a mask took more than {SLOW_SECONDS} s of CPU time; use a simpler grammar")
             spent[matcher.grammar] = spent.get(matcher.grammar, 0.0) + now - before
             before = now
@@ -394,7 +467,7 @@ class Masks:
             self._others = BatchFiller(self._threads)
         self._others.fill(listed, masks)
 
-    def _at_once(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> float:
+    def _at_once(self, wanted: Sequence[tuple[int, Matcher]], masks: np.ndarray, along: Mapping[int, _Along]) -> float:
         """Fill masks in the library's threads. Returns the work, as `_work` counts it."""
         started, worked = time.perf_counter(), time.process_time()
         guided = [each for each in wanted if each[1]._guided]
@@ -402,9 +475,9 @@ class Masks:
         if len(guided) < len(wanted):
             others = [(matcher._matcher, row) for row, matcher in wanted if not matcher._guided]
         try:
-            self._fill_guided(guided, masks)
+            self._fill_guided(guided, masks, along)
             if others:
                 self._fill_others(others, masks)
         except Exception:                                # it does not say which matcher failed
-            return self._one_by_one(wanted, masks)
+            return self._one_by_one(wanted, masks, along)
         return _work(time.perf_counter() - started, worked)

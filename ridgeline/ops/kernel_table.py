@@ -142,7 +142,7 @@ def _codes_gemv(call: Call) -> PackedGemvPlan | None:
 
 
 def _ungated(call: Call) -> Call:
-    """Products of codes for several rows leave the gate to another kernel."""
+    """Most products of codes for several rows leave the gate to another kernel."""
     return call._replace(outputs=2 * call.outputs, gated=False) if call.gated else call
 
 
@@ -160,6 +160,10 @@ def _code_ring_gemm(call: Call) -> RingGemmPlan | None:
 def _code_wide_gemm(call: Call) -> WidePlan | None:
     whole = _ungated(call)
     return _wide(whole, fp8_wide_plan(whole.rows, whole.outputs, whole.inputs))
+
+
+def _code_gated_gemm(call: Call) -> WidePlan | None:
+    return _wide(call, fp8_wide_plan(call.rows, call.outputs, call.inputs, True)) if call.gated else None
 
 
 def _scaled_mm_blocks(call: Call) -> bool | None:
@@ -232,6 +236,7 @@ def _always(call: Call) -> bool:
 _ROWS = (
     Kernel("one_row_gemm", _one_row_gemm, True), Kernel("ring_gemm", _code_ring_gemm), Kernel("wide_gemm", _code_wide_gemm),
 )
+_GATED = Kernel("gated_wide_gemm", _code_gated_gemm)     # a tile with scales of blocks would have several of them
 _PACKED_ROWS = (Kernel("packed_gemm", _gemm_of(packed_plan)), Kernel("expand", _always))
 _ANY = (Kernel("few_rows", _few_rows), Kernel("expand", _always))
 KERNELS: dict[str, tuple[Kernel, ...]] = {
@@ -240,8 +245,8 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {
         Kernel("ring_gemm", _ring_gemm), Kernel("small_gemm", _small_gemm), Kernel("gated_gemm", _gated_gemm),
         Kernel("library", _always),
     ),
-    "fp8-row": (*_ROWS, Kernel("scaled_mm", _always)),
-    "int8-row": (*_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
+    "fp8-row": (_GATED, *_ROWS, Kernel("scaled_mm", _always)),
+    "int8-row": (_GATED, *_ROWS, Kernel("integer_gemm", _integer_gemm), Kernel("int_mm", _always)),
     "fp8-block": (*_ROWS, Kernel("scaled_mm_blocks", _scaled_mm_blocks), Kernel("expand", _always)),
     "fp8-block-cut": (*_ROWS[:2], Kernel("expand", _always)),            # blocks that a part of the linear cuts
     "codes": (Kernel("codes_gemv", _codes_gemv, True), *_ANY),           # 8-bit codes that are not packed; x stays in 16 bits

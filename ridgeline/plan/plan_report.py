@@ -193,6 +193,9 @@ def _stored(setup: Setup) -> str:
     narrow = setup.weights == setup.dtype and setup.shape.weight_bytes < WEIGHT_FORMATS[setup.dtype].bytes
     if narrow and not setup.sparse:
         return f"{setup.model.config.dtype}, computed in {setup.dtype}"
+    if setup.kept is not None and setup.weights in ("fp8", "int8") and not setup.has_blocks and setup.device.kind == "cuda":
+        untimed = "" if setup.weights == "int8" else ", by kernels of which several rows were not timed"
+        return f"{setup.weights}, multiplied in {setup.dtype}{untimed}"
     differ = setup.model.config.experts is not None and setup.expert_weights != setup.weights
     return setup.weights + (f", of experts in {setup.expert_weights}" if differ else "")
 

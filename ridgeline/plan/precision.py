@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ridgeline.ops.kernel_table import MOST_CODE_ROWS
 from ridgeline.quant.format import GRIDS, MADE
 from ridgeline.sizes.hardware import Device
 from ridgeline.sizes.kv_format import parse
@@ -179,3 +180,8 @@ CODE_COMPUTE, CODE_ROWS = {4: 0.64, 8: 0.55}, 768
 # this reaches. Products of 4 bits with as many rows hide reading the numbers again; those of 8 bits (Q8_0) do not.
 EXPANDED = {4: 2.516, 8: 4.0}
 EXPANDS = 0.7
+
+
+def code_rows(weights: str) -> int:
+    """The most rows that are multiplied by codes beside x of 16 bits. Those of fp8 are not packed."""
+    return MOST_CODE_ROWS if weights.startswith("fp8") else CODE_ROWS

@@ -296,16 +296,16 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
 
 
 def _code_bits(setup: Setup) -> int:
-    """Of codes that a GPU multiplies by x of 16 bits: 4, 8 (Q8_0), or 0."""
+    """Of codes that a GPU multiplies by x of 16 bits: 4, 8 (a checkpoint's own), or 0."""
     bits = WEIGHT_FORMATS[setup.weights].bits
-    known = bits == 4 or (bits == 8 and setup.has_blocks)
+    known = bits == 4 or (bits == 8 and setup.kept is not None)
     return int(bits) if known and setup.device.kind == "cuda" and setup.computed == setup.dtype else 0
 
 
 def _expanding(setup: Setup, steps: Steps, codes: int) -> np.ndarray:
     """Seconds by linear in which codes become numbers in memory, where there are too many rows for kernels that read codes."""
     weights = steps.product_flops[:, :-1] / (2 * np.maximum(steps.tokens, 1))[:, None]
-    moved = weights * (steps.tokens > precision.CODE_ROWS)[:, None] * precision.EXPANDED.get(codes, 0)
+    moved = weights * (steps.tokens > precision.code_rows(setup.weights))[:, None] * precision.EXPANDED.get(codes, 0)
     return moved / (setup.device.bandwidth * precision.EXPANDS)
 
 
@@ -319,7 +319,7 @@ def _kv_factors(setup: Setup) -> tuple[float, float]:
 def _rate_kept(setup: Setup, steps: Steps, codes: int, format: str) -> np.ndarray | float:
     """The share of the matrix rate that products of these weights have."""
     if codes:
-        return np.where(steps.tokens > precision.CODE_ROWS, 1.0, precision.CODE_COMPUTE[codes])
+        return np.where(steps.tokens > precision.code_rows(setup.weights), 1.0, precision.CODE_COMPUTE[codes])
     if setup.device.kind == "cpu" and format == setup.weights and format != setup.dtype:
         return (1 + 1 / TILE_ROWS) / (1 + np.ceil(steps.tokens / TILE_ROWS) / np.maximum(steps.tokens, 1))
     return 1.0

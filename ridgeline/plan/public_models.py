@@ -27,7 +27,7 @@ from ridgeline.models.model_config import ModelConfig, hf_model_config, load_mod
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.process import embedded
-from ridgeline.quant.format import WeightFormat
+from ridgeline.quant.format import GRIDS, WeightFormat, quantises_rows
 from ridgeline.quant.layout import stored_kind
 from ridgeline.sizes.abilities import packed_width
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -298,15 +298,27 @@ def _cpu_bytes(model: PlannedModel) -> float | None:
     return (cpu_weight_bytes(config, 1, "none") - unread * width) / (config.num_parameters - unread)
 
 
-def _checkpoint_format(path: Path) -> str | None:
-    """By the first layer's MLP."""
+def _first_format(path: Path) -> WeightFormat | None:
+    """Of the first layer's MLP; None: its weights are numbers."""
     quantisation = read_quantisation(read_json(path / "config.json"), "config.json", path)
     recipe = None if quantisation is None else quantisation.recipe("model.layers.0.mlp.down_proj")
-    if recipe is None or recipe.format.scales is None:
+    return None if recipe is None or recipe.format.scales is None else recipe.format
+
+
+def _checkpoint_format(path: Path) -> str | None:
+    format = _first_format(path)
+    if format is None or format.scales is None:
         return None
-    blocks = recipe.format.scales.block[0] > 1
-    named = {"e4m3": "fp8-block" if blocks else "fp8", "int8": "int8", "e2m1": "mxfp4"}
-    return named.get(recipe.format.grid, "int4")
+    named = {"e4m3": "fp8-block" if format.scales.block[0] > 1 else "fp8", "int8": "int8", "e2m1": "mxfp4"}
+    return named.get(format.grid, "int4")
+
+
+def meets_wide_rows(name: str) -> bool:
+    """A checkpoint of 8-bit codes that a GPU multiplies by x of 16 bits: W8A16, weight-only fp8, LLM.int8(). Its products have
+    not the rate of 8 bits, and its loader's layouts say what it takes."""
+    path = _place(name)
+    format = _first_format(path) if (path / "config.json").is_file() else None
+    return format is not None and GRIDS[format.grid][0] == 8 and not quantises_rows(format)
 
 
 def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:

@@ -20,6 +20,7 @@ from ridgeline.ops.linear.fp8_linear import (
     Fp8Rows,
     expanded,
     fp8_linear,
+    gated_linear,
     gated_one_row,
     gated_rows,
     multiplied,
@@ -73,6 +74,12 @@ class Fp8(Quantised):
             )
             if made is not None:
                 return made
+        if gate is not None:
+            together = gated_linear(
+                x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, gate, norm_offset=norm.offset
+            )
+            if together is not None:
+                return together
         out, stream = normed_fp8_linear(
             x, residual, norm.weight, norm.eps, linear.weight, linear.scale, linear.bias, norm_offset=norm.offset
         )

@@ -16,11 +16,13 @@ from ridgeline.ops.packed.packed_sizes import (
     BITS_ABOVE,
     BLOCK,
     BYTES,
+    GROUPS,
     block_bytes,
     byte_bytes,
     four_bit_bytes,
     keeps_bytes,
     packs,
+    packs_rows,
 )
 from ridgeline.quant.format import ORDER, TensorSpec, WeightFormat, is_fp8_rows, quantises_rows
 
@@ -32,19 +34,25 @@ FOUR_BIT_GRIDS = ("uint4", "e2m1")
 _EXACT = ("bfloat16", "float16", "e8m0", "float8_e4m3fn")        # dtypes of scales whose numbers 16 bits hold
 
 
+def has_kernels(device: DeviceFacts) -> bool:
+    """Those of ops/packed are written in Gluon, which older versions of Triton lack. Without them packed weights would be
+    expanded for every step, and as stored few rows can be multiplied by codes."""
+    return device.hopper and device.gluon
+
+
 def gpu_layout(format: WeightFormat, outputs: int, inputs: int, gated: bool, device: DeviceFacts) -> str:
     """Of a matrix on one rank. `gated`: it holds gates and their partners, which share strips.
 
     Where the numbers of a checkpoint decide (`may_pack`), a matrix counts as stored.
     """
-    if not device.hopper:
+    if not has_kernels(device):
         return STORED
     pairs = gated and not format.reordered
     form = block_form_of(format)
     if form:
         whole = inputs % (BLOCK if form.startswith("byte") else 32) == 0 and (not pairs or outputs % 16 == 0)
         return BLOCKS if whole else STORED
-    if not _is_exact(format) or not packs(outputs, inputs, _group(format, inputs), pairs):
+    if not _is_exact(format) or not _packs(format, outputs, inputs, pairs):
         return STORED
     return EIGHT_BITS if format.grid == "int8" else FOUR_BITS
 
@@ -60,13 +68,13 @@ def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, devi
     of both layouts."""
     scales, found = format.scales, gpu_layout(format, outputs, inputs, gated, device)
     stored = format.nbytes(outputs, inputs)
-    if scales is None or (found == STORED and not (device.hopper and may_pack(format))):
+    if scales is None or (found == STORED and not (has_kernels(device) and may_pack(format))):
         return stored
     order = TensorSpec(ORDER, "int32").nbytes(outputs, inputs) if format.reordered else 0
     if found == BLOCKS:
         return order + block_bytes(format.grid, block_form_of(format), scales.block[1], outputs, inputs)
     group = _group(format, inputs)
-    if not packs(outputs, inputs, group, gated and not format.reordered):
+    if not _packs(format, outputs, inputs, gated and not format.reordered):
         return stored
     if format.grid == "int8":
         packed = order + byte_bytes(outputs, inputs, group, not scales.block[1])
@@ -79,7 +87,7 @@ def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, devi
 def served(format: WeightFormat, device: DeviceFacts) -> str:
     """By what a GPU multiplies by weights of this format: resolve, the verdict, `diagnose` and `plan` ask here. Only a Hopper GPU
     has kernels of ours for narrow weights (TMA, wgmma), and only there has any of it been timed."""
-    if device.hopper and (quantises_rows(format) or bool(block_form_of(format)) or _is_exact(format)):
+    if has_kernels(device) and (quantises_rows(format) or bool(block_form_of(format)) or _is_exact(format)):
         return OWN
     return LIBRARY if is_fp8_rows(format) and device.fp8 else GENERAL
 
@@ -125,6 +133,13 @@ def _is_exact(format: WeightFormat) -> bool:
     )
 
 
+def _packs(format: WeightFormat, outputs: int, inputs: int, gated: bool) -> bool:
+    assert format.scales is not None
+    if format.grid == "int8" and not format.scales.block[1]:
+        return packs_rows(outputs, inputs, gated)
+    return packs(outputs, inputs, _group(format, inputs), gated)
+
+
 def _group(format: WeightFormat, inputs: int) -> int:
     assert format.scales is not None
-    return format.scales.block[1] or inputs
+    return format.scales.block[1] or (GROUPS[-1] if format.grid == "int8" else inputs)

@@ -2,7 +2,7 @@
 scales are laid out as the kernels of ops/packed want.
 
 Formats that the layout does not hold exactly (scales of more than 16 bits, zeros between two codes, groups it does not know) stay
-with `Quantised`, and so do all formats on other devices.
+with `Quantised`, and so do all formats on other devices, and scales that the kernels' 16-bit numbers would lose.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from ridgeline.ops.packed.packed_weight import BYTE_SCALES, PackedWeight, pack, 
 from ridgeline.ops.quantised.expand import QuantisedWeight
 from ridgeline.quant.format import ORDER, WeightFormat
 from ridgeline.quant.four_bits import FourBits, four_bits
-from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, STORED, gpu_layout, may_pack
+from ridgeline.quant.gpu_layout import BLOCKS, EIGHT_BITS, FOUR_BITS, STORED, gpu_layout, has_kernels, may_pack
 from ridgeline.quant.quantised import TENSORS, Quantised
 from ridgeline.quant.scheme import Norm, Scheme
 
 ALIGNED = 256                        # bytes: where a tensor begins that shares the memory of another
+MOST_BYTE_SCALE = 2.0**18            # times 2^109, and what rounding adds
 
 
 class Packed(Quantised):
@@ -74,14 +75,16 @@ class Packed(Quantised):
     def _packed(self, linear: nn.Module, weight: QuantisedWeight) -> PackedWeight | None:
         """`weight`: the linear's, or some of its outputs. None: the linear keeps its format's tensors."""
         format, outputs, facts, paired = linear.format, len(linear.weight), _facts(linear), _paired(linear)
+        if linear.is_loaded and not in_range(weight, linear.dtype):
+            return None
         found = gpu_layout(format, outputs, weight.inputs, paired, facts)
+        decides = linear.is_loaded and has_kernels(facts) and may_pack(format)
         gated = paired and weight.order is None and outputs % STRIP == 0
         if found == BLOCKS:
             return pack_blocks(weight, gated)
         if format.grid == "int8":
-            packs_bytes = facts.hopper and linear.is_loaded and may_pack(format) and holds_bytes(weight, gated)
-            return pack_bytes(weight, gated) if found == EIGHT_BITS or packs_bytes else None
-        if facts.hopper and (found == FOUR_BITS or (linear.is_loaded and may_pack(format))):
+            return pack_bytes(weight, gated) if found == EIGHT_BITS or (decides and holds_bytes(weight, gated)) else None
+        if found == FOUR_BITS or decides:
             four = four_bits(weight)
             if four is not None and (not linear.is_loaded or _holds(four, gated)):
                 return pack(four.codes, four.scale, four.zero, kind=four.kind, gated=gated, outer=four.outer)
@@ -135,6 +138,20 @@ def _facts(linear: nn.Module) -> DeviceFacts:
 
 def _paired(linear: nn.Module) -> bool:
     return set(linear.rows) == {"gate", "up"}
+
+
+def in_range(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Whether the kernels of several rows, whose weights are 16-bit numbers, lose none of the scales of groups. Rounded to
+    float16 they differ by no more than float16 rounds the output's largest; bfloat16 holds those of 8 bits 2^109 times as large
+    (byte_asm.py). A scale of a whole output multiplies sums in float32."""
+    is_byte = weight.grid == "int8"
+    if weight.scale.dtype not in (torch.bfloat16, torch.float32) or (is_byte and not weight.block[1]):
+        return True
+    if dtype == torch.bfloat16:
+        return not is_byte or bool((weight.scale.abs() < MOST_BYTE_SCALE).all())
+    scale = weight.scale.float().flatten(1) if weight.scale.dim() > 1 else weight.scale.float()[:, None]
+    lost = (scale - scale.half().float()).abs()          # inf where one is too large
+    return dtype != torch.float16 or bool((lost <= 2**-11 * scale.abs().amax(1, keepdim=True)).all())
 
 
 def _holds(four: FourBits, gated: bool) -> bool:

@@ -29,6 +29,7 @@ from ridgeline.server.lifecycle import (
     address_of,
     bind,
     check_certificate,
+    end_signals,
     http_config,
     raise_file_limit,
 )
@@ -71,7 +72,7 @@ async def serve(fleet: Fleet, keys: Keys, listener: socket.socket, on_ready: Cal
     """Until a signal stops it."""
     server = RouteServer(fleet, keys)
     asyncio.get_running_loop().set_exception_handler(NoFiles())
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in end_signals():
         signal.signal(number, server.handle_exit)
     interval = float(fleet.options.health_interval)
     beside = [asyncio.create_task(keep_checking(each, interval)) for each in fleet.replicas]

@@ -8,6 +8,7 @@ same memory, and nothing is copied.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ class Staging:
     def __init__(self, num_bytes: int, num_buffers: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(num_buffers)]
+        self._bytes = [host.numpy() for host in self._host]
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device) if device.type != "cpu" else None
         # Arrays and tensors at places of the buffers, by turn; and spans to copy. Steps of one shape use the same ones, and
         # making them takes longer than filling them.
@@ -50,12 +52,14 @@ class Staging:
         if len(self._places) >= _MOST_PLACES:
             self._places.clear()
         start, dtype, shape = place
-        end = start + int(np.prod(shape)) * dtype.itemsize
-        hosts = [host[start:end].view(_KINDS[dtype]).view(shape) for host in self._host]
-        tensors = hosts
-        if self._device is not None:
-            tensors = [self._device[start:end].view(_KINDS[dtype]).view(shape)] * len(hosts)
-        made = self._places[place] = ([host.numpy() for host in hosts], tensors, -(-end // _ALIGN) * _ALIGN)
+        end = start + math.prod(shape) * dtype.itemsize
+        # Arrays are made by numpy: a tensor takes several times as long, and with drafts some sizes are new in every step.
+        arrays = [each[start:end].view(dtype).reshape(shape) for each in self._bytes]
+        if self._device is None:
+            tensors = [torch.from_numpy(each) for each in arrays]
+        else:
+            tensors = [self._device[start:end].view(_KINDS[dtype]).view(shape)] * len(arrays)
+        made = self._places[place] = (arrays, tensors, -(-end // _ALIGN) * _ALIGN)
         return made
 
     def skip_to(self, place: int) -> None:

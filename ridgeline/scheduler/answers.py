@@ -45,7 +45,7 @@ class Answers:
             return None
         if not len(result.tokens) == len(result.num_new) == len(result.lengths) == len(flight.rows):
             return None
-        followed, behind = flight.followed(), later[0] if later else None
+        followed, behind = flight.followed(result), later[0] if later else None
         if not followed:
             return self._decodes.take_in(flight, result, behind)
         rows, simple = flight.rows[[place for place, _ in followed]], self._running.rows.answers.simple
@@ -131,7 +131,7 @@ class Answers:
         rows, answers = flight.rows, self._running.rows.answers
         goes_on = answers.arrived[rows] + result.num_new < self._running.rows.limit[rows]
         ends = np.logical_or.reduce(answers.may_end(result.tokens), axis=1)      # of other rows' tokens, too: looked at again
-        followed, simple = flight.followed(), answers.simple[rows]
+        followed, simple = flight.followed(result), answers.simple[rows]
         simple[[place for place, _ in followed]] = True  # nothing is left to do for their grammars
         quick = there & flight.sampled & simple & goes_on & ~ends
         for place, matcher in followed:

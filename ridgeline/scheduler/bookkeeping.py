@@ -6,7 +6,7 @@ import operator
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,14 @@ class SchedulerCounters:
     used_slots: int = 0
 
 
+class Masked(NamedTuple):
+    """The positions of a step at which grammars say what may be sampled."""
+
+    matchers: list[tuple[int, Matcher]]      # (position among all that are sampled, matcher there), the first of each answer
+    num_positions: int                       # that are sampled in all
+    guesses: dict[int, list[int]]            # by that position: what is guessed to follow, and has positions of its own
+
+
 @dataclass(slots=True)
 class DraftPlan:
     """The drafts of one plan, by place; see StepPlan."""
@@ -64,19 +72,21 @@ class DraftPlan:
         """[N]: places whose drafts the device makes."""
         return np.flatnonzero((self.width > 0) & (self.start < 0))
 
-    def constrained(self, flight: InFlight) -> list[tuple[int, Matcher]]:
-        """For each answer with a grammar that goes on: (position among all that are sampled, matcher there). A draft that the
-        grammar refuses will not be accepted, so no position behind it counts."""
-        found: list[tuple[int, Matcher]] = []
+    def constrained(self, flight: InFlight) -> Masked:
+        """Once all steps before it have been taken in. A draft that the grammar refuses will not be accepted, so no position
+        behind it counts, nor one behind a token that ends the answer."""
+        found = Masked([], self.num_positions, {})
         sampled = np.flatnonzero(flight.sampled)
         first = np.cumsum(1 + self.width[sampled]) - (1 + self.width[sampled])
         for number, sequence in flight.constrained:
             if sequence.finished or sequence.matcher is None:
                 continue
             place, position = int(sampled[number]), int(first[number])
-            begin = len(sequence.tokens) - int(self.start[place])    # all steps before this one have been taken in
-            guesses = [] if self.tokens is None else self.tokens[place, begin : begin + int(self.width[place])].tolist()
-            found += enumerate([sequence.matcher, *sequence.matcher.ahead(guesses, sequence.stop_ids)], position)
+            found.matchers.append((position, sequence.matcher))
+            begin, width = len(sequence.tokens) - int(self.start[place]), int(self.width[place])
+            if self.tokens is not None and width:
+                guesses = self.tokens[place, begin : begin + width].tolist()
+                found.guesses[position] = guesses[: _end(guesses, sequence.stop_ids)]
         return found
 
 
@@ -104,25 +114,39 @@ class InFlight:
     def constrained(self) -> list[tuple[int, Sequence]]:
         return self.steady.constrained
 
-    def matchers(self) -> tuple[list[tuple[int, Matcher]], int]:
+    def matchers(self) -> Masked:
         """See Scheduler.constrained()."""
         if self.drafts is not None:
-            return self.drafts.constrained(self), self.drafts.num_positions
+            return self.drafts.constrained(self)
         listed = [
             (place, matcher) for place, sequence in self.constrained
             if not sequence.finished and (matcher := sequence.matcher) is not None
         ]
-        return listed, int(np.count_nonzero(self.sampled))
+        return Masked(listed, int(np.count_nonzero(self.sampled)), {})
 
-    def followed(self) -> list[tuple[int, Matcher]]:
-        """(place, matcher) of rows that bring nothing but tokens, which their grammars have followed already and go on behind."""
-        if not self.constrained or self.drafts is not None:
+    def followed(self, result: StepResult) -> list[tuple[int, Matcher]]:
+        """(place, matcher) of rows that bring nothing but tokens, which their grammars have followed already and go on behind.
+        Those of a step with drafts follow them now."""
+        if not self.constrained:
             return []
         places = self.sampled.nonzero()[0].tolist()
+        if self.drafts is not None:
+            return self._follow(result, places)
         return [
             (places[number], matcher) for number, sequence in self.constrained
             if (matcher := sequence.matcher) is not None and matcher.goes_on and sequence.simple
         ]
+
+    def _follow(self, result: StepResult, places: list[int]) -> list[tuple[int, Matcher]]:
+        found, tokens, counts = [], result.tokens.tolist(), result.num_new.tolist()
+        for number, sequence in self.constrained:
+            matcher, place = sequence.matcher, places[number]
+            if matcher is None or sequence.finished:
+                continue
+            said = tokens[place][: counts[place]]
+            if matcher.follow_run(said[: _end(said, sequence.stop_ids)]) and sequence.simple:
+                found.append((place, matcher))
+        return found
 
     def said(self, result: StepResult) -> list[tuple[Matcher, int]]:
         """See Scheduler.said()."""
@@ -185,6 +209,13 @@ class InFlight:
         if not fits:
             raise AssertionError(f"step {self.step} computed or sampled something else than was planned")
         return surplus
+
+
+def _end(tokens: list[int], stop_ids: frozenset[int]) -> int:
+    """How many of them come before a token that ends the answer, or that is none."""
+    if stop_ids.isdisjoint(tokens) and min(tokens, default=0) >= 0:          # nearly always
+        return len(tokens)
+    return next((place for place, token in enumerate(tokens) if token < 0 or token in stop_ids), len(tokens))
 
 
 @dataclass(slots=True)

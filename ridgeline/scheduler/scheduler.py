@@ -41,6 +41,7 @@ from ridgeline.sizes.batch_levelling import level_rows
 
 if TYPE_CHECKING:
     from ridgeline.grammar.matcher import Matcher
+    from ridgeline.scheduler.bookkeeping import Masked
 
 _Ahead = list[tuple[Sequence, int]]      # waiting sequences and tokens kept for them
 _NOTHING: tuple = (NONE, [], NO_BLOCKS, NONE, NONE, NONE.astype(np.int8))
@@ -148,9 +149,8 @@ class Scheduler:
         """Rows with a grammar that sample in the newest step in flight."""
         return len(self._flights[-1].constrained)
 
-    def constrained(self) -> tuple[list[tuple[int, Matcher]], int]:
-        """Of the rows that sample in the newest step, those with a grammar whose answer goes on; and how many sample. With
-        drafts: of positions."""
+    def constrained(self) -> Masked:
+        """Of the rows that sample in the newest step, those with a grammar whose answer goes on."""
         return self._flights[-1].matchers()
 
     def said(self, result: StepResult) -> list[tuple[Matcher, int]]:

@@ -79,8 +79,10 @@ class Sequence:
         self.finished = False
         self.num_promised = 0                            # while it waits: steps in flight that sample for it
         params = request.params
-        # Nothing comes with its tokens, though a grammar may have to follow them.
-        self.simple = not (request.predicted_token_ids or params.pooling or params.prompt_logprobs is not None)
+        # Nothing comes with its tokens, though a grammar may have to follow them. What became of its prediction comes with the
+        # last of them, unless a stop string may end the answer in the front end, which then has no last one.
+        counted = request.predicted_token_ids and params.stop
+        self.simple = not (counted or params.pooling or params.prompt_logprobs is not None)
         self.matcher: Matcher | None = None              # of a request with a grammar, once that is compiled
 
     @property

@@ -1,9 +1,11 @@
-"""The event loop of a front end: a turn takes few events of clients, and all others at once.
+"""The event loop of a front end: turns are short, and what is urgent goes first.
 
-asyncio's own loop takes every event that is there. With 3,000 clients that send, a turn takes 0.1 s, and a health check waits for
-three of them: to be accepted, to begin and to be read. Here clients' connections are a crowd: each turn takes a few of them, in
-order, so a turn ends soon. Listeners, health checks and the engine's messages are not part of it. Knows file descriptors, no
-connections. uvloop, where it is installed, is used as it is.
+asyncio's own loop takes every event that is there, and runs every callback that is ready before it looks at its sockets again.
+With 3,000 clients that send, a turn takes 0.1 s, and a health check waits for six of them: to be accepted, to begin, to get a
+transport, to be watched, to be read and to be answered. Here each turn takes a few events of clients, in order, and runs a few
+callbacks; the others wait for the next turn. Listeners, health checks and the engine's messages are urgent: their callbacks, and
+those that these add within `ahead`, run before all that wait. Knows file descriptors, no connections. uvloop, where it is
+installed, is used as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import asyncio
 import math
 import select
 import selectors
+import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,25 +24,40 @@ try:
 except ImportError:                  # optional
     uvloop = None  # type: ignore[assignment]
 
-OF_CROWD = 32                        # events per turn
+OF_CROWD = 16                        # events per turn: of clients' connections, …
+OF_PROBES = 4                        # … and of those that began with a health check: any client can begin with one
 OTHERS = 256
+CALLBACKS = 16                       # per turn, besides those of urgent events; several of them are not `ahead`
+
+
+class Lane:
+    """File descriptors of which a turn takes `most` events. An epoll object inside that of the loop."""
+
+    def __init__(self, most: int, outer: select.epoll) -> None:
+        self.most = most
+        self.epoll = select.epoll()
+        outer.register(self.epoll.fileno(), select.EPOLLIN)
 
 
 class CrowdSelector(selectors.BaseSelector):
-    """Two epoll objects, one inside the other: the inner one has the file descriptors in `crowd`."""
+    """`lanes`: those file descriptors that wait in a lane, also before they are registered. All others are taken at once."""
 
-    def __init__(self) -> None:
-        self.crowd: set[int] = set()                     # also before they are registered
+    def __init__(self, backlog: Callable[[], int] = lambda: 0) -> None:
+        """`backlog`: how many callbacks wait."""
+        self.lanes: dict[int, Lane] = {}
+        self._backlog = backlog
         self._keys: dict[int, selectors.SelectorKey] = {}
         self._in: dict[int, select.epoll] = {}           # where each is registered
-        self._first, self._inner = select.epoll(), select.epoll()
-        self._first.register(self._inner.fileno(), select.EPOLLIN)
+        self._first = select.epoll()
+        self.probes, self.crowd = Lane(OF_PROBES, self._first), Lane(OF_CROWD, self._first)
+        self._by_file = {lane.epoll.fileno(): lane for lane in (self.probes, self.crowd)}
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         number = _number(fileobj)
         if number in self._keys:
             raise KeyError(f"{fileobj!r} (file {number}) is already registered")
-        place = self._inner if number in self.crowd else self._first
+        lane = self.lanes.get(number)
+        place = self._first if lane is None else lane.epoll
         place.register(number, _asked(events))
         self._in[number] = place
         self._keys[number] = key = selectors.SelectorKey(fileobj, number, events, data)
@@ -67,9 +86,12 @@ class CrowdSelector(selectors.BaseSelector):
             found = self._first.poll(seconds, OTHERS)
         except InterruptedError:
             return []
-        inner = self._inner.fileno()
-        if any(number == inner for number, _ in found):
-            found += self._inner.poll(0, OF_CROWD)       # in order: those that are taken go to the end of its list
+        waiting = {self._by_file[number] for number, _ in found if number in self._by_file}
+        for lane in self._by_file.values():              # the crowd last
+            if lane in waiting:
+                # Callbacks of more clients would only wait behind others. But those that have left are to be noticed.
+                most = lane.most if lane is not self.crowd else max(lane.most // 2, lane.most - self._backlog())
+                found += lane.epoll.poll(0, most)        # in order: those that are taken go to the end of its list
         ready = []
         for number, event in found:
             key = self._keys.get(number)
@@ -86,7 +108,8 @@ class CrowdSelector(selectors.BaseSelector):
 
     def close(self) -> None:
         self._keys.clear()
-        self._inner.close()
+        for lane in self._by_file.values():
+            lane.epoll.close()
         self._first.close()
 
 
@@ -120,19 +143,53 @@ def _found(event: int) -> int:
     return (read and selectors.EVENT_READ) | (write and selectors.EVENT_WRITE)
 
 
-class FrontEndLoop(asyncio.SelectorEventLoop):
+class ReadyQueue(deque[asyncio.Handle]):
+    """The callbacks that are ready. asyncio runs as many per turn as the length says when the turn begins."""
+
     def __init__(self) -> None:
-        selector = CrowdSelector()
-        super().__init__(selector)
-        self.crowd = selector.crowd
+        super().__init__()
+        self.urgent = 0                                  # at the front, of this turn's events
+
+    @property
+    def size(self) -> int:
+        return super().__len__()
+
+    def __len__(self) -> int:
+        return min(super().__len__(), self.urgent + CALLBACKS)
+
+
+class FrontEndLoop(asyncio.SelectorEventLoop):
+    _ready: ReadyQueue
+
+    def __init__(self) -> None:
+        queue = ReadyQueue()
+        self.selector = CrowdSelector(lambda: queue.size)
+        super().__init__(self.selector)
+        self._ready = queue
+
+    def _process_events(self, event_list: list[tuple[selectors.SelectorKey, int]]) -> None:
+        """asyncio calls it once per turn, before the callbacks run."""
+        lanes, crowd = self.selector.lanes, self.selector.crowd
+        urgent = [event for event in event_list if lanes.get(event[0].fd) is not crowd]
+        process: Callable[..., None] = super()._process_events           # type: ignore[misc]
+        before = self._ready.size
+        self.ahead(process, urgent)
+        self._ready.urgent = self._ready.size - before
+        process([event for event in event_list if lanes.get(event[0].fd) is crowd])
+
+    def ahead(self, work: Callable[..., Any], *args: Any) -> None:
+        """Do `work`; the callbacks that it adds run before those that wait."""
+        before = self._ready.size
+        work(*args)
+        self._ready.rotate(self._ready.size - before)
+
+    def begin(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
+        """Give an accepted connection a transport, as connect_accepted_socket() does, without a task for it."""
+        self._make_socket_transport(connection, protocol)      # type: ignore[attr-defined]
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:     # type: ignore[override]
-        """Not of the crowd, though a connection had the number before: transports do not use this."""
-        self.crowd.discard(_number(fd))
-        super().add_reader(fd, callback, *args)
-
-    def add_crowd_reader(self, fd: int, callback: Callable[..., Any], *args: Any) -> None:
-        self.crowd.add(fd)
+        """In no lane, though a connection had the number before: transports do not use this."""
+        self.selector.lanes.pop(_number(fd), None)
         super().add_reader(fd, callback, *args)
 
 

@@ -161,6 +161,12 @@ class HttpServer(ListeningServer):
             connection.transport.abort()                 # a client that does not even read its error
 
 
+def end_signals() -> list[signal.Signals]:
+    """Those that end a server in order: SIGHUP too, the end of its terminal, unless it was started with nohup."""
+    hang_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
+
+
 async def serve(
     service: Service,
     listener: socket.socket,
@@ -172,7 +178,7 @@ async def serve(
     keeper: asyncio.Task[None] | None = None
     server.last_exit = LastExit()
     asyncio.get_running_loop().set_exception_handler(NoFiles())
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in end_signals():
         # Until the process ends. uvicorn sets the same handler while it serves, restores the old one afterwards, and raises
         # again only the signals that its own handle_exit (replaced here) has noted.
         signal.signal(number, server.handle_exit)

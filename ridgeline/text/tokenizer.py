@@ -314,28 +314,40 @@ class Tokenizer:
         `chat_template` is the text of one to use instead of the model's own. `check` may refuse the text before it is
         tokenised. Without `may_wait`, RendererBusy if the template could not be rendered at once.
         """
-        chat = self._chat
-        if chat_template is not None:
-            chat = ChatTemplate({"default": chat_template}, chat.special_tokens)
         variables = {**(chat_template_kwargs or {}), **kwargs}
-        quoted: Quoted | None = None
-        if self._special.are_in([messages, tools, variables]):
-            quoted = self._special.quoted()
-            messages, tools, variables = quoted.hide(messages), quoted.hide(tools), quoted.hide(variables)
-        text = chat.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=variables,
-            may_wait=may_wait,
-        )
+        flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        text, quoted = self._rendered(messages, tools, variables, chat_template, may_wait=may_wait, **flags)
         if check is not None:
             check(text)
         if not tokenize:
             return text if quoted is None else quoted.shown(text)
         if quoted is None:
             return self.encode(text, add_special_tokens)
+        return self._unquoted(text, quoted, add_special_tokens)
+
+    def chat_prompts(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None, **flags: bool,
+    ) -> list[list[int]]:
+        """apply_chat_template() of each, tokenised at once, on all cores."""
+        made = [self._rendered(each, tools, dict(chat_template_kwargs or {}), chat_template, **flags) for each in conversations]
+        plain = iter(self.encode_batch([text for text, quoted in made if quoted is None], add_special_tokens=False))
+        return [next(plain) if quoted is None else self._unquoted(text, quoted, False) for text, quoted in made]
+
+    def _rendered(
+        self, messages: Any, tools: Any, variables: dict[str, Any], chat_template: str | None, **how: bool
+    ) -> tuple[str, Quoted | None]:
+        """The text of a conversation; not None: what is spelt like special tokens in it is hidden."""
+        chat = self._chat
+        if chat_template is not None:
+            chat = ChatTemplate({"default": chat_template}, chat.special_tokens)
+        quoted: Quoted | None = None
+        if self._special.are_in([messages, tools, variables]):
+            quoted = self._special.quoted()
+            messages, tools, variables = quoted.hide(messages), quoted.hide(tools), quoted.hide(variables)
+        return chat.render(messages, tools=tools, variables=variables, **how), quoted
+
+    def _unquoted(self, text: str, quoted: Quoted, add_special_tokens: bool) -> list[int]:
         parts = list(quoted.parts(text))
         # At once: the library gives other threads a turn in each call, and takes milliseconds to get its own back.
         rest = iter(self.encode_batch([part for part, plain in parts if not plain], False))

@@ -1,5 +1,5 @@
 """The studies of speculation (benchmarks/studies/speculation). run.py: its cells, their order, and that it goes on; real_text.py:
-its requests, figures and time limit."""
+its requests, figures and time limit; block_parts.py: where it says the time of a block goes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ridgeline.bench.workload.shapes import SHAPES
@@ -36,6 +37,24 @@ def study() -> ModuleType:
 @pytest.fixture(scope="module")
 def real_text() -> ModuleType:
     return loaded("real_text")
+
+
+@pytest.fixture(scope="module")
+def block_parts() -> ModuleType:
+    sys.path.insert(0, str(FOLDER))                      # as of a script that is run: it imports its neighbour
+    try:
+        return loaded("block_parts")
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="module")
+def host_of_text() -> ModuleType:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return loaded("host_of_text")
+    finally:
+        sys.path.remove(str(FOLDER))
 
 
 def asked(**given: Any) -> Namespace:
@@ -134,3 +153,73 @@ def test_no_block_begins_that_would_end_too_late(real_text: ModuleType, monkeypa
     made = real_text.Study.__new__(real_text.Study)
     made._end, made._longest = 110.0, 4.0
     assert not made._too_late(2) and made._too_late(3)
+
+
+@pytest.mark.parametrize(("kind", "tokens", "width"), [
+    ("decode", [1, 1], None), ("prompts", [9, 5], None), ("mixed", [1, 5], None), ("drafts", [1, 4], [0, 3]),
+    ("drafts+prompts", [4, 9], [3, 0]), ("decode", [1, 1], [0, 0]),
+])
+def test_the_kind_of_a_step(kind: str, tokens: list[int], width: list[int] | None, block_parts: ModuleType) -> None:
+    plan = SimpleNamespace(num_tokens=np.array(tokens), width=None if width is None else np.array(width))
+    assert block_parts.kind_of(plan) == kind
+
+
+def test_parts_of_a_block_are_exclusive_and_sum_to_its_time(block_parts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(block_parts.time, "perf_counter", lambda: now)
+    watch = block_parts.Stopwatch(False)
+    plan = SimpleNamespace(num_tokens=np.array([1, 4]), width=np.array([0, 3]), rows=np.arange(2), total_tokens=5)
+    result = SimpleNamespace(num_new=np.array([1, 3]), replayed=True, typical=True, rejected=1)
+    pack, run = watch.timed("pack", lambda: spend(2)), watch.marked("forward", lambda: spend(4))
+    collect = watch.collected(lambda: watch.timed("wait", lambda: spend(16))() or result)
+
+    def submit(_: object) -> None:
+        spend(1)
+        pack()
+        run()
+        spend(1)
+
+    spend(8)
+    watch.submitted(submit)(plan)
+    assert collect() is result
+    spend(32)
+    watch.close(block_parts.Step("end"))
+    found = block_parts.summed(watch.steps)
+    assert found["begin"]["parts_ms"] == {"front end": 8e3} and found["end"]["parts_ms"] == {"front end": 32e3}
+    assert found["drafts"]["parts_ms"] == {"pack": 2e3, "forward": 4e3, "submit": 2e3, "wait": 16e3}
+    assert found["seconds"] == now == 64 and found["drafts"]["ms"] == 24e3 and found["drafts"]["busy_ms"] == 4e3
+    assert [found["drafts"][name] for name in ("drafts", "accepted", "said", "graphs")] == [3, 2, 4, 1]
+    assert "drafts" in block_parts.page("edit", found) and "pack 2000.00" in block_parts.page("edit", found)
+
+
+def test_what_was_watched_is_as_it_was_before(block_parts: ModuleType) -> None:
+    class Owner:
+        def step(self) -> int:
+            return 1
+
+    owner = Owner()
+    owner.step = own = lambda: 2                                             # type: ignore[method-assign]
+    block_parts._put_back(owner, "step", own)
+    assert owner.step() == 2
+    block_parts._put_back(owner, "step", None)
+    assert owner.step() == 1
+
+
+def test_the_stand_in_says_what_was_asked_for(host_of_text: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_text = host_of_text.real_text
+    monkeypatch.setattr(real_text, "PACKAGE", real_text.PACKAGE / "scheduler")
+    made = {case.name: case.ask(3) for case in real_text.cases(160, False)}
+    edit = made["edit, prediction"]
+    name, code = edit.content.split("`")[1], edit.params.prediction
+    assert host_of_text.answer_to(edit, False) == code.replace(name, real_text.NEW_NAME) != code
+    assert host_of_text.answer_to(edit, True).replace("# checked\n", "") == code
+    products = json.loads(host_of_text.answer_to(made["JSON schema"], False))["products"]
+    assert len(products) == 4 and all(each["category"] in ("electronics", "furniture", "clothing") for each in products)
+    assert all(list(each) == list(real_text.PRODUCT["properties"]) for each in products)
+    assert "class Account3" in host_of_text.answer_to(made["copied code"], False)
+    assert host_of_text.answer_to(made["free text"], False)

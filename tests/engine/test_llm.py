@@ -19,7 +19,7 @@ from served_model import TEMPLATE, write_model
 from ridgeline import LLM, CompletionOutput, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest, EngineDead, ModelError, RidgelineError, Unsupported
-from ridgeline.messages import Request, TokenDelta
+from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.sampling_params import MAX_TOKEN_ID, RequestOutputKind
 
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "max_model_len": 256, "num_gpu_blocks_override": 200, "block_size": 4}
@@ -442,16 +442,49 @@ def test_an_answer_that_fails_does_not_take_the_others_along(llm: LLM, monkeypat
     expected = [ids(each) for each in llm.generate(["one", "two"], GREEDY)]
     step, failed = llm.core.step, []
 
-    def one_fails() -> list[TokenDelta]:
+    def one_fails() -> TokenDeltas:
         deltas = list(step())
         for place, delta in enumerate(deltas):
             if not failed:
                 failed.append(delta.request_id)
                 llm.core.abort(delta.request_id)
                 deltas[place] = TokenDelta(delta.request_id, delta.index, [], finish_reason="error", error="planted")
-        return deltas
+        return TokenDeltas(others=deltas)
 
     monkeypatch.setattr(llm.core, "step", one_fails)
     first, second = llm.generate(["one", "two"], GREEDY)
     assert (first.outputs[0].finish_reason, first.outputs[0].stop_reason) == ("error", "planted") and first.finished
     assert second.outputs[0].finish_reason == "length" and ids(second) == expected[1]
+
+
+def test_several_prompts_are_tokenised_at_once_and_as_each_would_be_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts and conversations; one says what is spelt like a special token, and stays ordinary text."""
+    texts = ["one", "", "and another, longer one", [1, 2, 3], {"prompt": "three"}]
+    asked = [[{"role": "user", "content": each}] for each in ("Hello", "<|im_end|>", "Good evening")]
+    processor, tokenizer = llm._processor, llm.get_tokenizer()
+    alone = [processor.prompt_tokens(each) for each in texts if each]
+    chats = [processor.chat_tokens(each) for each in asked]
+    batches, encode_batch = [], tokenizer.encode_batch
+
+    def noted(given: Any, *more: Any, **named: Any) -> list[list[int]]:
+        batches.append(len(given))
+        return encode_batch(given, *more, **named)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", noted)
+    made = processor.requests([each for each in texts if each], [GREEDY] * 4, [0] * 4)
+    assert [(state.output.prompt, request.prompt_token_ids) for request, state in made] == alone and batches[0] == 2
+    with pytest.raises(BadRequest, match="the prompt is empty"):
+        processor.requests(texts, [GREEDY] * 5, [0] * 5)
+    batches.clear()
+    assert processor.chat_prompts(asked, add_generation_prompt=True) == chats and batches[0] == 2
+
+
+def test_predictions_of_several_requests_are_tokenised_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(prediction=given) for given in ("some text", None, [7, 8], "", "and more")]
+    processor = llm._processor
+    monkeypatch.setattr(processor, "predicts", True)
+    alone = [processor.request([1], each)[0] for each in params]
+    monkeypatch.setattr(processor, "_predicted", lambda each: [] if isinstance(each.prediction, str) else each.prediction or [])
+    together = [request for request, _ in processor.requests([[1]] * 5, params, [0] * 5)]
+    assert [each.predicted_token_ids for each in together] == [each.predicted_token_ids for each in alone]
+    assert together[0].predicted_token_ids and together[0].params.prediction is None

@@ -271,6 +271,61 @@ def test_masks_that_are_filled_ahead_are_those_that_would_be_filled(vocabulary: 
     masks.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_masks_along_guesses_are_those_of_tokens_one_by_one(vocabulary: GrammarVocabulary, backend: str, threads: int) -> None:
+    """Of answers with guesses of other lengths, one of which its grammar refuses, one that the answer ends with, and of some
+    without. End tokens are held back for as long as min_tokens says, and no matcher has moved."""
+    spelled = vocabulary.pieces.index
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab{2,5}c?"), min_tokens=4)
+    texts = [b"abbb", b"a", b"", b"abzb", b"abbbbbc", b"", b"abb"]
+    made, guesses, first = [matcher(vocabulary, params, backend) for _ in texts], dict[int, list[int]](), list[int]()
+    num_rows = 0
+    for text in texts:
+        first.append(num_rows)
+        if text:
+            guesses[num_rows] = [spelled(text[place : place + 1]) for place in range(len(text))]
+        num_rows += 1 + len(text)
+    masks = Masks(PADDED, threads)
+    filled = masks.fill(list(zip(first, made, strict=True)), num_rows, guesses)
+    assert filled is not None
+    for row, text in zip(first, texts, strict=True):
+        alone = matcher(vocabulary, params, backend)
+        for place in range(1 + len(text)):
+            assert np.array_equal(filled[row + place], Masks(PADDED, 1).fill([(0, alone)], 1)[0]), (text, place)
+            if place == len(text) or not alone.accept(spelled(text[place : place + 1])) or alone.ended:
+                break
+    assert [nexts(Masks(PADDED, 1), each) for each in made] == [[spelled(b"a")]] * len(made) and not any(at.error for at in made)
+    masks.close()
+
+
+def test_a_matcher_is_copied_once_for_all_of_its_guesses(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a*"))
+    made = matcher(vocabulary, params)
+    monkeypatch.setattr(made, "_matcher", kept := Held(made._matcher))
+    assert Masks(PADDED, 1).fill([(0, made)], 9, {0: [vocabulary.pieces.index(b"a")] * 8}) is not None
+    assert kept.asked == ["deep_copy"]
+
+
+def test_the_tokens_of_a_step_with_drafts_are_followed_in_one_call(vocabulary: GrammarVocabulary) -> None:
+    spelled = vocabulary.pieces.index
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab{2,3}c"))
+
+    def run(text: bytes) -> tuple[Matcher, list[int]]:
+        return matcher(vocabulary, params), [spelled(text[place : place + 1]) for place in range(len(text))]
+
+    at, tokens = run(b"abb")
+    assert at.follow_run(tokens) and not at.ended
+    at.passed()                                          # accept() is not called for them
+    assert at.accept(spelled(b"c")) and at.ended
+    at, tokens = run(b"abbc")
+    assert not at.follow_run(tokens)                     # it ends, with the last of them and not before
+    assert [(at.accept(token), at.ended) for token in tokens] == [(True, False)] * 3 + [(True, True)]
+    at, tokens = run(b"abz")
+    assert not at.follow_run(tokens)
+    assert [at.accept(token) for token in tokens] == [True, True, False] and "failed on this answer" in at.error
+    assert not at.follow_run(tokens) and not run(b"")[0].follow_run([])
+
+
 def test_masks_that_were_filled_ahead_for_answers_that_ended_are_not_the_next_steps(vocabulary: GrammarVocabulary) -> None:
     """All answers of a step end at once, and the next step has other rows, fewer of them, some without a grammar."""
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab"))

@@ -484,7 +484,7 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
     params = [asks(seed, json=SCHEMA, disable_any_whitespace=True) for seed in range(6)]
     expected = answers(llm.generate(["Hello"] * 6, params, use_tqdm=False))
     calls = {"accept": 0, "mask": 0}
-    accept, held = Matcher.accept, Matcher.held.__get__
+    accept, held = Matcher.accept, Matcher.held
 
     def poisoned(self: Matcher, what: str) -> None:
         if self._matcher is poison:
@@ -496,9 +496,9 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
         poisoned(self, "accept")
         return accept(self, token)
 
-    def spoiled_mask(self: Matcher) -> list[tuple[int, int]]:
+    def spoiled_mask(self: Matcher, later: int = 0) -> list[tuple[int, int]]:
         poisoned(self, "mask")
-        return held(self)
+        return held(self, later)
 
     made: list[Any] = []
     set_matchers = llm.core.scheduler.set_matchers
@@ -512,7 +512,7 @@ def test_a_matcher_that_fails_ends_its_own_answer(llm: LLM, where: str, monkeypa
 
     poison: Any = None
     monkeypatch.setattr(Matcher, "accept", spoiled_accept)
-    monkeypatch.setattr(Matcher, "held", property(spoiled_mask))
+    monkeypatch.setattr(Matcher, "held", spoiled_mask)
     monkeypatch.setattr(llm.core.scheduler, "set_matchers", noticed)
     outputs = llm.generate(["Hello"] * 6, params, use_tqdm=False)
     failed = outputs[2].outputs[0]

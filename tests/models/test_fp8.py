@@ -33,14 +33,22 @@ from ridgeline.ops.linear.fp8_linear import (
     expanded,
     fp8_linear_gpu,
     fp8_linear_reference,
+    gated_linear,
     gated_one_row,
     multiplied_row,
     normed_fp8_linear_gpu,
     normed_fp8_linear_reference,
 )
-from ridgeline.ops.linear.fp8_rows import CODES, FINER, LARGEST, fp8_groups, fp8_rows_reference
+from ridgeline.ops.linear.fp8_rows import (
+    CODES,
+    FINER,
+    LARGEST,
+    fp8_groups,
+    fp8_rows_reference,
+    normed_fp8_rows_reference,
+)
 from ridgeline.ops.linear.select import fp8_ring_gemm_plan, one_row_plan
-from ridgeline.ops.linear.select_wide import fp8_wide_plan
+from ridgeline.ops.linear.select_wide import WidePlan, fp8_wide_plan
 from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, INT8_ROW, WeightFormat
 from ridgeline.quant.fp8 import Fp8
 from ridgeline.quant.quantised import Quantised
@@ -333,6 +341,44 @@ def test_one_row_is_normed_quantised_and_gated_by_the_kernels_that_multiply_it(
         assert close(made[0].x, act) and made[0].peaks.max() == made[0].x.abs().max()
         out = multiplied_row(made[0], down, down_scale, down_bias)
         assert close(out, fp8_linear_reference(act, down, down_scale, None if down_bias is None else down_bias.double()))
+
+
+@GPU
+@pytest.mark.parametrize("kind", ["row", "int8"])
+@pytest.mark.parametrize("rows", [65, 100, 128])
+@pytest.mark.parametrize(("residual", "bias", "gate"), [(True, False, "silu"), (False, True, "gelu_tanh")])
+def test_gate_and_up_of_many_rows_are_one_gemm(kind: str, rows: int, residual: bool, bias: bool, gate: str) -> None:
+    """Pairs that do not fill the last tile, and inputs that do not fill the last block."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).bfloat16()
+
+    for pairs, hidden in ((14336, 4096), (13008, 2064)):
+        weight, scale = eight_bit_weight(kind, 2 * pairs, hidden, "cuda", 1)
+        x, added, norm = random(rows, hidden), random(rows, hidden) if residual else None, random(hidden)
+        shift = random(2 * pairs) if bias else None
+        made = gated_linear(x, added, norm, 1e-5, weight, scale, shift, gate, norm_offset=0.5)
+        assert made is not None
+        codes, x_scale, stream = normed_fp8_rows_reference(x, added, norm, 1e-5, norm_offset=0.5, codes=weight.dtype)
+        known = fp8_linear_reference(
+            codes.double() * x_scale[:, None].double(), weight, scale, None if shift is None else shift.double()
+        )
+        exact = gated_activation_reference(known, gate)
+        assert (made[0].double() - exact).norm() <= 0.008 * exact.norm() and close(made[1], stream)
+        again = gated_linear(x, added, norm, 1e-5, weight, scale, shift, gate, norm_offset=0.5)
+        assert again is not None and torch.equal(again[0], made[0])
+
+
+def test_gate_and_up_of_many_rows_have_a_plan() -> None:
+    """Not with scales of blocks, nor where a tile would have few pairs."""
+    plan = WidePlan(256, 224, 1, 4, 5)
+    for format in ("fp8-row", "int8-row"):
+        assert choose(format, 128, 14336, 4096, True, H200) == ("gated_wide_gemm", plan, False)
+        assert choose(format, 128, 28672, 8192, True, H200) == ("gated_wide_gemm", plan, False)
+        assert choose(format, 64, 14336, 4096, True, H200).kernel == "ring_gemm"
+        assert choose(format, 128, 8192, 2048, True, H200).kernel == "wide_gemm"
+    assert choose("fp8-block", 128, 14336, 4096, True, H200).kernel == "wide_gemm"
 
 
 def close(found: torch.Tensor, exact: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from quantised_models import DIALECTS
 from served_model import write_model
 
 from ridgeline.__main__ import main
+from ridgeline.cli.cmd_plan import _question, add_arguments
 from ridgeline.cli.config_options import add_engine_options, engine_config
 from ridgeline.config import EngineConfig
 from ridgeline.plan import own_cpu, plan_report
@@ -25,7 +26,7 @@ from ridgeline.plan.operation import Slo, Traffic, devices_for, operate
 from ridgeline.plan.plan_report import Question, answer, objectives, text
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.plan.prediction import Setup, decode_seconds, prefill_seconds, step_parts
-from ridgeline.plan.public_models import cpu_weights, find_model, packed_format
+from ridgeline.plan.public_models import CONFIGS, cpu_weights, find_model, packed_format
 from ridgeline.plan.search import (
     MEMORY,
     NOT_TIMED,
@@ -312,6 +313,30 @@ def test_a_quantised_checkpoint_is_planned_as_a_cpu_keeps_it(dialect: str, plann
     fast = replace(CPU, flops={"float32": 100e9, "int4": 400e9, "int8": 300e9})
     gained = prefill_seconds(made, 256) / prefill_seconds(replace(made, device=fast), 256)
     assert gained > 1.2 if planned.startswith("int") else gained == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "computed"),
+    [("float", "fp8", "fp8"), ("float", "fp8", "bfloat16"), ("int", "int8", "int8"), ("int", "int8", "bfloat16")],
+)
+def test_eight_bits_beside_wide_activations_have_not_the_rate_of_eight_bits(
+    kind: str, stored: str, computed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of weights alone: few rows read 8 bits, and prompts are no faster than in 16 bits."""
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": kind, "strategy": "channel"}}
+    if computed != "bfloat16":
+        group["input_activations"] = {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True}
+    own = {"quant_method": "compressed-tensors", "format": f"{kind}-quantized", "config_groups": {"a": group}}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama-3.1-8b"] | {"quantization_config": own}))
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    made = _question(parser.parse_args([str(tmp_path), "--gpu", "H200"])).setup
+    wide = setup(gpu="H200")
+    assert made.computed == computed and made.weights == stored
+    assert 1.3 * decode_seconds(made, 1, 512) < decode_seconds(wide, 1, 512)
+    assert (prefill_seconds(made, 2048) < prefill_seconds(wide, 2048)) == (computed != "bfloat16")
+    assert main(["plan", str(tmp_path), "--gpu", "H200"]) == 0
+    assert (", multiplied in bfloat16" in capsys.readouterr().out) == (computed == "bfloat16")
 
 
 def test_packed_products_have_a_rate_of_their_own_and_the_head_is_packed_too() -> None:

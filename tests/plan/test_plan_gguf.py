@@ -146,8 +146,8 @@ def test_the_batch_that_computes_depends_on_the_bytes_that_are_read(experts: boo
     assert compute_limited_batch(made) == math.ceil(rows)
 
 
-def test_without_gluon_experts_lie_as_they_are_stored(tmp_path: Path) -> None:
-    """Their kernels need it; those of other linears do not. The packed layout pads 1056 inputs."""
+def test_without_gluon_weights_lie_as_they_are_stored(tmp_path: Path) -> None:
+    """Their kernels need it. The packed layout pads 1056 inputs; 512 are as many bytes."""
     config = load_model_config(written(tmp_path / "m.gguf", "MXFP4", experts=True, wide=1056))
     formats = LinearFormats(config, "none", "cuda", 1, "bfloat16")
     without = H200._replace(gluon=False)

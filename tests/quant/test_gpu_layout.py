@@ -17,24 +17,25 @@ from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Axis, Communicator
 from ridgeline.layers.linear import Linear
 from ridgeline.models.checkpoints.gguf_formats import FORMATS
-from ridgeline.models.checkpoints.linear_formats import LinearFormats
-from ridgeline.models.checkpoints.quantisation_check import _speed
+from ridgeline.models.checkpoints.linear_formats import LinearFormats, LinearShape
+from ridgeline.models.checkpoints.quantisation_check import _by_general_kernels, _speed
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config
 from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
-from ridgeline.ops.kernel_table import H200
+from ridgeline.ops.kernel_table import H200, choose
 from ridgeline.ops.packed.block_weight import block_form
 from ridgeline.plan.capacity import Capacity, kernel_facts
 from ridgeline.plan.prediction import Setup
 from ridgeline.plan.public_models import PlannedModel, gpu_weights
 from ridgeline.quant.choose import schemes
-from ridgeline.quant.format import INT8_ROW, MXFP4, Scales, WeightFormat, common, uint4
+from ridgeline.quant.format import FP8_BLOCK, FP8_ROW, INT8_ROW, MXFP4, Scales, WeightFormat, common, uint4
 from ridgeline.quant.gpu_layout import (
     BLOCKS,
     EIGHT_BITS,
     FOUR_BITS,
     GENERAL,
+    LIBRARY,
     OWN,
     STORED,
     block_form_of,
@@ -72,7 +73,7 @@ def packed_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool) -
     """Of the tensors that the scheme leaves in the linear."""
     linear = torch.nn.Module()
     linear.format, linear.quantised = format, random_stored(format, outputs, inputs, "cpu")
-    linear.weight, linear.is_loaded, linear.packed = linear.quantised.weight, True, None
+    linear.weight, linear.is_loaded, linear.packed, linear.dtype = linear.quantised.weight, True, None, torch.bfloat16
     linear.rows = {"gate": outputs // 2, "up": outputs // 2} if gated else {"": outputs}
     assert (block_form(linear.quantised) or "") == block_form_of(format)
     linear.packed = Packed(format, Unquantised())._packed(linear, linear.quantised)
@@ -242,12 +243,60 @@ def test_steps_of_more_than_one_row_in_q8_0_do_not_expand_weights(tmp_path: Path
     assert served(FORMATS["Q8_0"], H200) == OWN and served(FORMATS["Q8_0"], OTHER) == GENERAL
 
 
-def test_a_scale_for_each_output_is_packed_in_runs_of_128_inputs_and_the_log_says_where_not() -> None:
+def test_a_scale_for_each_output_is_packed_with_any_inputs_that_kernels_read_and_the_log_says_where_not() -> None:
     rows = WeightFormat("int8", Scales((1, 0)))
-    for inputs, found, said in ((576, STORED, "kept packed as"), (1024, EIGHT_BITS, "kept in 8 bits")):
+    for inputs, found, said in ((580, STORED, "kept packed as"), (576, EIGHT_BITS, "kept in 8 bits"), (96, EIGHT_BITS, "")):
+        shape = LinearShape("layers.0.mlp.down", {"": 1024}, inputs, inputs)
         assert gpu_layout(rows, 1024, inputs, False, H200) == found
-        assert _speed([rows], inputs, "bfloat16", H200).startswith(said)
-    assert "kept in 4 to 8 bits" in _speed([FORMATS["Q8_0"], FORMATS["Q6_K"]], 1024, "float16", H200)
+        slow = {rows.name} if _by_general_kernels(shape, rows, H200) else set()
+        assert _speed([rows], slow, inputs, "bfloat16", H200).startswith(said)
+        assert gpu_bytes(rows, 1024, inputs, False, H200) == packed_bytes(rows, 1024, inputs, False)
+    assert "kept in 4 to 8 bits" in _speed([FORMATS["Q8_0"], FORMATS["Q6_K"]], set(), 1024, "float16", H200)
+
+
+@pytest.mark.parametrize(
+    "format", [uint4(128), uint4(128, "float32"), MXFP4, NVFP4, FORMATS["Q4_K"], FORMATS["Q8_0"], FP8_ROW, FP8_BLOCK]
+)
+def test_hopper_without_gluon_keeps_what_is_stored(format: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older Triton: none of the packed kernels runs, so nothing is packed for them, and the log says what that costs."""
+    older = H200._replace(gluon=False)
+    assert gpu_layout(format, 64, 512, False, older) == STORED
+    assert gpu_bytes(format, 64, 512, False, older) == format.nbytes(64, 512)
+    assert served(format, older) == (LIBRARY if format == FP8_ROW else GENERAL)
+    monkeypatch.setattr("ridgeline.quant.packed.H200", older)
+    linear = torch.nn.Module()
+    linear.format, linear.quantised = format, random_stored(format, 64, 512, "cpu")
+    linear.weight, linear.is_loaded, linear.packed, linear.dtype = linear.quantised.weight, True, None, torch.bfloat16
+    linear.rows = {"": 64}
+    Packed(format, Unquantised())._pack(linear)
+    assert linear.packed is None
+    for name in ("4-bit", "6-bit", "8-bit"):             # what is packed all the same is multiplied by
+        assert {choose(name, rows, 64, 512, False, older).kernel for rows in (1, 2, 128, 4096)} == {"expand"}
+
+
+@pytest.mark.parametrize(("format", "dtype", "size", "is_packed"), [
+    (uint4(128, "bfloat16"), torch.float16, 2.0**-10, True), (uint4(128, "bfloat16"), torch.float16, 2.0**-30, False),
+    (uint4(128, "bfloat16"), torch.float16, 2.0**17, False), (uint4(128, "bfloat16"), torch.bfloat16, 2.0**-30, True),
+    (uint4(0, "bfloat16"), torch.float16, 2.0**-30, False), (uint4(128, "float32"), torch.float16, 2.0**-30, False),
+    (WeightFormat("int8", Scales((1, 32), "bfloat16")), torch.float16, 2.0**-30, False),
+    (WeightFormat("int8", Scales((1, 32), "bfloat16")), torch.bfloat16, 2.0**-30, True),
+    (WeightFormat("int8", Scales((1, 32), "bfloat16")), torch.bfloat16, 2.0**20, False),
+    (WeightFormat("int8", Scales((1, 0))), torch.float16, 2.0**-30, True), (FORMATS["Q8_0"], torch.bfloat16, 65504.0, True),
+])
+def test_scales_that_the_kernels_would_lose_stay_as_stored(
+    format: WeightFormat, dtype: torch.dtype, size: float, is_packed: bool
+) -> None:
+    """Weights of several rows are 16-bit numbers, and so are scales of groups. One group of zeros, with the least scale there
+    is, changes nothing."""
+    linear = torch.nn.Module()
+    stored = random_stored(format, 64, 512, "cpu")
+    scale = torch.full_like(stored.scale, size)
+    if scale.dim() > 1 and scale.shape[1] > 1:
+        scale[3, 1] = torch.finfo(scale.dtype).tiny
+    linear.format, linear.quantised, linear.rows, linear.dtype = format, stored._replace(scale=scale), {"": 64}, dtype
+    linear.weight, linear.is_loaded, linear.packed = stored.weight, True, None
+    Packed(format, Unquantised())._pack(linear)
+    assert (linear.packed is not None) == is_packed
 
 
 def test_int8_is_packed_where_x_keeps_its_bits() -> None:

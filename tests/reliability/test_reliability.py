@@ -88,6 +88,8 @@ SMUGGLING: dict[str, bytes] = {
     "an unknown coding": with_head(b"transfer-encoding: xchunked\r\n", CHUNKS),
     "identity": with_head(b"transfer-encoding: identity\r\n" + LENGTH),
     "chunked, not last": with_head(b"transfer-encoding: chunked, gzip\r\n", CHUNKS),
+    "another coding first": with_head(b"transfer-encoding: gzip, chunked\r\n", CHUNKS),
+    "chunked, chunked": with_head(b"transfer-encoding: chunked, chunked\r\n", CHUNKS),
     "chunked twice": with_head(b"transfer-encoding: chunked\r\ntransfer-encoding: identity\r\n", CHUNKS),
     "a coding in quotes": with_head(b'transfer-encoding: "chunked"\r\n', CHUNKS),
     "a coding with a NUL": with_head(b"transfer-encoding: chunked\x00\r\n", CHUNKS),

@@ -4,7 +4,8 @@
     python benchmarks/studies/front_end_attacks/crowds.py --only "half bodies" --tree /path/of/another/checkout
 
 The server is that of run.py, under turns.py. A turn's time is processor time, so it means the same on a busy machine; that of
-/health is in seconds. `--tree` attacks another checkout, to compare. Three minutes.
+/health is in seconds, with what the slowest answer waited for (probes.py). `--tree` attacks another checkout, to compare. Three
+minutes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import platform
 import resource
 import selectors
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from run import CHAT, JSON_TYPE, KEY, ONE, ROOT, Probes, Server, ask, filled, posted, write_model
+from probes import Probes
+from run import CHAT, JSON_TYPE, KEY, ONE, ROOT, Server, ask, filled, posted, write_model
 
 TURNS = Path(__file__).with_name("turns.py")
 HOLD_SECONDS = 4.0                   # that connections stay
@@ -42,7 +47,8 @@ class WatchedServer(Server):
     def longest(self, since: float) -> dict[str, Any]:
         rows = [json.loads(line) for line in self.turns.read_text().splitlines()]
         found = [row for row in rows if row["at"] >= since]
-        longest = {f"longest_{name}": max((row[name] for row in found), default=0) for name in ("own_ms", "process_ms", "gc_ms")}
+        names = ("own_ms", "process_ms", "gc_ms", "waited_ms", "blocked_ms")
+        longest = {f"longest_{name}": max((row[name] for row in found), default=0) for name in names}
         return {"turns_of_10_ms": len(found), **longest}
 
 
@@ -119,13 +125,27 @@ CROWDS: dict[str, Callable[[], tuple[int, bytes]]] = {
 }
 
 
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Other programs, as a scheduler sees them."""
+    begun = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for each in begun:
+            each.kill()
+            each.wait()
+
+
 def measured(server: WatchedServer, name: str) -> dict[str, Any]:
     count, data = CROWDS[name]()
-    since, probes = time.monotonic(), Probes(server.port)
+    since, probes = time.monotonic(), Probes(server.port, server.process.pid)
     said = sent_at_once(server, count, data)
-    times = probes.end()
+    found = probes.end()
+    slowest = {f"slowest_{part}_ms": round(found[-1][part]) for part in ("loop_ran", "loop_waited", "probe_waited")}
     row = {"crowd": name, "clients": count, "bytes_each": len(data), "said": said, **server.longest(since),
-           "health_p50_ms": round(1000 * times[len(times) // 2]), "health_max_ms": round(1000 * times[-1])}
+           "health_p50_ms": round(found[len(found) // 2]["took"]), "health_max_ms": round(found[-1]["took"]), **slowest,
+           "most_loop_ran_ms": round(max(each["loop_ran"] for each in found))}
     print("| " + " | ".join(map(str, row.values())) + " |", flush=True)
     return row
 
@@ -135,6 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=[""], help="beginnings of names")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose server is attacked")
+    parser.add_argument("--busy", type=int, default=0, help="processes that compute all the time, each in a session of its own")
     parser.add_argument("--note", default="", help="what else ran on the machine")
     options = parser.parse_args()
     from ridgeline.bench.lab.record import commit
@@ -142,8 +163,9 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     facts = {"machine": platform.machine(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-             "commit": commit(), "note": options.note, "load_average_before": os.getloadavg()}
-    with tempfile.TemporaryDirectory() as folder:
+             "commit": commit(), "note": options.note, "busy": options.busy,
+             "load_average_before": os.getloadavg()}
+    with tempfile.TemporaryDirectory() as folder, busy_processes(options.busy):
         server = WatchedServer(Path(folder), options.tree)
         try:
             for size in (1, 2**19):                      # these start the renderer and the process for huge bodies

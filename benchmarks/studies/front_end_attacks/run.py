@@ -32,14 +32,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+from probes import Probes, probe  # noqa: E402
 
 KEY = "attack-key"
 LIMIT = 16 * 2**20 - 1024            # bytes of a body: just below the server's limit
 AFTER_SECONDS = 5.0
 IN_LINE = 160                        # connections with pipelined requests at once
 QUIET = "nothing, with a stream"     # the gaps of other rows are to be compared with this one's
-PROBE_SECONDS = 0.05                 # between two probes
 JSON_TYPE = b"Content-Type: application/json\r\n"
 
 
@@ -72,7 +72,8 @@ class Server:
         environment = os.environ | {"RIDGELINE_API_KEY": KEY, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"} | variables
         whole = [sys.executable, *script, *command, "--port", str(self.port), "--drain-timeout", "2"]
         with log.open("ab") as file:
-            self.process = subprocess.Popen(whole, stdout=file, stderr=file, env=environment)
+            # In a session of its own, as a service has it: Linux shares cores between sessions before it does within one.
+            self.process = subprocess.Popen(whole, stdout=file, stderr=file, env=environment, start_new_session=True)
         deadline = time.monotonic() + 180
         while time.monotonic() < deadline and self.process.poll() is None:
             if self.health(5.0) is not None:
@@ -116,39 +117,6 @@ def started(before: str, folder: Path) -> list[Server]:
     if before != "route":
         return [server]
     return [Server(log, "route", f"http://127.0.0.1:{server.port}", RIDGELINE_ROUTE_KEY=KEY), server]
-
-
-def probe(port: int, seconds: float) -> float | None:
-    begin = time.monotonic()
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            got = connection.recv(65536)
-    except OSError:
-        return None
-    return time.monotonic() - begin if got.startswith(b"HTTP/1.1 200") else None
-
-
-def probe_until_told(port: int) -> None:
-    """The probes' own process: a line of JSON for each, until standard input ends."""
-    ended = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
-    while not ended.wait(PROBE_SECONDS):
-        print(json.dumps(probe(port, 60.0)), flush=True)
-
-
-class Probes:
-    """Asks /health all the time from a process of its own, so that an attacker's work does not count."""
-
-    def __init__(self, port: int) -> None:
-        command = [sys.executable, __file__, "--probe", str(port)]
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._child.stdout is not None
-        self._first = self._child.stdout.readline()      # it has started
-
-    def end(self) -> list[float]:
-        lines = [self._first.strip(), *self._child.communicate()[0].split()]
-        return sorted(60.0 if line == "null" else float(line) for line in lines)
 
 
 class Memory:
@@ -427,7 +395,7 @@ def stream_until_told(port: int) -> None:
 def measured(server: Server, name: str, attack: Callable[[], str], after: float, with_stream: bool = False) -> dict[str, Any]:
     before = server.memory
     stream = OtherStream(server.port) if with_stream else None
-    probes, memory = Probes(server.port), Memory(server)
+    probes, memory = Probes(server.port, server.process.pid), Memory(server)
     begin = time.monotonic()
     said = attack()
     seconds = time.monotonic() - begin
@@ -437,11 +405,11 @@ def measured(server: Server, name: str, attack: Callable[[], str], after: float,
     row: dict[str, Any] = {"attack": name, "said": said, "seconds": round(seconds, 1)}
     if stream is not None:
         row["stream_gap_ms"] = round(1000 * stream.end())
-    times = probes.end()
+    times = [each["took"] for each in probes.end()]
     row |= {
         "rss_before_mb": round(before), "rss_most_mb": round(memory.most), "rss_after_mb": round(left),
-        "health_probes": len(times), "health_p99_ms": round(1000 * times[int(0.99 * (len(times) - 1))]),
-        "health_max_ms": round(1000 * times[-1]),
+        "health_probes": len(times), "health_p99_ms": round(times[int(0.99 * (len(times) - 1))]),
+        "health_max_ms": round(times[-1]),
     }
     print_row(row)
     return row
@@ -500,11 +468,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=3, help="clients that send the same large body at once")
     parser.add_argument("--only", nargs="*", help="names of attacks, or memory, loop, answers, pool")
     parser.add_argument("--note", default="", help="what else ran on the machine")
-    parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--stream", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.probe:
-        return probe_until_told(options.probe)
     if options.stream:
         return stream_until_told(options.stream)
     from ridgeline.bench.lab.record import commit

@@ -2,10 +2,11 @@
 
     python benchmarks/studies/front_end_attacks/turns.py FILE serve MODEL …
 
-A turn is what the loop does between two looks at its sockets: a health check waits for all of it. Processor time is counted, not
-seconds, so other programs on the machine do not matter. FILE gets a line of JSON for every turn of 10 ms or more: the loop's own
-processor time, that of the whole process meanwhile (threads that hold Python's lock are part of it), that of garbage collections,
-the callbacks that ran, and the longest of them. Needs asyncio's own loop, and a `ridgeline` on the path.
+A turn is what the loop does between two looks at its sockets. Processor time is counted, not seconds, so other programs on the
+machine do not matter. FILE gets a line of JSON for every turn of 10 ms or more: the loop's own processor time, that of the whole
+process meanwhile (threads that hold Python's lock are part of it), that of garbage collections, the time in line for a core and
+that of neither (it waited for Python's lock), the callbacks that ran, and the longest of them. Needs asyncio's own loop, and a
+`ridgeline` on the path.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +29,8 @@ class Watch:
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._began = (0.0, 0.0)                         # processor time of the thread and of the process
+        self._began = (0.0, 0.0, 0.0, 0.0)               # see _now()
+        self._waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         self._collection_began = 0.0
         self._collecting = 0.0
         self._callbacks = 0
@@ -35,14 +38,20 @@ class Watch:
 
     def begin_turn(self) -> None:
         self._callbacks, self._collecting, self._longest = 0, 0.0, (0.0, "")
-        self._began = time.thread_time(), time.process_time()
+        self._began = self._now()
+
+    def _now(self) -> tuple[float, float, float, float]:
+        """Processor time of the thread and of the process, the thread's time in line for a core, and the time."""
+        waited = int(os.pread(self._waits, 100, 0).split()[1]) / 1e9
+        return time.thread_time(), time.process_time(), waited, time.monotonic()
 
     def end_turn(self) -> None:
-        own, whole = time.thread_time() - self._began[0], time.process_time() - self._began[1]
-        if max(own, whole) < LONG_SECONDS or not self._began[0]:
+        own, whole, waited, took = (now - began for now, began in zip(self._now(), self._began, strict=True))
+        if max(own, whole, took) < LONG_SECONDS or not self._began[0]:
             return
         longest, callback = self._longest
-        row = {"at": time.monotonic(), "own_ms": own, "process_ms": whole, "gc_ms": self._collecting, "longest_ms": longest}
+        row = {"at": time.monotonic(), "own_ms": own, "process_ms": whole, "gc_ms": self._collecting, "longest_ms": longest,
+               "waited_ms": waited, "blocked_ms": took - own - waited}
         row = {name: round(value if name == "at" else 1000 * value, 1) for name, value in row.items()}
         self._file.write(json.dumps({**row, "callbacks": self._callbacks, "longest": repr(callback)[:200]}) + "\n")
         self._file.flush()

@@ -30,7 +30,7 @@ steps take.
 model: it has the same tokens, and shows that the path works, not that it pays.
 
 It ends within `--seconds`: a case that would not end in time has fewer pairs, and none if there is no time for one. The record is
-written after each case.
+written after each case. `block_parts.py` runs the same and says where the time of each block went.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ridgeline.bench.lab.record import PACKAGE, command, record, write
 from ridgeline.draft_options import DRAFT_MODEL, draft_options
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.core.drafters import MAKE
-from ridgeline.messages import TokenDelta
+from ridgeline.messages import TokenDeltas
 from ridgeline.ops.cpu import native
 from ridgeline.quantize.hf_files import write_small_files
 from ridgeline.quantize.plain_model import PlainModel
@@ -225,11 +225,14 @@ class Study:
         while time.monotonic() < end and self.llm.core.prepare():
             pass
 
-    def _timed_step(self) -> list[TokenDelta]:
+    def _timed_step(self) -> TokenDeltas:
         deltas = self._step()
-        for delta in deltas:
+        now, firsts = CLOCK() - self._began, self._firsts
+        for request_id, _, _ in deltas.answers:
+            firsts.setdefault(request_id, now)
+        for delta in deltas.others:
             if delta.token_ids:
-                self._firsts.setdefault(delta.request_id, CLOCK() - self._began)
+                firsts.setdefault(delta.request_id, now)
         return deltas
 
     def _drafter(self, names: tuple[str, ...]) -> tuple[Controller, Earlier | None]:
@@ -337,7 +340,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(kind: type[Study] = Study, title: str = "speculation-real-text") -> None:
+    """`title`: of the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None)
     parser.add_argument("--draft-model", help="a model with the same tokens; adds the case `draft model`")
@@ -365,13 +369,15 @@ def main() -> None:
         name = Path(args.model or "embedded").name + (", widened to bfloat16" if args.widen else "")
         if args.widen:
             args.model = widened(Path(args.model), Path(folder))
-        study = Study(args)
-        rows, left = run(study, args, named, name)
+        study = kind(args)
+        rows, left = run(study, args, named, name, title)
     study.llm.close()
     print(table(rows) + (f"\nno time was left for: {', '.join(left)}" if left else ""))
 
 
-def run(study: Study, args: argparse.Namespace, named: list[Case], model: str) -> tuple[list[dict[str, Any]], list[str]]:
+def run(
+    study: Study, args: argparse.Namespace, named: list[Case], model: str, title: str
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The figures of cases, and cases for which no time was left."""
     study.prepare(min(args.prepare, args.seconds / 4))
     rows: list[dict[str, Any]] = []
@@ -383,9 +389,9 @@ def run(study: Study, args: argparse.Namespace, named: list[Case], model: str) -
             left.append(f"{case.name} with {requests}")
             continue
         rows.append(row)
-        print(json.dumps(row), flush=True)
+        print(json.dumps({name: value for name, value in row.items() if name != "blocks"}), flush=True)
         if args.out:
-            write(record("speculation-real-text", workload, {"cases": rows}, gpu=gpu_facts() or None), Path(args.out))
+            write(record(title, workload, {"cases": rows}, gpu=gpu_facts() or None), Path(args.out))
     return rows, left
 
 

@@ -283,10 +283,11 @@ class _Pending:
     def give_up_in_time(self, waiting: _Waiting) -> None:
         """End its wait when its patience is over, also while the threads that compile are held up by another grammar."""
         with self._lock:
-            self._waiting.append(waiting)
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="grammar-patience", daemon=True)
-                self._watcher.start()
+                watcher = threading.Thread(target=self._watch, name="grammar-patience", daemon=True)
+                watcher.start()                          # RuntimeError where the system has no thread: the next one tries again
+                self._watcher = watcher
+            self._waiting.append(waiting)
 
     def _watch(self) -> None:
         pause = threading.Event()

@@ -70,7 +70,7 @@ class LongWork:
         self._most_waiting = most_waiting
         self._seconds = wait_seconds, work_seconds
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._idle_places = threads                      # threads that are not started yet
+        self._threads = self._idle_places = threads      # and those of them that are not started yet
         self._lock = threading.Lock()
 
     async def run(self, work: Callable[[], T], num_bytes: int = 1) -> T:
@@ -78,14 +78,12 @@ class LongWork:
         in time. The first in line may be of any size."""
         if self.waiting and self.waiting + num_bytes > self._most_waiting:
             raise Overloaded(f"long requests of {self.waiting:,} bytes are waiting to be read; try again later")
+        self._start_thread()
         job = _Job(work, num_bytes, asyncio.get_running_loop())
         del work
         with self._lock:
             self.waiting += num_bytes
         self._jobs.put(job)
-        if self._idle_places:
-            self._idle_places -= 1
-            threading.Thread(target=self._serve, name="long-work", daemon=True).start()
         try:
             await self._ended(job)
             result: T = job.future.result()
@@ -97,6 +95,17 @@ class LongWork:
             if self._take(job):                          # no thread has begun it, and none will
                 job.work = None
             del job                                      # it refers to the error, and the error to this frame
+
+    def _start_thread(self) -> None:
+        """Unless all are started. Where the system has none to give, those that run do the work; the next job tries again."""
+        if self._idle_places:
+            try:
+                threading.Thread(target=self._serve, name="long-work", daemon=True).start()
+            except RuntimeError:
+                if self._idle_places == self._threads:
+                    raise Overloaded("the system has no thread to read long requests; try again later") from None
+            else:
+                self._idle_places -= 1
 
     async def _ended(self, job: _Job) -> None:
         wait_seconds, work_seconds = self._seconds

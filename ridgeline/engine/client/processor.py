@@ -114,9 +114,10 @@ class Processor:
 
     def request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0,
-        cache_salt: str = "",
+        cache_salt: str = "", predicted: list[int] | None = None,
     ) -> tuple[Request, RequestState]:
-        """BadRequest for anything wrong with it, except what only the engine can check: vocabulary and context length."""
+        """BadRequest for anything wrong with it, except what only the engine can check: vocabulary and context length.
+        `predicted`: the tokens of its prediction, where they are known."""
         if not isinstance(params, SamplingParams):
             raise BadRequest(f"sampling_params must be SamplingParams, got {shown(params)}")
         text, tokens = self.prompt_tokens(prompt)
@@ -140,11 +141,36 @@ class Processor:
             priority=_priority(priority),
             cache_salt=_salt(cache_salt),
             bad_words_token_ids=self._bad_words(params.bad_words),
-            predicted_token_ids=self._predicted(params),
+            predicted_token_ids=self._predicted(params) if predicted is None else predicted,
         )
         if params.prediction is not None:
             request.params = replace(params, prediction=None)    # its tokens are sent, not its text
         return request, RequestState(request, text, self.tokenizer)
+
+    def requests(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[tuple[Request, RequestState]]:
+        """request() of each. Texts of prompts and of predictions are tokenised at once, on all cores."""
+        made = list(prompts)
+        found: dict[int, list[int]] = {}
+        if self.tokenizer is not None:
+            texts = {place: each for place, each in enumerate(prompts) if isinstance(each, str) and each}
+            for place, ids in zip(texts, self.tokenizer.encode_batch([*texts.values()]), strict=True):
+                made[place] = {"prompt": texts[place], "prompt_token_ids": ids}
+            guessed = {
+                place: each.prediction for place, each in enumerate(params)
+                if self.predicts and isinstance(each, SamplingParams) and isinstance(each.prediction, str) and each.prediction
+            }
+            encoded = self.tokenizer.encode_batch([*guessed.values()], add_special_tokens=False)
+            found = dict(zip(guessed, encoded, strict=True))
+        return [
+            self.request(prompt, each, priority=priority, predicted=found.get(place))
+            for place, (prompt, each, priority) in enumerate(zip(made, params, priorities, strict=True))
+        ]
+
+    def chat_prompts(self, conversations: Sequence[list[dict[str, Any]]], **template: Any) -> list[list[int]]:
+        """chat_tokens() of each, tokenised at once, on all cores."""
+        return self._require_tokenizer("chat").chat_prompts(conversations, **template)
 
     def chat_tokens(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **template: Any
@@ -249,14 +275,20 @@ class RequestState:
     def more(self, index: int, token_ids: list[int], num_cached: int) -> AnswerDelta:
         """take() where the answer is plain and goes on, and there is nothing to tell but its tokens: the usual case."""
         assert self._streams is not None
-        answer, stream = self.output.outputs[index], self._streams[index]
+        before = self._streams[index].num_tokens
+        text = self.keep(index, token_ids, num_cached)
+        return AnswerDelta(index, text, token_ids, None, None, None, self._streams[index].text_offsets[before:])
+
+    def keep(self, index: int, token_ids: list[int], num_cached: int) -> str:
+        """more(), where only the answer counts and not what is new of it."""
+        assert self._streams is not None
+        answer = self.output.outputs[index]
         if index == 0:                                   # the others reuse what the first has computed
             self.output.num_cached_tokens = num_cached
-        before = stream.num_tokens
-        text = stream.more(token_ids)
+        text = self._streams[index].more(token_ids)
         answer.add_text(text)
         answer.token_ids.extend(token_ids)
-        return AnswerDelta(index, text, token_ids, None, None, None, stream.text_offsets[before:])
+        return text
 
     def take(self, delta: TokenDelta) -> tuple[AnswerDelta, bool]:
         """(what is new, whether the engine must stop this answer because a stop string was found here).
@@ -268,7 +300,8 @@ class RequestState:
         if delta.finish_reason == "error":
             self._end(answer, "error", delta.error)
             raise BadRequest(delta.error) if delta.bad_request else RequestError(delta.error)
-        answer.accepted_prediction_tokens, answer.rejected_prediction_tokens = delta.predicted
+        if delta.predicted != (0, 0):                    # not with every delta
+            answer.accepted_prediction_tokens, answer.rejected_prediction_tokens = delta.predicted
         if delta.index == 0:                             # the others reuse what the first has computed
             self.output.num_cached_tokens = delta.num_cached_tokens
         if delta.hidden is not None:

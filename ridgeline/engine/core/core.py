@@ -212,7 +212,9 @@ class EngineCore:
         now = time.monotonic()
         result.wall_seconds = now - self._heard if self._heard else 0.0
         if self.grammars.has_masks:
-            wanted, num_sampled = self.scheduler.constrained() if masks else ([], 0)
+            wanted, num_sampled, guesses = self.scheduler.constrained() if masks else ([], 0, {})
+            if guesses:                                  # masks along drafts are filled once their matchers have been copied
+                wanted = [each for each in wanted if each[0] not in guesses]
             self.grammars.masks.advance(self.scheduler.said(result), wanted, num_sampled)
         deltas = self.scheduler.update(result)
         # A step that captured a graph says nothing of itself, nor of the host's time before the next.
@@ -237,9 +239,7 @@ class EngineCore:
     def sample_masked(self, deltas: TokenDeltas) -> None:
         """Sample the newest step, once its masks are filled."""
         self._unsampled = False
-        self.grammars.masks.wait()                       # matchers are copied behind drafts
-        wanted, num_sampled = self.scheduler.constrained()
-        masks = self.grammars.masks.fill(wanted, num_sampled)
+        masks = self.grammars.masks.fill(*self.scheduler.constrained())
         self._launching = True
         self.executor.sample(masks)
         self._launching = False

@@ -9,10 +9,11 @@ from ridgeline.quant.format import Scales, WeightFormat
 def read(section: Section) -> Quantisation:
     section.skip(
         "quant_method", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "sym", "desc_act",
-        "true_sequential", "tokenizer", "dataset", "meta", "damp_percent", "max_input_length", "model_seqlen", *TUNING,
+        "true_sequential", "tokenizer", "dataset", "meta", "damp_percent", "max_input_length", "model_seqlen", "method", *TUNING,
     )
+    section.one_of("pack_dtype", ("int32", None))        # of GPTQModel, which says `format` and `lm_head`, too
     section.one_of("data_type", ("int", None), "int")
-    for name in ("version", "format"):
+    for name in ("version", "format", "checkpoint_format"):
         if str(section.get(name) or "gemm").lower() != "gemm":
             raise section.error(name, section.get(name), "is not supported; supported: gemm")
     bits = section.get("bits", section.get("w_bit", 4))
@@ -23,9 +24,10 @@ def read(section: Section) -> Quantisation:
         raise section.error("group_size", group, "is not supported; supported: -1 and sizes above 0")
     zeros = bool(section.get("zero_point", True))
     skipped = section.names("modules_to_not_convert")
+    head = () if section.get("lm_head", False) else ((HEAD, None),)
     section.finish()
     recipe = awq_recipe(group, zeros)
-    return Quantisation("awq", (*((anywhere(name), None) for name in skipped), (HEAD, None), (ANY, recipe)))
+    return Quantisation("awq", (*((anywhere(name), None) for name in skipped), *head, (ANY, recipe)))
 
 
 def awq_recipe(group: int, zeros: bool) -> Recipe:

@@ -132,7 +132,8 @@ def _codes(recipe: Recipe, tensors: Tensors) -> Canonical:
     wanted = torch.float8_e4m3fn if recipe.format.grid == "e4m3" else torch.int8
     if weight.dtype != wanted:
         raise ModelError(f"codes are {str(weight.dtype)[6:]}, not {str(wanted)[6:]}")
-    found = {WEIGHT: weight, SCALE: block_scales(recipe, tensors["scale"], *weight.shape)}
+    scale = 1.0 / tensors["scale"].float() if recipe.variant == "divides" else tensors["scale"]
+    found = {WEIGHT: weight, SCALE: block_scales(recipe, scale, *weight.shape)}
     assert recipe.format.scales is not None
     if recipe.format.scales.zero is not None:
         if "zero" not in tensors:

@@ -1,5 +1,5 @@
 """fp8 checkpoints with `quant_method` fp8: blocks of 128 x 128 with `weight_scale_inv` (DeepSeek, Qwen), or one scale for each
-tensor; and `fbgemm_fp8`, one scale for each output."""
+tensor; the same of GPTQModel, whose scales divide; and `fbgemm_fp8`, one scale for each output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ def read(section: Section) -> Quantisation:
     section.one_of("data_type", ("fp", "fp8", None))
     section.one_of("bits", (8, None))
     wide = section.one_of("act_bits", (8, 16, None)) == 16
-    section.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    # GPTQModel quantises weights alone, and its `weight_scale_inv` divides the codes; that of all others multiplies them.
+    section.skip("method", "pack_dtype", "desc_act", "meta")
+    kinds = (section.one_of("weight_scale_method", ("tensor", "row", "block", None)),
+             section.one_of("weight_scale_semantics", ("inverse", None)))
+    divides = kinds != (None, None)
+    wide = wide or divides
+    for name in ("fmt", "format", "checkpoint_format"):
+        section.one_of(name, ("e4m3", "float8_e4m3fn", None), "e4m3")
     section.one_of("scale_fmt", (None, "float", "float32", "ue8m0"), None)
     per_output = section.raw.get("quant_method") == "fbgemm_fp8"
     static = section.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
@@ -23,6 +30,7 @@ def read(section: Section) -> Quantisation:
     if block is not None and not (len(block) == 2 and all(isinstance(each, int) and each > 0 for each in block)):
         raise section.error("weight_block_size", block, "must be two sizes, of outputs and inputs")
     skipped = [*section.names("modules_to_not_convert"), *section.names("ignored_layers")]
+    head = () if section.get("lm_head", False) else ((HEAD, None),)
     section.finish()
     if block is None:
         activation = Activation("fp8", "token" if per_output else "tensor", static)
@@ -32,6 +40,7 @@ def read(section: Section) -> Quantisation:
     else:
         format = WeightFormat("e4m3", Scales((block[0], block[1])), None if wide else Activation("fp8", "group", static))
         endings = (".weight_scale_inv", ".weight_scale")
-    recipe = Recipe(format, "codes", (("codes", (".weight",)), ("scale", endings)), unused=UNUSED)
-    rules = (*((component(name), None) for name in skipped), (HEAD, None), (ANY, recipe))
+    roles = (("codes", (".weight",)), ("scale", endings))
+    recipe = Recipe(format, "codes", roles, unused=UNUSED, variant="divides" if divides else "")
+    rules = (*((component(name), None) for name in skipped), *head, (ANY, recipe))
     return Quantisation("fp8", rules, KV_SCALES)

@@ -45,8 +45,6 @@ class LinearShape:
 
     def nbytes(self, format: WeightFormat, device: DeviceFacts) -> int:
         """Of one matrix as a GPU holds it, in a format that is fitted to this shape."""
-        if EXPERTS in self.path:                         # only Gluon's kernels multiply by packed ones (ops/experts)
-            device = device._replace(hopper=device.hopper and device.gluon)
         return gpu_bytes(format, self.outputs, self.share, self.paired, device)
 
     def layout(self, format: WeightFormat, device: DeviceFacts) -> str:

@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import fnmatch
 
-from ridgeline.models.checkpoints.recipe import ANY, HEAD, KV_SCALES, Quantisation, Recipe, Section, component
+from ridgeline.models.checkpoints.recipe import (
+    ANY,
+    HEAD,
+    KV_SCALES,
+    Quantisation,
+    Recipe,
+    Section,
+    beginning,
+    component,
+)
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "MXFP4", "MXFP8")
@@ -29,8 +38,13 @@ def read(section: Section) -> Quantisation:
     inner.finish()
     section.finish()
     recipe = _recipe(algorithm, group, inner)
-    globs = tuple((fnmatch.translate(name) if "*" in name else component(name), None) for name in skipped)
-    return Quantisation("modelopt", (*globs, (HEAD, None), (ANY, recipe)), KV_SCALES)
+    rules = ((_glob(name) if "*" in name else component(name), None) for name in skipped)
+    return Quantisation("modelopt", (*rules, (HEAD, None), (ANY, recipe)), KV_SCALES)
+
+
+def _glob(name: str) -> str:
+    """Most end with their only star: a beginning, which is looked up (recipe.RuleIndex)."""
+    return fnmatch.translate(name) if set(name[:-1]) & set("*?[") else beginning(name[:-1])
 
 
 def _recipe(algorithm: str, group: int | None, section: Section) -> Recipe:

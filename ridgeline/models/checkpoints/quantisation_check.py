@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ridgeline.errors import ConfigError
-from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, expert_matrices, linears
+from ridgeline.models.checkpoints.linear_formats import HEAD, LinearFormats, LinearShape, expert_matrices, linears
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.models.stages import first_layers
 from ridgeline.ops.kernel_table import H200, DeviceFacts, bands
@@ -73,7 +73,8 @@ def check_quantization(
     if not kept:
         return
     _refuse(kept, name, quantization if formats.rules else "", dtype, deterministic)
-    said = "; ".join(filter(None, (_speed(kept, model.hidden_size, dtype, facts), _wide_inputs(kept, dtype))))
+    speed = _speed(kept, _slow(formats, facts), model.hidden_size, dtype, facts)
+    said = "; ".join(filter(None, (speed, _wide_inputs(kept, dtype))))
     if said:
         reasons["quantization"] = f"{name}: {said}"
 
@@ -87,20 +88,25 @@ def _on_a_cpu(formats: LinearFormats, dtype: str) -> str:
     return f"a CPU expands the weights {again}"
 
 
-def _has_no_groups(format: WeightFormat) -> bool:
-    return not quantises_rows(format) and format.scales is not None and not format.scales.block[1]
+def _by_general_kernels(shape: LinearShape, format: WeightFormat, facts: DeviceFacts) -> bool:
+    """Also of a format with kernels, where they do not know this shape: it stays as stored."""
+    if served(format, facts) == GENERAL:
+        return True
+    return not quantises_rows(format) and shape.layout(format, facts) == STORED
 
 
-def _speed(kept: list[WeightFormat], hidden_size: int, dtype: str, facts: DeviceFacts) -> str:
-    """Where these formats are slower than they look."""
+def _slow(formats: LinearFormats, facts: DeviceFacts) -> set[str]:
+    return {format.name for shape, format in formats.shapes() if _by_general_kernels(shape, format, facts)}
+
+
+def _speed(kept: list[WeightFormat], slow: set[str], hidden_size: int, dtype: str, facts: DeviceFacts) -> str:
+    """Where these formats are slower than they look. `slow`: by general kernels."""
     by = {format.name: served(format, facts) for format in kept}
-    # int8 with a scale for each output is packed in runs of 128 inputs
-    odd = {format.name for format in kept if hidden_size % 128 and format.grid == "int8" and _has_no_groups(format)}
-    slow = sorted(name for name, what in by.items() if what == GENERAL or name in odd)
     if slow:
         return (
-            f"kept packed as {', '.join(slow)}, which saves memory; this GPU has no kernels of their own for these formats, and "
-            f"steps of more than one row may expand each weight first: they may be slower than in {dtype}, with few rows by far"
+            f"kept packed as {', '.join(sorted(slow))}, which saves memory; this GPU has no kernels of their own for these "
+            "formats and shapes, and steps of more than one row may expand each weight first: they may be slower than in "
+            f"{dtype}, with few rows by far"
         )
     if LIBRARY in by.values():
         return f"multiplied by cuBLAS, at twice the rate of {dtype}; decode has not been timed on this kind of GPU"

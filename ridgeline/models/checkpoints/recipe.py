@@ -15,6 +15,7 @@ from typing import Any
 from ridgeline.errors import ModelError
 from ridgeline.quant.format import WeightFormat
 
+ANY = ".*"
 BEFORE, BEHIND = r"(?:.*\.)?", r"(?:\..*)?"              # around a name: what it may be inside of, and what may be in it
 
 
@@ -42,6 +43,8 @@ class RuleIndex:
     def __init__(self, rules: Iterable[tuple[str, object]]) -> None:
         self._whole: dict[str, int] = {}                 # a literal name -> its place
         self._inside: dict[str, int] = {}                # one that may have more before and behind, as `component` writes it
+        self._anywhere: dict[int, dict[str, int]] = {}   # by length: one that may be in the middle of a word
+        self._beginnings: dict[int, dict[str, int]] = {}
         self._patterns: list[tuple[int, str]] = []
         for place, (pattern, _) in enumerate(rules):
             inner = pattern.removeprefix(BEFORE).removesuffix(BEHIND)
@@ -49,6 +52,10 @@ class RuleIndex:
                 self._whole.setdefault(name, place)
             elif pattern == BEFORE + inner + BEHIND and (name := _literal(inner)) is not None:
                 self._inside.setdefault(name, place)
+            elif (name := _literal(pattern.removeprefix(ANY).removesuffix(ANY))) is not None and pattern == anywhere(name):
+                self._anywhere.setdefault(len(name), {}).setdefault(name, place)
+            elif (name := _literal(pattern.removesuffix(ANY))) is not None:
+                self._beginnings.setdefault(len(name), {}).setdefault(name, place)
             else:
                 self._patterns.append((place, pattern))
 
@@ -57,6 +64,8 @@ class RuleIndex:
         known = [self._whole[name] for name in names if name in self._whole]
         if self._inside:
             known += [self._inside[part] for name in names for part in _runs(name) if part in self._inside]
+        known += [places[name[:size]] for size, places in self._beginnings.items() for name in names if name[:size] in places]
+        known += [place for places in self._anywhere.values() for name in names for place in _found_in(name, places)]
         best = min(known, default=None)
         for place, pattern in self._patterns:
             if best is not None and place > best:
@@ -64,6 +73,16 @@ class RuleIndex:
             if any(_compiled(pattern).fullmatch(name) for name in names):
                 return place
         return best
+
+
+def _found_in(name: str, places: Mapping[str, int]) -> Iterator[int]:
+    """The places of those texts, all of one length, that are in a name: by the texts or by the name's parts, which are fewer."""
+    size = len(next(iter(places)))
+    if len(places) <= len(name) - size:
+        yield from (place for text, place in places.items() if text in name)
+    else:
+        parts = (name[first : first + size] for first in range(len(name) - size + 1))
+        yield from (places[part] for part in parts if part in places)
 
 
 def _literal(pattern: str) -> str | None:
@@ -121,7 +140,6 @@ TUNING = (
     "low_gpu_mem_usage", "scale_dtype", "super_bits", "super_group_size", "supported_types", "to_quant_block_names",
     "block_name_to_quantize", "quantizer", "act_group_size", "act_dynamic", "act_sym", "act_data_type",
 )
-ANY = ".*"
 # Modules of torch's class Embedding, by the names that they have in checkpoints.
 EMBEDDING = r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)"
 HEAD = r"(.*\.)?lm_head"
@@ -193,7 +211,11 @@ def component(name: str) -> str:
 
 
 def anywhere(name: str) -> str:
-    return f".*{re.escape(name)}.*"
+    return ANY + re.escape(name) + ANY
+
+
+def beginning(name: str) -> str:
+    return re.escape(name) + ANY
 
 
 KV_SCALES = (r".*\.(?:self_attn|attn)\.(?:[kvq]_scale|[kv]_proj\.(?:output|[kv])_scale|attn\.[kvq]_scale|kv_scale)",)

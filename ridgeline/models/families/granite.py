@@ -57,6 +57,10 @@ GRANITE_MOE = Family(
         "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
         "model.layers.{}.block_sparse_moe.experts.{}.input_linear": "layers.{}.mlp.experts.{}.gate_up:gate+up",
         "model.layers.{}.block_sparse_moe.experts.{}.output_linear": "layers.{}.mlp.experts.{}.down",
+        # As llm-compressor 0.14 saves them.
+        "model.layers.{}.block_sparse_moe.experts.{}.gate_proj": "layers.{}.mlp.experts.{}.gate_up:gate",
+        "model.layers.{}.block_sparse_moe.experts.{}.up_proj": "layers.{}.mlp.experts.{}.gate_up:up",
+        "model.layers.{}.block_sparse_moe.experts.{}.down_proj": "layers.{}.mlp.experts.{}.down",
     },
 )
 

@@ -169,6 +169,21 @@ def gated_one_row(
     return OneRow(out, peaks), stream
 
 
+def gated_linear(
+    x: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Tensor, scale: Tensor, bias: Tensor | None,
+    gate: str, *, norm_offset: float = 0.0,
+) -> tuple[Tensor, Tensor] | None:
+    """(the gated activation of the linear of normed rows, x + residual) where one GEMM has both; None: no such kernel."""
+    if not (_supports(Site(x.device.type, x.dtype, x.shape[1])) and kernels_are_used() and _suits(x, weight)):
+        return None
+    outputs, inputs = weight.shape
+    kernel, plan, _ = choose(_format(weight, scale), len(x), outputs // 2, inputs, True, device_facts(weight.device))
+    if kernel != "gated_wide_gemm":
+        return None
+    codes, x_scale, stream = normed_fp8_rows(x, residual, norm, eps, norm_offset=norm_offset, codes=weight.dtype)
+    return wide_gemm(codes, weight, bias, plan, gate=gate, scales=(x_scale, scale), dtype=x.dtype), stream
+
+
 def multiplied_row(row: OneRow, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product of what `gated_one_row` made."""
     plan = _one_row_plan(row.x, weight, scale, known=True)

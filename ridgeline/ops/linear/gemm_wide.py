@@ -119,28 +119,34 @@ def _fetch_rows(  # type: ignore[no-untyped-def]
 @gluon_kernel()
 def _write(  # type: ignore[no-untyped-def]
     sums, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, tile, rows, outputs,
-    FIRST: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr, SCALED: gl.constexpr,
-    BLOCK_SCALED: gl.constexpr, LINE: gl.constexpr,
+    FIRST: gl.constexpr, STEP: gl.constexpr, SKIPPED: gl.constexpr, BOX: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
+    SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr, LINE: gl.constexpr,
 ):
-    """Epilogue of one warpgroup's tile. Lanes exchange results until each has eight neighbours of a row, so that whole sectors
-    are written."""
-    HALVES: gl.constexpr = 1 if GATE == 0 else 2
-    WIDTH: gl.constexpr = sums.shape[1] // HALVES
+    """Epilogue of one warpgroup's tile, or of the part of it behind SKIPPED weight rows. Lanes exchange results until each has
+    eight neighbours of a row, so that whole sectors are written."""
+    EACH: gl.constexpr = 1 if GATE == 0 else 2           # weight rows of an output
+    WIDTH: gl.constexpr = sums.shape[1] // EACH
+    MOST: gl.constexpr = (STEP - SKIPPED) // EACH
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, LINE // 4])
+    begin = tile * (STEP // EACH) + SKIPPED // EACH
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    output = tile * (STEP // HALVES) + place
-    live = (place < STEP // HALVES) & (output < outputs)
+    output = begin + place
+    live = (place < MOST) & (output < outputs)
     if GATE == 0:
         result = sums
     else:
         gates, partners = sums.reshape([64, 2 * WIDTH // BOX, 2, BOX // 2]).permute([0, 1, 3, 2]).split()
         result = gl.convert_layout(gates.reshape([64, WIDTH]), layout)
         other = gl.convert_layout(partners.reshape([64, WIDTH]), layout)
-    if SCALED:                                           # no gate
+    if SCALED:                                           # with scales of blocks there is no gate
         token = FIRST + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        row_scale = gl.load(x_scale_ptr + token, mask=token < rows, other=0.0)[:, None]
         if BLOCK_SCALED == 0:
             result *= gl.load(scale_ptr + output, mask=live, other=0.0)[None, :]
-        result *= gl.load(x_scale_ptr + token, mask=token < rows, other=0.0)[:, None]
+        result *= row_scale
+        if GATE != 0:
+            other *= gl.load(scale_ptr + (outputs + output), mask=live, other=0.0)[None, :]
+            other *= row_scale
     if BIAS:
         result += gl.load(bias_ptr + output, mask=live, other=0.0).to(gl.float32)[None, :]
     if GATE != 0:
@@ -150,8 +156,8 @@ def _write(  # type: ignore[no-untyped-def]
     lines: gl.constexpr = _line_layout(WIDTH)
     row = FIRST + gl.arange(0, 64, gl.SliceLayout(1, lines))
     place = gl.arange(0, WIDTH, gl.SliceLayout(0, lines))
-    output = tile * (STEP // HALVES) + place
-    wanted = (row < rows)[:, None] & ((place < STEP // HALVES) & (output < outputs))[None, :]
+    output = begin + place
+    wanted = (row < rows)[:, None] & ((place < MOST) & (output < outputs))[None, :]
     target = out_ptr + row[:, None] * outputs + output[None, :]          # 128 rows: 32 bits are enough
     gl.store(target, gl.convert_layout(result.to(out_ptr.dtype.element_ty), lines), mask=wanted)
 
@@ -213,14 +219,18 @@ def _multiply(  # type: ignore[no-untyped-def]
 
     SCALED: 8-bit codes. The tensor cores truncate sums of e4m3 products to about 11 bits, so PROMOTED blocks are summed on
     their own, and these sums are added in float32; with BLOCK_SCALED each is multiplied by the scale of its block first. Sums
-    of int8 products are exact.
+    of int8 products are exact. Registers have no room for two sums of 256 weight rows, and the compiler no product of int8 codes
+    with them: such a tile has HALVES.
     """
     LINES: gl.constexpr = SCALED and ring.dtype != gl.int8
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, LINE // 4])
-    weights = viewed(ring, ring.dtype, [STAGES, TILE, LINE], gl.NVMMASharedLayout(128, 1024 // LINE, rank=2))
+    HALVES: gl.constexpr = 2 if SCALED and TILE == 256 else 1
+    WIDTH: gl.constexpr = TILE // HALVES
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, LINE // 4])
+    weights = viewed(ring, ring.dtype, [STAGES * HALVES, WIDTH, LINE], gl.NVMMASharedLayout(128, 1024 // LINE, rank=2))
     count = 0
-    sums = gl.zeros([64, TILE], gl.int32 if ring.dtype == gl.int8 else gl.float32, layout)
+    sums = gl.zeros([64, WIDTH], gl.int32 if ring.dtype == gl.int8 else gl.float32, layout)
     part = sums
+    rest = sums                                          # of the second half
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for block in range(_runs(item, blocks, SPLITS, RUN) * RUN):
             slot = count % STAGES
@@ -228,7 +238,7 @@ def _multiply(  # type: ignore[no-untyped-def]
             mbarrier.wait(full.index(slot), (count // STAGES) & 1)
             mbarrier.wait(row_full.index(row_slot), (count // ROW_STAGES) & 1)
             left = row_ring.index(row_slot * 2 + FIRST // 64)
-            right = weights.index(slot).permute([1, 0])
+            right = weights.index(slot * HALVES).permute([1, 0])
             # Waiting at once frees the blocks a turn earlier; the other warpgroup keeps the tensor cores busy meanwhile.
             if LINES:
                 if BLOCK_SCALED > 0:
@@ -238,18 +248,30 @@ def _multiply(  # type: ignore[no-untyped-def]
                     )
                 running = warpgroup_mma(left, right, part, use_acc=block % PROMOTED > 0, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[running])
+                if HALVES == 2:
+                    sums += part
+                    right = weights.index(slot * 2 + 1).permute([1, 0])
+                    running = warpgroup_mma(left, right, part, use_acc=False, is_async=True)
+                    part = warpgroup_mma_wait(0, deps=[running])
             else:
                 running = warpgroup_mma(left, right, sums, use_acc=block > 0, is_async=True)
-                sums = warpgroup_mma_wait(0, deps=[running])
+                if HALVES == 2:
+                    right = weights.index(slot * 2 + 1).permute([1, 0])
+                    second = warpgroup_mma(left, right, rest, use_acc=block > 0, is_async=True)
+                    sums, rest = warpgroup_mma_wait(0, deps=[running, second])
+                else:
+                    sums = warpgroup_mma_wait(0, deps=[running])
             mbarrier.arrive(empty.index(slot), count=1)
             mbarrier.arrive(row_empty.index(row_slot), count=1)
             count += 1
             if LINES:
-                if BLOCK_SCALED > 0:
+                if HALVES == 2:
+                    rest += part
+                elif BLOCK_SCALED > 0:
                     sums += part * scale
                 elif block % PROMOTED == PROMOTED - 1:
                     sums += part
-        if LINES and BLOCK_SCALED == 0:
+        if LINES and BLOCK_SCALED == 0 and HALVES == 1:
             if _runs(item, blocks, SPLITS, RUN) * RUN % PROMOTED > 0:
                 sums += part
         if SPLITS > 1:
@@ -259,11 +281,17 @@ def _multiply(  # type: ignore[no-untyped-def]
             )
         else:
             _write(
-                sums.to(gl.float32), x_scale_ptr, scale_ptr, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, BOX, GATE, BIAS,
-                SCALED, BLOCK_SCALED, LINE,
+                sums.to(gl.float32), x_scale_ptr, scale_ptr, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, 0, BOX, GATE,
+                BIAS, SCALED, BLOCK_SCALED, LINE,
             )
+            if HALVES == 2:
+                _write(
+                    rest.to(gl.float32), x_scale_ptr, scale_ptr, bias_ptr, out_ptr, item, rows, outputs, FIRST, STEP, WIDTH, BOX,
+                    GATE, BIAS, SCALED, BLOCK_SCALED, LINE,
+                )
         if LINES:
-            sums = gl.zeros([64, TILE], gl.float32, layout)
+            sums = gl.zeros([64, WIDTH], gl.float32, layout)
+            rest = sums
 
 
 # ── the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -319,8 +347,9 @@ def wide_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: WidePlan, *, gate: str | None = None,
     scales: tuple[Tensor, Tensor] | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [rows, inputs] -> [rows, outputs], of x's dtype or `dtype`. 16-bit numbers, or 8-bit codes without a gate and with
-    `scales`: float32, of the rows of x and of the outputs, or of blocks of 128 outputs and 128 inputs."""
+    """x [rows, inputs] -> [rows, outputs], of x's dtype or `dtype`. 16-bit numbers, or 8-bit codes with `scales`: float32, of the
+    rows of x and of the outputs, or without a gate of blocks of 128 outputs and 128 inputs. e4m3 codes with scales of blocks have
+    tiles of 128."""
     rows, inputs = x.shape
     outputs = weight.shape[0] if gate is None else weight.shape[0] // 2
     out = torch.empty((rows, outputs), dtype=dtype or x.dtype, device=x.device)

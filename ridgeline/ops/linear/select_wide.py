@@ -40,9 +40,7 @@ def wide_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Wide
     if not FEWEST_WIDE_ROWS <= rows <= MOST_WIDE_ROWS or inputs < FEWEST_INPUTS or inputs % 8:
         return None
     if gated:
-        rounds = -(-outputs // (128 * MULTIPROCESSORS))
-        pairs = -(-outputs // (rounds * MULTIPROCESSORS * 16)) * 16
-        return WidePlan(256, 2 * pairs, 1, 4, 5) if pairs >= FEWEST_PAIRS else None
+        return _pairs_plan(outputs)
     if outputs >= 256 * MULTIPROCESSORS:
         return WidePlan(256, 256, 1, 4, 5) if _fullness(-(-outputs // 256)) >= FULL else None
     for splits in (2, 4):
@@ -52,12 +50,21 @@ def wide_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> Wide
     return None
 
 
+def _pairs_plan(pairs: int) -> WidePlan | None:
+    """As many pairs in each tile as fill the waves, nearly 128."""
+    rounds = -(-pairs // (128 * MULTIPROCESSORS))
+    each = -(-pairs // (rounds * MULTIPROCESSORS * 16)) * 16
+    return WidePlan(256, 2 * each, 1, 4, 5) if each >= FEWEST_PAIRS else None
+
+
 @functools.cache
-def fp8_wide_plan(rows: int, outputs: int, inputs: int) -> WidePlan | None:
-    """For e4m3 codes and 65 to 128 rows: tiles of 128 outputs, since float32 sums stand beside those of the tensor cores.
-    As many splits as can run at once; cuBLAS has none, and takes 1.6 times as long behind the gate."""
+def fp8_wide_plan(rows: int, outputs: int, inputs: int, gated: bool = False) -> WidePlan | None:
+    """For 8-bit codes and 65 to 128 rows. With a gate as for 16 bits, else tiles of 128 outputs: as many splits as can run at
+    once; cuBLAS has none, and takes 1.6 times as long behind the gate."""
     if not FEWEST_FP8_ROWS <= rows <= MOST_WIDE_ROWS or inputs < FEWEST_INPUTS or inputs % 16:
         return None
+    if gated:
+        return _pairs_plan(outputs)
     tiles = -(-outputs // 128)
     splits = next((each for each in (4, 2) if tiles * each <= MULTIPROCESSORS), 1)
     return WidePlan(128, 128, splits, *((7, 7) if splits > 1 else (6, 7)))

@@ -8,14 +8,14 @@ Number: code * scale. Where each output has one scale, that is `outer`, as float
     scale   as in packed_weight.py
 
 Two planes, because both then lie as the codes of four bits do: a lane loads 16 bytes and has half of its operands of four
-instructions. A code of 128 with a scale of zero is padding.
+instructions. A code of 128 is padding; what is beyond a row's last group has scales of zero, too.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ridgeline.ops.packed.packed_sizes import BYTES, GROUPS, RUN, STRIP, TILE, packs
+from ridgeline.ops.packed.packed_sizes import BYTES, GROUPS, RUN, STRIP, TILE, packs, packs_rows
 from ridgeline.ops.packed.packed_weight import (
     STRIPS_AT_ONCE,
     PackedWeight,
@@ -33,10 +33,10 @@ def holds_bytes(weight: QuantisedWeight, gated: bool = False) -> bool:
     others = (weight.zero, weight.offset, weight.outer)
     if weight.grid != "int8" or weight.e8m0 or weight.block[0] != 1 or any(each is not None for each in others):
         return False
-    if not packs(len(weight.weight), weight.inputs, weight.block[1] or weight.inputs, gated):
-        return False
-    scale = weight.scale
-    return not weight.block[1] or torch.equal(scale.to(_scale_dtype(scale)).to(scale.dtype), scale)
+    outputs, inputs, group, scale = len(weight.weight), weight.inputs, weight.block[1], weight.scale
+    if not group:
+        return packs_rows(outputs, inputs, gated)
+    return packs(outputs, inputs, group, gated) and torch.equal(scale.to(_scale_dtype(scale)).to(scale.dtype), scale)
 
 
 def pack_bytes(weight: QuantisedWeight, gated: bool = False) -> PackedWeight:
@@ -44,8 +44,8 @@ def pack_bytes(weight: QuantisedWeight, gated: bool = False) -> PackedWeight:
     outputs, inputs, device = len(weight.weight), weight.inputs, weight.weight.device
     group, scale, outer = weight.block[1], weight.scale, None
     if not group:
-        outer, group = scale.float().clone(), inputs
-        scale = torch.ones((outputs, 1), dtype=torch.bfloat16, device=device)
+        outer, group = scale.float().clone(), GROUPS[-1]
+        scale = torch.ones((outputs, -(-inputs // group)), dtype=torch.bfloat16, device=device)
     if group not in GROUPS:
         scale, group = scale.repeat_interleave(group // GROUPS[-1], 1), GROUPS[-1]
     order = strip_order(outputs, gated).to(device)
@@ -72,5 +72,5 @@ def stored_bytes(weight: PackedWeight) -> QuantisedWeight:
     both = torch.stack((weight.codes, weight.high)).view(torch.uint8).view(2, strips, tiles, 8, 4, 4, 2, 2)
     codes = both.permute(1, 0, 3, 2, 5, 6, 4, 7).reshape(strips * STRIP, tiles * TILE)
     codes = (codes[place[: weight.outputs], : weight.inputs] ^ 128).view(torch.int8)
-    scale = _from_pairs(weight.scale, weight.scale_dtype)[place[: weight.outputs], : weight.inputs // weight.group]
+    scale = _from_pairs(weight.scale, weight.scale_dtype)[place[: weight.outputs], : -(-weight.inputs // weight.group)]
     return QuantisedWeight("int8", weight.inputs, codes, scale, (1, weight.group), outer=weight.outer)

@@ -261,14 +261,35 @@ def place_x(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel()
+def norm_factor(  # type: ignore[no-untyped-def]
+    x_ptr, residual_ptr, inputs, eps, layout: gl.constexpr, CHUNK: gl.constexpr, ROUNDS: gl.constexpr, RESIDUAL: gl.constexpr
+):
+    """The norm's factor before x is placed, which reads x a second time."""
+    squares = gl.zeros([CHUNK], gl.float32, layout)
+    for part in gl.static_range(ROUNDS):
+        column = part * CHUNK + gl.arange(0, CHUNK, layout)
+        x = gl.load(x_ptr + column, mask=column < inputs, other=0.0).to(gl.float32)
+        if RESIDUAL:
+            x += gl.load(residual_ptr + column, mask=column < inputs, other=0.0).to(gl.float32)
+            x = x.to(x_ptr.dtype.element_ty).to(gl.float32)
+        squares += x * x
+    return gl.rsqrt(gl.sum(squares, axis=0) / inputs + eps)
+
+
+@gluon_kernel()
 def _place_rows(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, totals, inputs, eps, norm_offset,
     ROUNDS: gl.constexpr, KIND: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, DTYPE: gl.constexpr, NORM: gl.constexpr,
     RESIDUAL: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
-    """x into shared memory; returns the norm's factor, which multiplies the sums."""
+    """x into shared memory; returns the norm's factor, which multiplies the sums. x times the norm's weight alone may be more
+    than float16 holds: there the factor multiplies it first."""
     CHUNK: gl.constexpr = 512 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [GROUPS * WARPS], [0])
+    FIRST: gl.constexpr = NORM and DTYPE == "f16"
+    before = 1.0
+    if FIRST:
+        before = norm_factor(x_ptr, residual_ptr, inputs, eps, layout, CHUNK, ROUNDS, RESIDUAL)
     squares = gl.zeros([CHUNK], gl.float32, layout)
     for part in gl.static_range(ROUNDS):
         column = part * CHUNK + gl.arange(0, CHUNK, layout)
@@ -284,9 +305,11 @@ def _place_rows(  # type: ignore[no-untyped-def]
                 x = rounded.to(gl.float32)
             squares += x * x
             x *= gl.load(norm_ptr + column, mask=filled, other=0.0).to(gl.float32) + norm_offset
+            if FIRST:
+                x *= before
         place_x(x, memory, totals, part, KIND, FORM, GROUP, DTYPE, WARPS)
     factor = 1.0
-    if NORM:
+    if NORM and not FIRST:
         factor = gl.rsqrt(gl.sum(squares, axis=0) / inputs + eps)
     return factor
 

@@ -23,6 +23,12 @@ def packs(outputs: int, inputs: int, group: int, gated: bool = False) -> bool:
     return known and inputs % group == 0 and inputs % 2 == 0 and (not gated or outputs % STRIP == 0)
 
 
+def packs_rows(outputs: int, inputs: int, gated: bool = False) -> bool:
+    """Of 8-bit codes with one scale for each output, which multiplies sums: the last group of a row may be padded. Kernels read x
+    at multiples of 16 bytes."""
+    return inputs % 8 == 0 and (not gated or outputs % STRIP == 0)
+
+
 def keeps_bytes(kind: str, dtype: str, group: int) -> bool:
     """Whether scales of that dtype stay bytes; others take 16 bits. A word has those of two groups, so 128 inputs must have two.
     Only e2m1 codes have such scales in checkpoints."""

@@ -35,6 +35,7 @@ _finish = packed_gemv._finish
 _plain_shared = packed_gemv._plain_shared
 _word_layout = packed_gemv._word_layout
 _x_operand = packed_gemv._x_operand
+norm_factor = packed_gemv.norm_factor
 
 # ── the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -102,13 +103,17 @@ def _multiply_bytes(  # type: ignore[no-untyped-def]
 
 @gluon_kernel()
 def _place_row(  # type: ignore[no-untyped-def]
-    x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset, ROUNDS: gl.constexpr, NORM: gl.constexpr,
-    RESIDUAL: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
+    x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset, ROUNDS: gl.constexpr, DTYPE: gl.constexpr,
+    NORM: gl.constexpr, RESIDUAL: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexpr,
 ):
     """x into shared memory, 16 bytes of a lane after the other: [tile, part of its inputs, warp, lane of four, 8]. Returns the
-    norm's factor, which multiplies the sums."""
+    norm's factor, which multiplies the sums; float16 x are multiplied by it first, as in packed_gemv.py."""
     CHUNK: gl.constexpr = 256 * WARPS
     layout: gl.constexpr = gl.BlockedLayout([8], [32], [GROUPS * WARPS], [0])
+    FIRST: gl.constexpr = NORM and DTYPE == "f16"
+    before = 1.0
+    if FIRST:
+        before = norm_factor(x_ptr, residual_ptr, inputs, eps, layout, CHUNK, ROUNDS, RESIDUAL)
     squares = gl.zeros([CHUNK], gl.float32, layout)
     for part in gl.static_range(ROUNDS):
         column = part * CHUNK + gl.arange(0, CHUNK, layout)
@@ -124,10 +129,12 @@ def _place_row(  # type: ignore[no-untyped-def]
                 x = rounded.to(gl.float32)
             squares += x * x
             x *= gl.load(norm_ptr + column, mask=filled, other=0.0).to(gl.float32) + norm_offset
+            if FIRST:
+                x *= before
         x = x.to(x_ptr.dtype.element_ty)
         memory.index(part).store(x.reshape([WARPS, 4, 4, 2, 8]).permute([1, 3, 0, 2, 4]))
     factor = 1.0
-    if NORM:
+    if NORM and not FIRST:
         factor = gl.rsqrt(gl.sum(squares, axis=0) / inputs + eps)
     return factor
 
@@ -153,7 +160,8 @@ def _codes_gemv_kernel(  # type: ignore[no-untyped-def]
     memory = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROUNDS, 4, 2, WARPS, 4, 8], _plain_shared(5))
     wait_for_kernel_before(DEPENDENT)
     factor = _place_row(
-        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset, ROUNDS, NORM, RESIDUAL, GROUPS, WARPS
+        x_ptr, residual_ptr, norm_ptr, new_residual_ptr, memory, inputs, eps, norm_offset, ROUNDS, DTYPE, NORM, RESIDUAL, GROUPS,
+        WARPS,
     )
     group_barrier()
     x_words = viewed(memory, gl.int32, [ROUNDS * 8, 1, WARPS, 1, 4, 4], _plain_shared(5))

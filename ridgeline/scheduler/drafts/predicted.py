@@ -55,6 +55,10 @@ class Predicted(RowByRow):
     def _follow(state: _State, sequence: Sequence) -> None:
         """Walk along with the tokens that have arrived since."""
         text, tokens = state.index.tokens, sequence.tokens
+        new = tokens[state.known :]
+        if not state.lost and text[state.position : state.position + len(new)] == new:       # all at once: mostly it is so
+            state.position, state.matched, state.known = state.position + len(new), state.matched + len(new), len(tokens)
+            return
         for at in range(state.known, len(tokens)):
             if not state.lost and state.position < len(text) and text[state.position] == tokens[at]:
                 state.position += 1

@@ -41,9 +41,11 @@ class _Shape:
 
     newest: int = 0                  # the last step of this shape, counted among all steps
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    median: float = 0.0              # of these; it is asked for far more often than it changes
 
-    def median(self) -> float:
-        return sorted(self.seconds)[len(self.seconds) // 2]
+    def took(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.median = sorted(self.seconds)[len(self.seconds) // 2]
 
 
 _Measured = dict[int, dict[int, _Shape]]                 # by bound of queries, then by size
@@ -99,11 +101,11 @@ class ShapeTimes:
         if self.changes and self._steps - shape.newest > _RENEWED:
             shape.seconds.clear()
         shape.newest = self._steps
-        shape.seconds.append(seconds)
+        shape.took(seconds)
         table = self._known.get(bits, {}).get(bound)
         place = bisect.bisect_left(sizes, size)
         sure = len(shape.seconds) >= _SURE
-        if table is None or table.sure[place] != sure or abs(shape.median() / table.seconds[place] - 1) > _SAME:
+        if table is None or table.sure[place] != sure or abs(shape.median / table.seconds[place] - 1) > _SAME:
             self._known.pop(bits, None)                  # what was estimated from it is wrong now
             self._tables.clear()
 
@@ -193,10 +195,10 @@ class ShapeTimes:
             measured = self._measured[near]
             scale = model / self._modelled(bound, near)          # other keys: what the model says they change
         measured = self._fresh(measured)
-        points = {size: each.median() for own in sorted(measured) if own <= bound for size, each in measured[own].items()}
+        points = {size: each.median for own in sorted(measured) if own <= bound for size, each in measured[own].items()}
         slower: dict[int, float] = {}
         for own in sorted(measured, reverse=True):
-            slower.update({size: _DIP * each.median() for size, each in measured[own].items() if own > bound})
+            slower.update({size: _DIP * each.median for size, each in measured[own].items() if own > bound})
         seconds = self._between(points or slower, sizes, model, bits)
         mine = measured.get(bound, {})
         for size in slower.keys() - mine.keys():

@@ -2,30 +2,109 @@
 
 The system hands connections out in the order in which they came, and a transport for one takes asyncio 0.2 ms. Behind a thousand
 connections of one client, a health check would wait for all of them. So a connection begins when its first bytes are here: a
-silent one costs a file descriptor, and is the first to be closed when there is no room. A flood of health checks leaves one place
-of each turn to the other connections. Knows sockets and the first bytes on them, no HTTP.
+silent one costs a file descriptor, and is the first to be closed when there is no room. A health check begins at once, before all
+that wait; a flood of them leaves one place of each turn to the other connections. Knows sockets and the first bytes on them, no
+HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import select
 import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
+from typing import Any
 
 from ridgeline.server.event_loop import FrontEndLoop
 from ridgeline.server.http.idle_connections import SHARE
 
 ACCEPTED_AT_ONCE = 256               # per turn of the event loop: 5 ms
 BEGUN_AT_ONCE = 4                    # the same: each is read and answered in the turns after that, and a turn must stay short
+HEARD_AT_ONCE = 128                  # connections that speak, per turn: 2 ms; one of them may be a health check
+PROBES_AHEAD = 2                     # health checks that begin at once, per look at what has come
 RETRY_SECONDS = 1.0                  # when the system has no file descriptor left
 SILENT_SECONDS = 10.0                # after which a connection without a byte is closed; the same for a handshake
 PROBES = (b"GET /health", b"HEAD /health", b"GET /ping")
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class SilentConnections:
+    """Those without a byte, the oldest first; each is closed after a while. `speaks` is called with one that has bytes, or has
+    ended. In an epoll object of their own, where the system has it: asyncio takes three times as long to watch a file."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, speaks: Callable[[socket.socket], None]) -> None:
+        self._loop = loop
+        self._speaks = speaks
+        self._came: dict[socket.socket, float] = {}
+        self._by_file: dict[int, socket.socket] = {}
+        self._epoll = select.epoll() if hasattr(select, "epoll") else None
+        self._is_timed = False                           # a timer looks after them
+        if self._epoll is not None:
+            loop.add_reader(self._epoll.fileno(), self._heard)
+
+    def __len__(self) -> int:
+        return len(self._came)
+
+    def add(self, connection: socket.socket) -> None:
+        number = connection.fileno()
+        self._came[connection] = self._loop.time()
+        if self._epoll is None:
+            self._loop.add_reader(number, self._has_spoken, connection)
+        else:
+            self._by_file[number] = connection
+            self._epoll.register(number, select.EPOLLIN)
+        self._set_timer()
+
+    def _heard(self) -> None:
+        assert self._epoll is not None
+        for number, _ in self._epoll.poll(0, HEARD_AT_ONCE):             # those that are left are found in the next turn
+            if (connection := self._by_file.get(number)) is not None:    # else it has just given way to one before it
+                self._has_spoken(connection)
+
+    def _has_spoken(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        self._speaks(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._came[connection]
+        if self._epoll is None:
+            self._loop.remove_reader(connection.fileno())
+        else:
+            del self._by_file[connection.fileno()]
+            self._epoll.unregister(connection.fileno())
+
+    def close_oldest(self) -> int:
+        """Some of them. How many."""
+        oldest = list(islice(self._came, max(1, len(self._came) // SHARE)))
+        self._close(oldest)
+        return len(oldest)
+
+    def _close(self, connections: list[socket.socket]) -> None:
+        for connection in connections:
+            self._forget(connection)
+            connection.close()
+
+    def _close_old(self) -> None:
+        came_before = self._loop.time() - SILENT_SECONDS
+        self._close([each for each, came in self._came.items() if came <= came_before])
+        self._is_timed = False
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._came and not self._is_timed:
+            self._is_timed = True
+            self._loop.call_at(next(iter(self._came.values())) + SILENT_SECONDS + 0.1, self._close_old)
+
+    def close(self) -> None:
+        self._close(list(self._came))
+        if self._epoll is not None:
+            self._loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
 
 
 class Acceptor:
@@ -43,14 +122,11 @@ class Acceptor:
         self._make_room = make_room
         self._probes_beyond = probes_beyond
         self._loop = asyncio.get_running_loop()
-        self._silent: dict[socket.socket, float] = {}    # and when they came; the oldest first, as below
-        self._probes: deque[socket.socket] = deque()
+        self._silent = SilentConnections(self._loop, self._sort)
+        self._probes: deque[socket.socket] = deque()     # the oldest first, as below
         self._others: deque[socket.socket] = deque()
-        self._beginning: dict[asyncio.Task[None], None] = {}
-        own = self._loop if isinstance(self._loop, FrontEndLoop) else None
-        self._crowd = own.crowd if own else set()        # connections that are no health checks
-        self._watch = own.add_crowd_reader if own else self._loop.add_reader
-        self._is_timed = False                           # a timer looks after the silent ones
+        self._beginning: dict[Any, None] = {}            # tasks, and protocols that will have a transport in a moment
+        self._own = self._loop if isinstance(self._loop, FrontEndLoop) else None
         self._is_closed = False
         self._listen()
 
@@ -86,7 +162,7 @@ class Acceptor:
             connection.setblocking(False)
             if self._free <= 0 and not was_full:
                 was_full = True                          # once a turn: to find those that are idle takes time
-                _ = self._close_silent() or self._end_handshakes() or self._make_room()
+                _ = (self._silent and self._silent.close_oldest()) or self._end_handshakes() or self._make_room()
             self._sort(connection)
 
     def _sort(self, connection: socket.socket) -> None:
@@ -98,34 +174,34 @@ class Acceptor:
         except OSError:
             first = b""
         is_probe = first is not None and self._tls is None and first.startswith(PROBES)
-        if first == b"" or self._free <= (0 if first and not is_probe else -self._probes_beyond):
+        least = 0 if first and not is_probe else -self._probes_beyond
+        if first:
+            self._make_room_for_one(least, is_probe)
+        if first == b"" or self._free <= least:
             connection.close()                           # its client has left, or there is no room
         elif first is None:
-            self._silent[connection] = self._loop.time()
-            self._watch_silent()
-            self._watch(connection.fileno(), self._speaks, connection)
+            self._silent.add(connection)
         else:
-            was_idle = not (self._probes or self._others)
-            (self._crowd.discard if is_probe else self._crowd.add)(connection.fileno())
-            (self._probes if is_probe else self._others).append(connection)
-            if was_idle:
-                self._loop.call_soon(self._begin)        # those after it have then come, too
+            self._line_up(connection, is_probe)
 
-    def _speaks(self, connection: socket.socket) -> None:
-        self._unwatch(connection)
-        self._sort(connection)
+    def _line_up(self, connection: socket.socket, is_probe: bool) -> None:
+        was_idle = not (self._probes or self._others)
+        (self._probes if is_probe else self._others).append(connection)
+        if self._own is not None:
+            selector = self._own.selector
+            selector.lanes[connection.fileno()] = selector.probes if is_probe else selector.crowd
+            if is_probe and len(self._probes) == 1:
+                self._own.ahead(self._own.call_soon, self._begin_probes)
+        if was_idle:
+            self._loop.call_soon(self._begin)            # those after it have then come, too
 
-    def _unwatch(self, connection: socket.socket) -> None:
-        del self._silent[connection]
-        self._loop.remove_reader(connection.fileno())
-
-    def _close_silent(self) -> int:
-        """Close some that have said nothing for longest. How many."""
-        oldest = list(islice(self._silent, max(1, len(self._silent) // SHARE)))
-        for connection in oldest:
-            self._unwatch(connection)
-            connection.close()
-        return len(oldest)
+    def _make_room_for_one(self, least: int, is_probe: bool) -> None:
+        """Until more than `least` is free. Those that came in the same turn may have taken all of it, and silent ones that of
+        health checks, too: they give way to one that speaks, and to a health check those that have not begun."""
+        while self._silent and self._free <= least:
+            self._silent.close_oldest()
+        if is_probe and self._others and self._free <= least:
+            self._others.pop().close()
 
     def _end_handshakes(self) -> int:
         """End some that have taken longest. How many."""
@@ -137,32 +213,35 @@ class Acceptor:
             task.cancel()
         return len(oldest)
 
-    def _has_begun(self, task: asyncio.Task[None]) -> None:
-        self._beginning.pop(task, None)
-
-    def _close_old(self) -> None:
-        came_before = self._loop.time() - SILENT_SECONDS
-        for connection in [each for each, came in self._silent.items() if came <= came_before]:
-            self._unwatch(connection)
-            connection.close()
-        self._is_timed = False
-        self._watch_silent()
-
-    def _watch_silent(self) -> None:
-        if self._silent and not self._is_timed and not self._is_closed:
-            self._is_timed = True
-            self._loop.call_at(next(iter(self._silent.values())) + SILENT_SECONDS + 0.1, self._close_old)
+    def _has_begun(self, one: Any) -> None:
+        self._beginning.pop(one, None)
 
     def _begin(self) -> None:
         probes = min(len(self._probes), BEGUN_AT_ONCE - bool(self._others))
         others = min(len(self._others), BEGUN_AT_ONCE - probes)
         for waiting, count in ((self._probes, probes), (self._others, others)):
             for _ in range(count):
-                task = self._loop.create_task(self._begun(waiting.popleft()))
-                self._beginning[task] = None
-                task.add_done_callback(self._has_begun)
+                self._begin_one(waiting.popleft())
         if self._probes or self._others:
             self._loop.call_soon(self._begin)
+
+    def _begin_probes(self) -> None:
+        """Before all that waits: the first few; more than these are a flood, and wait for their turn."""
+        assert self._own is not None
+        for _ in range(min(len(self._probes), PROBES_AHEAD)):
+            self._own.ahead(self._begin_one, self._probes.popleft())
+
+    def _begin_one(self, connection: socket.socket) -> None:
+        if self._own is not None and self._tls is None:
+            with suppress(Exception):                    # as in _begun
+                protocol = self._make_protocol()
+                self._own.begin(connection, protocol)
+                self._beginning[protocol] = None
+                self._own.call_soon(self._has_begun, protocol)           # behind what begin() has added
+            return
+        task = self._loop.create_task(self._begun(connection))
+        self._beginning[task] = None
+        task.add_done_callback(self._has_begun)
 
     async def _begun(self, connection: socket.socket) -> None:
         with suppress(Exception):                        # it has closed meanwhile, or its handshake failed: no other's concern
@@ -179,9 +258,7 @@ class Acceptor:
             self._is_closed = True
             with suppress(OSError, ValueError):          # the socket is closed already
                 self._loop.remove_reader(self._listener.fileno())
-            for connection in list(self._silent):
-                self._unwatch(connection)
-                connection.close()
+            self._silent.close()
             for waiting in (self._probes, self._others):
                 while waiting:
                     waiting.popleft().close()

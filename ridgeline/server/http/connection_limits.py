@@ -14,9 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from ridgeline.server.answer_writes import DirectWrites, LastAnswer
+from ridgeline.server.event_loop import FrontEndLoop
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.idle_connections import make_room
 from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_bytes, has_left
@@ -42,6 +44,10 @@ READ_BYTES = 16 * 1024               # read from a connection at once; 256 KiB, 
 PIECE = 512                          # bytes of a chunked body that are parsed at once: its end is not known before
 FEW_CHUNKS = 1_000                   # chunks of a body that may be of any size; further ones are …
 SMALL_CHUNK = 64                     # … at least this many bytes on average: each costs a microsecond of the event loop
+
+
+class UpgradeOffered(Exception):
+    """Raised in the parser's callbacks to stop it: it would not read the body."""
 
 
 class LimitExceeded(Exception):
@@ -77,6 +83,20 @@ def end_request(cycle: RequestResponseCycle) -> None:
     """Its application sees a disconnect."""
     cycle.disconnected = True
     cycle.message_event.set()
+
+
+def begin_again(protocol: HttpToolsProtocol) -> bytes:
+    """The head that has come, for a new parser, without its offer to change to another protocol, which a server may ignore. The
+    parser takes what follows such a head for that protocol: the body would be lost, and read as a request of its own. Java's
+    client offers HTTP/2 on every new connection."""
+    old, headers = protocol.parser, protocol.headers
+    kept = [each for each in headers if each[0] not in (b"upgrade", b"http2-settings", b"connection")]
+    words = [word.strip() for name, value in headers if name == b"connection" for word in value.lower().split(b",")]
+    kept += [(b"connection", word) for word in (b"close", b"keep-alive") if word in words]
+    first = b"%b %b HTTP/%b" % (old.get_method(), protocol.url, old.get_http_version().encode())
+    protocol.parser = httptools.HttpRequestParser(protocol)
+    protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)      # as uvicorn has it
+    return b"\r\n".join([first, *(b"%b: %b" % each for each in kept), b"", b""])
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -177,7 +197,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        super()._start_asgi_task(cycle, app)
+        if isinstance(self.loop, FrontEndLoop) and self.url.startswith(PROBED):
+            self.loop.ahead(super()._start_asgi_task, cycle, app)
+        else:
+            super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         if self.pipeline or self._unread:
@@ -221,8 +244,14 @@ class LimitedProtocol(HttpToolsProtocol):
         """Called when the parser stopped: at invalid HTTP, or because a callback stopped it."""
         if self._limit is not None:
             self._refuse(self._limit.status, str(self._limit))
+        elif self._offers_upgrade:
+            super().data_received(begin_again(self))
         else:
             self._refuse(400, "this is not a valid HTTP request")
+
+    @property
+    def _offers_upgrade(self) -> bool:
+        return any(name == b"upgrade" for name, _ in self.headers)
 
     # -- the parser's callbacks ----------------------------------------------------------------------------------------
 
@@ -262,10 +291,14 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._stop(400, "the request needs one Host header")
         elif lower == b"transfer-encoding":
             self._arriving.is_coded = True
+            if value.strip().lower() != b"chunked":               # the parser takes "gzip, chunked", and decodes the chunks only
+                self._stop(400, "the only transfer coding is chunked")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._unparsed = 0
+        if self._offers_upgrade:
+            raise UpgradeOffered
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1") or (version == "1.0" and self._arriving.is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")

@@ -6,11 +6,12 @@ import asyncio
 import gc
 import threading
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from ridgeline.engine.client import long_work
+from ridgeline.engine.client.grammar_check import _Pending
 from ridgeline.engine.client.long_work import GivenUp, LongWork, checkpoint
 from ridgeline.engine.client.prompt_limits import LONG_WORK, MOST_VALUES, is_brief, num_chars
 from ridgeline.errors import BadRequest, Overloaded, TimedOut
@@ -221,3 +222,37 @@ def test_only_as_much_is_looked_at_as_is_brief() -> None:
 
 def test_characters_of_a_conversation_are_counted() -> None:
     assert num_chars([{"role": "user", "content": "x" * 1000}, {"role": "user", "content": ["y" * 500]}]) > 1500
+
+
+def without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")     # Python's words, at the limit of ulimit -u or of a container
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+
+
+def test_where_the_system_has_no_thread_the_next_job_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a pool of one thread would never have any: each later job would wait for its whole time."""
+    async def check() -> None:
+        alone, two = LongWork(threads=1), LongWork(threads=2)
+        assert await two.run(lambda: 1) == 1
+        with monkeypatch.context() as scarce:
+            without_threads(scarce)
+            with pytest.raises(Overloaded, match="no thread"):
+                await alone.run(lambda: 2)
+            assert await two.run(lambda: 3) == 3         # by the thread that runs
+        assert alone.waiting == 0 and await alone.run(lambda: 4) == 4
+
+    asyncio.run(check())
+
+
+def test_the_thread_that_watches_waiting_grammars_is_started_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pending, started = _Pending(), list[str]()
+    with monkeypatch.context() as scarce:
+        without_threads(scarce)
+        with pytest.raises(RuntimeError):
+            pending.give_up_in_time(cast(Any, None))
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread.name))
+    pending.give_up_in_time(cast(Any, None))
+    pending.give_up_in_time(cast(Any, None))
+    assert started == ["grammar-patience"]

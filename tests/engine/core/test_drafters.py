@@ -21,7 +21,7 @@ from ridgeline.draft_options import AUTO, METHODS, draft_options
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.live_switches import Switches
 from ridgeline.errors import BadRequest, ConfigError
-from ridgeline.messages import Request, TokenDelta
+from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.sampling_params import StructuredOutputs
 from ridgeline.scheduler.drafting import NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
@@ -182,6 +182,25 @@ def test_usage_counts_the_prediction(model: Path) -> None:
     counters = served.drafts.counters
     assert sum(accepted for accepted, _ in last.values()) == counters.accepted_tokens
     assert sum(map(sum, last.values())) == counters.draft_tokens
+
+
+@pytest.mark.parametrize("stop", [[], ["never said"]])
+def test_a_prediction_is_counted_with_the_last_token_unless_a_stop_string_may_end_it(model: Path, stop: list[str]) -> None:
+    plain = plain_answers(model)
+    served = Served(model, speculative_config=config(["prediction"]))
+    arrays: list[tuple[str, int, int]] = []
+    step = served.core.step
+
+    def watched() -> TokenDeltas:
+        deltas = step()
+        arrays.extend(deltas.answers)
+        return deltas
+
+    served.core.step = watched                                               # type: ignore[method-assign]
+    assert served.run(requests(predicted=plain, stop=stop)) == plain
+    told = {each.request_id: each.predicted for each in served.deltas if each.finish_reason}
+    assert sum(accepted for accepted, _ in told.values()) == served.drafts.counters.accepted_tokens > 0
+    assert bool(arrays) is not bool(stop)                # else an object was made for the tokens of each step
 
 
 def test_a_request_can_bound_its_drafts(model: Path) -> None:

@@ -24,7 +24,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints import recipe as recipe_file
 from ridgeline.models.checkpoints.canonical import bitstream, canonical, matrix_shape
 from ridgeline.models.checkpoints.quantisation import read_quantisation
-from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, component
+from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, beginning, component
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.quant.choose import make
@@ -261,18 +261,26 @@ def test_names_before_patterns_before_classes() -> None:
 
 NAMES = st.lists(st.sampled_from(["a", "b", "c*", "a-b", "0"]), min_size=1, max_size=4).map(".".join)
 PATTERNS = st.one_of(
-    NAMES.map(re.escape), NAMES.map(component), NAMES.map(anywhere), st.sampled_from([ANY, "(?:a.*).*", r"(.*\.)?b", ""]))
+    NAMES.map(re.escape), NAMES.map(component), NAMES.map(anywhere), NAMES.map(beginning),
+    st.sampled_from(["a", "b.", ".", ""]).map(anywhere), st.sampled_from([ANY, "(?:a.*).*", r"(.*\.)?b", ""]))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(PATTERNS, max_size=8), st.lists(NAMES, min_size=1, max_size=2))
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PATTERNS, max_size=12), st.lists(NAMES, min_size=1, max_size=2))
 def test_the_first_rule_counts_however_it_is_found(patterns: list[str], names: list[str]) -> None:
     expected = next((place for place, pattern in enumerate(patterns) if any(re.fullmatch(pattern, name) for name in names)), None)
     assert RuleIndex([(pattern, None) for pattern in patterns]).first(names) == expected
 
 
-@pytest.mark.parametrize("config", [CT | {"ignore": [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]}, {
-    "quant_method": "fp8", "modules_to_not_convert": [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]}])
+MANY = [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]
+
+
+@pytest.mark.parametrize("config", [
+    CT | {"ignore": MANY}, {"quant_method": "fp8", "modules_to_not_convert": MANY},
+    {"quant_method": "awq", "bits": 4, "modules_to_not_convert": MANY},
+    {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_to_not_convert": MANY},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": [f"{name[:-2]}*" for name in MANY]},
+])
 def test_a_long_list_of_names_is_not_searched_for_every_tensor(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """90,000 tensors and 4,000 names took minutes."""
     found = read_quantisation({"quantization_config": config}, "config.json")
@@ -332,6 +340,42 @@ AUTO_ROUND = {"autoround_version": "0.16.1", "provider": "auto-round", "amp": Fa
 def test_auto_round_says_in_other_dialects_how_it_found_the_codes(config: dict[str, Any], more: dict[str, Any]) -> None:
     """Its exports to GPTQ, AWQ and fp8: the tensors mean what they mean without these keys."""
     assert recipe_of(config | AUTO_ROUND | more) == recipe_of(config)
+
+
+GPTQMODEL = {"group_size": -1, "desc_act": False, "lm_head": False, "pack_dtype": "int32", "meta": {"pack_impl": "auto"}}
+
+
+def test_gptqmodel_writes_awq_too() -> None:
+    """Version 7.7: its own keys in each dialect."""
+    plain = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    more = {"method": "awq", "format": "gemm", "checkpoint_format": "gemm"}
+    assert recipe_of(GPTQMODEL | plain | more) == recipe_of(plain)
+    assert recipe_of(GPTQMODEL | plain | more | {"lm_head": True}, "lm_head") == recipe_of(plain)
+    for changed in ({"checkpoint_format": "gemv_fast"}, {"pack_dtype": "int64"}):
+        with pytest.raises(ModelError, match=f"{next(iter(changed))} '{next(iter(changed.values()))}' is not supported"):
+            recipe_of(GPTQMODEL | plain | more | changed)
+
+
+@pytest.mark.parametrize("method", ["row", "tensor", "block"])
+def test_the_scales_of_gptqmodels_fp8_divide(method: str) -> None:
+    """All other files with a `weight_scale_inv` mean a factor."""
+    config = GPTQMODEL | {
+        "method": "fp8", "quant_method": "fp8", "bits": 8, "format": "float8_e4m3fn", "checkpoint_format": "float8_e4m3fn",
+        "weight_scale_method": method, "weight_scale_semantics": "inverse",
+    } | ({"weight_block_size": [4, 4]} if method == "block" else {})
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    parts = {"row": (1, 16), "tensor": (8, 16), "block": (4, 4)}[method]
+    largest = weight.abs().unflatten(1, (-1, parts[1])).unflatten(0, (-1, parts[0])).amax((1, 3))
+    factor = 448 / largest
+    spread = factor.repeat_interleave(parts[0], 0).repeat_interleave(parts[1], 1)
+    codes = (weight * spread).to(torch.float8_e4m3fn)
+    stored = factor if method == "block" else factor.flatten() if method == "row" else factor.reshape(())
+    recipe = recipe_of(config)
+    found = numbers(recipe, {"weight": codes, "weight_scale_inv": stored})
+    torch.testing.assert_close(found, codes.float() / spread, rtol=2e-7, atol=0)
+    assert recipe.format.activation is None              # weights alone
+    with pytest.raises(ModelError, match="weight_scale_semantics 'plain' is not supported"):
+        recipe_of(config | {"weight_scale_semantics": "plain"})
 
 
 @pytest.mark.parametrize(("config", "case", "renamed"), [

@@ -270,9 +270,16 @@ def test_dummy_weights_have_the_size_of_usual_ones(tmp_path: Path) -> None:
 
 
 def an_expert_at_a_time(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As llm-compressor 0.14 names the experts of Mixtral and of gpt-oss: linears gate_proj, up_proj and down_proj."""
+    """As llm-compressor 0.14 names the experts of Mixtral, Granite and gpt-oss: linears gate_proj, up_proj and down_proj."""
     found = {}
     for name, tensor in tensors.items():
+        moe, granite, linear = name.partition(".block_sparse_moe.")
+        if granite and linear.endswith("put_linear.weight"):
+            for expert, part in enumerate(tensor):
+                names = ("gate_proj", "up_proj") if linear.startswith("input") else ("down_proj",)
+                rows = dict(zip(names, part.chunk(len(names)), strict=True))
+                found |= {f"{moe}{granite}experts.{expert}.{each}.weight": value.clone() for each, value in rows.items()}
+            continue
         for short, long in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
             name = name.replace(f".{short}.", f".{long}.")
         prefix, _, last = name.partition(".experts.")
@@ -286,7 +293,7 @@ def an_expert_at_a_time(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("model", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model", ["mixtral", "gpt_oss", "granitemoe", "granitemoeshared"])
 def test_experts_that_a_tool_saved_one_by_one(model: str, tmp_path: Path) -> None:
     sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 64}
     for folder in ("usual", "plain", "quantised"):

@@ -71,13 +71,28 @@ def test_what_the_layout_does_not_hold() -> None:
     assert not holds_bytes(weight._replace(grid="e4m3")) and not holds_bytes(random_bytes("Q8_0", 24, 512), gated=True)
     wide = weight._replace(scale=weight.scale.float())
     assert holds_bytes(wide) and not holds_bytes(wide._replace(scale=wide.scale + 2**-26))
-    assert not holds_bytes(random_bytes("row", 16, 96)) and not holds_bytes(weight._replace(block=(16, 32)))
+    assert not holds_bytes(random_bytes("row", 16, 100)) and not holds_bytes(weight._replace(block=(16, 32)))
+
+
+@pytest.mark.parametrize("inputs", [8, 96, 136, 520, 576])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scale_for_each_output_needs_no_whole_groups(inputs: int, dtype: str) -> None:
+    """The last group of a row is padded with codes that mean zero."""
+    weight = random_bytes("row", 16, inputs)
+    assert holds_bytes(weight)
+    packed, numbers = pack_bytes(weight), expand(weight, torch.float64)
+    assert torch.equal(packed_numbers(packed, torch.float64), numbers)
+    assert packed.nbytes == byte_bytes(16, inputs, 128, True)
+    if inputs < 512:
+        x = torch.where(torch.arange(512) < inputs, random_x(dtype, 3.0), 0)     # as kernels place it
+        assert_near(one_row(packed, x, dtype, "bf16"), numbers, x[:inputs], 1e-5)
+        assert (left_operand(packed, inputs // 64, dtype, "bf16")[:, inputs % 64 :] == 0).all()
 
 
 def check_expanding(device: str) -> None:
-    for form in FORMS:
+    for form, inputs in (*((form, 768) for form in FORMS), ("row", 520)):
         for gated in (False, True):
-            packed = pack_bytes(random_bytes(form, 32 if gated else 40, 768, device), gated)
+            packed = pack_bytes(random_bytes(form, 32 if gated else 40, inputs, device), gated)
             assert torch.equal(expand_packed(packed, torch.float32), packed_numbers(packed, torch.float32)), form
 
 
@@ -202,7 +217,8 @@ def test_codes_are_multiplied_from_one_row_to_768(monkeypatch: pytest.MonkeyPatc
 def test_kernels_match_float64(form: str, rows: int) -> None:
     torch.manual_seed(rows)
     for dtype, worst in ((torch.float16, 0.0015), (torch.bfloat16, 0.01)):
-        for gate, (outputs, inputs) in ((None, (1000, 2048)), (None, (6144, 4096)), ("silu", (512, 1536))):
+        odd = (1000, 1096) if form == "row" else (1000, 2048)            # inputs that are no whole groups
+        for gate, (outputs, inputs) in ((None, odd), (None, (6144, 4096)), ("silu", (512, 1536))):
             packed = pack_bytes(random_bytes(form, outputs, inputs, "cuda"), gate is not None)
             numbers = packed_numbers(packed, torch.float64)
             assert torch.equal(expand_packed(packed, torch.float32), packed_numbers(packed, torch.float32))

@@ -196,3 +196,19 @@ def test_a_sum_of_many_equal_terms_is_right(rows: int) -> None:
     weight = pack(codes, torch.full((4096, 112), 1.125, device="cuda", dtype=torch.bfloat16))
     out = packed_linear(torch.ones(rows, 14336, device="cuda", dtype=torch.bfloat16), weight)
     torch.testing.assert_close(out.float(), torch.full_like(out, 14336 * 1.125).float(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+def test_a_float16_row_times_its_norm_may_exceed_float16() -> None:
+    """tests/ops/packed/test_place_x.py is the same without a GPU."""
+    torch.manual_seed(1)
+    codes, scale = quantised(torch.randn(4096, 4096) * 4096**-0.5, 128)
+    weight = pack(codes.cuda(), scale.half().cuda())
+    x, residual = (torch.randn(1, 4096, device="cuda").half() for _ in range(2))
+    norm = torch.rand(4096, device="cuda").half()
+    x[0, 7], norm[7] = 30000.0, 12.0
+    out, _ = normed_packed_linear_gpu(x, residual, norm, 1e-5, weight)
+    normed = rms_norm_reference((x + residual).double(), norm.double(), 1e-5)
+    assert isinstance(normed, torch.Tensor)
+    wanted = F.linear(normed, expanded(weight, torch.float64))
+    assert float((out.double() - wanted).norm() / wanted.norm()) < 0.01

@@ -23,6 +23,7 @@ from ridgeline.ops.quantised import codes_gemv
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None or registry.TRITON_INTERPRETED, reason="no compiler")
 FORMS = {
     "fp8-row": ("e4m3", "row"), "fp8-block": ("e4m3", "block"), "int8-row": ("int8", "row"), "int8-block": ("int8", "block"),
+    "fp8-row in float16": ("e4m3", "row"),
 }
 PRODUCTS = 16                        # of 256 inputs
 NUMBERS = ("x_ptr", "residual_ptr", "norm_ptr", "bias_ptr", "out_ptr", "new_residual_ptr")
@@ -41,12 +42,13 @@ def compiled(form: str, outputs: int, inputs: int, gate: int, norm: bool) -> dic
         importlib.reload(importlib.import_module(f"ridgeline.ops.{name}"))
     plan = packed_plan(1, outputs, inputs)
     assert isinstance(plan, PackedGemvPlan)
-    kind, scales = FORMS[form]
+    (kind, scales), short = FORMS[form], form.endswith("float16")
     constants = {
-        "RUNS": inputs // 256, "KIND": kind, "DTYPE": "bf16", "SCALES": scales, "BLOCK": 128,
+        "RUNS": inputs // 256, "KIND": kind, "DTYPE": "f16" if short else "bf16", "SCALES": scales, "BLOCK": 128,
         "NORM": norm, "RESIDUAL": norm, "GATE": gate, "BIAS": True, "GROUPS": plan.groups, "WARPS": plan.warps, "DEPENDENT": True,
     }
-    types = dict.fromkeys(NUMBERS, "*bf16") | {"code_ptr": "*i32", "scale_ptr": "*fp32", "outer_ptr": "*fp32"}
+    types = dict.fromkeys(NUMBERS, "*fp16" if short else "*bf16")
+    types |= {"code_ptr": "*i32", "scale_ptr": "*fp32", "outer_ptr": "*fp32"}
     types |= dict.fromkeys(("inputs", "outputs", "strips", "scale_stride"), "i32") | {"eps": "fp32", "norm_offset": "fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     kernel = codes_gemv._codes_gemv_kernel
@@ -79,6 +81,7 @@ def compiled(form: str, outputs: int, inputs: int, gate: int, norm: bool) -> dic
         ("fp8-block", 28672, 4096, 1),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
             ("int8-block", 4096, 14336, 0), ("fp8-row", 6144, 4096, 0), ("int8-row", 4096, 4096, 0),
+            ("fp8-row in float16", 6144, 4096, 0),
         ]),
     ],
 )

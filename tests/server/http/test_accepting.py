@@ -7,6 +7,7 @@ import errno
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -165,6 +166,34 @@ def test_idle_connections_give_way_and_health_checks_need_no_room(listener: sock
 
     asyncio.run(run())
     assert begun == [b"b", b"GET /health"] and asked[:2] == [0, 0]
+
+
+@pytest.mark.parametrize("text", [b"", b"GET /x HTTP/1.1"], ids=["silent", "waiting"])
+def test_a_health_check_finds_room_among_those_that_came_with_it(listener: socket.socket, text: bytes) -> None:
+    """All are accepted in one turn: those before it have taken all the room, and that of health checks too."""
+    others, probe = connect(listener, 12, text), connect(listener, 1, b"GET /health HTTP/1.1")
+    begun = accepted(listener, lambda begun, _: b"GET /health HTTP/1.1" in begun or _is_closed(probe[0]), room=8)
+    assert b"GET /health HTTP/1.1" in begun
+    for each in others + probe:
+        each.close()
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["before", "in the same turn"])
+def test_one_that_speaks_finds_room_among_silent_ones_that_came_before(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """These have taken the room of health checks, too: to close one of them is not enough."""
+    silent, clients = connect(listener, 12, b""), connect(listener, int(together), b"GET /x HTTP/1.1")
+
+    def until(begun: list[bytes], acceptor: Acceptor) -> bool:
+        if not clients and len(acceptor) >= 10:          # they were accepted, as far as there was room
+            clients.extend(connect(listener, 1, b"GET /x HTTP/1.1"))
+        return bool(begun) or (bool(clients) and _is_closed(clients[0]))
+
+    monkeypatch.setattr(accepting.Acceptor, "__init__", partialmethod(accepting.Acceptor.__init__, probes_beyond=2))
+    assert accepted(listener, until, room=8) == [b"GET /x HTTP/1.1"]
+    for each in silent + clients:
+        each.close()
 
 
 def _is_closed(client: socket.socket) -> bool:

@@ -270,6 +270,22 @@ def test_a_body_in_chunks_of_a_byte(server: ScriptedServer) -> None:
 
 
 @pytest.mark.reliability("H-08e")
+@pytest.mark.parametrize("headers", [
+    ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAA"),
+    ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"), ("Upgrade: TLS/1.3",),
+    ("Transfer-Encoding: chunked", "Connection: upgrade", "Upgrade: h2c"),
+], ids=["HTTP/2", "websocket", "not asked for", "chunks"])
+def test_an_offer_of_another_protocol_is_ignored(server: ScriptedServer, headers: tuple[str, ...]) -> None:
+    """The body is the request's, and no second request. Java's client offers HTTP/2 with the first request of a connection."""
+    head, body = request(CHAT, "1.1", *headers)
+    if "Transfer-Encoding: chunked" in headers:
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    third = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: h2c\r\n\r\n"
+    answer = exchange(server, head + body + b"".join(request(CHAT)) + third)
+    assert answer.count(b"HTTP/1.1 200 OK") == 3 and answer.count(b"HTTP/1.1 ") == 3 and answer.count(TEXT.encode()) == 2
+
+
+@pytest.mark.reliability("H-08e")
 def test_requests_that_do_not_wait_for_answers_are_answered_in_order(server: ScriptedServer) -> None:
     first, second = b"".join(request(CHAT | {"n": 1})), b"".join(request(CHAT | {"stream": True}))
     third = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"

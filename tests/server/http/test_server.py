@@ -29,6 +29,7 @@ from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.failures import describe
+from ridgeline.server.lifecycle import end_signals
 from ridgeline.server.options import ServerOptions
 from ridgeline.server.server_errors import Unavailable
 from ridgeline.server.service import Service
@@ -618,8 +619,9 @@ def test_a_killed_engine_is_told_to_clients_and_to_health(model: Path) -> None:
 
 
 @pytest.mark.reliability("B-12", "R-05")
-@pytest.mark.parametrize("drain", [0, 200], ids=["at once", "drain"])
-def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -> None:
+@pytest.mark.parametrize(("first", "drain"), [(signal.SIGTERM, 0), (signal.SIGTERM, 200), (signal.SIGHUP, 0)],
+                         ids=["at once", "drain", "its terminal has closed"])
+def test_a_signal_under_load_ends_everything_in_order(model: Path, first: signal.Signals, drain: int) -> None:
     server = ServerProcess(str(model), *OPTIONS, "--drain-timeout", str(drain))
     url = server.wait_ready()
     family = family_of(server)
@@ -629,7 +631,7 @@ def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -
     reader = threading.Thread(target=events_of, args=(url, got, begun))
     reader.start()
     assert begun.wait(60)
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(first)
     if drain:
         wait_until(lambda: not accepts(url))
         assert server.process.poll() is None             # the stream goes on ...
@@ -639,6 +641,12 @@ def test_a_signal_under_load_ends_everything_in_order(model: Path, drain: int) -
     last = [line for line in got if line][-1]
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the engine has stopped"
     assert_gone(family, folders)
+
+
+def test_a_closed_terminal_ends_no_server_that_was_started_with_nohup(monkeypatch: pytest.MonkeyPatch) -> None:
+    for handler, count in ((signal.SIG_DFL, 3), (signal.SIG_IGN, 2)):
+        monkeypatch.setattr(signal, "getsignal", lambda number, handler=handler: handler)
+        assert len(end_signals()) == count
 
 
 def accepts(url: str) -> bool:

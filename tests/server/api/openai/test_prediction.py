@@ -79,6 +79,10 @@ def test_usage_has_what_the_engine_counted() -> None:
     state.take(TokenDelta("r", 0, [6], finish_reason="length", predicted=(4, 3)))
     details = Usage.of([state.output]).completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 3)
+    _, state = processor.request([1, 2], SamplingParams(max_tokens=4, stop=[]))
+    for delta in (TokenDelta("r", 0, [5], predicted=(2, 1)), TokenDelta("r", 0, [6])):       # it comes not with every one
+        state.take(delta)
+    assert Usage.of([state.output]).completion_tokens_details.accepted_prediction_tokens == 2
     answers = [CompletionOutput(0, accepted_prediction_tokens=1), CompletionOutput(1, accepted_prediction_tokens=2)]
     assert Usage.of([RequestOutput("r", None, [1], answers)]).completion_tokens_details.accepted_prediction_tokens == 3
 
