@@ -268,7 +268,7 @@ def test_hopper_without_gluon_keeps_what_is_stored(format: WeightFormat, monkeyp
     linear.format, linear.quantised = format, random_stored(format, 64, 512, "cpu")
     linear.weight, linear.is_loaded, linear.packed, linear.dtype = linear.quantised.weight, True, None, torch.bfloat16
     linear.rows = {"": 64}
-    Packed(format, Unquantised())._pack(linear)
+    linear.packed = Packed(format, Unquantised())._packed(linear, linear.quantised)
     assert linear.packed is None
     for name in ("4-bit", "6-bit", "8-bit"):             # what is packed all the same is multiplied by
         assert {choose(name, rows, 64, 512, False, older).kernel for rows in (1, 2, 128, 4096)} == {"expand"}
@@ -295,7 +295,7 @@ def test_scales_that_the_kernels_would_lose_stay_as_stored(
         scale[3, 1] = torch.finfo(scale.dtype).tiny
     linear.format, linear.quantised, linear.rows, linear.dtype = format, stored._replace(scale=scale), {"": 64}, dtype
     linear.weight, linear.is_loaded, linear.packed = stored.weight, True, None
-    Packed(format, Unquantised())._pack(linear)
+    linear.packed = Packed(format, Unquantised())._packed(linear, linear.quantised)
     assert (linear.packed is not None) == is_packed
 
 
