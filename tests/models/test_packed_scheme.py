@@ -124,6 +124,7 @@ def test_packing_leaves_its_tensors_in_the_memory_of_the_stored_ones(format: Wei
     old = {each.untyped_storage().data_ptr() for each in weight if isinstance(each, torch.Tensor)}
     linear = torch.nn.Module()
     linear.format, linear.weight, linear.rows, linear.is_loaded = format, weight.weight, {"gate": 32, "up": 32}, True
+    linear.dtype = torch.bfloat16
     packed = Packed(format, Unquantised())._packed(linear, weight)
     assert packed is not None
     wanted, bytes_before = packed_numbers(packed, torch.float64), packed.nbytes
