@@ -21,7 +21,8 @@ from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_bac
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.interface import Backend, LibraryMatcher
-from ridgeline.grammar.matcher import Masks, Matcher, Room, Spell, num_threads
+from ridgeline.grammar.masks import Masks, Room, num_threads
+from ridgeline.grammar.matcher import Matcher, Spell
 from ridgeline.messages import Request
 from ridgeline.process.log import get_logger
 from ridgeline.sampling_params import SamplingParams
