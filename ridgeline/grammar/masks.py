@@ -160,11 +160,10 @@ class Masks:
         except Exception:                                # raised before any token was accepted
             return
         for (matcher, _), fits in zip(ours, good, strict=True):
-            matcher._accepted = True
             matcher._num_tokens += 1
             if not fits:
                 matcher.fail(matcher._matcher.get_error())
-            matcher._stopped = bool(matcher._matcher.is_stopped())
+            matcher.was_told(bool(matcher._matcher.is_stopped()))
         spent = time.perf_counter() - started
         self.seconds += spent
         self._look_for_slow = _work(spent, worked) > STEP_SECONDS        # next time, one by one: which grammar is it?

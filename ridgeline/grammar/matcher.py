@@ -25,7 +25,7 @@ class Matcher:
     """The state of one answer in its grammar."""
 
     __slots__ = (
-        "__weakref__", "_accepted", "_early", "_followed", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_spell",
+        "__weakref__", "_early", "_followed", "_guided", "_late", "_matcher", "_min_tokens", "_num_tokens", "_spell",
         "_stopped", "_unsure", "alone", "error", "family", "grammar", "origin",
     )
 
@@ -40,8 +40,7 @@ class Matcher:
         self._guided = is_llguidance(self._matcher)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._accepted = False                           # its newest token, by `Masks.advance`; accept() has not been called
-        self._followed = 0                               # or this number of its newest tokens, by `follow_run`
+        self._followed = 0                               # its newest tokens for which accept() has not been called: by `follow…`
         self._stopped: bool | None = None                # behind those: other threads may have the library's matcher now
         # Ids held back before min_tokens, and after: (word of the mask, bit).
         self._early = _bits({*end_ids, *params.stop_token_ids}) if params.min_tokens else []
@@ -53,9 +52,7 @@ class Matcher:
 
     def accept(self, token: int) -> bool:
         """Take the answer's next token. False: the grammar does not allow it, and `error` says why."""
-        if self._accepted:
-            self._accepted = False
-        elif self._followed:
+        if self._followed:
             self._followed -= 1
         elif self._unsure is not None and self._num_tokens >= self._unsure[0]:
             self.error = self._unsure[1]
@@ -72,7 +69,11 @@ class Matcher:
     def follow(self, token: int) -> None:
         """accept(), ahead of the call that asks for its outcome: see `goes_on`."""
         self.accept(token)
-        self._accepted, self._stopped = True, self.ended
+        self.was_told(self.ended)
+
+    def was_told(self, stopped: bool) -> None:
+        """The library has taken its newest token (`Masks.advance`), whether it allows it or not."""
+        self._followed, self._stopped = 1, stopped
 
     def follow_run(self, tokens: list[int]) -> bool:
         """accept() of tokens that a step with drafts brought, in one call and ahead of those that ask for each outcome. False:
@@ -91,10 +92,10 @@ class Matcher:
     @property
     def goes_on(self) -> bool:
         """Its newest token was followed, and more can come: accept() need not be called for it if `passed` is."""
-        return self._accepted and not self.error and not self._stopped
+        return bool(self._followed) and not self.error and not self._stopped
 
     def passed(self) -> None:
-        self._accepted, self._followed = False, 0
+        self._followed = 0
 
     def forced(self, most: int) -> list[int]:
         """The next tokens, if its grammar leaves only one text; at most that many. Only llguidance can say.

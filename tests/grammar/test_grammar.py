@@ -329,7 +329,7 @@ def test_the_tokens_of_a_step_with_drafts_are_followed_in_one_call(vocabulary: G
 
 
 class Limited:
-    """A library's matcher that takes tokens 1 and more, and fails at its mask behind a token 9. Masks behind any take that much time."""
+    """A library's matcher: it takes tokens from 1 on, and fails at its mask behind a token 9. Masks behind any take that long."""
 
     def __init__(self, clock: Clock | None = None, seconds: float = 0.0, raises: bool = False) -> None:
         self.clock, self.seconds, self.raises, self.taken, self.error = clock, seconds, raises, list[int](), ""
