@@ -79,11 +79,11 @@ def _with_guesses(
 
 
 def _family_of_first(each: tuple[Matcher, int]) -> int:
-    return each[0].family
+    return each[0].family.number
 
 
 def _family_of_second(each: tuple[int, Matcher]) -> int:
-    return each[1].family
+    return each[1].family.number
 
 
 def _work(wall: float, cpu_before: float) -> float:

@@ -21,6 +21,15 @@ _LONGEST_TOKEN = 32                  # bytes: of a long forced text only as much
 _FAILED = "the grammar of structured_outputs failed on this answer: "
 
 
+class Family:
+    """Copies of one compiled grammar. Inside llguidance they share a lock, and states of the lexer of which there may be only a
+    certain number."""
+
+    def __init__(self, compiled: LibraryMatcher) -> None:
+        self.number = id(compiled)
+        self.is_spent = False                            # one failed, perhaps for want of states: no more are to begin
+
+
 class Matcher:
     """The state of one answer in its grammar."""
 
@@ -30,12 +39,13 @@ class Matcher:
     )
 
     def __init__(
-        self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int], spell: Spell | None = None
+        self, compiled: LibraryMatcher, params: SamplingParams, end_ids: Sequence[int], spell: Spell | None = None,
+        family: Family | None = None,
     ) -> None:
-        """`spell`: the tokens of a text, for `forced`."""
+        """`spell`: the tokens of a text, for `forced`. `family`: of other copies."""
         self._spell = spell
         self._matcher = compiled.deep_copy()
-        self.family = id(compiled)                       # copies of one compiled grammar share a lock inside the library
+        self.family = Family(compiled) if family is None else family
         self.grammar = 0 if params.structured_outputs is None else hash(params.structured_outputs.key)
         self._guided = is_llguidance(self._matcher)
         self._min_tokens = params.min_tokens
@@ -149,10 +159,12 @@ class Matcher:
 
     def fail(self, reason: str) -> None:
         self.error = _FAILED + in_words(reason)
+        self.family.is_spent |= self._guided and self._matcher.is_error()
 
     def doubt(self, later: int, reason: str) -> None:
         """There is no mask behind the next `later` tokens, which are guesses. Without drafts the answer would fail there: so it
         does if it gets there."""
+        self.family.is_spent |= self._guided
         self.alone, known = True, self._unsure
         if known is None or self._num_tokens + later < known[0]:
             self._unsure = self._num_tokens + later, _FAILED + in_words(reason)

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -34,9 +35,10 @@ from tokenizers import Tokenizer as HFTokenizer
 from ridgeline import sampling_params
 from ridgeline.engine.client import grammar_check
 from ridgeline.engine.client.grammar_check import GrammarChecker, vocabulary_of
+from ridgeline.engine.core.grammars import Compiled
 from ridgeline.engine.ipc import TO_ENGINE, Add
 from ridgeline.errors import BadRequest, Overloaded, TryAgain
-from ridgeline.grammar import background, compile_worker
+from ridgeline.grammar import background, compile_worker, llguidance_backend
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
@@ -780,10 +782,28 @@ def test_copies_of_one_grammar_stand_beside_each_other(vocabulary: GrammarVocabu
     monkeypatch.setattr(masks, "_pool", pool)
     masks.fill(list(enumerate(made)), 12)
     masks.advance([(at, a) for at in made], list(enumerate(made)), 12)
-    families = {id(at._matcher): at.family for at in made}
+    families = {id(at._matcher): at.family.number for at in made}
     for listed in (pool.said[0], *pool.rows):
         order = [families[id(each)] for each, _ in listed]
         assert len(order) == 12 and [len(list(group)) for _, group in itertools.groupby(order)] == [4, 4, 4]
+
+
+def test_a_grammar_whose_answers_have_used_up_its_states_is_compiled_again(
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies share the lexer's states. Where there are no more of them, all of these copies fail, and no new one does."""
+    monkeypatch.setitem(llguidance_backend._LIMITS, "max_lexer_states", 300)
+    asked, spelled = StructuredOutputs(regex="(a|b)*a(a|b){11}z|x+y"), vocabulary.pieces.index
+    backend, params = make_backend("llguidance", vocabulary), SamplingParams(structured_outputs=asked)
+    compiled = Compiled(lambda: compile_grammar(backend, asked), 1)
+    masks, letters = Masks(len(vocabulary.pieces), 1), random.Random(0)
+    for _ in range(3):
+        first = compiled.start(params, vocabulary.end_ids, None)
+        assert compiled.has_room(1) and masks.fill([(0, first)], 1) is not None and first.accept(spelled(b"x")), first.error
+        greedy = compiled.start(params, vocabulary.end_ids, None)
+        while not greedy.error and greedy.accept(spelled(letters.choice([b"a", b"b"]))):
+            masks.fill([(0, greedy)], 1)
+        assert "too many states" in greedy.error and not compiled.has_room(1)        # else it is not compiled in the thread
 
 
 def test_where_threads_cannot_tell_each_is_told_alone(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
