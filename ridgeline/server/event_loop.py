@@ -15,8 +15,10 @@ import math
 import select
 import selectors
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import Context
 from typing import Any
 
 try:
@@ -166,22 +168,39 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
         self.selector = CrowdSelector(lambda: queue.size)
         super().__init__(self.selector)
         self._ready = queue
+        self._from_threads: deque[asyncio.Handle] = deque()
 
     def _process_events(self, event_list: list[tuple[selectors.SelectorKey, int]]) -> None:
         """asyncio calls it once per turn, before the callbacks run."""
         lanes, crowd = self.selector.lanes, self.selector.crowd
         urgent = [event for event in event_list if lanes.get(event[0].fd) is not crowd]
         process: Callable[..., None] = super()._process_events           # type: ignore[misc]
-        before = self._ready.size
-        self.ahead(process, urgent)
-        self._ready.urgent = self._ready.size - before
+        self._ready.urgent = self.ahead(process, urgent)
+        while self._from_threads:
+            self._ready.append(self._from_threads.popleft())
         process([event for event in event_list if lanes.get(event[0].fd) is crowd])
 
-    def ahead(self, work: Callable[..., Any], *args: Any) -> None:
-        """Do `work`; the callbacks that it adds run before those that wait."""
-        before = self._ready.size
-        work(*args)
-        self._ready.rotate(self._ready.size - before)
+    def ahead(self, work: Callable[..., Any], *args: Any) -> int:
+        """Do `work`; the callbacks that it adds run before those that wait. How many."""
+        waiting, self._ready = self._ready, ReadyQueue()
+        try:
+            work(*args)
+        finally:
+            added, self._ready = self._ready, waiting
+            waiting.extendleft(reversed(added))
+        return added.size
+
+    def call_soon_threadsafe(                                  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None,
+    ) -> asyncio.Handle:
+        """Those of other threads wait for a turn to begin: amid `ahead` one would overtake what its thread added before."""
+        if threading.get_ident() == self._thread_id:           # type: ignore[attr-defined]
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        self._check_closed()                                   # type: ignore[attr-defined]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._from_threads.append(handle)
+        self._write_to_self()                                  # type: ignore[attr-defined]
+        return handle
 
     def begin(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
         """Give an accepted connection a transport, as connect_accepted_socket() does, without a task for it."""

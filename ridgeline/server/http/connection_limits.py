@@ -305,6 +305,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if any(name == b"upgrade" for name, _ in self.headers):
             self._arriving.is_offer = True
             raise UpgradeOffered
+        if self.parser.get_method() == b"CONNECT":                # the parser reads no body of it: that would be a request
+            self._stop(400, "this server is not a proxy")
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1") or (version == "1.0" and self._arriving.is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")

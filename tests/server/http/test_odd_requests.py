@@ -315,6 +315,16 @@ def test_an_offer_with_a_wrong_head_is_refused(server: ScriptedServer, wrong: st
 
 
 @pytest.mark.reliability("H-08e")
+@pytest.mark.parametrize("offer", ["", "Upgrade: h2c\r\n"], ids=["alone", "with an offer"])
+@pytest.mark.parametrize("url", ["/health", "http://localhost/health", "localhost:80"])
+def test_the_body_of_a_connect_is_no_request(server: ScriptedServer, url: str, offer: str) -> None:
+    inner = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = f"CONNECT {url} HTTP/1.1\r\nHost: localhost\r\n{offer}Content-Length: {len(inner)}\r\n\r\n"
+    answer = exchange(server, head.encode() + inner)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.reliability("H-08e")
 def test_requests_that_do_not_wait_for_answers_are_answered_in_order(server: ScriptedServer) -> None:
     first, second = b"".join(request(CHAT | {"n": 1})), b"".join(request(CHAT | {"stream": True}))
     third = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
