@@ -47,6 +47,7 @@ class CrowdSelector(selectors.BaseSelector):
     def __init__(self, backlog: Callable[[], int] = lambda: 0) -> None:
         """`backlog`: how many callbacks wait."""
         self.lanes: dict[int, Lane] = {}
+        self.waiting: set[int] = set()                   # whose callbacks wait: to take their events again would add them again
         self._backlog = backlog
         self._keys: dict[int, selectors.SelectorKey] = {}
         self._in: dict[int, select.epoll] = {}           # where each is registered
@@ -62,6 +63,7 @@ class CrowdSelector(selectors.BaseSelector):
         place = self._first if lane is None else lane.epoll
         place.register(number, _asked(events))
         self._in[number] = place
+        self.waiting.discard(number)                     # what waits is cancelled: another connection had the number
         self._keys[number] = key = selectors.SelectorKey(fileobj, number, events, data)
         return key
 
@@ -96,7 +98,7 @@ class CrowdSelector(selectors.BaseSelector):
                 found += lane.epoll.poll(0, most)        # in order: those that are taken go to the end of its list
         ready = []
         for number, event in found:
-            key = self._keys.get(number)
+            key = self._keys.get(number) if number not in self.waiting else None
             mask = _found(event) & key.events if key is not None else 0
             if key is not None and mask:
                 ready.append((key, mask))
@@ -178,7 +180,12 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
         self._ready.urgent = self.ahead(process, urgent)
         while self._from_threads:
             self._ready.append(self._from_threads.popleft())
-        process([event for event in event_list if lanes.get(event[0].fd) is crowd])
+        of_crowd = [event for event in event_list if lanes.get(event[0].fd) is crowd]
+        process(of_crowd)
+        if of_crowd and self._ready.size > len(self._ready):             # some of them are not for this turn
+            numbers = {key.fd for key, _ in of_crowd}
+            self.selector.waiting |= numbers
+            self._ready.append(asyncio.Handle(self.selector.waiting.difference_update, (numbers,), self))
 
     def ahead(self, work: Callable[..., Any], *args: Any) -> int:
         """Do `work`; the callbacks that it adds run before those that wait. How many."""

@@ -249,6 +249,45 @@ def test_what_was_added_ahead_of_an_error_still_runs() -> None:
     assert ran == ["ahead", "waits"]
 
 
+def test_a_number_whose_callback_waits_may_be_given_to_another_connection(
+    selector: CrowdSelector, pairs: list[tuple[socket.socket, socket.socket]]
+) -> None:
+    here, there = pairs[0]
+    there.send(b"x")
+    selector.register(here.fileno(), selectors.EVENT_READ)
+    selector.waiting.add(here.fileno())
+    assert numbers(selector.select(0)) == []
+    selector.unregister(here.fileno())
+    selector.register(here.fileno(), selectors.EVENT_READ)
+    assert numbers(selector.select(0)) == [here.fileno()]
+
+
+def test_an_event_is_not_taken_again_while_its_callback_waits() -> None:
+    """Behind a thousand callbacks it waits for sixty turns. Each of them took it again: up to half of all callbacks read nothing."""
+    loop, read = FrontEndLoop(), []
+    here, there = socket.socketpair()
+
+    def reads() -> None:
+        read.append(here.recv(100))
+        if len(read) > 1:
+            loop.stop()
+        else:
+            loop.call_soon(there.send, b"again")
+
+    with here, there:
+        here.setblocking(False)
+        loop.selector.lanes[here.fileno()] = loop.selector.crowd
+        loop._add_reader(here, reads)                    # type: ignore[attr-defined]  # as transports do
+        there.send(b"x")
+        for _ in range(3 * CALLBACKS):
+            loop.call_soon(int)
+        loop.set_exception_handler(lambda loop, context: (read.append(context["exception"]), loop.stop()))
+        loop.run_forever()
+        loop.remove_reader(here)
+    loop.close()
+    assert read == [b"x", b"again"]
+
+
 class Application(asyncio.Protocol):
     """Answers in a task, as an application does. Notes how many of the other callbacks had run by then."""
 
