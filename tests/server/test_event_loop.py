@@ -263,7 +263,7 @@ def test_a_number_whose_callback_waits_may_be_given_to_another_connection(
 
 
 def test_an_event_is_not_taken_again_while_its_callback_waits() -> None:
-    """Behind a thousand callbacks it waits for sixty turns. Each of them took it again: up to half of all callbacks read nothing."""
+    """Behind a thousand callbacks it waits for sixty turns. Each took it again: up to half of all callbacks read nothing."""
     loop, read = FrontEndLoop(), []
     here, there = socket.socketpair()
 
