@@ -16,6 +16,7 @@ import select
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context
@@ -29,7 +30,8 @@ except ImportError:                  # optional
 OF_CROWD = 16                        # events per turn: of clients' connections, …
 OF_PROBES = 4                        # … and of those that began with a health check: any client can begin with one
 OTHERS = 256
-CALLBACKS = 16                       # per turn, besides those of urgent events; several of them are not `ahead`
+TURN_SECONDS = 0.005                 # of processor time
+CALLBACKS, MOST_CALLBACKS = 16, 128  # per turn, besides those of urgent events; several of them are not `ahead`
 
 
 class Lane:
@@ -148,18 +150,32 @@ def _found(event: int) -> int:
 
 
 class ReadyQueue(deque[asyncio.Handle]):
-    """The callbacks that are ready. asyncio runs as many per turn as the length says when the turn begins."""
+    """The callbacks that are ready. asyncio runs as many per turn as the length says when the turn begins. Short turns cost more
+    for each callback, so there are as many as take TURN_SECONDS, by what those of earlier turns took."""
 
     def __init__(self) -> None:
         super().__init__()
         self.urgent = 0                                  # at the front, of this turn's events
+        self.most = CALLBACKS                            # of the others
+        self._each = TURN_SECONDS / CALLBACKS            # seconds of one, lately
+        self._began, self._planned = 0.0, 0
+
+    def end_turn(self, now: float) -> None:
+        """`now`: processor time. One turn of slow callbacks is enough for fewer of them in the next."""
+        if self._planned:
+            each = (now - self._began) / self._planned
+            self._each = max(each, self._each + (each - self._each) / 8, 1e-9)
+            self.most = min(max(int(TURN_SECONDS / self._each), CALLBACKS), MOST_CALLBACKS)
+
+    def begin_turn(self, now: float) -> None:
+        self._began, self._planned = now, len(self)
 
     @property
     def size(self) -> int:
         return super().__len__()
 
     def __len__(self) -> int:
-        return min(super().__len__(), self.urgent + CALLBACKS)
+        return min(super().__len__(), self.urgent + self.most)
 
 
 class FrontEndLoop(asyncio.SelectorEventLoop):
@@ -174,6 +190,8 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
 
     def _process_events(self, event_list: list[tuple[selectors.SelectorKey, int]]) -> None:
         """asyncio calls it once per turn, before the callbacks run."""
+        now = time.thread_time()
+        self._ready.end_turn(now)
         lanes, crowd = self.selector.lanes, self.selector.crowd
         urgent = [event for event in event_list if lanes.get(event[0].fd) is not crowd]
         process: Callable[..., None] = super()._process_events           # type: ignore[misc]
@@ -186,6 +204,7 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
             numbers = {key.fd for key, _ in of_crowd}
             self.selector.waiting |= numbers
             self._ready.append(asyncio.Handle(self.selector.waiting.difference_update, (numbers,), self))
+        self._ready.begin_turn(now)
 
     def ahead(self, work: Callable[..., Any], *args: Any) -> int:
         """Do `work`; the callbacks that it adds run before those that wait. How many."""
