@@ -12,7 +12,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY ridgeline ridgeline
 RUN pip install --no-cache-dir ".[fast]" \
  && rm -rf /src/build /src/*.egg-info

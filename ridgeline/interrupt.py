@@ -1,7 +1,8 @@
 """Ctrl-C while the modules of a command are imported: one line and exit code 130, as afterwards.
 
-Imported before everything else. A program that imports the package keeps its own handler, and so do child processes. What Python
-does before the first line of the package is out of reach.
+Imported before everything else, and it imports next to nothing itself: until then a Ctrl-C is a traceback. A program that imports
+the package keeps its own handler, and so do child processes. What Python does before the first line of the package is out of
+reach.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Any
 
 
-def _stop(number: int, frame: Any) -> None:
+def _stop(number: int, frame: object) -> None:
     """Not an exception: Python and libraries wrap one that arises in an import into others."""
     os.write(2, b"stopped\n")
     os._exit(130)

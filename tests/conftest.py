@@ -27,6 +27,9 @@ from ridgeline.process import children, embedded, platform
 
 # A shell without a terminal starts background processes with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# With nohup they inherit that of SIGHUP. A handler is not inherited: the tests go on, and their servers can be hung up.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 # An example may take as long as it does on a busy machine.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")

@@ -30,7 +30,7 @@ from ridgeline.engine.core.core import EngineCore, grammar_vocabulary, make_gram
 from ridgeline.engine.core.grammars import COPIES_PER_THREAD, Compiled
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
-from ridgeline.grammar.matcher import Masks, num_threads
+from ridgeline.grammar.masks import Masks, num_threads
 from ridgeline.process import embedded
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 

@@ -3,6 +3,7 @@
 - `format`: JSON Schema lets a reader ignore the ones it does not know. llguidance refuses them.
 - `pattern` with look-around: a few that those libraries write, as expressions without it.
 - `propertyNames`: what it says becomes `properties` or `patternProperties`.
+- `$id`: a name that is no URI reference (griptape writes `Output Format`) is the base of no `$ref`. llguidance refuses it.
 - `{"not": {}}`: allows nothing, which is `false`.
 - `uniqueItems`: a grammar cannot remember what was said. Where it matters and the items are a few listed values, all lists of
   different ones are written out; where it does not matter it is left out.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +37,7 @@ PATTERNS = {
     # pydantic's Decimal: at least one digit
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+\-]?([0-9]+\.?[0-9]*|\.[0-9]+)$",
 }
+_URI = re.compile(r"[A-Za-z0-9\-._~:/?#\[\]@!$&'()*+,;=%]*")         # the characters of RFC 3986
 _TYPES = {str: "string", int: "integer", bool: "boolean"}
 NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"})
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -76,6 +79,8 @@ class _Rewriter:
         if schema.get("not") in ({}, True) and not schema.keys() - {"not"} - NOTES:
             return False
         made = dict(schema)
+        if isinstance(made.get("$id"), str) and not _URI.fullmatch(made["$id"]):
+            del made["$id"]
         for name in _MAPS:
             if isinstance(made.get(name), dict):
                 made[name] = {key: self.of(each) for key, each in made[name].items()}

@@ -15,8 +15,11 @@ import math
 import select
 import selectors
 import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import Context
 from typing import Any
 
 try:
@@ -27,7 +30,8 @@ except ImportError:                  # optional
 OF_CROWD = 16                        # events per turn: of clients' connections, …
 OF_PROBES = 4                        # … and of those that began with a health check: any client can begin with one
 OTHERS = 256
-CALLBACKS = 16                       # per turn, besides those of urgent events; several of them are not `ahead`
+TURN_SECONDS = 0.005                 # of processor time
+CALLBACKS, MOST_CALLBACKS = 16, 128  # per turn, besides those of urgent events; several of them are not `ahead`
 
 
 class Lane:
@@ -45,6 +49,7 @@ class CrowdSelector(selectors.BaseSelector):
     def __init__(self, backlog: Callable[[], int] = lambda: 0) -> None:
         """`backlog`: how many callbacks wait."""
         self.lanes: dict[int, Lane] = {}
+        self.waiting: set[int] = set()                   # whose callbacks wait: to take their events again would add them again
         self._backlog = backlog
         self._keys: dict[int, selectors.SelectorKey] = {}
         self._in: dict[int, select.epoll] = {}           # where each is registered
@@ -60,6 +65,7 @@ class CrowdSelector(selectors.BaseSelector):
         place = self._first if lane is None else lane.epoll
         place.register(number, _asked(events))
         self._in[number] = place
+        self.waiting.discard(number)                     # what waits is cancelled: another connection had the number
         self._keys[number] = key = selectors.SelectorKey(fileobj, number, events, data)
         return key
 
@@ -94,7 +100,7 @@ class CrowdSelector(selectors.BaseSelector):
                 found += lane.epoll.poll(0, most)        # in order: those that are taken go to the end of its list
         ready = []
         for number, event in found:
-            key = self._keys.get(number)
+            key = self._keys.get(number) if number not in self.waiting else None
             mask = _found(event) & key.events if key is not None else 0
             if key is not None and mask:
                 ready.append((key, mask))
@@ -144,18 +150,32 @@ def _found(event: int) -> int:
 
 
 class ReadyQueue(deque[asyncio.Handle]):
-    """The callbacks that are ready. asyncio runs as many per turn as the length says when the turn begins."""
+    """The callbacks that are ready. asyncio runs as many per turn as the length says when the turn begins. Short turns cost more
+    for each callback, so there are as many as take TURN_SECONDS, by what those of earlier turns took."""
 
     def __init__(self) -> None:
         super().__init__()
         self.urgent = 0                                  # at the front, of this turn's events
+        self.most = CALLBACKS                            # of the others
+        self._each = TURN_SECONDS / CALLBACKS            # seconds of one, lately
+        self._began, self._planned = 0.0, 0
+
+    def end_turn(self, now: float) -> None:
+        """`now`: processor time. One turn of slow callbacks is enough for fewer of them in the next."""
+        if self._planned:
+            each = (now - self._began) / self._planned
+            self._each = max(each, self._each + (each - self._each) / 8, 1e-9)
+            self.most = min(max(int(TURN_SECONDS / self._each), CALLBACKS), MOST_CALLBACKS)
+
+    def begin_turn(self, now: float) -> None:
+        self._began, self._planned = now, len(self)
 
     @property
     def size(self) -> int:
         return super().__len__()
 
     def __len__(self) -> int:
-        return min(super().__len__(), self.urgent + CALLBACKS)
+        return min(super().__len__(), self.urgent + self.most)
 
 
 class FrontEndLoop(asyncio.SelectorEventLoop):
@@ -166,22 +186,47 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
         self.selector = CrowdSelector(lambda: queue.size)
         super().__init__(self.selector)
         self._ready = queue
+        self._from_threads: deque[asyncio.Handle] = deque()
 
     def _process_events(self, event_list: list[tuple[selectors.SelectorKey, int]]) -> None:
         """asyncio calls it once per turn, before the callbacks run."""
+        now = time.thread_time()
+        self._ready.end_turn(now)
         lanes, crowd = self.selector.lanes, self.selector.crowd
         urgent = [event for event in event_list if lanes.get(event[0].fd) is not crowd]
         process: Callable[..., None] = super()._process_events           # type: ignore[misc]
-        before = self._ready.size
-        self.ahead(process, urgent)
-        self._ready.urgent = self._ready.size - before
-        process([event for event in event_list if lanes.get(event[0].fd) is crowd])
+        self._ready.urgent = self.ahead(process, urgent)
+        while self._from_threads:
+            self._ready.append(self._from_threads.popleft())
+        of_crowd = [event for event in event_list if lanes.get(event[0].fd) is crowd]
+        process(of_crowd)
+        if of_crowd and self._ready.size > len(self._ready):             # some of them are not for this turn
+            numbers = {key.fd for key, _ in of_crowd}
+            self.selector.waiting |= numbers
+            self._ready.append(asyncio.Handle(self.selector.waiting.difference_update, (numbers,), self))
+        self._ready.begin_turn(now)
 
-    def ahead(self, work: Callable[..., Any], *args: Any) -> None:
-        """Do `work`; the callbacks that it adds run before those that wait."""
-        before = self._ready.size
-        work(*args)
-        self._ready.rotate(self._ready.size - before)
+    def ahead(self, work: Callable[..., Any], *args: Any) -> int:
+        """Do `work`; the callbacks that it adds run before those that wait. How many."""
+        waiting, self._ready = self._ready, ReadyQueue()
+        try:
+            work(*args)
+        finally:
+            added, self._ready = self._ready, waiting
+            waiting.extendleft(reversed(added))
+        return added.size
+
+    def call_soon_threadsafe(                                  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None,
+    ) -> asyncio.Handle:
+        """Those of other threads wait for a turn to begin: amid `ahead` one would overtake what its thread added before."""
+        if threading.get_ident() == self._thread_id:           # type: ignore[attr-defined]
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        self._check_closed()                                   # type: ignore[attr-defined]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._from_threads.append(handle)
+        self._write_to_self()                                  # type: ignore[attr-defined]
+        return handle
 
     def begin(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
         """Give an accepted connection a transport, as connect_accepted_socket() does, without a task for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ridgeline import interrupt
 from ridgeline.__main__ import main
 from ridgeline.interrupt import is_command
 
@@ -25,6 +27,13 @@ def test_ctrl_c_during_the_imports_says_that_it_stopped(tmp_path: Path, module: 
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
     )
     assert (run.returncode, run.stderr) == (130, "stopped\n")
+
+
+def test_little_is_imported_before_ctrl_c_is_taken() -> None:
+    """A Ctrl-C meanwhile is a traceback: `typing`, for one, takes milliseconds."""
+    nodes = list(ast.walk(ast.parse(Path(interrupt.__file__).read_text())))
+    named = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert named | {node.module for node in nodes if isinstance(node, ast.ImportFrom)} <= {"__future__", "os", "signal", "sys"}
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ImportError])

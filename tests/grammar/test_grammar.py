@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import copy
+import ctypes
 import faulthandler
 import importlib.util
 import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -33,15 +35,17 @@ from tokenizers import Tokenizer as HFTokenizer
 from ridgeline import sampling_params
 from ridgeline.engine.client import grammar_check
 from ridgeline.engine.client.grammar_check import GrammarChecker, vocabulary_of
+from ridgeline.engine.core.grammars import Compiled
 from ridgeline.engine.ipc import TO_ENGINE, Add
 from ridgeline.errors import BadRequest, Overloaded, TryAgain
-from ridgeline.grammar import background, compile_worker
+from ridgeline.grammar import background, compile_worker, llguidance_backend
 from ridgeline.grammar.compiler import compile_grammar, make_backend
 from ridgeline.grammar.frames import Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary, Pieces
 from ridgeline.grammar.llguidance_backend import LLGuidance
-from ridgeline.grammar.matcher import Masks, Matcher
+from ridgeline.grammar.masks import Masks
+from ridgeline.grammar.matcher import Matcher
 from ridgeline.messages import Request
 from ridgeline.process import framed_child
 from ridgeline.sampling_params import MAX_GRAMMAR_BYTES, SamplingParams, StructuredOutputs
@@ -326,6 +330,99 @@ def test_the_tokens_of_a_step_with_drafts_are_followed_in_one_call(vocabulary: G
     assert not at.follow_run(tokens) and not run(b"")[0].follow_run([])
 
 
+class Limited:
+    """A library's matcher: it takes tokens from 1 on, and fails at its mask behind a token 9. Masks behind any take that long."""
+
+    def __init__(self, clock: Clock | None = None, seconds: float = 0.0, raises: bool = False) -> None:
+        self.clock, self.seconds, self.raises, self.taken, self.error = clock, seconds, raises, list[int](), ""
+
+    def deep_copy(self) -> Limited:
+        made = copy.copy(self)
+        made.taken = [*self.taken]
+        return made
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        if self.clock is not None and self.taken:
+            self.clock.now += self.seconds
+        if self.taken[-1:] == [9]:
+            self.error = "too many states"
+            if self.raises:
+                raise ValueError(self.error)
+            return
+        ctypes.memset(address, 1 + len(self.taken), size)
+
+    def unsafe_compute_mask_ptr_with_draft_token(self, address: int, size: int, guesses: list[int]) -> None:
+        for place in range(1 + len(guesses)):
+            self.unsafe_compute_mask_ptr(address + place * size, size)
+            if self.error or (guesses[place:] and not self.consume_token(guesses[place])):
+                break
+
+    def consume_token(self, token: int) -> bool:
+        if token:
+            self.taken.append(token)
+        return bool(token) and not self.error
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return [self.consume_token(token) for token in tokens].count(True)
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        return len(tokens)
+
+    def compute_ff_bytes(self) -> bytes:
+        return b"x"
+
+    def is_stopped(self) -> bool:
+        return bool(self.error)
+
+    def is_error(self) -> bool:
+        return bool(self.error)
+
+    def get_error(self) -> str:
+        return self.error
+
+
+def limited(*given: Any, guided: bool = True) -> Matcher:
+    library: Any = Limited(*given)
+    made = Matcher(library, SamplingParams(structured_outputs=StructuredOutputs(regex="limited")), [EOS], lambda _: [1])
+    made._guided = guided
+    return made
+
+
+@pytest.mark.parametrize("guided", [True, False], ids=["llguidance", "xgrammar"])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_mask_along_guesses_that_fails_fails_only_an_answer_that_gets_there(raises: bool, guided: bool) -> None:
+    """The masks before it are those of tokens one by one. Behind it the answer fails as it does without drafts."""
+    for said, fails in (([1, 2], False), ([1, 9], False), ([1, 9, 3], True), ([1, 9, 3, 3], True)):
+        masks, at = Masks(PADDED, 1), limited(None, 0.0, raises, guided=guided)
+        filled = masks.fill([(0, at)], 4, {0: [1, 9, 3]})
+        assert filled is not None and not at.error, at.error
+        assert [row.view(np.uint8)[0] for row in filled[:3]] == [1, 2, 255]
+        followed = at.follow_run(said)
+        assert [followed or at.accept(token) for token in said] == [number < 2 or not fails for number in range(len(said))]
+        assert ("too many states" in at.error) == fails
+        if not fails:
+            assert at.forced(4) == [] and at.allowed([1, 1]) == 0            # the next step has no drafts
+            masks.fill([(0, at)], 1)
+            assert bool(at.error) == (said[-1] == 9)
+        if said == [1, 2]:
+            assert at.accept(3) and at.accept(3)         # more tokens than there were masks for: that step is over
+
+
+@pytest.mark.parametrize("guided", [True, False], ids=["llguidance", "xgrammar"])
+def test_slow_masks_along_guesses_cost_the_drafts_and_not_the_answer(clock: Clock, guided: bool) -> None:
+    """One that takes longer than a mask may; and many that together take longer than a step may, again and again."""
+    for seconds, answers in ((0.6, 1), (0.06, 8)):
+        masks, made = Masks(PADDED, 1), [limited(clock, seconds, guided=guided) for _ in range(answers)]
+        wanted = [(2 * number, at) for number, at in enumerate(made)]
+        for _ in range(3):
+            masks.fill(wanted, 2 * answers, {row: [1] for row, _ in wanted})
+        assert not any(at.error for at in made) and all(at.allowed([1]) == 0 for at in made)
+        assert all(at.accept(1) for at in made)
+        for _ in range(3):
+            masks.fill(list(enumerate(made)), answers)   # without drafts such masks are too slow
+        assert all(at.error for at in made)
+
+
 def test_masks_that_were_filled_ahead_for_answers_that_ended_are_not_the_next_steps(vocabulary: GrammarVocabulary) -> None:
     """All answers of a step end at once, and the next step has other rows, fewer of them, some without a grammar."""
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab"))
@@ -440,7 +537,7 @@ class Taking:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("ridgeline.grammar.matcher.time", made)
+    monkeypatch.setattr("ridgeline.grammar.masks.time", made)
     return made
 
 
@@ -498,7 +595,7 @@ def test_masks_behind_drafts_are_those_of_later_steps(clock: Clock, count: int, 
     for answer in answers:
         copies = [copy.copy(answer) for _ in range(drafts)]
         for each in copies:
-            each.drafted = True
+            each.origin = answer
         wanted += [answer, *copies]
     for _ in range(4):
         masks.fill(list(enumerate(wanted)), len(wanted))
@@ -685,10 +782,28 @@ def test_copies_of_one_grammar_stand_beside_each_other(vocabulary: GrammarVocabu
     monkeypatch.setattr(masks, "_pool", pool)
     masks.fill(list(enumerate(made)), 12)
     masks.advance([(at, a) for at in made], list(enumerate(made)), 12)
-    families = {id(at._matcher): at.family for at in made}
+    families = {id(at._matcher): at.family.number for at in made}
     for listed in (pool.said[0], *pool.rows):
         order = [families[id(each)] for each, _ in listed]
         assert len(order) == 12 and [len(list(group)) for _, group in itertools.groupby(order)] == [4, 4, 4]
+
+
+def test_a_grammar_whose_answers_have_used_up_its_states_is_compiled_again(
+    vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies share the lexer's states. Where there are no more of them, all of these copies fail, and no new one does."""
+    monkeypatch.setitem(llguidance_backend._LIMITS, "max_lexer_states", 300)
+    asked, spelled = StructuredOutputs(regex="(a|b)*a(a|b){11}z|x+y"), vocabulary.pieces.index
+    backend, params = make_backend("llguidance", vocabulary), SamplingParams(structured_outputs=asked)
+    compiled = Compiled(lambda: compile_grammar(backend, asked), 1)
+    masks, letters = Masks(len(vocabulary.pieces), 1), random.Random(0)
+    for _ in range(3):
+        first = compiled.start(params, vocabulary.end_ids, None)
+        assert compiled.has_room(1) and masks.fill([(0, first)], 1) is not None and first.accept(spelled(b"x")), first.error
+        greedy = compiled.start(params, vocabulary.end_ids, None)
+        while not greedy.error and greedy.accept(spelled(letters.choice([b"a", b"b"]))):
+            masks.fill([(0, greedy)], 1)
+        assert "too many states" in greedy.error and not compiled.has_room(1)        # else it is not compiled in the thread
 
 
 def test_where_threads_cannot_tell_each_is_told_alone(vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,8 @@ from ridgeline.engine.core.loop import load
 from ridgeline.engine.ipc import TO_ENGINE, Loading, Ready, Vocabulary
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.grammar.fill_thread import FillThread
-from ridgeline.grammar.matcher import Masks, Matcher
+from ridgeline.grammar.masks import Masks
+from ridgeline.grammar.matcher import Matcher
 from ridgeline.messages import Request, StepResult, TokenDelta
 from ridgeline.ops.sampling.sample import CHOICE, sample_reference
 from ridgeline.runner import sampler as sampler_module
@@ -299,7 +300,7 @@ def test_the_other_library_keeps_answers_in_their_language(other: LLM) -> None:
 
 
 def test_many_answers_to_one_grammar_compile_it_often_enough_for_threads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda: 3)
+    monkeypatch.setattr("ridgeline.grammar.masks.num_threads", lambda: 3)
     monkeypatch.setattr("ridgeline.engine.core.grammars.num_threads", lambda: 3)
     monkeypatch.setattr(llm.core.grammars, "_masks", None)
     regex = "[a-z]{40,60}Z"                              # new to the engine
@@ -312,7 +313,7 @@ def test_many_answers_to_one_grammar_compile_it_often_enough_for_threads(llm: LL
     assert answers(alone) == answers(outputs[7:8])
     monkeypatch.setattr("ridgeline.engine.core.grammars.COPIES_PER_THREAD", 1)
     for threads, copies in ((3, 3), (1, 1)):             # not more often than threads have use for, nor for one of them
-        monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr("ridgeline.grammar.masks.num_threads", lambda threads=threads: threads)
         monkeypatch.setattr("ridgeline.engine.core.grammars.num_threads", lambda threads=threads: threads)
         again = regex + "Y" * threads
         llm.generate(["Hello"] * 20, [asks(seed, regex=again, max_tokens=1) for seed in range(20)], use_tqdm=False)
@@ -462,8 +463,8 @@ def test_answers_are_the_same_where_masks_are_filled_while_results_are_taken_in(
     started: list[Callable[[], object]] = []
     start = FillThread.start
     monkeypatch.setattr(FillThread, "start", lambda self, call: (started.append(call), start(self, call))[1])
-    monkeypatch.setattr("ridgeline.grammar.matcher.num_threads", lambda: 3)
-    monkeypatch.setattr("ridgeline.grammar.matcher.STEP_SECONDS", float("inf"))          # a busy machine is not a slow grammar
+    monkeypatch.setattr("ridgeline.grammar.masks.num_threads", lambda: 3)
+    monkeypatch.setattr("ridgeline.grammar.masks.STEP_SECONDS", float("inf"))          # a busy machine is not a slow grammar
     assert answers(overlapped.generate(prompts, params, use_tqdm=False)) == expected
     assert len(started) > (0 if drafts else 20)
     overlapped.close()
@@ -550,7 +551,7 @@ def test_answers_of_a_heavy_grammar_leave_others_short_steps(model: Path, monkey
     heavy, light = asks(1, regex="heavy[a-z]{300}", n=64), asks(2, regex="[a-z]{60}")
     free = SamplingParams(seed=3, max_tokens=60, ignore_eos=True)
     alone = answers(made.generate(["Hello"] * 2, [light, free], use_tqdm=False))
-    monkeypatch.setattr("ridgeline.grammar.matcher.time", Clock)
+    monkeypatch.setattr("ridgeline.grammar.masks.time", Clock)
     monkeypatch.setattr(Matcher, "__init__", start)
     core, prompt, spent = made.core, made.get_tokenizer().encode("Hello"), list[float]()
     for name, params in (("light", light), ("free", free), ("heavy", heavy)):

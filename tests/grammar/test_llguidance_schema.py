@@ -36,6 +36,8 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> GrammarVocabulary:
     (RECORD | {"propertyNames": {"$ref": "#/$defs/C"}, "$defs": {"C": {"enum": ["a"], "title": "C", "type": "string"}}},
      '{"a": 1}', '{"b"'),                                                                           # Dict[C, int]
     (RECORD | {"propertyNames": {"type": "string", "pattern": "^[a-z]{2}$"}}, '{"ab": 1}', '{"a1"'),
+    (RECORD | {"$id": "Output Format"}, '{"x": 1}', '{"x": "1"'),                                     # griptape
+    ({"anyOf": [RECORD | {"$id": "a b"}]}, '{"x": 1}', '{"x": "1"'),
     ({"type": "string", "format": "path"}, '"/tmp/x"', "1"),                                        # pathlib.Path
     ({"type": "string", "format": "nanoid", "pattern": "^[a-z]{3}$"}, '"abc"', '"abcd"'),              # the pattern still holds
     ({"type": "string", "format": "uuid4"}, '"01234567-89ab-4def-8123-456789abcdef"', '"01234567-89ab-1'),

@@ -27,6 +27,7 @@ from ridgeline.runner.start.kernel_steps import KernelStep, run_step
 from ridgeline.sampling_params import SamplingParams
 
 worker.load_weights = lambda *args: None                 # no kernel reads them
+worker.CAPTURE_SECONDS = float("inf")                    # all graphs, however busy this machine is
 core = EngineCore.start(EngineConfig.of(
     model=str(write_shape("llama-3.2-1b", 2)), load_format="dummy", skip_tokenizer_init=True, max_num_seqs=16,
     num_gpu_blocks_override=400,

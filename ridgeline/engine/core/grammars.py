@@ -21,7 +21,8 @@ from ridgeline.grammar.compiler import compile_grammar, compiled_bytes, make_bac
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
 from ridgeline.grammar.interface import Backend, LibraryMatcher
-from ridgeline.grammar.matcher import Masks, Matcher, Room, Spell, num_threads
+from ridgeline.grammar.masks import Masks, Room, num_threads
+from ridgeline.grammar.matcher import Family, Matcher, Spell
 from ridgeline.messages import Request
 from ridgeline.process.log import get_logger
 from ridgeline.sampling_params import SamplingParams
@@ -42,12 +43,16 @@ class Compiled:
     answers would wait for each other. So a grammar with many answers at once is compiled again for every few of them, and a new
     answer goes to the compilation with the fewest. There are several for each thread, because a few masks take fifty times as
     long as the others, and other threads should be able to steal the rows behind them. One per answer would learn too slowly.
+
+    What copies have learnt is limited. Beyond the limit all of them fail, and so would every new one: answers that begin later
+    get a new compilation.
     """
 
     def __init__(self, make: Callable[[], LibraryMatcher], most: int) -> None:
         began = time.thread_time()
         self._make = make
         self._prototypes = [make()]
+        self._families = [Family(self.first)]
         self._alive: list[weakref.WeakSet[Matcher]] = [weakref.WeakSet()]
         self._most = max(1, min(most, int(COPIES_SECONDS / max(time.thread_time() - began, 1e-6))))
         self._lock = threading.Lock()
@@ -61,18 +66,27 @@ class Compiled:
 
     def has_room(self, answers: int) -> bool:
         """This many more answers can begin without compiling it again."""
+        if any(family.is_spent for family in self._families):
+            return False
         return len(self) == self._most or sum(map(len, self._alive)) + answers <= ENOUGH * len(self)
 
     def start(self, params: SamplingParams, end_ids: Sequence[int], spell: Spell | None) -> Matcher:
         """A matcher for another answer."""
         with self._lock:
+            for number in range(len(self)):
+                if self._families[number].is_spent:
+                    self._put(number)
             if not self.has_room(1):
-                self._prototypes.append(self._make())
-                self._alive.append(weakref.WeakSet())
+                self._put(len(self))
             fewest = min(range(len(self)), key=lambda number: len(self._alive[number]))
-            made = Matcher(self._prototypes[fewest], params, end_ids, spell)
+            made = Matcher(self._prototypes[fewest], params, end_ids, spell, self._families[fewest])
             self._alive[fewest].add(made)
         return made
+
+    def _put(self, number: int) -> None:
+        """Compile it again, in this place."""
+        compiled, here = self._make(), slice(number, number + 1)
+        self._prototypes[here], self._families[here], self._alive[here] = [compiled], [Family(compiled)], [weakref.WeakSet()]
 
 
 class Grammars:

@@ -23,7 +23,7 @@ from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.server.api.other_names import GRAMMARS, OtherNames
 from ridgeline.server.api.request_checks import forget, refuse
-from ridgeline.server.parse.closed_schema import closed
+from ridgeline.server.api.response_format import asked_format
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
@@ -177,9 +177,11 @@ class GenerationRequest(OtherNames, forbid_unknown_fields=True, kw_only=True):
         if self.structured_outputs is not None:
             asked["structured_outputs"] = self.structured_outputs
         for name, kind in GRAMMARS.items():
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            # Clients for old and new vLLM (guidance's) send a grammar under both names.
+            if value is not None and asked.get("structured_outputs") != {kind: value}:
                 asked[name] = {kind: value}
-        if (form := _response_format(self.response_format)) is not None:
+        if (form := asked_format(self.response_format)) is not None:
             asked["response_format"] = form
         if not asked:
             return None
@@ -216,7 +218,7 @@ class GenerationRequest(OtherNames, forbid_unknown_fields=True, kw_only=True):
             if not error.field.startswith("structured_outputs.") or self.structured_outputs is not None:
                 raise
             name = next((name for name in GRAMMARS if getattr(self, name) is not None), "tools")
-            if _response_format(self.response_format) is not None:
+            if asked_format(self.response_format) is not None:
                 name = "response_format"
             raise error.renamed(error.field, name) from None
 
@@ -240,42 +242,6 @@ def structured_outputs(name: str, **fields: Any) -> StructuredOutputs:
         if name == "structured_outputs" or not error.field.startswith("structured_outputs."):
             raise
         raise error.renamed(error.field, name) from None
-
-
-def _response_format(given: Any) -> dict[str, Any] | None:
-    """As fields of StructuredOutputs."""
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    if given is None:
-        return None
-    if kind not in ("text", "json_object", "json_schema"):
-        message = f"response_format.type must be text, json_object or json_schema; got {shown(given)}"
-        raise BadRequest(message, field="response_format.type")
-    if kind == "json_object" and isinstance(given.get("schema"), Mapping):           # the form of llama.cpp and others
-        kind, given = "json_schema", {"type": "json_schema", "json_schema": {"schema": given["schema"]}} | {
-            name: value for name, value in given.items() if name not in ("type", "schema")
-        }
-    for name, value in given.items():
-        if name == "json_schema" and kind != name and value is not None:
-            message = f"response_format.json_schema belongs to the type json_schema; this one is {kind}"
-            raise BadRequest(message, field="response_format.json_schema")
-        if name not in ("type", "json_schema") and value is not None:
-            raise BadRequest(f"response_format has the unknown field {shown(name)}", field="response_format")
-    if kind != "json_schema":
-        return {"json_object": True} if kind == "json_object" else None
-    return {"json": closed(_schema_of(given.get("json_schema")))}
-
-
-def _schema_of(given: Any) -> Mapping[str, Any]:
-    """The schema in response_format.json_schema."""
-    match given:
-        case {"schema": Mapping() as schema, **rest}:
-            for name in rest:
-                if name not in ("name", "description", "strict"):
-                    message = f"response_format.json_schema has the unknown field {shown(name)}"
-                    raise BadRequest(message, field="response_format.json_schema")
-            return schema
-    message = "response_format.json_schema needs a name and a schema, which is an object"
-    raise BadRequest(message, field="response_format.json_schema")
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

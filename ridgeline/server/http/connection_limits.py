@@ -66,6 +66,8 @@ class Arriving:
     in_message: bool = False         # it has begun to arrive and is incomplete
     in_body: bool = False
     is_coded: bool = False           # it has a Transfer-Encoding
+    is_offer: bool = False           # its head is complete and valid, and offers another protocol: see begin_again
+    tail: bytes = b""                # the last bytes of its head, which may end with the next ones
     length: int | None = None        # the body's declared length
     hosts: int = 0
     headers: int = 0                 # trailers among them
@@ -86,7 +88,7 @@ def end_request(cycle: RequestResponseCycle) -> None:
 
 
 def begin_again(protocol: HttpToolsProtocol) -> bytes:
-    """The head that has come, for a new parser, without its offer to change to another protocol, which a server may ignore. The
+    """The whole head, for a new parser, without its offer to change to another protocol, which a server may ignore. The
     parser takes what follows such a head for that protocol: the body would be lost, and read as a request of its own. Java's
     client offers HTTP/2 on every new connection."""
     old, headers = protocol.parser, protocol.headers
@@ -177,7 +179,10 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             end = self._end_of_part(data, place)
             self._unparsed += end - place
-            super().data_received(data if end - place == len(data) else data[place:end])
+            part = data if end - place == len(data) else data[place:end]
+            tail = (self._arriving.tail + part[-3:])[-3:]
+            super().data_received(part)
+            self._arriving.tail = b"" if self._arriving.in_body else tail
             place = end
             # An endless header, chunk extension or trailer: the parser buffers it without a callback.
             if self._unparsed > MAX_HEAD and not self._refused:
@@ -192,6 +197,10 @@ class LimitedProtocol(HttpToolsProtocol):
         now = self._arriving
         if now.in_body:
             return min(len(data), place + (PIECE if now.length is None else max(1, now.length - now.body_bytes)))
+        before = now.tail
+        found = (before + data[place:place + 3]).find(b"\r\n\r\n") if before else -1
+        if found >= 0:                                   # it began in what came before
+            return place + found + 4 - len(before)
         found = data.find(b"\r\n\r\n", place)
         return len(data) if found < 0 else found + 4
 
@@ -244,14 +253,10 @@ class LimitedProtocol(HttpToolsProtocol):
         """Called when the parser stopped: at invalid HTTP, or because a callback stopped it."""
         if self._limit is not None:
             self._refuse(self._limit.status, str(self._limit))
-        elif self._offers_upgrade:
+        elif self._arriving.is_offer:                    # else the head is wrong: what has come of it may be valid
             super().data_received(begin_again(self))
         else:
             self._refuse(400, "this is not a valid HTTP request")
-
-    @property
-    def _offers_upgrade(self) -> bool:
-        return any(name == b"upgrade" for name, _ in self.headers)
 
     # -- the parser's callbacks ----------------------------------------------------------------------------------------
 
@@ -297,8 +302,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._unparsed = 0
-        if self._offers_upgrade:
+        if any(name == b"upgrade" for name, _ in self.headers):
+            self._arriving.is_offer = True
             raise UpgradeOffered
+        if self.parser.get_method() == b"CONNECT":                # the parser reads no body of it: that would be a request
+            self._stop(400, "this server is not a proxy")
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1") or (version == "1.0" and self._arriving.is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")

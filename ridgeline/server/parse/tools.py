@@ -101,8 +101,8 @@ def _choice(choice: Any, names: list[str]) -> tuple[str, Iterable[str]]:
             return choice, names
         case "any":                                      # Mistral's word
             return "required", names
-        case {"type": "function", "function": {"name": str(name)} as function}:
-            only(choice, "tool_choice", "type", "function")
+        case {"function": {"name": str(name)} as function} if choice.get("type", "function") == "function":
+            only(choice, "tool_choice", "type", "function")      # without a type as huggingface_hub sends it, and vLLM takes it
             only(function, "tool_choice.function", "name")
             return "named", _known([name], names)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)} as allowed}:

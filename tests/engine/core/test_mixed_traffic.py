@@ -12,7 +12,7 @@ from test_verification import Run, knows, with_grammars
 from tiny_configs import VOCAB
 from tiny_models import save_checkpoint
 
-from ridgeline.grammar import matcher
+from ridgeline.grammar import masks
 from ridgeline.messages import Request
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
 
@@ -42,7 +42,7 @@ def requests(seed: int) -> list[Request]:
 @pytest.mark.parametrize("seed", range(16))
 def test_overlap_and_drafts_change_nothing(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks are filled by several threads, some of them a step ahead, as on a machine with many cores."""
-    monkeypatch.setattr(matcher, "num_threads", lambda: 3)
+    monkeypatch.setattr(masks, "num_threads", lambda: 3)
     model = save_checkpoint("qwen3", tmp_path, tie_word_embeddings=False)
     rng = random.Random(1000 + seed)
     options = PLAIN | {"max_num_seqs": rng.choice([4, 9, 16]), "enable_prefix_caching": True,

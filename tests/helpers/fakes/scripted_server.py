@@ -25,6 +25,7 @@ from ridgeline.engine.ipc import Ready
 from ridgeline.errors import RidgelineError
 from ridgeline.messages import Logprobs, TokenDelta
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.server.event_loop import new_event_loop
 from ridgeline.server.http.keys import Keys
 from ridgeline.server.lifecycle import HttpServer, address_of, bind
 from ridgeline.server.options import ServerOptions
@@ -148,7 +149,11 @@ class ScriptedServer:
         self._listener = bind(self.service.options)
         self.url = address_of(self._listener, "http")
         self._started = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:      # as a server's process does
+            runner.run(self._serve())
 
     async def _serve(self) -> None:
         self._server = HttpServer(self.service)

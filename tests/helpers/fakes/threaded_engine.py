@@ -11,7 +11,7 @@ from typing import Any
 from llguidance import LLExecutor
 
 from ridgeline.engine.core.engine_process import main
-from ridgeline.grammar import matcher
+from ridgeline.grammar import masks
 
 VARIABLE = "RIDGELINE_TEST_POOL"
 
@@ -34,5 +34,5 @@ class Counted:
 
 if __name__ == "__main__":
     os.cpu_count = lambda: 4
-    matcher.make_pool = Counted                          # type: ignore[assignment]
+    masks.make_pool = Counted                          # type: ignore[assignment]
     sys.exit(main(sys.argv[1]))

@@ -300,3 +300,11 @@ def test_an_engine_compiles_what_is_not_there(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setenv("CC", "no-such-compiler")
     assert native.library.__wrapped__() is None
     assert "decoding is slower: no C compiler: no-such-compiler" in caplog.text
+
+
+def test_the_container_image_has_the_kernels() -> None:
+    """setup.py compiles them into the package. In the cache alone they lie in a volume, which may be that of an older image."""
+    root = Path(__file__).resolve().parents[3]
+    copied = re.findall(r"^COPY (.+) \./$", (root / "Dockerfile").read_text(), re.MULTILINE)[0].split()
+    let_in = re.findall(r"^!(.+)$", (root / ".dockerignore").read_text(), re.MULTILINE)
+    assert "setup.py" in copied and set(copied) <= set(let_in) and all((root / name).is_file() for name in copied)

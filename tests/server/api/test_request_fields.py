@@ -732,16 +732,28 @@ def test_what_the_parameters_hold_is_not_kept_twice() -> None:
     assert request.stop is request.bad_words is request.allowed_token_ids is request.logit_bias is None
 
 
-@pytest.mark.parametrize("more", [{"separate_reasoning": False}, {"reasoning_format": "none"}, {}, {"reasoning_format": "auto"}])
+@pytest.mark.parametrize("more", [
+    {"separate_reasoning": False}, {"reasoning_format": "none"}, {}, {"reasoning_format": "auto"},
+    {"reasoning_format": "raw"}, {"reasoning_format": "parsed"},                                         # Groq's
+])
 def test_reasoning_may_be_part_of_the_content(more: dict[str, Any]) -> None:
     request = chat_of(**more)
     writer = ChatWriter(request, request.params({}), "id", "tiny", None, Reading(reasoning=True))
     events: list[Any] = [Reasoning("so "), Content("yes")]
-    joined = more.get("separate_reasoning") is False or more.get("reasoning_format") == "none"
+    joined = more.get("separate_reasoning") is False or more.get("reasoning_format") in ("none", "raw")
     message = writer._message(events)
     assert message.content == ("so yes" if joined else "yes")
     assert message.reasoning_content == (UNSET if joined else "so ")
     assert [delta.content for delta in writer._deltas(events)] == (["so ", "yes"] if joined else [None, "yes"])
+
+
+@pytest.mark.parametrize("more", [{"include_reasoning": False}, {"reasoning_format": "hidden"}])
+def test_reasoning_may_be_left_out(more: dict[str, Any]) -> None:
+    request = chat_of(**more)
+    message = ChatWriter(request, request.params({}), "id", "tiny", None, Reading(reasoning=True))._message(
+        [Reasoning("so "), Content("yes")]
+    )
+    assert (message.content, message.reasoning_content) == ("yes", UNSET)
 
 
 def test_thinking_is_switched_by_a_field_of_its_own() -> None:

@@ -316,6 +316,7 @@ def test_the_choice_of_tools() -> None:
     assert tool_use(both, "any", True).mode == "required"               # Mistral's word
     named = tool_use(both, {"type": "function", "function": {"name": "g"}}, True)
     assert (named.mode, named.names, named.schema()) == ("named", ["g"], {"type": "object"})
+    assert tool_use(both, {"function": {"name": "g"}}, True).names == ["g"]      # huggingface_hub's
     allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
     some = tool_use(both, {"type": "allowed_tools", "allowed_tools": allowed}, False)
     assert (some.mode, some.names) == ("required", ["f"])
@@ -333,6 +334,7 @@ def test_the_choice_of_tools() -> None:
         ([tool(strict=1)], None, "tools[0].function.strict"),
         ([tool(descripton="x")], None, "'descripton'"),
         ([tool()], "maybe", "tool_choice must be one of"),
+        ([tool()], {"type": "custom", "function": {"name": "f"}}, "tool_choice must be one of"),
         ([tool()], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["f"]}}, "by their names"),
         ([tool()], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "at least one"),
         ([tool()], {"type": "function", "function": {"name": "h"}}, "not among the tools"),

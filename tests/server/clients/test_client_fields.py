@@ -35,6 +35,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]
         yield server
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
 def parsed(kind: type[Any], **fields: Any) -> Any:
     needed = {
         ChatRequest: {"messages": [USER]}, CompletionRequest: {"prompt": "Hi"}, EmbeddingRequest: {"input": "Hi"},
@@ -125,12 +128,52 @@ def test_templates_get_documents_and_whole_objects() -> None:
 
 
 def test_a_schema_beside_json_object() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    ours = parsed(ChatRequest, response_format={"type": "json_object", "schema": schema}).structured()
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    ours = parsed(ChatRequest, response_format={"type": "json_object", "schema": SCHEMA}).structured()
     assert ours is not None and ours.kind == "json" and ours == parsed(ChatRequest, response_format=named).structured()
     with pytest.raises(BadRequest, match="unknown field 'shema'"):
-        parsed(ChatRequest, response_format={"type": "json_object", "shema": schema}).structured()
+        parsed(ChatRequest, response_format={"type": "json_object", "shema": SCHEMA}).structured()
+
+
+@pytest.mark.parametrize(("form", "meant"), [
+    ({"type": "json_object", "value": SCHEMA}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),   # huggingface_hub
+    ({"type": "json", "value": SCHEMA}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),          # TGI
+    ({"type": "json_schema", "schema": SCHEMA}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),  # Together
+])
+def test_a_schema_as_clients_of_other_servers_send_it(form: dict[str, Any], meant: dict[str, Any]) -> None:
+    asked = parsed(ChatRequest, response_format=form).structured()
+    assert asked is not None and asked.kind == "json" and asked == parsed(ChatRequest, response_format=meant).structured()
+
+
+@pytest.mark.parametrize("name", ["value", "pattern"])                   # TGI's and Together's
+def test_a_regular_expression_as_a_response_format(name: str) -> None:
+    form = {"type": "regex", name: "[0-9]{3}"}
+    assert parsed(ChatRequest, response_format=form).structured() == parsed(ChatRequest, guided_regex="[0-9]{3}").structured()
+
+
+@pytest.mark.parametrize(("form", "reason"), [
+    ({"type": "regex"}, "needs a pattern"),
+    ({"type": "regex", "pattern": 3}, "needs a pattern"),
+    ({"type": "regex", "pattern": "a", "value": "b"}, "unknown field 'value'"),
+    ({"type": "json_object", "value": "a"}, "unknown field 'value'"),
+    ({"type": "json_object", "pattern": "a"}, "unknown field 'pattern'"),
+    ({"type": "json_object", "schema": SCHEMA, "json_schema": {"schema": {}}}, "unknown field 'schema'"),
+    ({"type": "json"}, "type must be text, json_object, json_schema or regex"),
+])
+def test_a_response_format_that_says_too_little_or_two_things(form: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRequest, match=reason) as failed:
+        parsed(ChatRequest, response_format=form).structured()
+    assert failed.value.field.startswith("response_format")
+
+
+def test_one_grammar_under_its_old_and_its_new_name() -> None:
+    """As guidance's client for vLLM sends it."""
+    grammar = 'start: "a" | "b"'
+    alone = parsed(ChatRequest, structured_outputs={"grammar": grammar}).structured()
+    assert alone is not None
+    assert parsed(ChatRequest, structured_outputs={"grammar": grammar}, guided_grammar=grammar).structured() == alone
+    with pytest.raises(BadRequest, match="give one"):
+        parsed(ChatRequest, structured_outputs={"grammar": grammar}, guided_grammar='start: "c"').structured()
 
 
 def test_anthropics_older_name_of_a_format() -> None:

@@ -286,6 +286,45 @@ def test_an_offer_of_another_protocol_is_ignored(server: ScriptedServer, headers
 
 
 @pytest.mark.reliability("H-08e")
+@pytest.mark.parametrize("last", [1, 2, 3, 4], ids=lambda last: f"{last} bytes of its end come with the body")
+def test_the_head_of_an_offer_may_end_in_another_packet(server: ScriptedServer, last: int) -> None:
+    """The parser stops at the end of the head, and does not say where that was: the body that came with it must not be lost."""
+    head, body = request(CHAT, "1.1", "Connection: Upgrade", "Upgrade: h2c")
+    third = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + head[:-last])
+        answer = connection.recv(65536)                  # the first part has been read
+        connection.sendall(head[-last:] + body + third)
+        while part := connection.recv(65536):
+            answer += part
+    assert answer.count(b"HTTP/1.1 200 OK") == 3 and answer.count(b"HTTP/1.1 ") == 3 and answer.count(TEXT.encode()) == 1
+
+
+@pytest.mark.reliability("H-08e")
+@pytest.mark.parametrize("wrong", [
+    "Content-Length: 0\r\nContent-Length: 44", "Content-Length: 0\r\nTransfer-Encoding: chunked", "X: a\r\n Content-Length: 44",
+    "X: a\r\nNo colon\r\nContent-Length: 44", "Content-Length : 44", "X: a\nContent-Length: 44",
+], ids=["two lengths", "a length and chunks", "a folded line", "no colon", "a space", "a bare line feed"])
+def test_an_offer_with_a_wrong_head_is_refused(server: ScriptedServer, wrong: str) -> None:
+    """Without the lines from the wrong one on it would be valid, and its body the next request."""
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n{wrong}\r\n\r\n"
+    answer = exchange(server, head.encode() + b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.reliability("H-08e")
+@pytest.mark.parametrize("offer", ["", "Upgrade: h2c\r\n"], ids=["alone", "with an offer"])
+@pytest.mark.parametrize("url", ["/health", "http://localhost/health", "localhost:80"])
+def test_the_body_of_a_connect_is_no_request(server: ScriptedServer, url: str, offer: str) -> None:
+    inner = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = f"CONNECT {url} HTTP/1.1\r\nHost: localhost\r\n{offer}Content-Length: {len(inner)}\r\n\r\n"
+    answer = exchange(server, head.encode() + inner)
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.reliability("H-08e")
 def test_requests_that_do_not_wait_for_answers_are_answered_in_order(server: ScriptedServer) -> None:
     first, second = b"".join(request(CHAT | {"n": 1})), b"".join(request(CHAT | {"stream": True}))
     third = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"

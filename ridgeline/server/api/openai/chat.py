@@ -158,7 +158,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None               # false: the reasoning is part of the content
-    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None       # llama.cpp's name of the same
+    # The same by llama.cpp's values, and by Groq's: raw is part of the content, hidden is left out.
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy", "raw", "parsed", "hidden"] | None = None
     enable_thinking: bool | None = None                  # a variable of the template
     thinking: ThinkingSwitch | None = None
 
@@ -325,8 +326,8 @@ class ChatWriter(Writer):
         self._parsers: dict[int, MessageParser | None] = {}      # by choice
         self._echoed = request.echoed()
         self._old_names = bool(request.functions)                # function_call instead of tool_calls
-        self._hide_reasoning = request.include_reasoning is False
-        self._joins_reasoning = request.separate_reasoning is False or request.reasoning_format == "none"
+        self._hide_reasoning = request.include_reasoning is False or request.reasoning_format == "hidden"
+        self._joins_reasoning = request.separate_reasoning is False or request.reasoning_format in ("none", "raw")
 
     # -- streamed ------------------------------------------------------------------------------------------------------
 
