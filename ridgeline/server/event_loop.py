@@ -208,13 +208,14 @@ class FrontEndLoop(asyncio.SelectorEventLoop):
 
     def ahead(self, work: Callable[..., Any], *args: Any) -> int:
         """Do `work`; the callbacks that it adds run before those that wait. How many."""
-        waiting, self._ready = self._ready, ReadyQueue()
+        added: deque[asyncio.Handle] = deque()
+        waiting, self._ready = self._ready, added        # type: ignore[assignment]
         try:
             work(*args)
         finally:
-            added, self._ready = self._ready, waiting
+            self._ready = waiting
             waiting.extendleft(reversed(added))
-        return added.size
+        return len(added)
 
     def call_soon_threadsafe(                                  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None,

@@ -299,6 +299,14 @@ def fp8_layer(weights: Weights, i: int, x: Tensor, attended: Tensor, multiply: M
     return multiply(*gated_fp8_rows(multiply(codes, scale, *each["gate_up"]), "silu", paired), *each["down"])
 
 
+def facts(predicted: dict[str, str]) -> dict[str, Any]:
+    """How a record of this study begins."""
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu_facts(), "commit": commit(),
+        "versions": {"torch": torch.__version__, "triton": __import__("triton").__version__}, "predicted": predicted,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default=str(Path(__file__).with_name("result.json")))
@@ -307,10 +315,7 @@ def main() -> None:
     began = time.time()
     weights = Weights()
     torch.cuda.synchronize()
-    result: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu_facts(), "commit": commit(),
-        "versions": {"torch": torch.__version__, "triton": __import__("triton").__version__}, "predicted": PREDICTED,
-    }
+    result = facts(PREDICTED)
     for name, part in (("errors", lambda: errors(weights)), ("chain_ms_of_32_layers", lambda: chain(weights, args.rows)),
                        ("microseconds", lambda: matrices(weights, args.rows))):
         result[name] = part()

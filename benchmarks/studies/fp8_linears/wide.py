@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from run import LAYERS, MATRICES, Weights, timed
+from run import LAYERS, MATRICES, Weights, facts, timed
 from torch import Tensor
 
-from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.record import commit
 from ridgeline.ops.activation import gated_activation_reference
 from ridgeline.ops.linear.fp8_rows import fp8_rows, gated_fp8_rows, normed_fp8_rows
 from ridgeline.ops.linear.gemm_wide import wide_gemm
@@ -115,10 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     weights = Weights()
     torch.cuda.synchronize()
-    result: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "gpu": gpu_facts(), "commit": commit(),
-        "versions": {"torch": torch.__version__, "triton": __import__("triton").__version__}, "predicted": PREDICTED,
-    }
+    result = facts(PREDICTED)
     for name, part in (
         ("errors", lambda rows: errors(weights, rows)), ("chain_ms_of_32_layers", lambda rows: chain(weights, rows, args.turns)),
         ("microseconds", lambda rows: single(weights, rows)),

@@ -106,6 +106,11 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
     return len(x) > 0 and x.stride(1) == 1 and multiplies(weight)
 
 
+def _has_kernels(x: Tensor, weight: Tensor) -> bool:
+    """For what ops do not choose by themselves: quantised rows, and linears with a gate."""
+    return _supports(Site(x.device.type, x.dtype, x.shape[1])) and kernels_are_used() and _suits(x, weight)
+
+
 def _takes_codes(rows: int, weight: Tensor, scale: Tensor) -> bool:
     """cuBLAS has no product with scales for blocks of the weight and one for each row of x."""
     return _choice(rows, weight, scale).kernel not in ("expand", "scaled_mm_blocks")
@@ -145,7 +150,7 @@ def multiplied(rows: Fp8Rows, weight: Tensor, scale: Tensor, bias: Tensor | None
 
 def gated_rows(x: Tensor, gate: str, weight: Tensor, scale: Tensor) -> Fp8Rows | None:
     """The gated activation of x [T, 2 I] as quantised rows for that weight; None: this device has no kernel for them."""
-    if not (_supports(Site(x.device.type, x.dtype, x.shape[1])) and kernels_are_used() and _suits(x, weight)):
+    if not _has_kernels(x, weight):
         return None
     if not _takes_codes(len(x), weight, scale):
         return None
@@ -158,7 +163,7 @@ def gated_one_row(
     gate: str, following: tuple[Tensor, Tensor], *, norm_offset: float = 0.0,
 ) -> tuple[OneRow, Tensor] | None:
     """(the gated activation of a single normed row, x + residual), for the weight and scale that follow; None: no kernel."""
-    if not (_supports(Site(x.device.type, x.dtype, x.shape[1])) and kernels_are_used() and _suits(x, weight)):
+    if not _has_kernels(x, weight):
         return None
     plan = _one_row_plan(x, weight, scale, gated=True)
     if plan is None or not multiplies(following[0]) or _one_row_plan(x, *following, known=True) is None:
@@ -174,7 +179,7 @@ def gated_linear(
     gate: str, *, norm_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor] | None:
     """(the gated activation of the linear of normed rows, x + residual) where one GEMM has both; None: no such kernel."""
-    if not (_supports(Site(x.device.type, x.dtype, x.shape[1])) and kernels_are_used() and _suits(x, weight)):
+    if not _has_kernels(x, weight):
         return None
     outputs, inputs = weight.shape
     kernel, plan, _ = choose(_format(weight, scale), len(x), outputs // 2, inputs, True, device_facts(weight.device))

@@ -45,7 +45,6 @@ if HAS_GLUON:
         lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
         return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
 
-PROMOTED = 1                         # blocks of 128 e4m3 products that are summed before they are added in float32
 # Neighbouring blocks of the same weight rows are requested together. One at a time is slower, and so are four: too many stages
 # of a ring of five then wait for each other.
 RUN = 2
@@ -213,12 +212,12 @@ def _multiply(  # type: ignore[no-untyped-def]
     items, blocks, rows, outputs, scale_stride,
     FIRST: gl.constexpr, TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr,
     STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr,
-    BIAS: gl.constexpr, SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr, LINE: gl.constexpr, PROMOTED: gl.constexpr,
+    BIAS: gl.constexpr, SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr, LINE: gl.constexpr,
 ):
     """Four warps: rows FIRST to FIRST + 64 of every item.
 
-    SCALED: 8-bit codes. The tensor cores truncate sums of e4m3 products to about 11 bits, so PROMOTED blocks are summed on
-    their own, and these sums are added in float32; with BLOCK_SCALED each is multiplied by the scale of its block first. Sums
+    SCALED: 8-bit codes. The tensor cores truncate sums of e4m3 products to about 11 bits, so the products of a block are summed
+    on their own, and these sums are added in float32; with BLOCK_SCALED each is multiplied by the scale of its block first. Sums
     of int8 products are exact. Registers have no room for two sums of 256 weight rows, and the compiler no product of int8 codes
     with them: such a tile has HALVES.
     """
@@ -246,7 +245,7 @@ def _multiply(  # type: ignore[no-untyped-def]
                     scale = gl.load(
                         scale_ptr + item // SPLITS * STEP // BLOCK_SCALED * scale_stride + line, mask=line < blocks, other=0.0
                     )
-                running = warpgroup_mma(left, right, part, use_acc=block % PROMOTED > 0, is_async=True)
+                running = warpgroup_mma(left, right, part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[running])
                 if HALVES == 2:
                     sums += part
@@ -269,11 +268,8 @@ def _multiply(  # type: ignore[no-untyped-def]
                     rest += part
                 elif BLOCK_SCALED > 0:
                     sums += part * scale
-                elif block % PROMOTED == PROMOTED - 1:
+                else:
                     sums += part
-        if LINES and BLOCK_SCALED == 0 and HALVES == 1:
-            if _runs(item, blocks, SPLITS, RUN) * RUN % PROMOTED > 0:
-                sums += part
         if SPLITS > 1:
             _add_parts(
                 sums.to(gl.float32), x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, item // SPLITS,
@@ -302,7 +298,7 @@ def wide_gemm_kernel(  # type: ignore[no-untyped-def]
     x, weight, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr, items, blocks, rows, outputs, scale_stride,
     TILE: gl.constexpr, STEP: gl.constexpr, BOX: gl.constexpr, SPLITS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, RUN: gl.constexpr, MOST_TILES: gl.constexpr, GATE: gl.constexpr, BIAS: gl.constexpr,
-    SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr, PROMOTED: gl.constexpr, DEPENDENT: gl.constexpr,
+    SCALED: gl.constexpr, BLOCK_SCALED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """x [rows, inputs] and weight [outputs, inputs] or [2, outputs, inputs] are TMA descriptors; TMA fills in zeros beyond them.
     An item is one split of one tile; with split-K every CTA has at most one. Rows of the ring beyond STEP are not used, and
@@ -317,12 +313,12 @@ def wide_gemm_kernel(  # type: ignore[no-untyped-def]
         (_multiply, (
             ring, row_ring, full, empty, row_full, row_empty, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
             items, blocks, rows, outputs, scale_stride, 0, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE,
-            BIAS, SCALED, BLOCK_SCALED, LINE, PROMOTED,
+            BIAS, SCALED, BLOCK_SCALED, LINE,
         )),
         (_multiply, (
             ring, row_ring, full, empty, row_full, row_empty, x_scale_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, arrived_ptr,
             items, blocks, rows, outputs, scale_stride, 64, TILE, STEP, BOX, SPLITS, STAGES, ROW_STAGES, RUN, MOST_TILES, GATE,
-            BIAS, SCALED, BLOCK_SCALED, LINE, PROMOTED,
+            BIAS, SCALED, BLOCK_SCALED, LINE,
         )),
         (_fetch_weights, (
             weight, ring, full, empty, items, blocks, GATE != 0, STEP, BOX, TILE // BOX, SPLITS, STAGES, RUN, LINE,
@@ -374,7 +370,7 @@ def wide_gemm(
         scale.stride(0) if blocks else 0,
         TILE=plan.tile, STEP=plan.step, BOX=BOX, SPLITS=plan.splits, STAGES=plan.stages, ROW_STAGES=plan.row_stages, RUN=RUN,
         MOST_TILES=MOST_TILES, GATE=GATES[gate], BIAS=bias is not None, SCALED=scales is not None,
-        BLOCK_SCALED=128 if blocks else 0, PROMOTED=PROMOTED,
+        BLOCK_SCALED=128 if blocks else 0,
         num_warps=4, maxnreg=REGISTERS, **dependent_launch(x.device),
     )
     return out

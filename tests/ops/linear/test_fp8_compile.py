@@ -53,7 +53,7 @@ def wide_source(module: Any, codes: str, outputs: int, inputs: int) -> tuple[Any
     constants = {
         "TILE": plan.tile, "STEP": plan.step, "BOX": module.BOX, "SPLITS": plan.splits, "STAGES": plan.stages,
         "ROW_STAGES": plan.row_stages, "RUN": module.RUN, "MOST_TILES": module.MOST_TILES, "GATE": int(gated), "BIAS": False,
-        "SCALED": True, "BLOCK_SCALED": 128 if codes == "block" else 0, "PROMOTED": module.PROMOTED, "DEPENDENT": True,
+        "SCALED": True, "BLOCK_SCALED": 128 if codes == "block" else 0, "DEPENDENT": True,
     }
     split = plan.splits > 1
     types = {

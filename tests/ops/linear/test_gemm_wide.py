@@ -125,7 +125,7 @@ def compiled(outputs: int, inputs: int, gate: int) -> dict[str, Any]:
     constants = {
         "TILE": plan.tile, "STEP": plan.step, "BOX": module.BOX, "SPLITS": plan.splits, "STAGES": plan.stages,
         "ROW_STAGES": plan.row_stages, "RUN": module.RUN, "MOST_TILES": module.MOST_TILES, "GATE": gate, "BIAS": False,
-        "SCALED": False, "BLOCK_SCALED": 0, "PROMOTED": module.PROMOTED, "DEPENDENT": True,
+        "SCALED": False, "BLOCK_SCALED": 0, "DEPENDENT": True,
     }
     weight = f"bf16[{module.BOX}, 64],{flat!r}" if gate == 0 else f"bf16[2, {module.BOX // 2}, 64],{cube!r}"
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr") | {
