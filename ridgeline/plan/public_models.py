@@ -249,13 +249,15 @@ def cpu_weights(model: PlannedModel, format: str) -> StoredWeights | None:
     return None if each is None else StoredWeights(format, each, each, each)
 
 
-def gpu_weights(model: PlannedModel, dtype: str, ranks: int, kernels: DeviceFacts) -> StoredWeights | None:
-    """What a GPU with these facts keeps of a packed file, by the formats and layouts of its loader; None: its weights are
-    numbers, or formats are chosen apart from it."""
+def gpu_weights(
+    model: PlannedModel, dtype: str, ranks: int, kernels: DeviceFacts, quantization: str = "none"
+) -> StoredWeights | None:
+    """What a GPU with these facts keeps of a packed file, or of what the option `quantization` makes while it loads, by the
+    formats and layouts of its loader; None: its weights are numbers, or formats are chosen apart from it."""
     config, wide = model.config, float(DTYPE_BYTES[dtype])
-    if config.quantisation is None:
+    if config.quantisation is None and quantization == "none":
         return None
-    formats = LinearFormats(config, "none", "cuda", ranks, dtype)
+    formats = LinearFormats(config, quantization, "cuda", ranks, dtype)
     kept = {shape.path: format for shape, format in itertools.chain(formats.shapes(), formats.experts())}
 
     def each(shapes: list[LinearShape], stored: bool = False) -> float:

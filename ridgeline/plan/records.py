@@ -133,8 +133,12 @@ def _setup(raw: dict[str, Any], file_of: Callable[[str], str]) -> Setup:
     file, ranks = file_of(workload["model"]), options.get("tensor_parallel_size", 1)
     has_codes = file != workload["model"]                # a shape that has its own
     model = find_model(_model_name(file), as_stored=has_codes)
-    kept = gpu_weights(model, workload["dtype"], ranks, kernel_facts(device)) if has_codes or model.config.packed else None
-    chosen = options["quantization"] if options.get("quantization") in WEIGHT_FORMATS else workload["dtype"]
+    made, facts = options.get("quantization", "none"), kernel_facts(device)
+    mixed = "=" in made                                  # parts of the model have formats of their own
+    kept = None
+    if has_codes or model.config.packed or mixed:
+        kept = gpu_weights(model, workload["dtype"], ranks, facts, made if mixed else "none")
+    chosen = made if made in WEIGHT_FORMATS else workload["dtype"]
     return Setup(
         model=model, device=device, dtype=workload["dtype"], weights=chosen if kept is None else kept.format, stored=kept,
         ranks=ranks, kv=options.get("kv_cache_dtype", "auto"),

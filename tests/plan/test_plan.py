@@ -751,6 +751,13 @@ def test_a_record_is_predicted_for_its_own_card(tmp_path: Path) -> None:
     assert 1.7 < slow / fast < 2
 
 
+def test_a_record_whose_head_has_a_format_of_its_own() -> None:
+    """Its option was no name of a format, and it was taken for a model in 16 bits."""
+    setup = read_record(ROOT / "benchmarks/h200/offline-llama-3.1-8b-int4-fp8-head.json", preset_lengths()).setup
+    assert setup.weights == "int4" and setup.stored is not None
+    assert setup.stored.linears == pytest.approx(0.52, abs=0.02) and setup.stored.head == pytest.approx(1, abs=0.01)
+
+
 def test_where_prompts_take_most_of_a_run_its_whole_time_is_fitted() -> None:
     record = read_record(ROOT / "benchmarks/h200/offline-llama-3.1-8b.json", preset_lengths())
     names = {each.name for each in observations(record)}
