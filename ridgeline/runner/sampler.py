@@ -345,6 +345,22 @@ class Sampler:
         tokens, broken, left = (torch.cat(parts) for parts in zip(*found, strict=True))
         return Sampled(tokens, left | broken, left & ~broken)
 
+    def draw_ahead(
+        self, logits: Tensor, rows: np.ndarray, offsets: np.ndarray, late: Tensor | None, masks: Tensor | None,
+        room: tuple[Tensor, Tensor],
+    ) -> bool:
+        """As `sample_ahead`, with a launch or two, of rows that choose from the model's logits or under a mask: tokens and which
+        of them failed into `room`. False: these rows, or this device, need more."""
+        how = self.choices(rows, offsets)
+        straight = has_kernels(self._device, self._dtype, self._vocab_size) and not (how["typical_p"] < 1).any()
+        if not straight or (masks is not None and not takes_masks(logits, how, masks)):
+            return False
+        choices = send_choices(how, self._device, self._dtype, self._vocab_size)
+        if choices is not None and late is not None:
+            choices.integers[1, : len(how)].sub_(late)
+        draw(logits, choices, *room, mask=masks)
+        return True
+
     def _parts(self, places: np.ndarray) -> list[np.ndarray]:
         """As many at a time as there is room for edited logits."""
         size = len(self._edited_logits)

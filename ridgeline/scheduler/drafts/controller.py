@@ -133,7 +133,7 @@ class Controller:
     def waits(self) -> bool:
         """Not where drafts are not looked for, and not in steps that are to show what steps without drafts take."""
         looks = not self._adaptive or (self._search.will_look and not self._search.off_left)
-        return looks and any(proposer.name == Forced.name for proposer in self.proposers)
+        return self.active and looks and any(proposer.name == Forced.name for proposer in self.proposers)
 
     def awake(self) -> bool:
         """Looking for drafts takes the host's time. Where there were none for long, it does not look in every step."""
