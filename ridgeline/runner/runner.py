@@ -310,7 +310,7 @@ class Runner:
         """A token of each row, which is its newest from now on and on its way to the host."""
         rows, last_token = step.work.rows, self.rows.last_token
         ready = step.prepared or self._sampler.prepare(rows)
-        if ready.straight and late is None and self._comm.tensor.size == 1:
+        if ready.straight and (late is None or ready.lasting) and self._comm.tensor.size == 1:
             chosen, tokens, failed, _ = step.landing.room(len(rows))
             self._sampler.sample_into(logits, ready, masks, (tokens, failed), places, last_token)
             step.landing.fetch(chosen, len(rows))

@@ -296,7 +296,7 @@ class Sampler:
 
         `masks` are the ids a grammar allows, bool [S, V] or packed int32 [S, ceil(V / 32)] with the lowest id in the
         lowest bit. They count for rows with structured_outputs. `prepared`: what `prepare` has made of these rows.
-        `late` [S]: tokens that rows have said less than is counted here; of rows that edit their logits, none.
+        `late` [S]: tokens that rows have said less than is counted here; of rows that edit their logits, but for a mask, none.
         """
         ready = prepared or self.prepare(rows)
         rows, how, edit, too_early, edited = ready.rows, ready.how, ready.edit, ready.too_early, ready.edited
@@ -318,7 +318,7 @@ class Sampler:
             none_left = torch.zeros_like(failed)
             for part in self._parts(who):
                 edits = functools.partial(self._edit_logits, chosen=(rows[part], how[part], edit[part], too_early[part]))
-                place, chosen, broken, left = self._sample_edited(logits, masks, how, part, edits)
+                place, chosen, broken, left = self._sample_edited(logits, masks, how, part, edits, late)
                 if place is None:
                     tokens, failed, none_left = chosen, left | broken, left & ~broken
                 else:
