@@ -105,6 +105,7 @@ class InFlight:
     num_pairs: int                   # (query, key) pairs of those
     drafts: DraftPlan | None = None
     num_scored: int = 0              # of the prompt tokens, those with log-probabilities
+    waited: bool = False             # none was in flight when it was planned
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -248,7 +248,7 @@ class Study:
         if DRAFT_MODEL in names:
             proposers += [each for each in self._whole.proposers if each.name == DRAFT_MODEL]
         most = self._asked.num_speculative_tokens
-        return Controller(proposers, self._whole.times, most, self._adaptive, library), earlier
+        return Controller(proposers, self._whole.pace, most, self._adaptive, library), earlier
 
     def _answers(self, asks: list[Ask], earlier: bool = False) -> list[RequestOutput]:
         params = [ask.params for ask in asks]
