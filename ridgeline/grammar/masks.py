@@ -67,6 +67,8 @@ def _with_guesses(
     """Matchers to fill masks with, and by row a copy of those that have guesses; xgrammar's: one for each guess."""
     listed: list[tuple[int, Matcher]] = []
     along: dict[int, _Along] = {}
+    if not guesses:
+        return [*wanted], along
     for row, matcher in wanted:
         listed.append((row, matcher))
         own = guesses.get(row)
@@ -134,7 +136,8 @@ class Masks:
         self._others: BatchFiller | None = None          # for xgrammar's matchers, once there are some
         self._look_for_slow = False
         self._warned: dict[int, tuple[int, float]] = {}  # by grammar: how many warnings, and when the last was
-        self._ahead: dict[Matcher, int] = {}             # rows that advance() has filled for the next fill()
+        self._ahead: dict[Matcher, int] = {}             # rows that advance() or begin() have filled for the next fill() …
+        self._begun: tuple[Mapping[int, list[int]], dict[int, _Along]] | None = None     # … the latter along these guesses
         self._thread: FillThread | None = None           # in which it does
         self._doubted: list[Matcher] = []                # that lack masks behind guesses of the step before
 
@@ -175,16 +178,38 @@ class Masks:
         masks = self._rows(num_rows)
         if len(wanted) < num_rows:
             masks.fill(-1)
+        self._start(lambda: self._fill_ahead(ahead, masks))
+
+    def begin(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int, guesses: Mapping[int, list[int]]) -> None:
+        """Begin to fill what fill() will be asked for next: the caller launches the step meanwhile. Where there is too little to
+        do for threads, or a grammar is slow, fill() does it all."""
+        self.wait()
+        few = len(wanted) + sum(map(len, guesses.values())) <= _ALONE
+        if few or self._threads <= 1 or self._look_for_slow or not all(each._guided and not each.error for _, each in wanted):
+            return
+        along = _with_guesses(wanted, guesses)[1]
+        masks = self._cleared(wanted, num_rows, along)
+        self._ahead, self._begun = {matcher: row for row, matcher in wanted}, (guesses, along)
+        self._start(lambda: self._fill_ahead(wanted, masks, along))
+
+    def forget(self) -> None:
+        """What was begun is not wanted any more."""
+        self.wait()
+        self._ahead, self._begun = {}, None
+
+    def _start(self, call: Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = FillThread()
-        self._thread.start(lambda: self._fill_ahead(ahead, masks))
+        self._thread.start(call)
 
-    def _fill_ahead(self, ahead: Sequence[tuple[int, Matcher]], masks: np.ndarray) -> None:
+    def _fill_ahead(
+        self, ahead: Sequence[tuple[int, Matcher]], masks: np.ndarray, along: Mapping[int, _Along] = _NO_COPIES
+    ) -> None:
         """In the thread. What the caller does meanwhile counts, too: at worst the next step looks for a slow grammar, by the
         processor time of each, and finds none."""
         started, worked = time.perf_counter(), time.process_time()
-        self._fill_guided(ahead, masks)
-        self._look_for_slow |= _work(time.perf_counter() - started, worked) > STEP_SECONDS
+        self._fill_guided(ahead, masks, along)
+        self._look_for_slow |= _work(time.perf_counter() - started, worked) > _allowed(ahead, along)
 
     @property
     def busy(self) -> bool:
@@ -196,7 +221,7 @@ class Masks:
         if self._thread is not None and self._thread.busy:
             started = time.perf_counter()
             if self._thread.wait() is not None:          # fill() will find out which matcher failed
-                self._ahead = {}
+                self._ahead, self._begun = {}, None
             self.seconds += time.perf_counter() - started
 
     def fill(
@@ -209,24 +234,20 @@ class Masks:
         The result is valid until the next call. Each step that advance() fills masks for must call it, also without answers that
         go on: else those rows would be taken for the next step's.
         """
-        self.wait()
-        ahead, self._ahead = self._ahead, {}
+        ahead, along = self._taken(guesses)
         for matcher in self._doubted:
             matcher.trust()
         self._doubted.clear()
         if not wanted:
             return None
-        masks = self._rows(num_rows)
-        along: dict[int, _Along] = {}
-        if guesses:
+        again = along is None                            # those along guesses are to be filled now
+        if along is None:
             wanted, along = _with_guesses(wanted, guesses)
-        missing = [each for each in wanted if ahead.get(each[1]) != each[0] or each[0] in along] if ahead else wanted
+        missing = [each for each in wanted if ahead.get(each[1]) != each[0] or (again and each[0] in along)] if ahead else wanted
+        masks = self._rows(num_rows) if ahead else self._cleared(wanted, num_rows, along)
         started = time.perf_counter()
-        if ahead:
-            for row in {*ahead.values()}.difference(row for row, _ in wanted):       # of answers that have ended meanwhile
-                masks[row] = -1
-        elif len(wanted) < num_rows:
-            masks.fill(-1)
+        for row in {*ahead.values()}.difference(row for row, _ in wanted):           # of answers that have ended meanwhile
+            masks[row] = -1
         alone = len(missing) <= _ALONE or self._threads <= 1 or self._look_for_slow
         work = self._one_by_one(missing, masks, along) if alone else self._at_once(missing, masks, along)
         self._look_at(wanted, masks, along)
@@ -234,6 +255,21 @@ class Masks:
             self._look_for_slow = work > _allowed(wanted, along)
         self.seconds += time.perf_counter() - started
         self.filled += len(wanted) + sum(len(each.guesses) for each in along.values())
+        return masks
+
+    def _taken(self, guesses: Mapping[int, list[int]]) -> tuple[dict[Matcher, int], dict[int, _Along] | None]:
+        """What has been filled ahead, and copies of matchers with which masks along these guesses were; None: none were."""
+        self.wait()
+        ahead, begun, self._ahead, self._begun = self._ahead, self._begun, {}, None
+        if begun is None:
+            return ahead, None
+        return (ahead, begun[1]) if begun[0] == guesses else ({}, None)      # else answers have ended meanwhile
+
+    def _cleared(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int, along: Mapping[int, _Along]) -> np.ndarray:
+        """Rows that will not be filled allow every token."""
+        masks = self._rows(num_rows)
+        if len(wanted) + sum(len(each.guesses) for each in along.values()) < num_rows:
+            masks.fill(-1)
         return masks
 
     def _rows(self, num_rows: int) -> np.ndarray:

@@ -28,8 +28,16 @@ from ridgeline.runner.kv_buffers import KVBuffers
 from ridgeline.runner.proposers.draft_model import NoDraftModel, Spent
 from ridgeline.runner.row_tables import Guesses
 from ridgeline.runner.sampler import Prepared, Sampler
-from ridgeline.runner.to_host import Fetched, Landing, as_logprobs, logprobs_of, send_beside
-from ridgeline.runner.verify import Planned, Positions, drafted_tokens, lay_out_guesses, take_back, verify
+from ridgeline.runner.to_host import Fetched, Landing, as_logprobs, logprobs_of, pooled, send_beside
+from ridgeline.runner.verify import (
+    Planned,
+    Positions,
+    drafted_tokens,
+    lay_out_guesses,
+    take_back,
+    verify,
+    verify_straight,
+)
 from ridgeline.sizes.graph_shapes import Shape
 from ridgeline.sizes.sampling_costs import PROMPT_LOGPROB_ROWS
 
@@ -150,7 +158,7 @@ class Runner:
             step.prepared = work.prepared = self._sampler.prepare_early(work.rows, work.prepared)
         if starts is not None and computed.hidden is not None:
             step.prompt_logprobs = self._prompt_logprobs(plan, starts, computed.hidden)
-            step.hidden = self._pooled(plan, starts, computed.hidden)
+            step.hidden = pooled(plan, starts, self.rows.num_prompt, computed.hidden)
         self._steps.append(step)
 
     def _repeats(self, plan: StepPlan, key: tuple[bytes, bytes, bytes]) -> bool:
@@ -266,19 +274,6 @@ class Runner:
             found[place] = Fetched(targets, *(torch.cat(parts) for parts in zip(*chunks, strict=True)))
         return found
 
-    def _pooled(self, plan: StepPlan, starts: np.ndarray, hidden: Tensor) -> dict[int, Fetched]:
-        """Hidden states after the last norm: the sum over this chunk's prompt tokens, or the last token's."""
-        found: dict[int, Fetched] = {}
-        ends = np.cumsum(plan.num_tokens)
-        for place in np.nonzero(plan.want & np.int8(Want.HIDDEN | Want.HIDDEN_SUM))[0].tolist():
-            first, end = int(ends[place] - plan.num_tokens[place]), int(ends[place])
-            if plan.want[place] & Want.HIDDEN_SUM:
-                of_prompt = int(self.rows.num_prompt[plan.rows[place]] - starts[place])
-                found[place] = Fetched(hidden[first : min(end, first + of_prompt)].sum(0, dtype=torch.float32))
-            else:
-                found[place] = Fetched(hidden[end - 1].float())
-        return found
-
     @torch.inference_mode()
     def sample(self, masks: np.ndarray | None = None) -> None:
         """Sample the newest submitted step, on the last stage. Its first rank decides, and all of its ranks get the tokens.
@@ -315,8 +310,8 @@ class Runner:
         """A token of each row, which is its newest from now on and on its way to the host."""
         rows, last_token = step.work.rows, self.rows.last_token
         ready = step.prepared or self._sampler.prepare(rows)
-        if ready.straight and late is None and self._comm.tensor.size == 1:
-            chosen, tokens, failed = step.landing.room(len(rows))
+        if ready.straight and (late is None or ready.lasting) and self._comm.tensor.size == 1:
+            chosen, tokens, failed, _ = step.landing.room(len(rows))
             self._sampler.sample_into(logits, ready, masks, (tokens, failed), places, last_token)
             step.landing.fetch(chosen, len(rows))
             return tokens
@@ -340,15 +335,19 @@ class Runner:
         self, step: _Step, positions: Positions, logits: Tensor, masks: Tensor | None, late: Tensor | None
     ) -> None:
         """Sample every position of a step with drafts, and go on behind those that are accepted."""
-        positions.late = self.rows.late.guesses
-        found = verify(self._sampler, logits, positions, masks, self._comm.tensor.broadcast, late)
-        self.rows.last_token.index_copy_(0, to_device(positions.rows, logits.device), found.newest)
-        step.sampled = Fetched(found.tokens, found.failed, found.none_left, found.accepted)
-        self._fetch_logprobs(step, np.repeat(positions.rows, 1 + positions.width), logits, found.tokens)
-        if not self.knows_at_once:
-            rows, width = to_device(positions.rows, logits.device), to_device(positions.width, logits.device)
-            self.rows.late.follow(rows, width - found.accepted)
-        self._sent(step, positions, found.at_once)
+        tokens, at_once = None, None
+        if self._comm.tensor.size == 1:
+            tokens = verify_straight(self._sampler, logits, positions, masks, late, step.batch, step.landing, self.rows)
+        if tokens is None:
+            positions.late = self.rows.late.guesses
+            found = verify(self._sampler, logits, positions, masks, self._comm.tensor.broadcast, late)
+            tokens, at_once, rows = found.tokens, found.at_once, to_device(positions.rows, logits.device)
+            self.rows.last_token.index_copy_(0, rows, found.newest)
+            step.sampled = Fetched(tokens, found.failed, found.none_left, found.accepted)
+            if not self.knows_at_once:
+                self.rows.late.follow(rows, to_device(positions.width, logits.device) - found.accepted)
+        self._fetch_logprobs(step, np.repeat(positions.rows, 1 + positions.width), logits, tokens)
+        self._sent(step, positions, at_once)
 
     def _sent(self, step: _Step, positions: Positions, at_once: np.ndarray | None) -> None:
         """A step with drafts is on its way. Where it has run already, the next is packed for rows of their true length."""

@@ -296,7 +296,7 @@ class Sampler:
 
         `masks` are the ids a grammar allows, bool [S, V] or packed int32 [S, ceil(V / 32)] with the lowest id in the
         lowest bit. They count for rows with structured_outputs. `prepared`: what `prepare` has made of these rows.
-        `late` [S]: tokens that rows have said less than is counted here; of rows that edit their logits, none.
+        `late` [S]: tokens that rows have said less than is counted here; of rows that edit their logits, but for a mask, none.
         """
         ready = prepared or self.prepare(rows)
         rows, how, edit, too_early, edited = ready.rows, ready.how, ready.edit, ready.too_early, ready.edited
@@ -318,7 +318,7 @@ class Sampler:
             none_left = torch.zeros_like(failed)
             for part in self._parts(who):
                 edits = functools.partial(self._edit_logits, chosen=(rows[part], how[part], edit[part], too_early[part]))
-                place, chosen, broken, left = self._sample_edited(logits, masks, how, part, edits)
+                place, chosen, broken, left = self._sample_edited(logits, masks, how, part, edits, late)
                 if place is None:
                     tokens, failed, none_left = chosen, left | broken, left & ~broken
                 else:
@@ -344,6 +344,22 @@ class Sampler:
         found = [self._sample_edited(logits, masks, how, part, late=late)[1:] for part in self._parts(np.arange(len(rows)))]
         tokens, broken, left = (torch.cat(parts) for parts in zip(*found, strict=True))
         return Sampled(tokens, left | broken, left & ~broken)
+
+    def draw_ahead(
+        self, logits: Tensor, rows: np.ndarray, offsets: np.ndarray, late: Tensor | None, masks: Tensor | None,
+        room: tuple[Tensor, Tensor],
+    ) -> bool:
+        """As `sample_ahead`, with a launch or two, of rows that choose from the model's logits or under a mask: tokens and which
+        of them failed into `room`. False: these rows, or this device, need more."""
+        how = self.choices(rows, offsets)
+        straight = has_kernels(self._device, self._dtype, self._vocab_size) and not (how["typical_p"] < 1).any()
+        if not straight or (masks is not None and not takes_masks(logits, how, masks)):
+            return False
+        choices = send_choices(how, self._device, self._dtype, self._vocab_size)
+        if choices is not None and late is not None:
+            choices.integers[1, : len(how)].sub_(late)
+        draw(logits, choices, *room, mask=masks)
+        return True
 
     def _parts(self, places: np.ndarray) -> list[np.ndarray]:
         """As many at a time as there is room for edited logits."""

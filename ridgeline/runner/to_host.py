@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ridgeline.messages import Logprobs
+from ridgeline.messages import Logprobs, StepPlan, Want
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED
 from ridgeline.sizes.sampling_costs import mask_bytes
 
@@ -57,19 +57,24 @@ class Landing:
         self._bytes = self._memory.numpy()
         self._parts: dict[int, Tensor] = {}              # of the memory, by size
         self._there = torch.zeros(greedy_bytes(max_rows + 1), dtype=torch.uint8, device=device)
-        self._rooms: dict[int, tuple[Tensor, Tensor, Tensor]] = {}       # of that, by the number of tokens
+        self._rooms: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor, Tensor]] = {}   # of that, by numbers of tokens and rows
         self._size = self._count = 0
 
     def start(self) -> None:
         self._mark(0)
 
-    def room(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """On the device: all of it, as Computed.greedy is laid out, the tokens, and which of them failed."""
-        found = self._rooms.get(count)
+    def room(self, count: int, drafted: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """On the device: all of it, as Computed.greedy is laid out, the tokens, which of them failed, and of `drafted` rows with
+        drafts how many are accepted."""
+        found = self._rooms.get((count, drafted))
         if found is None:
-            first = after_tokens(count)
-            whole = self._there[: first + count]
-            found = self._rooms[count] = whole, whole[: 8 * count].view(torch.int64), whole[first:].view(torch.bool)
+            second = after_tokens(count)
+            third = second + after_tokens(drafted)
+            whole = self._there[: third + count]
+            found = self._rooms[count, drafted] = (
+                whole, whole[: 8 * count].view(torch.int64), whole[third:].view(torch.bool),
+                whole[second : second + 8 * drafted].view(torch.int64),
+            )
         return found
 
     def fetch(self, chosen: Tensor, count: int) -> None:
@@ -158,6 +163,20 @@ def reserve_masks(rows: int, vocab: int, device: torch.device) -> None:
 @functools.cache
 def _beside(device: torch.device) -> _Beside:
     return _Beside(device)
+
+
+def pooled(plan: StepPlan, starts: np.ndarray, num_prompt: np.ndarray, hidden: Tensor) -> dict[int, Fetched]:
+    """Hidden states after the last norm: the sum over this chunk's prompt tokens, or the last token's. `num_prompt`: by row."""
+    found: dict[int, Fetched] = {}
+    ends = np.cumsum(plan.num_tokens)
+    for place in np.nonzero(plan.want & np.int8(Want.HIDDEN | Want.HIDDEN_SUM))[0].tolist():
+        first, end = int(ends[place] - plan.num_tokens[place]), int(ends[place])
+        if plan.want[place] & Want.HIDDEN_SUM:
+            of_prompt = int(num_prompt[plan.rows[place]] - starts[place])
+            found[place] = Fetched(hidden[first : min(end, first + of_prompt)].sum(0, dtype=torch.float32))
+        else:
+            found[place] = Fetched(hidden[end - 1].float())
+    return found
 
 
 def logprobs_of(

@@ -18,10 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ridgeline.layers.batch import Batch
 from ridgeline.messages import StepPlan
+from ridgeline.ops.sampling.accept import accept
 from ridgeline.ops.sampling.noise import to_device
+from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.runner.row_tables import Guesses, RowTables, too_early
 from ridgeline.runner.sampler import Sampler
+from ridgeline.runner.to_host import Landing
 
 Broadcast = Callable[[Tensor], Tensor]
 
@@ -167,6 +171,30 @@ class Verified:
     accepted: Tensor                 # int64 [R]: drafts; the token after them is the row's newest, and may have failed
     newest: Tensor                   # int64 [R]
     at_once: np.ndarray              # bool [R]: rows that were sampled by `sample_ahead`
+
+
+def verify_straight(
+    sampler: Sampler, logits: Tensor, positions: Positions, masks: Tensor | None, late: Tensor | None, batch: Batch,
+    landing: Landing, rows: DeviceRows,
+) -> Tensor | None:
+    """verify() in three launches, of rows that choose from the model's logits, or under a mask alone: with a small model a launch
+    takes the host as long as a layer takes the device, and all of them come after the masks. Rows go on behind what was accepted,
+    and it is on its way to the host. Returns the tokens by position; None: some row needs more, and nothing was done."""
+    runs, count = batch.runs, len(positions.rows)
+    straight = ~sampler.edits(positions.rows)
+    if masks is not None:
+        straight |= sampler.only_masked(positions.rows)
+    if runs is None or not straight.all():
+        return None
+    whole, tokens, failed, accepted = landing.room(positions.count, count)
+    if not sampler.draw_ahead(logits, *positions.each(), late, masks, (tokens, failed)):
+        return None
+    accept(
+        rows.late.surplus, rows.last_token, batch.tokens, tokens, failed, batch.logits_index[: positions.count],
+        runs.start[: count + 1], runs.rows[:count], accepted, runs.longest,
+    )
+    landing.fetch(whole, positions.count)
+    return tokens
 
 
 def verify(

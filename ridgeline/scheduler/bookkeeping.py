@@ -63,7 +63,7 @@ class DraftPlan:
     tokens: np.ndarray | None        # int32 [R, P]
     start: np.ndarray                # int32 [R]: the position that the first of them is a guess for; -1: the device makes them
     num_positions: int = 0           # that the step samples at
-    plain: bool = False              # all rows that sample do so from the model's own logits
+    goes_on: bool = False            # the step behind it need not wait for its result: see Sequence.goes_on
     # [R], if all rows decode and were put in another order: where each was before, and all of them as they were.
     order: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -105,6 +105,7 @@ class InFlight:
     num_pairs: int                   # (query, key) pairs of those
     drafts: DraftPlan | None = None
     num_scored: int = 0              # of the prompt tokens, those with log-probabilities
+    waited: bool = False             # none was in flight when it was planned
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -232,7 +233,7 @@ class Steady:
     most_drafts: np.ndarray | None = None                # of a step, as requests want it; None: not asked for yet …
     with_grammar: list[int] = field(default_factory=list)                # … and then the places of rows with a grammar …
     scored: list[int] = field(default_factory=list)      # … and of those that want the prompt's log-probabilities
-    plain: bool = False              # all of them sample from the model's own logits
+    goes_on: bool = False            # all of them; see Sequence.goes_on
     _answers: list[tuple[str, int, int]] | None = None
     _texts: list[array[int]] | None = None
     _raw: bytes | None = None
@@ -273,7 +274,7 @@ class Steady:
         constrained = [each for each in enumerate(sequences) if each[1].matcher is not None] if self.constrained else []
         return Steady(
             self.rows[order], self.plan_rows[order], self.num_tokens, self.want[order], sequences, constrained,
-            self.sampled[order], plain=self.plain, _answers=answers,
+            self.sampled[order], goes_on=self.goes_on, _answers=answers,
         )
 
 

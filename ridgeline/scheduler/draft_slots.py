@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
-from ridgeline.messages import Want
-from ridgeline.scheduler.bookkeeping import DraftPlan, Steady
+from ridgeline.messages import StepResult, Want
+from ridgeline.scheduler.bookkeeping import DraftPlan, InFlight, Steady
 from ridgeline.scheduler.decodes import Again, Decodes
 from ridgeline.scheduler.drafting import DecodingRows, Drafter, Drafts
 from ridgeline.scheduler.row_table import Rows
@@ -33,6 +33,7 @@ class Asking:
     manager: KVManager
     decodes: Decodes
     room: int                        # tokens
+    waited: bool                     # no step is in flight
 
 
 def give_drafts(
@@ -63,7 +64,7 @@ def give_drafts(
     arrived = table.answers.arrived[decoding]
     keys = int(table.computed[decoding].sum())
     prompts = len(rows) - len(decoding)
-    asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), keys, with_grammar, prompts)
+    asked = DecodingRows(sequences, most, known - arrived, room, int(tokens.sum()), keys, with_grammar, prompts, asking.waited)
     found = asking.drafter.plan(asked)
     if found is None:
         return rows, tokens, None
@@ -85,7 +86,8 @@ def give_again(asking: Asking, again: Again) -> DraftPlan | None:
     for place in steady.scored:
         again.most[place] *= steady.sequences[place].prefill.logprobs_sent
     found = asking.drafter.plan(DecodingRows(
-        steady.sequences, again.most, again.pending, room, len(steady.rows), again.keys, steady.with_grammar
+        steady.sequences, again.most, again.pending, room, len(steady.rows), again.keys, steady.with_grammar,
+        waited=asking.waited,
     ))
     if found is None:
         return None
@@ -101,8 +103,17 @@ def give_again(asking: Asking, again: Again) -> DraftPlan | None:
 def note_wanted(table: Rows, steady: Steady) -> None:
     """What drafts of these rows depend on beside their lengths."""
     _wanted(table, steady, steady.rows)
-    steady.plain = bool(table.answers.plain[steady.rows].all())
+    steady.goes_on = bool(table.answers.goes_on[steady.rows].all())
     steady.scored = (table.want[steady.rows] & _PROMPT_LOGPROBS).nonzero()[0].tolist()
+
+
+def tell_time(drafter: Drafter, flight: InFlight, result: StepResult, seconds: float, proposing: float) -> None:
+    """Of a step without prompts: `seconds` of the model itself, and `proposing` of a draft model."""
+    queries = 1 if flight.drafts is None else 1 + int(flight.drafts.width.max())
+    # With drafts the host has more to do, which a small model does not hide.
+    spent = max(seconds, result.wall_seconds - proposing) if seconds > 0 else seconds
+    keys, rejected = int(flight.ends.sum()), result.rejected
+    drafter.timed(flight.num_decodes, flight.num_tokens, queries, keys, spent, rejected, flight.waited)
 
 
 def _wanted(table: Rows, steady: Steady | None, rows: np.ndarray) -> tuple[list[Sequence], np.ndarray, list[int]]:

@@ -28,6 +28,7 @@ class DecodingRows:
     keys: int                        # tokens of these rows that have their KV, all together
     constrained: list[int] = field(default_factory=list)                 # places of rows with a grammar
     num_prompts: int = 0             # rows of the step that do not decode
+    waited: bool = False             # all tokens have arrived: the device has nothing to do until this step
 
 
 @dataclass(slots=True)
@@ -44,6 +45,11 @@ class Drafts:
 class Drafter(Protocol):
     active: bool                     # False: it is not asked, and steps cost what they cost without it
 
+    @property
+    def waits(self) -> bool:
+        """With a grammar among the rows: is the next step to be planned only once all tokens have arrived? The device waits
+        meanwhile, but what a grammar forces to follow is known only then."""
+
     def awake(self) -> bool:
         """Is it to be asked for this step? Once per step."""
 
@@ -53,9 +59,11 @@ class Drafter(Protocol):
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """A step with drafts has come back: of each row that had some, how many, and how many were accepted."""
 
-    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int) -> None:
+    def timed(
+        self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int, waited: bool = False
+    ) -> None:
         """A step without prompts has come back: its rows, its tokens, the most of a row (1: no row had drafts), the tokens whose
-        KV they read, its time without that of a draft model, and its drafts that were rejected."""
+        KV they read, its time without that of a draft model, its drafts that were rejected, and see DecodingRows.waited."""
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
         """The draft model has proposed in a step, for so many rows, at most `width` tokens each."""
@@ -70,7 +78,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """The off version."""
 
-    active = False
+    active = waits = False
 
     def awake(self) -> bool:
         return False
@@ -81,7 +89,9 @@ class NoDrafter:
     def observe(self, sequences: list[Sequence], width: np.ndarray, accepted: np.ndarray, seconds: float) -> None:
         """It learns nothing."""
 
-    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int) -> None:
+    def timed(
+        self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int, waited: bool = False
+    ) -> None:
         """It compares no times."""
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:

@@ -23,12 +23,12 @@ class RowAnswers:
         self.columns, max_rows = columns, columns.shape[1]
         self.arrived = columns[ARRIVED]                  # tokens whose values are known: the length of `sequence.tokens`
         self.simple = np.zeros(max_rows, bool)           # nothing comes with its tokens, and no grammar follows them
-        self.plain = np.zeros(max_rows, bool)            # it samples from the model's own logits
+        self.goes_on = np.zeros(max_rows, bool)          # see Sequence.goes_on
         # By token + 1: rows whose answers it ends. None at either end: there is no token -1, and most are beyond the last one.
         self.ending = np.zeros(2, np.int32)
 
     def add(self, row: int, sequence: Sequence) -> None:
-        self.arrived[row], self.plain[row] = len(sequence.tokens), sequence.is_plain
+        self.arrived[row], self.goes_on[row] = len(sequence.tokens), sequence.goes_on
         self.simple[row] = sequence.simple and sequence.request.params.structured_outputs is None
         if sequence.stop_ids:
             missing = max(sequence.stop_ids) + 3 - len(self.ending)

@@ -28,7 +28,7 @@ from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDel
 from ridgeline.scheduler.answers import Answers
 from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady
 from ridgeline.scheduler.decodes import Again, Decodes
-from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted
+from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted, tell_time
 from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
@@ -181,9 +181,10 @@ class Scheduler:
 
     @property
     def waits_for_drafts(self) -> bool:
-        """Rows in flight may be shorter than the next plan assumes, and how they choose depends on what they say: penalties, a
-        grammar. A device that knows lengths before the host does can go on with the others."""
-        return any(flight.drafts is not None and not flight.drafts.plain for flight in self._flights)
+        """Rows in flight may be shorter than the next plan assumes, and how they choose depends on what they say: penalties. A
+        device that knows lengths before the host does can go on with the others. Or see Drafter.waits."""
+        waits = self.drafter.waits and bool(self._flights) and 2 * self.num_constrained > self._flights[-1].num_decodes
+        return waits or any(flight.drafts is not None and not flight.drafts.goes_on for flight in self._flights)
 
     @property
     def has_work(self) -> bool:
@@ -224,7 +225,7 @@ class Scheduler:
         drafts = None
         if self.drafter.active and self.drafter.awake():
             room = self._most_tokens - (len(rows) if again is not None else int(tokens.sum()))
-            asking = Asking(self.drafter, self._running, self.manager, self._decodes, room)
+            asking = Asking(self.drafter, self._running, self.manager, self._decodes, room, not self._flights)
             if again is not None:
                 return self._plan_again(again.steady, give_again(asking, again))
             rows, tokens, drafts = give_drafts(asking, self._steady, rows, tokens, num_running)
@@ -252,9 +253,10 @@ class Scheduler:
         self._step += 1
         plan = self._running.take_plan(self._step, steady, None if width is None else width + np.int32(1))
         if drafts is not None:
-            drafts.num_positions, drafts.plain = total, steady.plain
+            drafts.num_positions, drafts.goes_on = total, steady.goes_on
             plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
-        self._flights.append(InFlight(self._step, steady.rows, stays, ends, steady.sampled, steady, len(ends), 0, 0, drafts))
+        alone, rows = not self._flights, steady.rows
+        self._flights.append(InFlight(self._step, rows, stays, ends, steady.sampled, steady, len(ends), 0, 0, drafts, 0, alone))
         self._count(total)
         return plan
 
@@ -396,7 +398,7 @@ class Scheduler:
         if drafts is not None:
             table.known[rows] += drafts.width
             drafts.num_positions = num_sampled + int(drafts.width.sum())
-            drafts.plain = bool(table.answers.plain[rows[sampled]].all())
+            drafts.goes_on = bool(table.answers.goes_on[rows[sampled]].all())
         plan = self._running.take_plan(self._step, steady, None if drafts is None else tokens.astype(np.int32), recomputed)
         if drafts is not None:
             plan.width, plan.drafts, plan.drafts_from = drafts.width, drafts.tokens, drafts.start
@@ -440,7 +442,7 @@ class Scheduler:
             num_scored = int(tokens[(steady.want & SCORED).astype(bool)].sum())
         self._flights.append(InFlight(
             self._step, rows, self._running.rows.stay[rows], ends, sampled, steady, num_decodes, total - decode_tokens,
-            num_pairs, drafts, num_scored,
+            num_pairs, drafts, num_scored, not self._flights,
         ))
         self._count(total)
 
@@ -489,10 +491,7 @@ class Scheduler:
         )
         self.manager.pool.retired(flight.step)
         if self.drafter.active and not flight.num_prompt_tokens and result.typical:
-            queries = 1 if flight.drafts is None else 1 + int(flight.drafts.width.max())
-            # With drafts the host has more to do, which a small model does not hide.
-            spent = max(seconds, result.wall_seconds - proposing) if seconds > 0 else seconds
-            self.drafter.timed(flight.num_decodes, flight.num_tokens, queries, int(flight.ends.sum()), spent, result.rejected)
+            tell_time(self.drafter, flight, result, seconds, proposing)
         if taken is not None:
             return self._answers.tell(flight, result, taken)
         if flight.drafts is not None and surplus is not None:

@@ -98,11 +98,11 @@ class Sequence:
         return MOST_DRAFTS if params.speculative is None else min(params.speculative, MOST_DRAFTS)
 
     @property
-    def is_plain(self) -> bool:
-        """Does it choose from the model's own logits, whatever it has said so far? How much that is, which its noise depends on,
-        the device knows; but typical_p is sampled by the host's numbers."""
+    def goes_on(self) -> bool:
+        """Can the next step be launched before it is known what it says in this one? How much that is, which its noise depends
+        on, the device knows; but typical_p is sampled by the host's numbers. A grammar's masks are made once it is known."""
         params = self.request.params
-        edited = params.structured_outputs or params.allowed_token_ids is not None or params.logit_bias or params.min_tokens
+        edited = params.allowed_token_ids is not None or params.logit_bias or params.min_tokens
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         by_host = params.temperature and params.typical_p < 1
         return not (edited or self.request.bad_words_token_ids or penalties != (1.0, 0.0, 0.0) or by_host)

@@ -275,8 +275,28 @@ def test_masks_that_are_filled_ahead_are_those_that_would_be_filled(vocabulary: 
     masks.close()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_masks_along_guesses_are_those_of_tokens_one_by_one(vocabulary: GrammarVocabulary, backend: str, threads: int) -> None:
+def test_masks_that_were_begun_are_not_those_of_another_step(vocabulary: GrammarVocabulary) -> None:
+    """The step was not launched, or an answer with guesses has ended meanwhile."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="ab{2,5}c?"))
+    made, a, b = [matcher(vocabulary, params) for _ in range(6)], *map(vocabulary.pieces.index, (b"a", b"b"))
+    masks, alone = Masks(PADDED, 2), Masks(PADDED, 1)
+    masks.begin([(2 * row, at) for row, at in enumerate(made)], 12, {2 * row: [a] for row in range(6)})
+    masks.forget()
+    assert all(at.accept(a) for at in made)
+    masks.begin([(2 * row, at) for row, at in enumerate(made)], 12, {2 * row: [b] for row in range(6)})
+    filled = masks.fill([(2 * row, at) for row, at in enumerate(made[:5])], 12, {2 * row: [b] for row in range(5)})
+    assert filled is not None and (filled[10:] == -1).all()
+    for row, at in enumerate(made[:5]):
+        assert np.array_equal(filled[2 * row], alone.fill([(0, at)], 1)[0])
+        assert at.accept(b)
+        assert np.array_equal(filled[2 * row + 1], alone.fill([(0, at)], 1)[0])
+    masks.close()
+
+
+@pytest.mark.parametrize(("threads", "begun"), [(1, False), (2, False), (2, True)])
+def test_masks_along_guesses_are_those_of_tokens_one_by_one(
+    vocabulary: GrammarVocabulary, backend: str, threads: int, begun: bool
+) -> None:
     """Of answers with guesses of other lengths, one of which its grammar refuses, one that the answer ends with, and of some
     without. End tokens are held back for as long as min_tokens says, and no matcher has moved."""
     spelled = vocabulary.pieces.index
@@ -290,6 +310,9 @@ def test_masks_along_guesses_are_those_of_tokens_one_by_one(vocabulary: GrammarV
             guesses[num_rows] = [spelled(text[place : place + 1]) for place in range(len(text))]
         num_rows += 1 + len(text)
     masks = Masks(PADDED, threads)
+    if begun:
+        masks.begin(list(zip(first, made, strict=True)), num_rows, guesses)
+        assert masks.busy == (backend == "llguidance")
     filled = masks.fill(list(zip(first, made, strict=True)), num_rows, guesses)
     assert filled is not None
     for row, text in zip(first, texts, strict=True):

@@ -761,7 +761,7 @@ def test_triton_kernels_choose_alone_what_the_sampler_does(
         for each in (defined, kernels):
             each.add_row(row, Row(params(**given | grammar), seed=place).added(row))
     rows, last_token = np.array([4, 3, 2, 1]), torch.full((5,), -1, device=DEVICE)
-    _, tokens, failed = Landing(5, torch.device(DEVICE)).room(4)
+    _, tokens, failed, _ = Landing(5, torch.device(DEVICE)).room(4)
     for step in logits:
         expected = defined.sample(step, rows, mask)
         with monkeypatch.context() as patched:

@@ -184,6 +184,7 @@ class Study(real_text.Study):
         self._known: dict[bytes, torch.Tensor] = {}         # by prompt, which it begins with
         # Masks stay here: there is no pinned memory without a GPU.
         llm.core = EngineCore(config, Stand(config, self._known), make_grammars(replace(config, device="cpu")))
+        self._adaptive = True
         self._whole: Any = llm.core.scheduler.drafter
         self._asked, self._end = draft_options(json.dumps(asked)), config.model.eos_token_ids[0]
 

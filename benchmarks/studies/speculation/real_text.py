@@ -208,11 +208,12 @@ class Study:
         most = max(32, *args.requests)
         self.llm = LLM(
             args.model, speculative_config=config, max_model_len=args.context, max_num_seqs=most, dtype=args.dtype,
-            use_tqdm_on_load=False,
+            load_format=args.load_format, use_tqdm_on_load=False,
         )
         drafter = self.llm.core.scheduler.drafter
         assert isinstance(drafter, Controller)
         self._whole, self._asked = drafter, draft_options(json.dumps(config))
+        self._adaptive = not args.all_drafts
         self._pairs, self._end, self._rows, self._rounds = args.pairs, args.end, most, args.rounds
         self._step, self._began = self.llm.core.step, 0.0
         self._longest = 0.0                              # seconds of the newest block
@@ -246,7 +247,8 @@ class Study:
             proposers.append(earlier)
         if DRAFT_MODEL in names:
             proposers += [each for each in self._whole.proposers if each.name == DRAFT_MODEL]
-        return Controller(proposers, self._whole.times, self._asked.num_speculative_tokens, native=library), earlier
+        most = self._asked.num_speculative_tokens
+        return Controller(proposers, self._whole.pace, most, self._adaptive, library), earlier
 
     def _answers(self, asks: list[Ask], earlier: bool = False) -> list[RequestOutput]:
         params = [ask.params for ask in asks]
@@ -347,6 +349,8 @@ def main(kind: type[Study] = Study, title: str = "speculation-real-text") -> Non
     parser.add_argument("--draft-model", help="a model with the same tokens; adds the case `draft model`")
     parser.add_argument("--widen", action="store_true", help="run a GGUF file with bfloat16 weights")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", default="auto", help="`dummy`: what a grammar leaves free is random text")
+    parser.add_argument("--all-drafts", action="store_true", help="verify every draft there is, whether it pays or not")
     parser.add_argument("--requests", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=160, help="of a story or a copy; twice as many of an edit at most")
     parser.add_argument("--context", type=int, default=2048)

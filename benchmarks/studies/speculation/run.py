@@ -56,7 +56,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows, Drafts, NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.shape_times import Pace
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
 
@@ -110,7 +110,7 @@ class Tape(RowByRow):
 class Fixed:
     """A drafter: as many drafts for every row."""
 
-    active = True
+    active, waits = True, False
 
     def __init__(self, tape: Tape, width: int) -> None:
         self._tape, self._width = tape, width
@@ -209,7 +209,7 @@ class Cell:
         self._block.device += result.device_seconds
         return result
 
-    def measure(self, alpha: float, width: str, pairs: int, times: ShapeTimes, end: float) -> dict[str, Any]:
+    def measure(self, alpha: float, width: str, pairs: int, times: Pace, end: float) -> dict[str, Any]:
         """With fewer pairs, but one at least, if there is no time for all before `end`."""
         tape = Tape(self._truth, alpha, self._vocab)
         library = native.if_built()                              # as the engine's own controller has it

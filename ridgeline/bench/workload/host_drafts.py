@@ -40,7 +40,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import NoDrafter
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import EVIDENCE, Paths
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, Shape
 
@@ -157,7 +157,7 @@ def drafted_steps(running: int, width: int, steps: int, device: str = "cpu") -> 
     core.recorder.took = executor.timed("record", core.recorder.took)                    # type: ignore[method-assign]
     graphs = GraphShapes(running, config.max_num_batched_tokens, MOST_VERIFIED)
     times = ShapeTimes(lambda tokens, keys: STEP_SECONDS, graphs)
-    core.scheduler.drafter = Controller([Dial()], times, width, native=native.if_built()) if width else NoDrafter()
+    core.scheduler.drafter = Controller([Dial()], Pace(times), width, native=native.if_built()) if width else NoDrafter()
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     for number in range(running):                        # different lengths: block borders do not fall on the same step for all

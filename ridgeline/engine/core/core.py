@@ -162,6 +162,7 @@ class EngineCore:
         if len(plan.rows):
             self.recorder.planned(plan)
             self._launching = True
+            self._begin_masks()
             self.executor.submit(plan)
             if self.scheduler.num_constrained:
                 self._sample_constrained(deltas)
@@ -186,6 +187,8 @@ class EngineCore:
         """The newest step did not fit into memory. Running requests start again, from what the prefix cache holds, in smaller
         steps; answers are the same. Requests that do not fit into the smallest step, twice, fail."""
         self._launching = False
+        if self.grammars.has_masks:
+            self.grammars.masks.forget()
         while self.scheduler.num_in_flight > 1:
             deltas += self._take_in()
         if not self.executor.start_over():
@@ -221,6 +224,11 @@ class EngineCore:
         self._heard = now if result.typical and self.scheduler.has_work else 0.0
         self.recorder.took(result, self.scheduler.num_waiting, self.scheduler.has_work)
         return deltas
+
+    def _begin_masks(self) -> None:
+        """Of the step that was just planned, if all tokens before it are known."""
+        if self.scheduler.num_constrained and self.scheduler.num_in_flight == 1:
+            self.grammars.masks.begin(*self.scheduler.constrained())
 
     def _sample_constrained(self, deltas: TokenDeltas) -> None:
         """Sample the newest step, some of whose rows have a grammar: the allowed tokens depend on the last one.

@@ -17,7 +17,7 @@ from ridgeline.scheduler.drafts.ngram import Ngram
 from ridgeline.scheduler.drafts.ngram_table import NgramTable
 from ridgeline.scheduler.drafts.offer import Proposer
 from ridgeline.scheduler.drafts.predicted import Predicted
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.suffix import Suffix
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes
@@ -65,10 +65,11 @@ def _small_model(config: ResolvedConfig, draft: DraftCheckpoint, asked: DraftOpt
     return SmallModel(limit, lambda rows: own(rows, 0), asked.num_speculative_tokens)
 
 
-def step_times(config: ResolvedConfig) -> ShapeTimes:
+def step_times(config: ResolvedConfig) -> Pace:
     """Nothing is measured yet."""
     graphs = GraphShapes(config.max_num_seqs, config.max_num_batched_tokens, MOST_VERIFIED) if config.graphs else None
-    return ShapeTimes(step_model(config), graphs, config.max_num_batched_tokens)
+    overlaps = config.depth > 0 and config.device != "cpu" and config.options.parallel.pipeline_parallel_size == 1
+    return Pace(ShapeTimes(step_model(config), graphs, config.max_num_batched_tokens), overlaps)
 
 
 def step_model(config: ResolvedConfig) -> Callable[[int, int], float]:

@@ -54,6 +54,10 @@ class Sources:
         # Sources from this number on are the draft model's, which is the last proposer.
         self.first_on_device = sum(each.name != DRAFT_MODEL for each in self.listed)
 
+    def all_of(self, source: np.ndarray, name: str) -> bool:
+        """Are all of these the proposer's of that name?"""
+        return all(self.listed[number].name == name for number in {*source.tolist()})
+
     def number(self, proposer: int, evidence: np.ndarray, late: np.ndarray) -> np.ndarray:
         return np.asarray(2 * (evidence + EVIDENCE * proposer) + late)
 

@@ -26,8 +26,9 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.drafts.acceptance import Acceptance, Honesty, RowRecords, Sources
+from ridgeline.scheduler.drafts.forced import Forced
 from ridgeline.scheduler.drafts.offer import Paths, Proposer
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes, Table
+from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes, Table
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.drafts.watch import Watch
 from ridgeline.scheduler.drafts.weighing import Offers, Weighing, best_of_each_row, by_chance, cut, joined
@@ -50,6 +51,7 @@ _CURIOSITY = 1.1                     # … are taken for that much faster, and s
 _PATIENCE = 8                        # steps in vain, and again as many, and again …
 _MOST_SKIPPED = 4                    # … before it is asked in each second step only, each third, and so on up to this
 _LOOK_AGAIN = 32                     # steps for which _could_pay() is believed
+_NEVER = (0, 0, False, 0, False)     # it was not asked: size, keys, waited, step, pays
 
 
 @dataclass(slots=True)
@@ -77,14 +79,16 @@ class _Search:
     watch: Watch = field(default_factory=Watch)
     worth: Worth = field(default_factory=Worth)
 
+    @property
+    def will_look(self) -> bool:
+        """What due() will say next."""
+        return not self.worth.will_rest and self.skipped + 1 >= min(_MOST_SKIPPED, 1 + self.in_vain // _PATIENCE)
+
     def due(self) -> bool:
-        if self.worth.rests():
-            return False
-        self.skipped += 1
-        if self.skipped < min(_MOST_SKIPPED, 1 + self.in_vain // _PATIENCE):
-            return False
-        self.skipped = 0
-        return True
+        looks = self.will_look
+        if not self.worth.rests():
+            self.skipped = 0 if looks else self.skipped + 1
+        return looks
 
 
 class Controller:
@@ -94,11 +98,11 @@ class Controller:
     active = True
 
     def __init__(
-        self, proposers: Several[Proposer], times: ShapeTimes, most: int, adaptive: bool = True, native: Any = None,
+        self, proposers: Several[Proposer], pace: Pace, most: int, adaptive: bool = True, native: Any = None,
         stages: int = 1,
     ) -> None:
         self.counters = DraftCounters()
-        self.times = times
+        self.pace = pace
         self.acceptance = Acceptance(MOST_DRAFTS)
         self.proposers = tuple(proposers)
         self._most = min(most, MOST_DRAFTS)
@@ -110,7 +114,12 @@ class Controller:
         self._predicted: dict[Sequence, tuple[int, int]] = {}    # of rows with a prediction: its drafts accepted and rejected
         self._step = 0
         self._search = _Search(off_run=_OFF_RUN + stages - 1)            # results come that much later
-        self._looked = (0, 0, 0, False)                  # what _could_pay() said last: of which rows and keys, and in which step
+        self._looked = _NEVER                            # what _could_pay() said last: of which rows, and in which step
+
+    @property
+    def times(self) -> ShapeTimes:
+        """Of steps like the one that is planned."""
+        return self.pace.now
 
     @property
     def _small(self) -> SmallModel | None:
@@ -119,6 +128,12 @@ class Controller:
         return last if isinstance(last, SmallModel) else None
 
     # -- planning ------------------------------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """Not where drafts are not looked for, and not in steps that are to show what steps without drafts take."""
+        looks = not self._adaptive or (self._search.will_look and not self._search.off_left)
+        return self.active and looks and any(proposer.name == Forced.name for proposer in self.proposers)
 
     def awake(self) -> bool:
         """Looking for drafts takes the host's time. Where there were none for long, it does not look in every step."""
@@ -132,6 +147,7 @@ class Controller:
         """With a prompt beside them, rows have no drafts if a graph holds the step: there is none for both, and to launch one
         kernel after the other takes the host longer than drafts gain."""
         decodes = len(rows.sequences)
+        self.pace.now = self.pace.waited if rows.waited else self.pace.ahead
         if self._adaptive and rows.num_prompts and self.times.has_graph(decodes, rows.num_prompts, rows.num_tokens - decodes):
             self._step += 1
             self._search.quiet += 1
@@ -203,10 +219,9 @@ class Controller:
     def _widths(self, rows: DecodingRows, offers: Offers, probing: bool) -> np.ndarray:
         """int64 [D]: drafts that each row verifies."""
         count = len(rows.sequences)
-        if not self._adaptive:
-            lengths = np.zeros(count, np.int64)
-            lengths[offers.places] = offers.length
-            return np.minimum(lengths, np.maximum(0, rows.room - (np.cumsum(lengths) - lengths)))
+        # What grammars force is right but for its spelling. If the step has waited for it, Worth says whether that pays in all.
+        if not self._adaptive or (rows.waited and self._sources.all_of(offers.source, Forced.name)):
+            return offers.whole(count, rows.room)
         made_for = self._made_for(rows, offers)
         if made_for is None and self._weighing.native is not None:
             width = self._best_widths(offers, rows)
@@ -313,7 +328,7 @@ class Controller:
     def _knows_off(self, rows: int, keys: int) -> bool:
         """Were steps without drafts measured at this size, and not too long ago? All gains are relative to them."""
         search = self._search
-        if not self.times.measured(rows, keys) or self._step - search.last_off >= _OFF_LATEST:
+        if not self.pace.ahead.measured(rows, keys) or self._step - search.last_off >= _OFF_LATEST:
             search.off_left = max(search.off_left, search.off_run)
         if not search.off_left:
             return True
@@ -330,7 +345,7 @@ class Controller:
         gained = self._honesty.share * float((offers.chances * (np.arange(offers.chances.shape[1]) < own[:, None])).sum())
         table = self.times.table(self.times.bound(count, 1 + int(width.max())), rows.keys)
         place = min(int(table.sizes.searchsorted(count + int(width.sum()))), len(table.sizes) - 1)
-        gain = (1 + gained / count) * self.times.seconds(count, rows.keys) / float(table.seconds[place])
+        gain = (1 + gained / count) * self.pace.ahead.seconds(count, rows.keys) / float(table.seconds[place])
         return since * _OFF_COST >= self._search.off_run * (1 - 1 / gain)
 
     def _could_pay(self, rows: DecodingRows) -> bool:
@@ -338,10 +353,10 @@ class Controller:
         asked: steps cost the host what they cost without drafts."""
         count = len(rows.sequences)
         size, bits = self.times.size_of(count), rows.keys.bit_length()
-        known, of_keys, since, pays = self._looked
-        if (known, of_keys) != (size, bits) or self._step - since >= _LOOK_AGAIN:
+        known, of_keys, waited, since, pays = self._looked
+        if (known, of_keys, waited) != (size, bits, rows.waited) or self._step - since >= _LOOK_AGAIN:
             pays = self._would_pay(rows, self.acceptance.best)
-            self._looked = size, bits, self._step, pays
+            self._looked = size, bits, rows.waited, self._step, pays
         return pays
 
     def _would_pay(self, rows: DecodingRows, chance: float) -> bool:
@@ -394,7 +409,7 @@ class Controller:
         if accepted / tried > self.acceptance.best and not self._could_pay(rows) and self._would_pay(rows, accepted / tried):
             self.acceptance.renew(self._sources.listed[number], tried, accepted)
             watch.forget(number)
-            self._looked = 0, 0, 0, False
+            self._looked = _NEVER
 
     def _drafts(self, rows: DecodingRows, offers: Offers, width: np.ndarray) -> Drafts:
         if self._search.watch.busy:
@@ -446,16 +461,19 @@ class Controller:
             before = self._predicted.get(sequences[place], (0, 0))
             self._predicted[sequences[place]] = before[0] + int(accepted[place]), before[1] + int(rejected[place])
 
-    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int) -> None:
+    def timed(
+        self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int, waited: bool = False
+    ) -> None:
         """The time between two results has the host's work for the next step in it, and so the search for drafts. A step without
         drafts tells what such steps take only if they were not looked for around it."""
-        looked, measured = queries > 1 or self._search.quiet < _OFF_RUN, self.times.measured(rows, keys)
+        off, pace = self.pace.ahead, self.pace
+        looked, measured = queries > 1 or self._search.quiet < _OFF_RUN, off.measured(rows, keys)
         if looked and measured and seconds > 0:
-            self._search.worth.count(seconds, self.times.seconds(rows, keys) * (tokens - rejected) / rows)
-        if queries > 1 or not looked or not measured:
-            self.times.observe(rows, tokens, queries, keys, seconds)
+            self._search.worth.count(seconds, off.seconds(rows, keys) * (tokens - rejected) / rows)
+        if queries > 1 or not looked or not measured or (waited and pace.waited is not off):
+            pace.observe(rows, tokens, queries, keys, seconds, waited)
         else:
-            self.times.passed()
+            pace.passed()
 
     def proposed(self, rows: int, width: int, result: StepResult) -> None:
         if (small := self._small) is not None and result.typical:

@@ -89,6 +89,10 @@ class ShapeTimes:
         self._known: dict[int, dict[int, Table]] = {}    # estimates by keys and queries, until another step is measured
         self._tables: dict[int, tuple[list[int], Tables]] = {}       # what tables() said last, by keys
 
+    def another(self) -> ShapeTimes:
+        """For the same shapes, with nothing measured."""
+        return ShapeTimes(self._model, self._graphs, self._plain[-1])
+
     def observe(self, rows: int, tokens: int, queries: int, keys: int, seconds: float) -> None:
         """A step of so many rows and tokens, at most `queries` of a row."""
         self.passed()
@@ -237,6 +241,28 @@ class ShapeTimes:
         if (bits, drafted) not in self._models:
             self._models[bits, drafted] = np.array([self._model(size, key) for size in self._sizes(bound)])
         return self._models[bits, drafted]
+
+
+class Pace:
+    """Times of two kinds of steps. Most are planned while the one before is in flight, and the device does not wait. A step that
+    was planned once all tokens had arrived takes longer, by what the host does in between."""
+
+    def __init__(self, ahead: ShapeTimes, overlaps: bool = False) -> None:
+        """`overlaps` False: all steps are of one kind."""
+        self.ahead = ahead
+        self.waited = ahead.another() if overlaps else ahead
+        self.now = ahead                                 # of the step that is planned
+
+    def observe(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, waited: bool) -> None:
+        own, other = (self.waited, self.ahead) if waited else (self.ahead, self.waited)
+        own.observe(rows, tokens, queries, keys, seconds)
+        if other is not own:
+            other.passed()
+
+    def passed(self) -> None:
+        self.ahead.passed()
+        if self.waited is not self.ahead:
+            self.waited.passed()
 
 
 def _fitting(sizes: list[int], tokens: int) -> int:

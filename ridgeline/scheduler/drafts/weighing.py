@@ -48,6 +48,12 @@ class Offers:
     def has_some_on_device(self) -> bool:
         return int(self.source.max()) >= self.first_on_device
 
+    def whole(self, rows: int, room: int) -> np.ndarray:
+        """int64 [rows]: widths of all drafts there are, as far as there is room."""
+        lengths = np.zeros(rows, np.int64)
+        lengths[self.places] = self.length
+        return np.minimum(lengths, np.maximum(0, room - (np.cumsum(lengths) - lengths)))
+
     def num_offering(self, width: np.ndarray) -> int:
         """Offers whose rows have drafts."""
         return int(np.count_nonzero(width if len(width) == len(self.places) else width[self.places]))

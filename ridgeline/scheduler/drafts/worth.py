@@ -17,10 +17,15 @@ class Worth:
         self._steps, self._spent, self._without = 0, 0.0, 0.0
         self._pause, self._left = _SHORTEST, 0
 
+    @property
+    def will_rest(self) -> bool:
+        """What rests() will say next."""
+        return self._left > 1
+
     def rests(self) -> bool:
         """Are no drafts to be looked for in this step?"""
-        self._left = max(0, self._left - 1)
-        return self._left > 0
+        resting, self._left = self.will_rest, max(0, self._left - 1)
+        return resting
 
     def count(self, seconds: float, without: float) -> None:
         """A step in which they were looked for took so long; without, its tokens would have taken `without`."""

@@ -15,7 +15,7 @@ from ridgeline.scheduler.sequence import Sequence
 
 
 class DialDrafter:
-    active = True
+    active, waits = True, False
 
     def __init__(
         self, answer: Callable[[Sequence, int], list[int]], vocab: int, alpha: float, widest: int = 5, seed: int = 0,
@@ -57,7 +57,9 @@ class DialDrafter:
         self.proposed += int(width.sum())
         self.accepted += int(accepted.sum())
 
-    def timed(self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int) -> None:
+    def timed(
+        self, rows: int, tokens: int, queries: int, keys: int, seconds: float, rejected: int, waited: bool = False
+    ) -> None:
         """It does not look at times."""
 
     def predicted(self, sequence: Sequence) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import Offer, RowByRow
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes
 from ridgeline.scheduler.sequence import Sequence, Turn
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
 
@@ -57,7 +57,7 @@ class Dial:
         self.search = search
         self.alpha, self.seconds, self.context = alpha, seconds, context
         self.proposer = DialProposer()
-        self.controller = Controller([self.proposer], ShapeTimes(model, graphs), MOST_DRAFTS)
+        self.controller = Controller([self.proposer], Pace(ShapeTimes(model, graphs)), MOST_DRAFTS)
         self.sequences = [make_sequence(number) for number in range(rows)]
         self.rng = random.Random(rows)
         self.tokens, self.time, self.drafted = 0.0, 0.0, 0

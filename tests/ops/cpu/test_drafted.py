@@ -20,7 +20,7 @@ from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Sources, survival
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import Paths
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes
 from ridgeline.scheduler.drafts.weighing import Weighing, best_of_each_row
 from ridgeline.scheduler.sequence import Sequence, Turn
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes
@@ -214,7 +214,7 @@ def test_the_best_drafts_are_those_of_numpy(seed: int) -> None:
     for _ in range(30):                                  # times go up and down
         rows_then, queries = int(rng.integers(1, 64)), int(rng.integers(1, 5))
         times.observe(rows_then, min(512, rows_then * queries), queries, 640, 1e-3 * (1 + float(rng.random())))
-    controller = Controller([Dial()], times, MOST_DRAFTS, native=native.library())
+    controller = Controller([Dial()], Pace(times), MOST_DRAFTS, native=native.library())
     controller._step = 32 * int(seed % 2)                # curious or not
     asked, allowed, paths, source = offers_of(rng, rows)
     asked.room = int(rng.integers(1, 200))
@@ -270,7 +270,7 @@ def test_the_controller_chooses_the_same_with_and_without_native_code() -> None:
     rows, rng = sequences(24), np.random.default_rng(0)
     times = [ShapeTimes(lambda tokens, keys: 3e-3 + 2e-8 * keys) for _ in range(2)]
     libraries = native.library(), None
-    both = [Controller([Dial()], each, MOST_DRAFTS, native=found) for each, found in zip(times, libraries, strict=True)]
+    both = [Controller([Dial()], Pace(each), MOST_DRAFTS, native=found) for each, found in zip(times, libraries, strict=True)]
     seen, chances = set(), rng.random(len(rows))
     for _ in range(400):
         asked = DecodingRows(rows, np.full(24, 8), np.zeros(24, np.int64), 200, 24, 24 * 640)

@@ -12,8 +12,9 @@ from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.acceptance import Acceptance, RowRecords, Source, survival
 from ridgeline.scheduler.drafts.controller import PROBE_EVERY, Controller
+from ridgeline.scheduler.drafts.forced import Forced
 from ridgeline.scheduler.drafts.offer import EVIDENCE, Offer, RowByRow
-from ridgeline.scheduler.drafts.shape_times import PLAIN, ShapeTimes
+from ridgeline.scheduler.drafts.shape_times import PLAIN, Pace, ShapeTimes
 from ridgeline.scheduler.drafts.watch import Watch
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, GraphShapes, most_queries
@@ -212,7 +213,7 @@ def test_it_looks_less_often_where_there_is_nothing_to_find() -> None:
         def propose(self, sequence: Sequence, most: int) -> Offer | None:
             return Offer([1] * most, 3) if speaks else None
 
-    speaks, controller, rows = False, Controller([Silent()], ShapeTimes(bold), 4), asked([make_sequence()])
+    speaks, controller, rows = False, Controller([Silent()], Pace(ShapeTimes(bold)), 4), asked([make_sequence()])
     controller.timed(1, 1, 1, rows.keys, 3e-3, 0)
     looked = [controller.awake() and controller.plan(rows) is None for _ in range(200)]
     assert all(looked[:8]) and 10 < sum(looked[:100]) < 50 and sum(looked[100:]) <= 30
@@ -272,7 +273,7 @@ class _Repeats(RowByRow):
 def test_every_row_of_a_large_batch_is_watched_in_its_turn() -> None:
     """No row has drafts, for which there is no time. Each guess is found wrong in the next step."""
     rows = [make_sequence(number) for number in range(100)]
-    controller = Controller([_Repeats()], ShapeTimes(lambda tokens, keys: 1e-3 * tokens), 4)
+    controller = Controller([_Repeats()], Pace(ShapeTimes(lambda tokens, keys: 1e-3 * tokens)), 4)
     watched: set[Sequence] = set()
     asked = DecodingRows(rows, np.full(100, 4), np.zeros(100, np.int64), 400, 100, 1000)
     offers = controller._offers(asked, controller.proposers)
@@ -310,7 +311,7 @@ def asked(sequences: list[Sequence], most: int = MOST_DRAFTS, pending: int = 0, 
 @pytest.mark.parametrize("late", [1, 2, 4])
 def test_steps_without_drafts_are_measured_where_results_come_late(late: int) -> None:
     """As in a pipeline of so many stages: its steps are planned ahead."""
-    controller, rows = Controller([Scripted()], ShapeTimes(bold), 4, stages=late), asked([make_sequence()], room=4)
+    controller, rows = Controller([Scripted()], Pace(ShapeTimes(bold)), 4, stages=late), asked([make_sequence()], room=4)
     controller.timed(1, 1, 1, rows.keys, 3e-3, 0)
     taken, measured = controller.times.observe, []
     controller.times.observe = lambda *step: measured.append(step[2]) or taken(*step)    # type: ignore[method-assign]
@@ -331,7 +332,8 @@ def test_steps_without_drafts_are_measured_where_results_come_late(late: int) ->
 ])
 def test_no_drafts_beside_a_prompt_that_a_graph_holds(graphs: GraphShapes | None, prompt: int, drafted: bool) -> None:
     """There are no graphs of drafts and prompts. A prompt that is too long for one keeps the device busy anyway."""
-    controller, rows = Controller([Scripted()], ShapeTimes(bold, graphs), 4), asked([make_sequence(each) for each in range(8)])
+    controller = Controller([Scripted()], Pace(ShapeTimes(bold, graphs)), 4)
+    rows = asked([make_sequence(each) for each in range(8)])
     controller.timed(8, 8, 1, rows.keys, 3e-3, 0)
     for _ in range(8):                                   # the first ones measure steps without drafts
         assert controller.plan(rows) is not None or controller._search.off_left < 3
@@ -353,7 +355,7 @@ class Scripted(RowByRow):
 
 
 def fixed(most: int = MOST_DRAFTS) -> Controller:
-    return Controller([Scripted()], ShapeTimes(bold), most, adaptive=False)
+    return Controller([Scripted()], Pace(ShapeTimes(bold)), most, adaptive=False)
 
 
 def test_paths_reach_behind_the_tokens_in_flight() -> None:
@@ -370,7 +372,7 @@ def test_limits_of_rows_and_of_the_step_hold() -> None:
 
 
 def test_a_bound_on_all_drafts_holds_for_the_adaptive_controller() -> None:
-    controller = Controller([Scripted()], ShapeTimes(bold, GRAPHS), MOST_DRAFTS)
+    controller = Controller([Scripted()], Pace(ShapeTimes(bold, GRAPHS)), MOST_DRAFTS)
     rows = asked([make_sequence(number) for number in range(4)], most=5, room=7)
     for _ in range(5):
         controller.timed(4, 4, 1, rows.keys, 3e-3, 0)
@@ -385,8 +387,51 @@ def test_the_better_of_two_proposers_is_taken() -> None:
         def propose(self, sequence: Sequence, most: int) -> Offer | None:
             return Offer([1] * most, 0)
 
-    planned = Controller([Worse(), Scripted()], ShapeTimes(bold), 2, adaptive=False).plan(asked([make_sequence()]))
+    planned = Controller([Worse(), Scripted()], Pace(ShapeTimes(bold)), 2, adaptive=False).plan(asked([make_sequence()]))
     assert planned is not None and planned.tokens is not None and planned.tokens.tolist() == [[100, 101]]
+
+
+class _Forces:
+    """A grammar that leaves two tokens."""
+
+    def forced(self, most: int) -> list[int]:
+        return [100, 101][:most]
+
+    def allowed(self, tokens: list[int]) -> int:
+        return len(tokens)
+
+
+def _with_grammar(waited: bool) -> DecodingRows:
+    sequence = make_sequence()
+    sequence.matcher = _Forces()                         # type: ignore[assignment]
+    rows = asked([sequence])
+    rows.waited = waited
+    return rows
+
+
+@pytest.mark.parametrize("overlap", [1.0, 4.0])
+def test_steps_wait_for_what_a_grammar_forces_while_that_pays(overlap: float) -> None:
+    """A step that waited takes 2 ms and brings three tokens. Without, each token takes 1 ms, or a quarter."""
+    controller = Controller([Forced()], Pace(ShapeTimes(bold, GRAPHS), True), 4)
+    off, waited, drafted = 1e-3 / overlap, 0, 0
+    for _ in range(400):
+        waits = controller.waits
+        rows = _with_grammar(waits)
+        planned = controller.plan(rows) if controller.awake() else None
+        width = 0 if planned is None or not waits else int(planned.width[0])
+        controller.timed(1, 1 + width, 1 + width, rows.keys, 2e-3 if waits else off, 0, waits)
+        if width:
+            controller.observe(rows.sequences, np.array([width]), np.array([width]), 2e-3)
+        waited, drafted = waited + waits, drafted + (width == 2)
+    assert drafted <= waited
+    assert drafted > 350 if overlap == 1 else waited < 80
+    assert controller.pace.ahead.seconds(1, _with_grammar(False).keys) == pytest.approx(off)     # not of steps that waited
+
+
+def test_only_grammars_are_waited_for() -> None:
+    controllers = [Controller([each], Pace(ShapeTimes(bold, GRAPHS), True), 4) for each in (Scripted(), Forced(), Forced())]
+    controllers[2].active = False
+    assert [each.waits for each in controllers] == [False, True, False]
 
 
 def test_a_grammar_cuts_what_it_refuses() -> None:

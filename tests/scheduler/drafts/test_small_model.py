@@ -15,7 +15,7 @@ from ridgeline.messages import StepResult
 from ridgeline.scheduler.drafting import DecodingRows
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.scheduler.drafts.offer import Offer, RowByRow
-from ridgeline.scheduler.drafts.shape_times import ShapeTimes
+from ridgeline.scheduler.drafts.shape_times import Pace, ShapeTimes
 from ridgeline.scheduler.drafts.small_model import SmallModel
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED
@@ -31,7 +31,7 @@ class Engine:
         self.alpha, self.own, self.each = alpha, own, each
         self.seconds = on_a_cpu if cpu else on_a_gpu
         self.small = SmallModel(10**9, lambda rows: 3e-3, MOST_DRAFTS)
-        self.controller = Controller([self.small], ShapeTimes(bold, None if cpu else GRAPHS), MOST_DRAFTS)
+        self.controller = Controller([self.small], Pace(ShapeTimes(bold, None if cpu else GRAPHS)), MOST_DRAFTS)
         self.sequences = [make_sequence(number, range(1, CONTEXT)) for number in range(rows)]
         for sequence in self.sequences:
             sequence.limit = 10**9
@@ -180,7 +180,7 @@ class Free(RowByRow):
 def test_free_drafts_go_before_ones_that_cost_time(own: float) -> None:
     """More of a draft model's may survive: they are taken where its passes are short."""
     small = SmallModel(10**9, lambda rows: 2 * own * 3e-3, MOST_DRAFTS)
-    controller = Controller([Free(), small], ShapeTimes(bold), MOST_DRAFTS, adaptive=False)
+    controller = Controller([Free(), small], Pace(ShapeTimes(bold)), MOST_DRAFTS, adaptive=False)
     sequences = [make_sequence(number) for number in range(2)]
     planned = controller.plan(DecodingRows(sequences, np.full(2, 9), np.zeros(2, np.int64), 10**6, 2, CONTEXT))
     assert planned is not None
@@ -193,7 +193,7 @@ def test_free_drafts_go_before_ones_that_cost_time(own: float) -> None:
 def test_each_proposer_has_its_own_record_of_a_row() -> None:
     """Text that happens to repeat itself, and goes on differently, says nothing about a draft model."""
     small = SmallModel(10**9, lambda rows: 1e-4, MOST_DRAFTS)
-    controller = Controller([Free(), small], ShapeTimes(bold), MOST_DRAFTS)
+    controller = Controller([Free(), small], Pace(ShapeTimes(bold)), MOST_DRAFTS)
     rows = DecodingRows([make_sequence()], np.full(1, 9), np.zeros(1, np.int64), 10**6, 1, CONTEXT)
     free, made = (controller._sources.number(number, np.zeros(1, np.int64), np.zeros(1, np.int64)) for number in (0, 1))
     records = controller._records

@@ -1,0 +1,132 @@
+"""Grammars and drafts with overlap, as on a GPU: a step is launched behind drafts whose result is not known yet, and its masks
+are made once it is. Answers are those without drafts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from served_model import write_model
+from test_late_lengths import corrected
+
+from ridgeline import LLM, SamplingParams
+from ridgeline.ops.sampling.sample import CHOICE, sample_reference
+from ridgeline.runner import sampler as sampler_module
+from ridgeline.runner.sampler import Sampler
+from ridgeline.sampling_params import StructuredOutputs
+from ridgeline.scheduler.drafts.controller import Controller
+
+__all__ = ["corrected"]              # a fixture
+SCHEMA = {
+    "type": "object", "additionalProperties": False, "required": ["identifier", "description", "colour"],
+    "properties": {
+        "identifier": {"type": "integer", "minimum": 0, "maximum": 9999}, "description": {"type": "string", "maxLength": 8},
+        "colour": {"enum": ["red", "green", "blue"]},
+    },
+}
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy", "max_model_len": 512, "num_gpu_blocks_override": 600, "block_size": 4, "max_num_seqs": 6,
+    "dtype": "float64", "device": "cpu",
+}
+METHODS = (["prediction", "ngram"], ["grammar", "prediction"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("late grammars") / "tiny")
+
+
+def asked(temperature: float) -> list[SamplingParams]:
+    """Three in four with a grammar. The prediction is wrong from somewhere on."""
+    prediction = '{"identifier": 12, "description": "x", "colour": "red"}'
+    common: dict[str, Any] = {"temperature": temperature, "max_tokens": 60, "prediction": prediction}
+    schema = StructuredOutputs(json=SCHEMA, disable_any_whitespace=True)
+    return [
+        *(SamplingParams(seed=seed, structured_outputs=schema, **common) for seed in range(4)),
+        SamplingParams(seed=5, structured_outputs=StructuredOutputs(regex=r"(GET|PUT) /index\.html\?q=[0-9]{2}"), **common),
+        SamplingParams(seed=6, ignore_eos=True, logprobs=1, **common), SamplingParams(seed=7, **common),
+        SamplingParams(seed=8, structured_outputs=schema, **common),
+    ]
+
+
+def said(llm: LLM, params: list[SamplingParams]) -> list[Any]:
+    outputs = llm.generate(["Hello"] * len(params), params, use_tqdm=False)
+    return [(each.outputs[0].token_ids, each.outputs[0].finish_reason, str(each.outputs[0].logprobs)) for each in outputs]
+
+
+@pytest.fixture
+def straight(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A device whose kernels sample; the list has the positions of each step with drafts."""
+    def draw(
+        logits: torch.Tensor, choices: Any, tokens: torch.Tensor, failed: torch.Tensor, rows: torch.Tensor | None = None,
+        last_token: torch.Tensor | None = None, mask: torch.Tensor | None = None,
+    ) -> None:
+        found, broken = sample_reference(logits, np.zeros(len(logits), CHOICE) if choices is None else choices.how, mask)
+        tokens.copy_(found), failed.copy_(broken)
+        if rows is not None and last_token is not None:
+            last_token.index_copy_(0, rows, found)
+
+    def counted(self: Sampler, logits: torch.Tensor, *others: Any) -> bool:
+        positions.append(len(logits))
+        return draw_ahead(self, logits, *others)
+
+    positions, draw_ahead = list[int](), Sampler.draw_ahead
+    monkeypatch.setattr(sampler_module, "draw", draw)
+    monkeypatch.setattr(sampler_module, "has_kernels", lambda *site: True)
+    monkeypatch.setattr(sampler_module, "takes_masks", lambda *given: True)
+    monkeypatch.setattr(sampler_module, "send_choices", lambda how, *site: _Sent(how) if how["temperature"].any() else None)
+    monkeypatch.setattr(Sampler, "draw_ahead", counted)
+    return positions
+
+
+class _Sent:
+    """How rows choose, as the device has it: the numbers of what rows have said may change there."""
+
+    def __init__(self, how: np.ndarray) -> None:
+        self._how = how.copy()
+        self.integers = torch.zeros((2, len(how)), dtype=torch.int64)
+        self.integers[1] = torch.from_numpy(how["index"].astype(np.int64))
+
+    @property
+    def how(self) -> np.ndarray:
+        self._how["index"] = self.integers[1].numpy()
+        return self._how
+
+
+@pytest.mark.parametrize("methods", METHODS, ids=lambda each: each[0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_are_those_without_drafts(
+    model: Path, temperature: float, methods: list[str], corrected: list[bool]
+) -> None:
+    _compare(model, temperature, methods, corrected, lambda: None)
+
+
+@pytest.mark.parametrize("methods", METHODS, ids=lambda each: each[0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_kernels_that_verify_alone_give_the_same_answers(
+    model: Path, temperature: float, methods: list[str], corrected: list[bool], straight: list[int]
+) -> None:
+    _compare(model, temperature, methods, corrected, straight.clear)
+    assert max(straight) > 8
+
+
+def _compare(
+    model: Path, temperature: float, methods: list[str], corrected: list[bool], between: Callable[[], None]
+) -> None:
+    """With "grammar", steps wait for the newest tokens, and without they are launched behind drafts in flight."""
+    off = LLM(model, **OPTIONS)
+    expected = said(off, asked(temperature))
+    off.close()
+    between()
+    given = json.dumps({"method": methods, "num_speculative_tokens": 8, "adaptive": False})
+    on = LLM(model, speculative_config=given, async_scheduling=True, **OPTIONS)
+    drafter = on.core.scheduler.drafter
+    assert said(on, asked(temperature)) == expected
+    assert isinstance(drafter, Controller) and drafter.counters.draft_tokens > drafter.counters.accepted_tokens > 40
+    assert len(corrected) > 20                           # steps behind drafts in flight
+    on.close()
