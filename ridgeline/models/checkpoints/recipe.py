@@ -69,16 +69,7 @@ class RuleIndex:
 
     def first(self, spellings: Iterable[str]) -> int | None:
         names = list(spellings)
-        known = [self._whole[name] for name in names if name in self._whole]
-        if self._inside:
-            known += [self._inside[part] for name in names for part in _runs(name) if part in self._inside]
-        known += [places[name[:size]] for size, places in self._beginnings.items() for name in names if name[:size] in places]
-        known += [places[end] for size, places in self._endings.items() for name in names if (end := name[-size:]) in places]
-        known += [
-            place for known_pieces in self._globs.values() for name in names for globs in _found_in(name, known_pieces)
-            for place, pieces in globs if _fits(pieces, name)
-        ]
-        best = min(known, default=None)
+        best = min((place for name in names for place in self._looked_up(name)), default=None)
         for place, pattern in self._patterns:
             if best is not None and place > best:
                 break
@@ -86,9 +77,20 @@ class RuleIndex:
                 return place
         return best
 
+    def _looked_up(self, name: str) -> Iterator[int]:
+        """The places of all rules that match, but for real patterns."""
+        if name in self._whole:
+            yield self._whole[name]
+        if self._inside:
+            yield from (self._inside[part] for part in _runs(name) if part in self._inside)
+        yield from (places[name[:size]] for size, places in self._beginnings.items() if name[:size] in places)
+        yield from (places[name[-size:]] for size, places in self._endings.items() if name[-size:] in places)
+        for known in self._globs.values():
+            yield from (place for globs in _found_in(name, known) for place, pieces in globs if _fits(pieces, name))
+
 
 def _by_rarest_piece(globs: list[_Glob]) -> dict[int, dict[str, list[_Glob]]]:
-    """By the length of a piece and by the piece: the one that the fewest globs have. Thousands of them differ in a number alone."""
+    """By the length of a piece and by the piece: the one that the fewest globs have. Thousands of them differ in a number."""
     uses = Counter(piece for _, pieces in globs for piece in set(pieces))
     found: dict[int, dict[str, list[_Glob]]] = {}
     for place, pieces in globs:
@@ -98,7 +100,7 @@ def _by_rarest_piece(globs: list[_Glob]) -> dict[int, dict[str, list[_Glob]]]:
 
 
 def _found_in(name: str, known: Mapping[str, list[_Glob]]) -> Iterator[list[_Glob]]:
-    """What is known of those texts, all of one length, that are in a name: by the texts or by the parts of the name, the fewer."""
+    """What is known of those texts, all of one length, that are in a name: by the texts or by its parts, which are fewer."""
     size = len(next(iter(known)))
     if len(known) <= len(name) - size:
         yield from (globs for text, globs in known.items() if text in name)

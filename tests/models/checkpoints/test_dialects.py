@@ -339,6 +339,14 @@ def test_a_config_with_any_value_is_read_or_refused(name: str, data: st.DataObje
         assert str(error).startswith("config.json: quantization_config")
 
 
+@pytest.mark.parametrize("part", ["weights", "input_activations"])
+def test_a_strategy_that_is_no_text_is_refused(part: str) -> None:
+    config = json.loads(json.dumps(DIALECTS["ct-w4a8"][0]))
+    config["config_groups"]["group_0"][part]["strategy"] = [""]
+    with pytest.raises(ModelError, match=rf"{part}\.strategy .* is of the wrong type"):
+        read_quantisation({"quantization_config": config}, "config.json")
+
+
 # -- what the newest versions of tools write ----------------------------------------------------------------------------
 
 AUTO_ROUND = {"autoround_version": "0.16.1", "provider": "auto-round", "amp": False, "enable_quanted_input": False,
