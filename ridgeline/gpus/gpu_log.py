@@ -15,7 +15,7 @@ from typing import Any
 from ridgeline.gpus.clocks import REASONS, SUMS, Clocks, sample
 from ridgeline.gpus.nvml import Nvml, Reading, open_nvml
 
-ENGINE_SECONDS = 0.5                 # between two samples of a running engine: twenty in the verdict's window
+ENGINE_SECONDS = 1.0                 # between two samples of a running engine: ten in the verdict's window
 LOG_SECONDS = 0.2                    # … and of a measurement, which may be short
 _LAST_SECONDS = 1.0                  # that the end waits for a driver that does not answer
 # Names in records, by those of a reading.

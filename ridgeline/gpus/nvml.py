@@ -43,6 +43,7 @@ class Nvml:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        self._fixed: dict[int | None, tuple[float | None, float | None]] = {}    # by handle: what is asked for once
 
     def handles(self, which: Sequence[str]) -> list[ctypes.c_void_p]:
         """GPUs by index or by UUID; one that is unknown is left out."""
@@ -60,20 +61,25 @@ class Nvml:
 
     def read(self, gpu: ctypes.c_void_p) -> Reading:
         number, memory = self._number, _MemoryInfo()
-        lowest, highest = ctypes.c_uint(), ctypes.c_uint()
-        has_range = self._call("nvmlDeviceGetPowerManagementLimitConstraints", gpu, ctypes.byref(lowest), ctypes.byref(highest))
+        if gpu.value not in self._fixed:
+            self._fixed[gpu.value] = self._most_power(gpu), number("nvmlDeviceGetMaxClockInfo", gpu, _SM)
+        most_limit, max_clock = self._fixed[gpu.value]
         has_memory = self._call("nvmlDeviceGetMemoryInfo", gpu, ctypes.byref(memory))
         reasons = (number(name, gpu, kind=ctypes.c_ulonglong) for name in _REASONS)
         return Reading(
             watts=_thousandths(number("nvmlDeviceGetPowerUsage", gpu)),
             limit_w=_thousandths(number("nvmlDeviceGetEnforcedPowerLimit", gpu)),
-            most_limit_w=highest.value / 1e3 if has_range else None,
-            sm_mhz=number("nvmlDeviceGetClockInfo", gpu, _SM), max_sm_mhz=number("nvmlDeviceGetMaxClockInfo", gpu, _SM),
+            most_limit_w=most_limit, sm_mhz=number("nvmlDeviceGetClockInfo", gpu, _SM), max_sm_mhz=max_clock,
             memory_mhz=number("nvmlDeviceGetClockInfo", gpu, _MEMORY),
             temperature_c=number("nvmlDeviceGetTemperature", gpu, 0),
             memory_used_mib=memory.used / 2**20 if has_memory else None,
             reasons=next((each for each in reasons if each is not None), None),
         )
+
+    def _most_power(self, gpu: ctypes.c_void_p) -> float | None:
+        lowest, highest = ctypes.c_uint(), ctypes.c_uint()
+        found = self._call("nvmlDeviceGetPowerManagementLimitConstraints", gpu, ctypes.byref(lowest), ctypes.byref(highest))
+        return highest.value / 1e3 if found else None
 
     def facts(self, gpu: ctypes.c_void_p) -> dict[str, str]:
         """What does not change during a measurement, for its record."""

@@ -88,6 +88,16 @@ def test_a_gpu_is_found_by_index_or_uuid() -> None:
     assert library.calls == ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID"]
 
 
+def test_a_sample_asks_for_seven_values() -> None:
+    """Each call gives Python's lock back and takes it again; what does not change is asked for once."""
+    library = StandIn()
+    reader = Nvml(library)
+    [gpu] = reader.handles(["0"])
+    first = reader.read(gpu)
+    library.calls.clear()
+    assert reader.read(gpu) == first and len(library.calls) == 7
+
+
 def test_an_older_driver_has_an_older_name_for_the_reasons() -> None:
     reader = Nvml(StandIn(lacks=("nvmlDeviceGetCurrentClocksEventReasons",)))
     assert reader.read(reader.handles(["0"])[0]).reasons == 0x4
