@@ -94,6 +94,7 @@ class RooflineStats:
     faster: dict[str, list[tuple[float, float]]] = field(default_factory=dict)   # narrower formats (verdict.Factors) …
     untimed: list[str] = field(default_factory=list)     # … those of them whose gain is a data sheet's …
     linear_share: float = 1.0        # … and the share of the weights that they narrow
+    gpu: list[float] = field(default_factory=list)       # sums of its power and clocks (gpus/clocks); empty: not known
     # The KV cache as a row of cells, in percent of their blocks: held by sequences, and kept by the prefix cache alone.
     # Empty: as last reported.
     held: list[int] = field(default_factory=list)

@@ -283,7 +283,7 @@ class Memory:
         # gate and up as well: a kernel for hundreds of tokens and more does not write them (ops/linear/gemm_gated.py), but steps
         # just below that do, into other pieces of memory than the largest step has left.
         per_token = (width + model.mlp_elements) * size
-        quantised = quantised_memory(model, config.model.quantization, device.kind, ranks, device.kernels)
+        quantised = quantised_memory(model, config.model.quantization, device.kind, ranks, device.kernels, dtype)
         if quantised.codes:                              # rows as codes, beside the rows themselves
             per_token += model.hidden_size + model.intermediate_size
         rotation = sum(2 * len(rope.frequencies(longest)) for rope in set(model.ropes)) * longest * max(4, size)

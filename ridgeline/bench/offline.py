@@ -21,7 +21,7 @@ import torch
 from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.lab.device_peaks import machine_peaks, read_bandwidth
-from ridgeline.bench.lab.machine_log import Watch
+from ridgeline.bench.lab.machine_log import Watch, limited
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, parse_options, settings
 from ridgeline.bench.options.offline_options import NAMED
@@ -135,9 +135,12 @@ def peer(name: str, config: ResolvedConfig) -> Contender:
 def _extend(
     args: argparse.Namespace, engine: Engine, workload: Workload, row: dict[str, Any], watch: Watch, begin: float
 ) -> None:
-    """Adds the figures of --price and --sustain."""
+    """Adds the GPU's power and clocks, and the figures of --price and --sustain."""
+    # With a peer in the same run they cannot be attributed.
+    log = watch.gpu((begin, time.time())) if not args.against else {}
+    if log:
+        row[engine.name]["device_log"] = log
     if args.price is not None:
-        # With a peer in the same run the power cannot be attributed.
         watts = watch.watts(begin, time.time()) if not args.against else None
         row[engine.name]["cost"] = cost(workload, args.price, row[engine.name], watts)
     if args.sustain is not None:
@@ -192,6 +195,8 @@ def table_rows(workload: Workload, named: dict[str, str], row: dict[str, Any]) -
         titles = {"prefill_tok_s": "prefill tok/s", "ttft_ms": "TTFT ms", "decode_tok_s": "decode tok/s", "tpot_ms": "TPOT ms",
                   "output_tok_s": "output tok/s", "share_of_bandwidth": "of bandwidth"}
         cells |= {title: found.get(key) for key, title in titles.items()}
+        if "device_log" in found:
+            cells["clock limited by"] = found["device_log"].get("limited_by", "")
         if "cost" in found:
             cells["$/M output"] = found["cost"]["usd_per_m_output_tokens"]
         yield cells
@@ -277,6 +282,8 @@ def _line(workload: Workload, row: dict[str, Any]) -> str:
                 f"{figures['share_of_bandwidth']:.0%} of read bandwidth"
             )
         parts.append(text)
+        if limit := limited(figures.get("device_log", {})):
+            parts.append(limit)
         if "cost" in figures:
             parts.append(price.line(figures["cost"]))
         if "sustain" in figures:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ridgeline.bench.lab import nvidia_smi, price, sustain, table
+from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.peak_memory import own_peak, server_peak
 from ridgeline.bench.lab.record import record, write
@@ -40,6 +40,7 @@ from ridgeline.bench.load.serve_page import report
 from ridgeline.bench.load.server_check import ServerCheck
 from ridgeline.bench.load.target import Target
 from ridgeline.errors import ConfigError, EngineDead
+from ridgeline.gpus import nvml
 from ridgeline.process.progress import progress_bar
 from ridgeline.report.columns import fitted
 from ridgeline.server.event_loop import new_event_loop
@@ -105,7 +106,7 @@ async def _bench(asked: Plan) -> tuple[dict[str, Any], list[list[Outcome]]]:
     client.close()
     found = {"points": points} | _best(points)
     peak = {"client": own_peak(), "server_bytes": server_peak(port) if local else None}
-    gpu = nvidia_smi.facts(nvidia_smi.visible()) if local else None
+    gpu = nvml.facts(nvml.visible()) if local else None
     return record("serve", _workload(asked, target, url), found, target.quality, gpu, peak), last_runs
 
 

@@ -166,7 +166,7 @@ def _profile_server(admin_socket: str, steps: int, found: Attached) -> dict[str,
     shutil.rmtree(path.parent, ignore_errors=True)
     costs = {part: PartFacts(**numbers) for part, numbers in answer["costs"].items()}
     spent = found.take_profile(document, costs, answer["overhead"])
-    return document | {KNOWN: {"profiler_s": spent}}
+    return document | {KNOWN: {"profiler_s": spent, "gpu": found.tree["gpu"]}}
 
 
 def _from_traces(paths: list[str]) -> dict[str, Any]:
@@ -177,7 +177,8 @@ def _from_traces(paths: list[str]) -> dict[str, Any]:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"{path} is not a Chrome trace of torch's profiler") from None
     spent = sum(trace.profiler for trace in traces) / len(traces)
-    facts = facts_of(traces, profiler=spent, kept=traces[0].kept if len(traces) == 1 else ())
+    slowest = max((trace.clocks for trace in traces if trace.clocks), key=lambda clocks: clocks.lost, default=None)
+    facts = facts_of(traces, profiler=spent, kept=traces[0].kept if len(traces) == 1 else (), clocks=slowest)
     if not facts.seconds:
         raise ConfigError("the traces hold no device kernels and no marked ops")
     findings = find_patterns(facts)

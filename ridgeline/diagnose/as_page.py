@@ -45,7 +45,9 @@ def diagnosis_page(
         ("Patterns in the trace", [html_table(patterns)]),
         ("What was measured", [beside(*(
             web_page.titled(heading, web_page.facts(rows))
-            for heading, rows in (("Machine", _machine(machine)), ("Workload", known), ("Options", facts.get("options") or {}))
+            for heading, rows in (
+                ("Machine", _machine(machine, tree)), ("Workload", known), ("Options", facts.get("options") or {}),
+            )
         ))]),
     ]
     return web_page.page(title, _lead(tree["verdict"], machine), sections)
@@ -63,12 +65,13 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
+def _machine(machine: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
     read, flops = machine.get("read_bytes_s"), machine.get("flops_s")
     return {
         "device": machine.get("device"), "measured read bandwidth": f"{read / 1e9:,.1f} GB/s" if read else None,
         "measured matrix rate": f"{flops / 1e9:,.1f} GFLOP/s" if flops else None,
         "ridge": f"{flops / read:.1f} FLOP per byte" if read and flops else None,
+        "power and clock of the GPU": (tree.get("gpu") or {}).get("line"),
         "load average before": f"{machine['load']:.2f}" if machine.get("load") is not None else None,
     }
 

@@ -19,7 +19,7 @@ def text(tree: Mapping[str, Any]) -> str:
         ("steps", _steps(tree["steps"]) if "steps" in tree else ""),
         ("ops and kernels", _ops(tree.get("ops"), tree.get("profiler"))),
         ("patterns in the trace", _patterns(tree.get("patterns"))),
-        ("verdict", _verdict(tree["verdict"]) if "verdict" in tree else ""),
+        ("verdict", _verdict(tree["verdict"]) + _gpu(tree.get("gpu")) if "verdict" in tree else ""),
         ("what to change, largest predicted gain first", remedies(settings, tree.get("model_of_time"), "ops" in tree)),
         ("what no setting changes: work on the engine's code", remedies(code) if code else ""),
     ]
@@ -113,6 +113,10 @@ def _patterns(found: list[dict[str, Any]] | None) -> str:
     if found is None:
         return ""
     return "\n".join(f"{each['pattern']} ({each['share']:.0%}): {each['evidence']}" for each in found) or "none found"
+
+
+def _gpu(found: Mapping[str, Any] | None) -> str:
+    return f"\nGPU: {found['line']}" if found else ""
 
 
 def _verdict(found: Mapping[str, Any]) -> str:

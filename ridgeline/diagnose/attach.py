@@ -20,6 +20,7 @@ from typing import Any
 
 from ridgeline.bench.load.latency import Slo
 from ridgeline.errors import ConfigError, one_line
+from ridgeline.gpus.clocks import Clocks, shown
 from ridgeline.roofline import drill
 from ridgeline.roofline.facts import PartFacts, facts_of
 from ridgeline.roofline.patterns import find_patterns
@@ -56,6 +57,7 @@ class Attached:
             [trace], costs, spent, flops_s=machine["flops_s"] or 0.0,
             read_bytes_s=machine["read_bytes_s"] or 0.0, preemptions=self.tree["application"]["preemptions"],
             recomputed=self.tree["utilisation"].get("wasted", {}).get("recomputation", 0.0), rows=batch.get("running", 0),
+            clocks=Clocks.read(self.tree["gpu"]),
         )
         findings = find_patterns(facts)
         self.tree |= {
@@ -103,6 +105,7 @@ def _attach(url: str, seconds: float, slo: Slo | None, key: str, progress: Calla
         "remedies": drill.remedies_section(ranked(verdict)),
         "machine": {name: document["machine"].get(name) for name in ("device", "read_bytes_s", "flops_s")},
         "utilisation": document["utilisation"], "batch": document["batch"], "seconds": gone,
+        "gpu": shown(Clocks.read(document.get("gpu") or {})),
     }
     return Attached(tree, points, document["model"], verdict)
 

@@ -25,6 +25,8 @@ from ridgeline.diagnose.driven_run import Load, StepLog, drive
 from ridgeline.diagnose.what_if import Speeds, WhatIf, measured_speeds
 from ridgeline.engine.core.profile import StepProfiler
 from ridgeline.engine.core.what_helps import factors, linear_share, untimed
+from ridgeline.gpus.clocks import Clocks, shown
+from ridgeline.gpus.gpu_log import GpuLog
 from ridgeline.roofline import drill
 from ridgeline.roofline.facts import Facts, facts_of
 from ridgeline.roofline.live import window_of
@@ -36,6 +38,7 @@ from ridgeline.roofline.steps import PHASES, PhaseSums
 from ridgeline.roofline.trace import KNOWN, Trace, own_times, read_trace
 from ridgeline.roofline.vectorised import ManyCosts, StepCosts
 from ridgeline.roofline.verdict import Setting, Window, judge
+from ridgeline.runner.start.gpu_names import gpu_names
 from ridgeline.sizes.kv_spec import common_block_size
 
 PROFILED_STEPS = 96                  # most steps under the profiler
@@ -51,6 +54,7 @@ class Run:
     log: StepLog
     seconds: float
     processor: float                 # CPU seconds of this process
+    clocks: Clocks | None = None     # of the GPU
 
 
 @dataclass(slots=True)
@@ -65,13 +69,14 @@ class Diagnosed:
 
 def run_load(engine: Engine, load: Load, peaks: MachinePeaks, salt: str) -> Run:
     """Runs the load with every step timed and nothing profiled."""
-    with StepLog(engine.core, engine.model.weight_reads) as log:
+    gpus = gpu_names() if engine.config.device == "cuda" else []
+    with GpuLog(gpus) as gpu, StepLog(engine.core, engine.model.weight_reads) as log:
         log.use(peaks)
-        start, on_processor = time.perf_counter(), time.process_time()
+        begin, start, on_processor = time.time(), time.perf_counter(), time.process_time()
         outcomes = drive(engine.core, load.asked(engine.config.model.vocab_size), load.at_once, salt)
         seconds, on_processor = time.perf_counter() - start, time.process_time() - on_processor
         log.fold()
-    return Run(outcomes, log, seconds, on_processor)
+    return Run(outcomes, log, seconds, on_processor, gpu.clocks((begin, begin + seconds)))
 
 
 def warm_up(engine: Engine, load: Load) -> None:
@@ -102,7 +107,7 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     trace = read_trace(document)
     overhead = profiler_overhead(before.log, profiled, after.log)
     spent, kept = profiler_seconds(before.log, profiled, overhead), [step.kept for step in profiled.times]
-    document[KNOWN] = {"profiler_s": spent, "kept": kept}        # for a later `diagnose --from-trace`
+    document[KNOWN] = {"profiler_s": spent, "kept": kept, "gpu": shown(before.clocks)}      # for a later `diagnose --from-trace`
     kv_usage = _kv_usage(engine, before.log)
     steps = len(profiled.times)
     model = StepCosts(before.log.shape, engine.model.weight_reads)
@@ -114,7 +119,7 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         [trace], part_costs(costs, *rates, steps_with(trace.work, steps)), spent, kept,
         flops_s=float(rates[1].max()), read_bytes_s=rates[0], preemptions=preemptions,
         recomputed=wasted / max(1, tokens), kv_usage=kv_usage, rows=_mean_rows(before.log), lost=1 - kept_part(before.log),
-        faster=setting.faster, untimed=setting.untimed, linear_share=setting.linear_share,
+        faster=setting.faster, untimed=setting.untimed, linear_share=setting.linear_share, clocks=before.clocks,
     )
     findings = find_patterns(facts)
     window = with_seen_launches(whole_window(before), facts)
@@ -137,7 +142,7 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
         "model_of_time": _time_model(what_if, measured),
         "machine": {
             "read_bytes_s": rates[0], "flops_s": float(rates[1].max()), "device": peaks.device, "load": os.getloadavg()[0],
-        },
+        }, "gpu": shown(before.clocks),
         "runs_s": [before.seconds, after.seconds], "processor_s": [before.processor, after.processor],
     }
     return Diagnosed(tree, document, before.outcomes, step_points(before.log, model))
@@ -237,7 +242,7 @@ def whole_window(run: Run) -> Window:
     faster = max(1.0, window.roof / window.device) if window.device else 1.0
     return replace(
         window, on_compute=window.on_compute / faster, on_weights=window.on_weights / faster, on_kv=window.on_kv / faster,
-        on_activations=window.on_activations / faster,
+        on_activations=window.on_activations / faster, clocks=run.clocks,
     )
 
 

@@ -268,7 +268,7 @@ def gpu_weights(
             numbers += shape.count * size
             held += shape.count * (
                 size * wide if format is None else
-                format.nbytes(shape.outputs, shape.share) if stored else shape.nbytes(format, kernels)
+                format.nbytes(shape.outputs, shape.share) if stored else shape.nbytes(format, kernels, dtype)
             )
         return held / numbers if numbers else wide
 

@@ -63,16 +63,30 @@ def may_pack(format: WeightFormat) -> bool:
     return (_has_four_bits(format) or _has_bytes(format)) and not _is_exact(format) and not block_form_of(format)
 
 
-def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, device: DeviceFacts) -> int:
+def may_stay(format: WeightFormat, dtype: str) -> bool:
+    """Whether the numbers decide that a matrix with a layout of its own stays as it is stored (packed.in_range): float16 lacks
+    the range of bfloat16 scales, and an output with small weights alone is enough. Only the scales themselves tell, so memory is
+    counted for both. In bfloat16, 8-bit codes with scales of 2^18 and more stay, too; such weights are not counted on."""
+    scales = format.scales
+    if scales is None or dtype != "float16" or scales.dtype != "bfloat16":
+        return False
+    return format.grid != "int8" or bool(scales.block[1])            # a scale of a whole output multiplies sums in float32
+
+
+def gpu_bytes(
+    format: WeightFormat, outputs: int, inputs: int, gated: bool, device: DeviceFacts, dtype: str = "bfloat16"
+) -> int:
     """Of a matrix on one rank with everything that belongs to it, as it lies after loading. Where its numbers decide, the larger
-    of both layouts."""
+    of both layouts. `dtype`: of the model's activations."""
     scales, found = format.scales, gpu_layout(format, outputs, inputs, gated, device)
     stored = format.nbytes(outputs, inputs)
     if scales is None or (found == STORED and not (has_kernels(device) and may_pack(format))):
         return stored
     order = TensorSpec(ORDER, "int32").nbytes(outputs, inputs) if format.reordered else 0
+    decide = found == STORED or may_stay(format, dtype)
     if found == BLOCKS:
-        return order + block_bytes(format.grid, block_form_of(format), scales.block[1], outputs, inputs)
+        packed = order + block_bytes(format.grid, block_form_of(format), scales.block[1], outputs, inputs)
+        return max(stored, packed) if decide else packed
     group = _group(format, inputs)
     if not _packs(format, outputs, inputs, gated and not format.reordered):
         return stored
@@ -81,7 +95,7 @@ def gpu_bytes(format: WeightFormat, outputs: int, inputs: int, gated: bool, devi
     else:
         each = 1 if keeps_bytes(format.grid, scales.dtype, group) else 2
         packed = order + four_bit_bytes(outputs, inputs, group, scales.zero is not None, scales.outer is not None, each)
-    return max(stored, packed) if found == STORED else packed
+    return max(stored, packed) if decide else packed
 
 
 def served(format: WeightFormat, device: DeviceFacts) -> str:

@@ -140,6 +140,16 @@ def _paired(linear: nn.Module) -> bool:
     return set(linear.rows) == {"gate", "up"}
 
 
+def stayed(model: nn.Module) -> list[str]:
+    """Of a loaded model, the linears that have a layout of ops/packed and stay as stored, because their scales decided it."""
+    return [
+        name for name, linear in model.named_modules()
+        if isinstance(getattr(linear, "scheme", None), Packed) and linear.packed is None and STORED != gpu_layout(
+            linear.format, len(linear.weight), linear.columns.size, _paired(linear), _facts(linear)
+        )
+    ]
+
+
 def in_range(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     """Whether the kernels of several rows, whose weights are 16-bit numbers, lose none of the scales of groups. Rounded to
     float16 they differ by no more than float16 rounds the output's largest; bfloat16 holds those of 8 bits 2^109 times as large

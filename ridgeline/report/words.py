@@ -12,11 +12,13 @@ TERMS = {
     "implementation": "kernels below their roof", "host": "the host", "launch": "kernel launches",
     "communication": "communication", "io": "I/O", "queue": "the queue", "idle": "nothing: idle",
     "shared_machine": "other programs", "front_end": "the front end", "tokeniser": "the tokeniser",
+    "power": "power", "temperature": "temperature",
 }
 PARTS = {
     "weight_bandwidth": "reading weights", "kv_bandwidth": "reading KV", "activations": "activations", "compute": "computing",
     "implementation": "kernels below their roof", "host": "host", "launch": "kernel launches",
     "communication": "waiting for ranks", "io": "I/O", "shared_machine": "other programs",
+    "clock": "lowered clock",
 }
 # The parts together, as a step's time is drawn: the group's key is its colour.
 GROUPS = {"compute": "compute", "memory": "memory", "kernels": "kernels below their roof", "overhead": "overhead",
@@ -24,7 +26,7 @@ GROUPS = {"compute": "compute", "memory": "memory", "kernels": "kernels below th
 GROUP_OF = {
     "compute": "compute", "weight_bandwidth": "memory", "kv_bandwidth": "memory", "activations": "memory",
     "implementation": "kernels", "host": "overhead", "launch": "overhead", "communication": "overhead", "io": "overhead",
-    "shared_machine": "others",
+    "shared_machine": "others", "clock": "kernels",
 }
 EXPLAINED = {
     "MFU": "Model FLOPs utilisation: FLOPs of useful tokens as a share of this machine's measured matrix rate, while there was "

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from ridgeline.gpus.clocks import Clocks
 from ridgeline.roofline.trace import Span, Trace, Work, own_times
 from ridgeline.sizes.abilities import Factors
 
@@ -76,6 +77,7 @@ class Facts:
     faster: Factors = field(default_factory=dict)        # narrower formats that the engine could still use on this device …
     untimed: Sequence[str] = ()      # … those of them whose gain is a data sheet's …
     linear_share: float = 1.0        # … and the share of the weights that they narrow
+    clocks: Clocks | None = None     # of the GPU; None: not known
 
     @property
     def gaps(self) -> float:

@@ -21,10 +21,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from ridgeline.gpus.clocks import SUMS as GPU_SUMS
+from ridgeline.gpus.clocks import Clocks
 from ridgeline.metrics import SPENT, RooflineStats
 from ridgeline.roofline.steps import PHASES, REMEMBERED, SUMS, PhaseSums
 from ridgeline.roofline.verdict import (
     BUSY,
+    CLOCK,
     COMPUTE,
     IMPLEMENTATION,
     KV,
@@ -44,6 +47,7 @@ _SAMPLE_SECONDS = 1.0
 _BEATEN = 1.02                       # of a peak: beyond the noise of a clock
 _SECONDS = SUMS.index("seconds")
 
+_GPU = "gpu"                         # the key of its sums, beside the phases
 _Sample = tuple[float, dict[str, np.ndarray]]    # when, and by phase
 Sums = Mapping[str, Sequence[float]]             # by phase, in the order of SUMS
 
@@ -118,7 +122,7 @@ class Live:
         overhead, others = _overhead(parts)
         found = {
             "compute": parts[COMPUTE], "memory": parts[WEIGHTS] + parts[KV] + parts["activations"],
-            "kernels": parts[IMPLEMENTATION], "overhead": overhead, "others": others,
+            "kernels": parts[IMPLEMENTATION] + parts[CLOCK], "overhead": overhead, "others": others,
         }
         return {name: seconds / whole for name, seconds in found.items()}
 
@@ -135,6 +139,8 @@ class Live:
             f"MFU {total.mfu:.1%}, MBU {total.mbu:.1%}; "
             f"bound by {verdict.term} ({verdict.share:.0%}), headroom {shown_headroom(verdict.headroom)}"
         )
+        clocks = self.window.clocks
+        shown += f"; {clocks.limited_by}: {clocks.line}" if clocks is not None and clocks.limited_by else ""
         return f"{shown}; next: {verdict.next}" if verdict.next else shown
 
 
@@ -143,13 +149,16 @@ class LiveRoofline:
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES)
         self._newest: _Sample | None = None
 
-    def take(self, at: float, sums: Sums) -> None:
-        """Sums as they are at a moment. Smaller ones than before are another engine's, or of other peaks."""
+    def take(self, at: float, sums: Sums, gpu: Sequence[float] = ()) -> None:
+        """Sums as they are at a moment. Smaller ones than before are another engine's, or of other peaks. `gpu`: sums of its
+        power and clocks (gpus/clocks)."""
         now = (at, {phase: np.array(sums.get(phase, ()) or [0.0] * len(SUMS)) for phase in PHASES})
+        now[1][_GPU] = np.array(gpu or [0.0] * len(GPU_SUMS))
         if self._newest is not None and any((now[1][phase] < self._newest[1][phase] - 1e-9).any() for phase in PHASES):
             self._samples.clear()
         if not self._samples:                            # all of it happened just before
-            self._samples.append((at - max(_busy(now), _SAMPLE_SECONDS), {phase: np.zeros(len(SUMS)) for phase in PHASES}))
+            before = {phase: np.zeros(len(SUMS)) for phase in PHASES} | {_GPU: now[1][_GPU]}
+            self._samples.append((at - max(_busy(now), _SAMPLE_SECONDS), before))
         elif at - self._samples[-1][0] >= _SAMPLE_SECONDS:
             self._samples.append(now)
         self._newest = now
@@ -162,8 +171,9 @@ class LiveRoofline:
             return _judged(seconds, {phase: PhaseSums() for phase in PHASES}, rates, setting, _parts_of(front_end, now, seconds))
         first = self._first(now, seconds)
         sums = {phase: PhaseSums(*(self._newest[1][phase] - first[1][phase]).tolist()) for phase in PHASES}
+        clocks = Clocks.of((self._newest[1][_GPU] - first[1][_GPU]).tolist())
         length = max(now - first[0], 1e-3)
-        return _judged(length, sums, rates, setting, _parts_of(front_end, now, length))
+        return _judged(length, sums, rates, setting, _parts_of(front_end, now, length), clocks)
 
     def _first(self, now: float, seconds: float) -> _Sample:
         """Where the window begins."""
@@ -206,7 +216,7 @@ def _overhead(parts: Mapping[str, float]) -> tuple[float, float]:
 
 
 def _busy(sample: _Sample) -> float:
-    return sum(float(values[_SECONDS]) for values in sample[1].values())
+    return sum(float(sample[1][phase][_SECONDS]) for phase in PHASES)
 
 
 class FrontEndLoad:
@@ -256,7 +266,7 @@ class LiveView:
         self.stats = stats
         self.points.extend(stats.points)
         self.front_end.sample(now)
-        self.live.take(now, stats.phases)
+        self.live.take(now, stats.phases, stats.gpu)
 
     @property
     def rates(self) -> Rates:
@@ -283,10 +293,11 @@ def _together(phases: Mapping[str, PhaseSums]) -> PhaseSums:
 
 
 def _judged(
-    seconds: float, phases: dict[str, PhaseSums], rates: Rates, setting: Setting, front_end: tuple[float, float]
+    seconds: float, phases: dict[str, PhaseSums], rates: Rates, setting: Setting, front_end: tuple[float, float],
+    clocks: Clocks | None = None,
 ) -> Live:
     total = _together(phases)
-    window = replace(window_of(seconds, total), front_end=front_end[0], tokenising=front_end[1])
+    window = replace(window_of(seconds, total), front_end=front_end[0], tokenising=front_end[1], clocks=clocks)
     return Live(
         seconds, Utilisation.of(total, rates),
         {phase: Utilisation.of(sums, rates) for phase, sums in phases.items() if sums.steps}, window,

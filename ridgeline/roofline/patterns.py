@@ -11,7 +11,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ridgeline.gpus.clocks import POWER, TEMPERATURE
 from ridgeline.roofline.facts import Facts, PartFacts
+from ridgeline.roofline.verdict import COOL, MORE_GPUS
 from ridgeline.sizes.abilities import BY_FLAG, UNTIMED, WORTH_ITS_LOSS, factor_at
 
 WORTH = 0.1                          # of the time: less is not worth a change
@@ -237,6 +239,15 @@ def _taken(facts: Facts) -> str:
     return f"other programs used the CPU for {facts.lost:.0%} of the time" if facts.lost >= WORTH else ""
 
 
+def _lowered_by(reason: str) -> Callable[[Facts], str]:
+    def seen(facts: Facts) -> str:
+        if facts.clocks is None or facts.clocks.limited_by != reason or facts.share(_at_full_clock(facts)) < WORTH:
+            return ""
+        return f"{reason} lowers the clock: {facts.clocks.line}"
+
+    return seen
+
+
 # -- what it costs -------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +300,12 @@ def _slowest_rank(facts: Facts) -> float:
     return facts.steps * (max(means) - statistics.fmean(means)) if means else 0.0
 
 
+def _at_full_clock(facts: Facts) -> float:
+    """Seconds that a full SM clock would save at most: the clock's share, and none below the roof where that is known."""
+    beyond = facts.busy - sum(part.floor for part in facts.parts.values())
+    return max(0.0, min(facts.clocks.lost * facts.busy, beyond)) if facts.clocks is not None else 0.0
+
+
 def _lost(facts: Facts) -> float:
     """Seconds lost to other programs."""
     return facts.lost * facts.seconds
@@ -297,6 +314,12 @@ def _lost(facts: Facts) -> float:
 PATTERNS = (
     Pattern("the CPU is shared", "host", _taken, _lost, (
         Remedy("keep other programs off these cores, or use other cores", _lost, "the other programs", "cores", "cpu"),
+    )),
+    Pattern("power lowers the clock", POWER, _lowered_by(POWER), _at_full_clock, (
+        Remedy(MORE_GPUS, _unknown, "cost", device="cuda"),
+    )),
+    Pattern("heat lowers the clock", TEMPERATURE, _lowered_by(TEMPERATURE), _at_full_clock, (
+        Remedy(COOL, _at_full_clock, "work on the machine", device="cuda"),
     )),
     Pattern("many short kernels with gaps", "launch", _short_kernels, _of("launch"), (
         Remedy("CUDA graphs (leave enforce_eager off)", _of("launch", 0.9), "memory of the graphs", "graphs", "cuda"),

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ridgeline.gpus.clocks import Clocks
+
 STEP, PHASE, OP = "step", "phase:", "op:"                # marks of the profiling code
-KNOWN = "ridgeline"                  # key of our own fields in a trace: the profiler's cost, the share of CPU time
+KNOWN = "ridgeline"                  # key of our own fields in a trace: the profiler's cost, the share of CPU time, the clocks
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 MARKS = ("user_annotation", "cpu_op")
@@ -104,6 +106,7 @@ class Trace:
     memory: list[Memory] = field(default_factory=list)
     profiler: float = 0.0            # seconds that profiling took of these steps, if the trace says so …
     kept: list[float] = field(default_factory=list)      # … and the share of each step in which the process had a CPU
+    clocks: Clocks | None = None     # of the GPU in these steps, if the trace says so
 
 
 def read_trace(document: Mapping[str, Any]) -> Trace:
@@ -134,6 +137,7 @@ def read_trace(document: Mapping[str, Any]) -> Trace:
     found.work = sorted(work, key=lambda each: each.start)
     found.memory = list(_memory(document.get("traceEvents", ())))
     known = document.get(KNOWN, {})
+    found.clocks = Clocks.read(known.get("gpu") or {})
     found.profiler, found.kept = float(known.get("profiler_s", 0.0)), [float(part) for part in known.get("kept", ())]
     return found
 

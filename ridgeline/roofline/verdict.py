@@ -9,8 +9,9 @@ The time is divided into parts that add up:
                                                          launch: the device waits for kernels to be launched
 
 The roof is divided by each op's bound: compute, or memory traffic of weights, KV or activations. Other programs, I/O, host,
-launch and communication come first: an overhead of a quarter of the time is the bottleneck. Then come admission, kernels far
-below their roofs, and last the roofs themselves. Where the engine lacks work, the front end's process may be the bottleneck.
+launch and communication come first: an overhead of a quarter of the time is the bottleneck. Then come a GPU's power or
+temperature, if they lower its clock, then admission, kernels far below their roofs, and last the roofs themselves. Where the
+engine lacks work, the front end's process may be the bottleneck.
 
 Changes are recommended only if this engine can make them on this device. Narrower formats come as data: those that resolve would
 take (choices/format_choices.py), with what `plan`'s cost model predicts of them (engine/core/what_helps.py).
@@ -21,17 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ridgeline.gpus.clocks import POWER, TEMPERATURE, Clocks
 from ridgeline.sizes.abilities import BY_FLAG, UNTIMED, WORTH_ITS_LOSS, Factors, factor_at
 
 IO, SHARED, HOST, LAUNCH, COMMUNICATION = "io", "shared_machine", "host", "launch", "communication"
 IDLE, FRONT_END, TOKENISER = "idle", "front_end", "tokeniser"
 QUEUE, IMPLEMENTATION = "queue", "implementation"
 WEIGHTS, KV, COMPUTE = "weight_bandwidth", "kv_bandwidth", "compute"
+CLOCK = "clock"                      # the part that POWER or TEMPERATURE takes
 OVERHEADS = (SHARED, IO, HOST, LAUNCH, COMMUNICATION)
-TERMS = (IDLE, FRONT_END, TOKENISER, *OVERHEADS, QUEUE, WEIGHTS, KV, COMPUTE, IMPLEMENTATION)
+TERMS = (IDLE, FRONT_END, TOKENISER, *OVERHEADS, POWER, TEMPERATURE, QUEUE, WEIGHTS, KV, COMPUTE, IMPLEMENTATION)
 
 BINDS = 0.25                         # of the busy time: an overhead of that share is what to work on first
 BUSY = 0.5                           # of the whole time: with less work than that, arrivals limit the throughput
+SLOWED = 0.1                         # of the busy time: a lowered clock that costs less is said, and does not bind
 NEAR = 0.5                           # of the device's time at the roof: with less, the implementation is the bottleneck
 FULL = 0.9                           # of the rows or of the KV blocks: no further request is admitted
 LOOP_FULL = 0.85                     # of the time that the front end's event loop computes: more it cannot take
@@ -57,6 +61,7 @@ class Window:
     waiting: float = 0.0             # requests in the queue, on average over the busy time …
     running: float = 0.0             # … and sequences in a step
     steps: int = 0
+    clocks: Clocks | None = None     # of the GPU; None: not known
 
     @property
     def roof(self) -> float:
@@ -82,18 +87,33 @@ class Window:
         # Other programs lengthen what the host does between steps, and on a CPU what the device does.
         lost = min(self.lost, host + below)
         host_kept = max(0.0, host - lost)
+        below -= max(0.0, lost - host)
+        slowed = self._slowed(below)
+        computing = max(0.0, slowed - below)             # of a roof that was itself measured at a lowered clock
         return {
             SHARED: lost,
             IO: self.io,
             HOST: host_kept,
             LAUNCH: launch,
             COMMUNICATION: communication,
-            IMPLEMENTATION: below - max(0.0, lost - host),
+            CLOCK: slowed,
+            IMPLEMENTATION: below - (slowed - computing),
             WEIGHTS: self.on_weights,
             KV: self.on_kv,
-            COMPUTE: self.on_compute,
+            COMPUTE: self.on_compute - computing,
             "activations": self.on_activations,
         }
+
+    def _slowed(self, below: float) -> float:
+        """Seconds that a lowered SM clock costs at most; `below` are those beyond the roof.
+
+        A full clock shortens a kernel by no more than the share of the clock that is missing, and memory is not read faster. The
+        matrix rate may have been measured at a lowered clock, too: then products seem to be at their roof, and a full clock
+        would lift that roof."""
+        if self.clocks is None or not self.clocks.limited_by:
+            return 0.0
+        lost = self.clocks.lost
+        return min(lost * (self.roof + below), max(below, lost * (self.on_compute + below)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +160,8 @@ def judge(window: Window, setting: Setting | None = None) -> Verdict:
     window = window.within_its_time()
     parts = window.parts()
     term, share, why = _binding(window, setting, parts)
+    if term not in (IDLE, FRONT_END, TOKENISER, POWER, TEMPERATURE):
+        why += _beside(window, parts)
     headroom = window.busy / window.roof if window.roof > 0 else 1.0
     changes = [
         Change(remedy.what, _gain(window, remedy.saves(window, setting)), remedy.trade_off)
@@ -160,6 +182,9 @@ def _binding(window: Window, setting: Setting, parts: Mapping[str, float]) -> tu
     share = parts[overhead] / busy
     if share >= BINDS or parts[overhead] > rest:
         return overhead, share, _WHY[overhead].format(share=share)
+    if window.clocks is not None and parts[CLOCK] >= SLOWED * busy:
+        share, limit = parts[CLOCK] / busy, window.clocks.limited_by
+        return limit, share, f"{limit} binds: {window.clocks.line}; at the full clock steps would be up to {share:.0%} shorter"
     roofs = {name: parts[name] for name in (WEIGHTS, KV, COMPUTE, "activations")}
     roof = max(roofs, key=lambda name: roofs[name])
     reached = window.roof / (window.device - parts[COMMUNICATION]) if window.device else 1.0
@@ -175,6 +200,14 @@ def _binding(window: Window, setting: Setting, parts: Mapping[str, float]) -> tu
         return IMPLEMENTATION, parts[roof] / busy, "most of the memory traffic is activations between ops"
     share = parts[roof] / busy
     return roof, share, f"{_WHY[roof].format(share=share)}; steps reach {min(reached, 1.0):.0%} of their roof"
+
+
+def _beside(window: Window, parts: Mapping[str, float]) -> str:
+    """What is to be said of a lowered clock that is not the bottleneck."""
+    if window.clocks is None or not window.clocks.limited_by:
+        return ""
+    share = parts[CLOCK] / window.busy
+    return f"; {window.clocks.limited_by} lowers the clock ({window.clocks.line}), which costs at most {share:.0%}"
 
 
 def _lacks_work(window: Window) -> tuple[str, float, str] | None:
@@ -218,6 +251,10 @@ _WHY = {
 # -- what to do about it -----------------------------------------------------------------------------------------------
 
 
+MORE_GPUS = "more GPUs: tensor_parallel_size or another replica; each has its own power limit"
+COOL = "cool the GPU: airflow, fans, the room, its neighbours"
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
     term: str
@@ -239,6 +276,11 @@ def _gain(window: Window, saved: float) -> float:
     return window.busy / max(window.busy - saved, 0.05 * window.busy) if window.busy else 1.0
 
 
+def _can_raise(window: Window, setting: Setting) -> bool:
+    """Is the power limit below the highest that the board takes?"""
+    return window.clocks is not None and window.clocks.most_limit_w > 1.01 * window.clocks.limit_w
+
+
 def _larger_batch(window: Window, setting: Setting) -> float:
     """Twice the rows share each read of the weights: half per token. KV and compute grow with the rows."""
     return 0.5 * window.parts()[WEIGHTS]
@@ -247,19 +289,21 @@ def _larger_batch(window: Window, setting: Setting) -> float:
 def _narrower(term: str, window: Window, setting: Setting) -> list[Change]:
     """Formats of weights and KV that this engine has for this device. Those of weights change decode and prompts: 4 bits are read
     fast and multiplied slowly."""
-    parts, found = window.parts(), []
+    parts, found, slowed = window.parts(), [], term in (POWER, TEMPERATURE)
     for flag, points in setting.faster.items():
         each, few = BY_FLAG[flag], factor_at(points, window.running)
-        if each.option == "quantization" and term in (WEIGHTS, COMPUTE):
+        if each.option == "quantization" and (slowed or term in (WEIGHTS, COMPUTE)):
             saved = setting.linear_share * (1 - few) * parts[WEIGHTS] + (1 - points[-1][1]) * parts[COMPUTE]
             marked = UNTIMED if flag in setting.untimed else ""
             found.append(Change(f"{flag}: {each.bits}-bit weights{marked}", _gain(window, saved), each.trade_off))
-        elif each.option == "kv_cache_dtype" and term == KV:
+        elif each.option == "kv_cache_dtype" and (slowed or term == KV):
             found.append(Change(f"{flag}: fewer bytes of the cache", _gain(window, (1 - few) * parts[KV]), each.trade_off))
         elif each.option == "kv_cache_dtype" and term == QUEUE and setting.kv_usage >= FULL:
             gain = _gain(window, _larger_batch(window, setting))
             found.append(Change(f"{flag}: more sequences in the same memory", gain, each.trade_off))
-    return [change for change in found if change.gain >= WORTH_ITS_LOSS]
+    worth = [change for change in found if change.gain >= WORTH_ITS_LOSS]
+    # Energy limits the steps then, and the cost model predicts time.
+    return [replace(change, gain=1.0) for change in worth] if slowed else worth
 
 
 REMEDIES = (
@@ -275,6 +319,12 @@ REMEDIES = (
     Remedy(LAUNCH, "more requests in a step: the same launches for more tokens", _part(LAUNCH, 0.5),
            "time per output token of each request"),
     Remedy(COMMUNICATION, "fewer ranks, if the model fits", _part(COMMUNICATION, 0.5), "memory left for the KV cache"),
+    Remedy(POWER, "raise the GPU's power limit (nvidia-smi -pl), if you may", _part(CLOCK), "power and cooling of the machine",
+           _can_raise),
+    Remedy(POWER, MORE_GPUS, _unknown, "cost"),
+    Remedy(POWER, "fewer requests in a step of each GPU: less energy per step, a higher clock", _unknown,
+           "tokens per second of all requests", lambda window, setting: window.running > 1),
+    Remedy(TEMPERATURE, COOL, _part(CLOCK), "work on the machine"),
     Remedy(QUEUE, "raise max_num_seqs", _larger_batch, "time per output token of each request",
            lambda window, setting: setting.kv_usage < FULL),
     Remedy(QUEUE, "more memory for KV: gpu_memory_utilization, or another device", _larger_batch,

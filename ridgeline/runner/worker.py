@@ -27,6 +27,7 @@ from ridgeline.process.log import get_logger
 from ridgeline.process.start_phases import phase
 from ridgeline.quant.choose import schemes
 from ridgeline.quant.cpu_packed import plain_scheme
+from ridgeline.quant.packed import stayed
 from ridgeline.resolve import DeviceFacts, ResolvedConfig
 from ridgeline.runner.cuda_graphs import GraphForward
 from ridgeline.runner.device_rows import DeviceRows
@@ -130,7 +131,15 @@ def make_runner(
         runner.memory = meter.measured()
         if comm.rank == 0:                               # the others were told their sizes, and predicted nothing
             logger.info("%s", ledger.table(config.memory, runner.memory))
+            _say_what_stayed(stayed(model), config.dtype)
     return runner
+
+
+def _say_what_stayed(names: list[str], dtype: str) -> None:
+    """Before loading, nothing tells it, so the reasons of resolve could not."""
+    if names:
+        logger.info("%d linears stay as stored, %s among them: %s would lose their scales, so kernels for packed weights are not "
+                    "used, and they may be slower; bfloat16 has the range", len(names), names[0], dtype)
 
 
 def _forward(

@@ -16,6 +16,7 @@ from served_model import write_model
 
 from ridgeline.__main__ import main
 from ridgeline.bench import offline
+from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.peers import first_tokens
 from ridgeline.bench.peers.peer_llama_cpp import LlamaCppPeer
 from ridgeline.bench.workload import workloads
@@ -46,6 +47,18 @@ def test_every_combination_has_its_row(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["cost"]["usd_per_m_output_tokens"] == pytest.approx(1e6 * 0.001 / found["output_tok_s"]["median"])
     assert found["sustain"]["figures"]["output_tok_s"]["stretches"] >= 5 and "minutes" in found["sustain"]["verdict"]
     assert made["quality"] == "exact" and made["peak_memory"]["process_bytes"] > 0 and made["workload"]["warm_ups"] == 1
+
+
+def test_a_row_says_that_power_binds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = {"samples": 9, "busy_power_w": 692.0, "power_limit_w": 700.0, "sm_clock_mean_mhz": 1275.0, "max_sm_clock_mhz": 1980.0,
+           "limited_by": "power"}
+    words = ["bench", "offline", str(write_model(tmp_path / "tiny")), "--requests", "1", *SIZES]
+    for found, said in (({}, False), (log, True), (log | {"limited_by": ""}, False)):
+        monkeypatch.setattr(Watch, "gpu", lambda self, *ranges, found=found: found)
+        assert main(words) == 0
+        assert ("power binds: 692 of 700 W, SM clock 1,275 of 1,980 MHz" in capsys.readouterr().out) == said
 
 
 def test_presets_take_lists_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import hashlib
 import json
 import multiprocessing
@@ -20,7 +19,8 @@ from served_model import write_model
 from ridgeline.__main__ import main
 from ridgeline.bench import idle, startup
 from ridgeline.bench.gguf_shapes import ALIGNMENT, MIXES, TYPES
-from ridgeline.bench.lab import device_log, nvidia_smi
+from ridgeline.bench.lab import device_log
+from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.bench.options import offline_options, ops_options, studies_options, suite
 from ridgeline.bench.workload import floors, presets, quality, shapes, workloads
@@ -504,28 +504,29 @@ def test_figures_of_a_wrong_engine_do_not_count(
 # -- the device log ----------------------------------------------------------------------------------------------------
 
 
-def test_the_device_log_is_summed_up_over_a_range_of_time() -> None:
-    lines = [
-        "2026/11/15 10:00:00.100, 1980, 3201, 120.50, 35, 1000, 0x0000000000000001",
-        "2026/11/15 10:00:01.100, 1755, 3201, 690.10, 61, 130000, 0x0000000000000004",
-        "2026/11/15 10:00:02.100, 1605, 3201, [N/A], 64, 130500, 0x0000000000000024",
-        "2026/11/15 10:00:03.100, 345, 3201, 90.0, 40, 130500, 0x0000000000000001",
-        "2026/11/15 10:00:03.3",
-    ]
-    begin = datetime.datetime(2026, 11, 15, 10, 0, 1).timestamp()
-    assert nvidia_smi.summary("\n".join(lines), begin, begin + 1.5) == {
-        "samples": 2, "sm_clock_mhz": [1605, 1755], "memory_clock_mhz": [3201, 3201], "power_w": [690.1, 690.1],
-        "temperature_c": [61, 64], "memory_used_mib": [130000, 130500],
-        "power_mean_w": 690.1, "throttle_reasons": ["software power cap", "software thermal slowdown"],
-    }
-    assert nvidia_smi.summary("", begin, begin + 1) == {"samples": 0}
+def test_a_record_has_the_power_and_the_clock_of_its_decode_steps(
+    small_shape: str, tiny_presets: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From one run with one token each to the end of the run that is timed; the line and the table say what binds."""
+    asked: list[tuple[tuple[float, float], ...]] = []
+    log = {"samples": 9, "busy_power_w": 692.0, "power_limit_w": 700.0, "sm_clock_mean_mhz": 1275.0, "max_sm_clock_mhz": 1980.0,
+           "power_capped": 1.0, "heat_capped": 0.0, "limited_by": "power"}
+    monkeypatch.setattr(Watch, "gpu", lambda self, *ranges: asked.append(ranges) or log)
+    words = ["bench", "offline", "--preset", "latency_b1", "--shape", small_shape, "--no-quality", "--directory", str(tmp_path)]
+    assert main([*words, "--set", "device=cpu", "--repeats", "2"]) == 0
+    [[whole], decoding] = asked
+    assert len(decoding) == 2 and all(whole[0] < begin < end <= whole[1] for begin, end in decoding)
+    said = capsys.readouterr().out
+    assert "power binds: 692 of 700 W, SM clock 1,275 of 1,980 MHz" in said and "clock limited by" in said
+    row = json.loads((tmp_path / f"offline-{small_shape}.json").read_text())["figures"]["rows"]["latency_b1"]
+    assert row["device_log"] == log | {"decode": log}
 
 
 def test_without_a_gpu_there_is_no_log() -> None:
     if device_log.torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with device_log.DeviceLog() as log:
-        assert log.between(0, 1e12) == {} and device_log.gpu_facts() == {}
+    with Watch(device_log.torch_gpus()) as watch:
+        assert watch.gpu((0, 1e12)) == {} and watch.clocks((0, 1e12)) is None and device_log.gpu_facts() == {}
 
 
 # ---- GGUF files of a shape: without weights, but with packed linears ---------------------------------------------------

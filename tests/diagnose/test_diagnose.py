@@ -16,6 +16,8 @@ import httpx
 import numpy as np
 import pytest
 from served_model import ServerProcess, write_model
+from trace_cases import PLANTED
+from verdict_cases import CAPPED
 
 from ridgeline.__main__ import main
 from ridgeline.bench.lab.device_peaks import machine_peaks
@@ -23,7 +25,7 @@ from ridgeline.bench.lab.table import as_markdown
 from ridgeline.bench.load.latency import parse_slo
 from ridgeline.bench.workload.bench_engine import Engine
 from ridgeline.config import EngineConfig
-from ridgeline.diagnose import as_text
+from ridgeline.diagnose import as_text, diagnosis
 from ridgeline.diagnose.attach import all_steps, application, attach, histogram, part_below, quantile, read_samples
 from ridgeline.diagnose.diagnosis import WARM_UP, run_load, warm_up, whole_window, with_seen_launches
 from ridgeline.diagnose.driven_run import Load, drive
@@ -31,6 +33,7 @@ from ridgeline.diagnose.tuning_loop import Scenario, follow, quality_of_all, tab
 from ridgeline.diagnose.what_if import Speeds, WhatIf, cases, emptied, measured_speeds, planned_log
 from ridgeline.engine.core.profile import LiveProfile, StepProfiler
 from ridgeline.errors import ConfigError
+from ridgeline.gpus.clocks import shown
 from ridgeline.metrics import SLOW_CAUSES
 from ridgeline.ops import registry
 from ridgeline.plan.prediction import fitted
@@ -40,7 +43,7 @@ from ridgeline.roofline.drill import steps_section
 from ridgeline.roofline.facts import Facts
 from ridgeline.roofline.parts import PARTS, floors
 from ridgeline.roofline.slow import StepTimes, cause_of, slowest
-from ridgeline.roofline.trace import read_trace
+from ridgeline.roofline.trace import KNOWN, read_trace
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.roofline.verdict import Setting, Window, judge
 from ridgeline.runner.worker import device_facts
@@ -468,6 +471,46 @@ def test_a_server_is_watched(canned: tuple[str, type[Canned]], tmp_path: Path, c
     assert "between 60% and 70% met it" in shown and "10 requests answered" in shown
     steps = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "decode step"]
     assert len(steps) == 50 and "Every step" in page.read_text()
+
+
+def test_a_server_at_its_power_limit_is_told(
+    canned: tuple[str, type[Canned]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = roofline()
+    said["verdict"] |= {"term": "power", "why": f"power binds: {CAPPED.line}"}
+    monkeypatch.setitem(globals(), "roofline", lambda: said | {"gpu": shown(CAPPED)})
+    assert main(["diagnose", canned[0], "--seconds", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "bound by power: power binds: 692 of 700 W" in text and "GPU: 692 of 700 W, SM clock 1,275 of 1,980 MHz" in text
+
+
+@pytest.mark.parametrize("gpu", [{"watts": 3}, dict.fromkeys(shown(CAPPED), "x"), [1]])
+def test_clocks_that_are_none_are_one_line(
+    gpu: Any, canned: tuple[str, type[Canned]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = roofline() | {"gpu": gpu}
+    monkeypatch.setitem(globals(), "roofline", lambda: said)
+    assert main(["diagnose", canned[0], "--seconds", "1"]) != 0
+    assert "does not answer as a Ridgeline server does" in capsys.readouterr().err
+
+
+def test_a_trace_keeps_the_clocks_of_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = next(each for each in PLANTED if each.expected == "power lowers the clock")
+    plain = case.builders[0].document()
+    for name, document in (("plain", plain), ("capped", plain | {KNOWN: {"gpu": shown(CAPPED)}})):
+        (tmp_path / name).write_text(json.dumps(document))
+        assert main(["diagnose", "--from-trace", str(tmp_path / name)]) == 0
+        assert ("power lowers the clock: 692 of 700 W" in capsys.readouterr().out) == (name == "capped")
+
+
+def test_a_run_on_a_gpu_has_its_clocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from the first run, whose steps are judged."""
+    monkeypatch.setattr(diagnosis.GpuLog, "clocks", lambda self, *ranges: CAPPED)
+    engine = Engine(str(model), **OPTIONS)
+    found = diagnosis.diagnose(engine, Load(prompts=2, tokens_in=16, tokens_out=4), None)
+    assert found.tree["gpu"] == shown(CAPPED) == found.trace[KNOWN]["gpu"]
+    assert CAPPED.line in found.tree["verdict"]["why"]
+    engine.close()
 
 
 def test_a_step_that_two_looks_saw_counts_once() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quantised_models import BLOCK_FORMATS, SIZES, random_blocks, random_stored
+from safetensors.torch import load_file, save_file
 from tiny_models import save_checkpoint
 
 from ridgeline.distributed.comm import Communicator
@@ -21,6 +22,7 @@ from ridgeline.models.checkpoints.linear_formats import LinearFormats
 from ridgeline.models.checkpoints.quantisation_check import quantised_memory
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.model_config import load_model_config
+from ridgeline.models.stages import weight_bytes
 from ridgeline.models.weights import load_weights
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.packed.block_weight import packed_numbers
@@ -29,7 +31,7 @@ from ridgeline.ops.quantised.expand import expand
 from ridgeline.ops.rms_norm import rms_norm_reference
 from ridgeline.quant.format import Scales, WeightFormat, common, made_format
 from ridgeline.quant.four_bits import FourBits, four_bits
-from ridgeline.quant.packed import Packed, _holds, _in_place
+from ridgeline.quant.packed import Packed, _holds, _in_place, stayed
 from ridgeline.quant.quantised import Quantised, quantised_weight
 from ridgeline.quant.scheme import Scheme, Unquantised
 
@@ -112,6 +114,24 @@ def test_the_ledger_counts_the_place_that_the_linears_ask_for(name: str, dtype: 
     assert room.needed == (2 * numbers if dtype == torch.bfloat16 else 0)        # others are expanded by the definition
     assert quantised_memory(made.config, name, "cuda", 1).room == numbers
     assert all((each.packed.room is room) == (dtype == torch.bfloat16) for each in linears(made))
+
+
+@pytest.mark.parametrize(("dtype", "names"), [(torch.float16, ["layers.0.mlp.down"]), (torch.bfloat16, [])])
+def test_memory_is_counted_for_a_linear_whose_scales_decide_that_it_stays_as_stored(
+    dtype: torch.dtype, names: list[str], tmp_path: Path
+) -> None:
+    """One output with small weights alone: float16 would lose its scales. Nothing tells before the weights are read."""
+    path = save_checkpoint("llama", tmp_path / "model", **SIZES)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"][5] *= 1e-7
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    made = decoder(path, "int4", Packed, dtype)
+    assert stayed(made) == names
+    name = str(dtype).removeprefix("torch.")
+    assert made.weight_bytes <= weight_bytes(made.config, name, "cuda", quantization="int4", kernels=H200)
+    expands = max((each.weight.shape[0] * each.columns.size for each in linears(made) if each.packed is None), default=0)
+    counted = quantised_memory(made.config, "int4", "cuda", 1, dtype=name)
+    assert counted.scratch >= expands and (counted.scratch > 0) == bool(names) and counted.room > 0
 
 
 @pytest.mark.parametrize(("format", "in_place"), [

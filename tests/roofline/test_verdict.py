@@ -9,11 +9,24 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from verdict_cases import CASES, H200, LLAMA_8B, Planted, decode
+from verdict_cases import CAPPED, CASES, H200, HARDLY, HOT, LLAMA_8B, Planted, decode
 
+from ridgeline.gpus.clocks import Clocks
 from ridgeline.roofline.remedies import key_of
 from ridgeline.roofline.step_cost import step_cost
-from ridgeline.roofline.verdict import COMPUTE, KV, OVERHEADS, REMEDIES, TERMS, WEIGHTS, Setting, Verdict, Window, judge
+from ridgeline.roofline.verdict import (
+    COMPUTE,
+    IMPLEMENTATION,
+    KV,
+    OVERHEADS,
+    REMEDIES,
+    TERMS,
+    WEIGHTS,
+    Setting,
+    Verdict,
+    Window,
+    judge,
+)
 from ridgeline.sizes.abilities import BY_FLAG
 
 STEPS = 100
@@ -40,7 +53,7 @@ def window(case: Planted) -> Window:
         **{f"on_{name}": STEPS * seconds for name, seconds in on.items()}, io=STEPS * case.io * busy,
         communication=STEPS * case.communication * busy, launch=STEPS * case.launches, waiting=case.waiting,
         running=len(case.rows), steps=STEPS, lost=STEPS * case.lost * busy, front_end=case.front_end * whole,
-        tokenising=case.tokenising * whole,
+        tokenising=case.tokenising * whole, clocks=case.clocks,
     )
 
 
@@ -151,3 +164,59 @@ def test_every_term_has_a_remedy_that_always_applies() -> None:
 def test_the_verdict_needs_no_torch() -> None:
     code = "import sys, ridgeline.roofline.live; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# -- a lowered clock -----------------------------------------------------------------------------------------------------
+
+
+def at(clocks: Clocks | None, **more: float) -> Window:
+    """A decode step a quarter above its roof."""
+    times = {"on_weights": 0.5, "on_kv": 0.2, "on_compute": 0.1} | more
+    return Window(1.0, 1.0, 1.0, **times, running=128.0, steps=STEPS, clocks=clocks)
+
+
+def test_a_cap_that_is_active_is_named_and_one_that_is_not_is_not() -> None:
+    """Whatever binds, and everywhere but in an engine without work."""
+    for case in CASES:
+        capped, free = (judge(replace(window(case), clocks=each), Setting(**case.setting)) for each in (CAPPED, HARDLY))
+        assert "power" not in free.why and free.term not in ("power", "temperature"), case.name
+        if capped.term not in ("idle", "front_end", "tokeniser"):
+            assert "692 of 700 W, SM clock 1,275 of 1,980 MHz" in capped.why and "power" in capped.why, case.name
+    unknown, capped = judge(at(None)), judge(at(CAPPED))
+    assert "power" not in unknown.why and capped.term == "power" and capped.why.startswith("power binds: 692 of 700 W")
+
+
+def test_how_far_it_is_to_the_full_clock() -> None:
+    """As far as the roof, where kernels are near it; no further than the clock allows, where they are not."""
+    near, far = judge(at(CAPPED)), judge(at(CAPPED, on_weights=0.1, on_kv=0.05, on_compute=0.05))
+    assert near.share == pytest.approx(0.2) and near.headroom == pytest.approx(1.25) and near.why.endswith("up to 20% shorter")
+    assert far.share == pytest.approx(1 - 1275 / 1980) and far.parts[IMPLEMENTATION] == pytest.approx(0.8 - far.share)
+    # Products at a roof that was measured at this clock: a full clock lifts it.
+    products = judge(at(CAPPED, on_weights=0.0, on_kv=0.0, on_compute=1.0))
+    assert products.term == "power" and products.parts[COMPUTE] == pytest.approx(1275 / 1980)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 0.5), st.floats(0, 0.5), st.floats(300, 1980), st.floats(0, 0.3))
+def test_parts_at_a_lowered_clock_add_up(
+    compute: float, memory: float, waits: float, host: float, mhz: float, lost: float
+) -> None:
+    roof = compute + memory
+    given_window = Window(
+        seconds=3.0, busy=roof + waits + host + 0.1, device=roof + waits + 0.1, on_compute=compute, on_weights=memory,
+        communication=waits, lost=lost, steps=1, clocks=replace(CAPPED, sm_mhz=mhz),
+    )
+    parts = given_window.parts()
+    assert sum(parts.values()) == pytest.approx(given_window.busy) and min(parts.values()) >= -1e-9
+
+
+def test_what_to_change_at_the_power_limit() -> None:
+    """A limit is raised only where the board takes more; formats come without a figure, because energy is not predicted."""
+    def changes(clocks: Clocks) -> dict[str, float]:
+        return {each.what: each.gain for each in judge(at(clocks), Setting(faster=FASTER)).changes}
+
+    capped, lower = changes(CAPPED), changes(replace(CAPPED, limit_w=500.0, watts=498.0))
+    assert not any("power limit (nvidia-smi" in what for what in capped)
+    assert max(lower, key=lambda what: lower[what]).startswith("raise the GPU's power limit") and max(lower.values()) == 1.25
+    assert capped[f"{FP8}: 8-bit weights"] == 1.0 and capped[f"{FP8_KV}: fewer bytes of the cache"] == 1.0
+    assert [each.what for each in judge(at(HOT)).changes] == ["cool the GPU: airflow, fans, the room, its neighbours"]
+    assert "88 °C" in judge(at(HOT)).why

@@ -33,11 +33,11 @@ from tokenizers import pre_tokenizers
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from ridgeline.bench.lab import nvidia_smi  # noqa: E402
 from ridgeline.bench.lab.record import record, write  # noqa: E402
 from ridgeline.bench.lab.sweep import middle  # noqa: E402
 from ridgeline.bench.load.prompts import common_words  # noqa: E402
 from ridgeline.bench.workload.shapes import SHAPES, write_shape  # noqa: E402
+from ridgeline.gpus import nvml  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 BLANK = "Ġ"                          # as byte-level BPE writes it
@@ -255,7 +255,7 @@ def main(argv: list[str]) -> int:
     try:
         start = {"ready_s": server.ready_s, "first_answer_s": server.answered_s}
         print(f"ready after {server.ready_s:.2f} s, first answer after {server.answered_s:.2f} s", flush=True)
-        gpu = nvidia_smi.facts(nvidia_smi.visible())
+        gpu = nvml.facts(nvml.visible())
         made = record("served_start", {"model": args.shape, "options": args.server}, start, gpu=gpu)
         write(made, args.directory / f"startup-served-{args.shape}.json")
         for load in chosen:

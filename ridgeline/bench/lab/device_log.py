@@ -1,4 +1,4 @@
-"""The GPU that torch uses: its name and limits, and its clocks and power during a measurement (`nvidia_smi.py`)."""
+"""The GPU that torch uses: its name and limits (gpus/), and the name under which its clocks and power are logged."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ridgeline.bench.lab.nvidia_smi import SmiLog, facts
+from ridgeline.gpus.nvml import facts
+from ridgeline.runner.start.gpu_names import gpu_names
 
 
 def gpu_facts() -> dict[str, Any]:
@@ -21,16 +22,6 @@ def gpu_facts() -> dict[str, Any]:
     return facts(torch_gpus()) | known
 
 
-class DeviceLog(SmiLog):
-    """`with DeviceLog() as log: …; log.between(begin, end)`, with times of `time.time()`."""
-
-    def __init__(self) -> None:
-        super().__init__(torch_gpus())
-
-
 def torch_gpus() -> list[str]:
-    """nvidia-smi's name of torch's first GPU; empty without a GPU."""
-    if not torch.cuda.is_available():
-        return []
-    device = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
-    return [device if device.startswith("GPU-") else f"GPU-{device}"] if device else ["0"]
+    """For Watch; empty without a GPU."""
+    return gpu_names()

@@ -1,4 +1,4 @@
-"""Logs the machine during a measurement: GPUs through nvidia-smi, CPU clocks, temperature and energy through /sys.
+"""Logs the machine during a measurement: GPUs through NVML, CPU clocks, temperature and energy through /sys.
 
     with Watch() as watch: …; watch.between(begin, end)      # times of time.time()
 
@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ridgeline.bench.lab import nvidia_smi
+from ridgeline.gpus.clocks import Clocks
+from ridgeline.gpus.gpu_log import GpuLog
+from ridgeline.gpus.nvml import visible
 
 PERIOD = 0.5                         # seconds between two samples of the cores
 SYSTEM = Path("/sys")
 
 
 class Watch:
-    """GPUs: those that are named, as nvidia-smi does; None: all that can be seen from here."""
+    """GPUs: those that are named, by index or UUID; None: all that can be seen from here."""
 
     def __init__(self, gpus: Sequence[str] | None = None, system: Path = SYSTEM) -> None:
-        self._gpu_log = nvidia_smi.SmiLog(nvidia_smi.visible() if gpus is None else gpus)
+        self._gpu_log = GpuLog(visible() if gpus is None else gpus)
         self._cores = CoreLog(system)
 
     def __enter__(self) -> Watch:
@@ -39,8 +41,16 @@ class Watch:
         self._gpu_log.__exit__(kind, value, trace)
 
     def between(self, begin: float, end: float) -> dict[str, Any]:
-        found = {"gpu": self._gpu_log.between(begin, end), "cpu": self._cores.between(begin, end)}
+        found = {"gpu": self._gpu_log.between((begin, end)), "cpu": self._cores.between(begin, end)}
         return {name: values for name, values in found.items() if values}
+
+    def gpu(self, *ranges: tuple[float, float]) -> dict[str, Any]:
+        """The GPUs in several ranges of time together; empty without one."""
+        return self._gpu_log.between(*ranges)
+
+    def clocks(self, *ranges: tuple[float, float]) -> Clocks | None:
+        """Means of the GPU whose clock was lowered most."""
+        return self._gpu_log.clocks(*ranges)
 
     def watts(self, begin: float, end: float) -> float | None:
         """Mean power of the GPUs, or without a GPU of the CPU packages; None if neither reports it."""
@@ -121,3 +131,13 @@ def throttled(found: dict[str, Any]) -> list[str]:
     reasons = list(found.get("gpu", {}).get("throttle_reasons", []))
     events = found.get("cpu", {}).get("throttle_events", 0)
     return reasons + ([f"{events} thermal throttle events of the processor"] if events else [])
+
+
+def limited(log: Mapping[str, Any]) -> str:
+    """What lowered the GPU's clock most of the time, with figures; empty: nothing did, or nothing is known."""
+    if not log.get("limited_by"):
+        return ""
+    return (
+        f"{log['limited_by']} binds: {log['busy_power_w']:,.0f} of {log['power_limit_w']:,.0f} W, "
+        f"SM clock {log['sm_clock_mean_mhz']:,.0f} of {log['max_sm_clock_mhz']:,.0f} MHz"
+    )

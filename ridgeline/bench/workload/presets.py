@@ -24,7 +24,7 @@ from ridgeline.bench.idle import profile_decode
 from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
 from ridgeline.bench.lab.device_peaks import MachinePeaks, device_kind, machine_peaks
-from ridgeline.bench.lab.machine_log import Watch
+from ridgeline.bench.lab.machine_log import Watch, limited
 from ridgeline.bench.lab.record import percentiles, record, write
 from ridgeline.bench.lab.sweep import cross, figure, parse_options, settings
 from ridgeline.bench.options.suite import COMMANDS, DIRECTORY, SUITE
@@ -220,13 +220,14 @@ def measure_preset(
     engine.settle()
     if engine.config.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    runs = []
+    runs, ends = [], []
     begin = time.time()
     for _ in range(repeats):
         one = engine.serve(ones, _salt()) if decodes else None
         run = engine.serve(asked, _salt())
         runs.append(_figures(preset, run, one))
-    end = time.time()
+        ends.append(time.time())
+    end = ends[-1]
     names = [name for name in runs[0] if name.endswith("_s") and name != "seconds"]
     spreads = {name: figure([each[name] for each in runs], warm_ups=1) for name in names}
     medians = {name: found["median"] for name, found in spreads.items()}
@@ -235,10 +236,24 @@ def measure_preset(
         "tokens_out": sum(tokens_out for _, tokens_out in asked), "shared_prefix": preset.shared,
         "level": run.level, "runs": runs, "median": medians, "p10": {name: found["p10"] for name, found in spreads.items()},
         "p90": {name: found["p90"] for name, found in spreads.items()},
-        "device_log": watch.between(begin, end).get("gpu", {}), "watts": watch.watts(begin, end),
+        "device_log": _device_log(watch, begin, ends, runs, decodes), "watts": watch.watts(begin, end),
     }
     row["first_pass"] = _first_pass(first_pass, medians)
     return row | _memory(engine) | _against_floors(engine, preset, model, peaks, row, asked)
+
+
+def _device_log(watch: Watch, begin: float, ends: list[float], runs: list[dict[str, Any]], decodes: bool) -> dict[str, Any]:
+    """The GPU over all runs, and again over their decode steps alone: prompts draw another power."""
+    found = watch.gpu((begin, ends[-1]))
+    if not found or not decodes:
+        return found
+    lengths = [run["seconds"] - run["first_tokens_s"] for run in runs]
+    return found | {"decode": watch.gpu(*((end - length, end) for end, length in zip(ends, lengths, strict=True)))}
+
+
+def _clock_limit(row: dict[str, Any]) -> str:
+    log = row["device_log"]
+    return limited(log.get("decode", log))
 
 
 def _first_pass(run: Run, medians: dict[str, float]) -> dict[str, Any]:
@@ -356,6 +371,8 @@ def table_row(model: str, preset: str, row: dict[str, Any]) -> dict[str, Any]:
         spread = {key: row[key].get(name) for key in ("median", "p10", "p90")}
         cells[title] = spread if spread["median"] is not None else None
         cells[f"{title} of floor"] = row["share_of_floor"]["counted"].get(name)
+    if row["device_log"]:
+        cells["clock limited by"] = _clock_limit(row).split(" binds")[0]
     return cells | {"peak bytes": row.get("peak_memory_bytes"), "$/M output": row.get("cost", {}).get("usd_per_m_output_tokens")}
 
 
@@ -371,6 +388,8 @@ def line(model: str, preset: str, row: dict[str, Any]) -> str:
         if name in row["median"]:
             share = f" ({against[name]:.0%} of the floor)" if name in against else ""
             parts.append(text.format(row["median"][name] * scale) + share)
+    if _clock_limit(row):
+        parts.append(_clock_limit(row))
     parts.append(f"first pass {row['first_pass']['of_median']:.1%}")
     if "cost" in row:
         parts.append(price.line(row["cost"]))

@@ -3,7 +3,7 @@
 After each step it reads a few integers and adds to two histograms, some microseconds in all. Slow steps are logged with
 their cause, once a second at most, and not at all if prompts explain them; what the steps come to against the machine's
 roofline, once a minute under load. The machine's peaks are measured in moments without work, unless they were measured
-before. Reads the core, never changes it.
+before. A thread samples a GPU's power and clocks. Reads the core, never changes it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from ridgeline.cache.block_pool import CACHED, HELD
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.what_helps import factors, linear_share, untimed
+from ridgeline.gpus.gpu_log import GpuSums
 from ridgeline.metrics import HAPPENED, EngineStats, RooflineStats, Step, StepWatch
 from ridgeline.process.log import get_logger
 from ridgeline.process.thread_clock import ThreadClock
@@ -27,6 +28,7 @@ from ridgeline.roofline.live import LiveRoofline, Rates
 from ridgeline.roofline.peaks import MachinePeaks, from_data_sheet
 from ridgeline.roofline.steps import PHASES
 from ridgeline.roofline.verdict import IDLE, Setting
+from ridgeline.runner.start.gpu_names import gpu_names
 from ridgeline.runner.start.measure_peaks import PeakMeter
 from ridgeline.scheduler.drafts.controller import Controller
 from ridgeline.sizes.abilities import SHEET_NAMES, Factors
@@ -197,6 +199,7 @@ class StatsKeeper:
 
     def close(self) -> None:
         self._facts.close()
+        self.roofline.close()
 
     def _tokens_taken(self) -> int:
         """Tokens of the steps whose results were taken in."""
@@ -243,6 +246,7 @@ class RooflineReporter:
         self._recorder = core.recorder
         self._live = LiveRoofline()
         self._meter = PeakMeter.remembering(core.config.device)
+        self._gpus = GpuSums(gpu_names(core.config.options.parallel.num_ranks) if core.config.device == "cuda" else [])
         self._worked = time.monotonic()                  # when something was last reported
         self._reported = 0.0
         self._sent = 0                                   # points
@@ -280,12 +284,13 @@ class RooflineReporter:
             recorder.beaten = False
             self._meter.beaten()
         sums = {phase: recorder.sums[phase].values() for phase in PHASES}
-        self._live.take(now, sums)
+        gpu = self._gpus.values()
+        self._live.take(now, sums, gpu)
         self._write_line(now)
         new = min(recorder.num_points - self._sent, len(recorder.points), _POINTS)
         self._sent = recorder.num_points
         self._worked = now if new else self._worked
-        stats = RooflineStats(sums, list(recorder.points)[len(recorder.points) - new :], dtype=self._dtype)
+        stats = RooflineStats(sums, list(recorder.points)[len(recorder.points) - new :], dtype=self._dtype, gpu=gpu)
         stats.device, stats.kv_bytes = self._meter.device, recorder.shape.kv_bytes
         stats.weight_bytes, stats.linear_share = recorder.weight_bytes, self._linear_share
         stats.faster, stats.untimed = {flag: list(points) for flag, points in self._faster.items()}, self._untimed
@@ -297,6 +302,9 @@ class RooflineReporter:
             self._pictured = now
             stats.held, stats.cached = _picture(self._core.scheduler.manager.pool.states())
         return stats
+
+    def close(self) -> None:
+        self._gpus.close()
 
     @property
     def _dtype(self) -> str:

@@ -122,7 +122,7 @@ def _block(weights: Section, stored: str) -> tuple[int, int]:
     size, block = weights.of("group_size", int), weights.get("block_structure")
     if stored.startswith("mx") and size not in (None, 32):
         raise weights.error("group_size", size, f"is not supported in {stored}; supported: 32")
-    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    strategy = weights.of("strategy", str) or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy in ("tensor", "channel"):
         return 1, 0
     if strategy in ("group", "tensor_group"):
@@ -166,7 +166,7 @@ def _activation(inputs: Section | None) -> Activation | None:
     names = {("float", 8): "fp8", ("int", 8): "int8", ("float", 4): "fp4"}
     if (kind, bits) not in names:
         raise inputs.error("num_bits", f"{kind}{bits}", "is not supported for activations; supported: int8, float8, float4")
-    strategy = inputs.get("strategy") or "tensor"
+    strategy = inputs.of("strategy", str) or "tensor"
     dynamic = inputs.get("dynamic", False)
     inputs.finish()
     per = {"token": "token", "tensor": "tensor"}.get(strategy, "group")

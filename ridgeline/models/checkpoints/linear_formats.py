@@ -43,9 +43,9 @@ class LinearShape:
     def paired(self) -> bool:
         return set(self.parts) == {"gate", "up"}
 
-    def nbytes(self, format: WeightFormat, device: DeviceFacts) -> int:
-        """Of one matrix as a GPU holds it, in a format that is fitted to this shape."""
-        return gpu_bytes(format, self.outputs, self.share, self.paired, device)
+    def nbytes(self, format: WeightFormat, device: DeviceFacts, dtype: str = "bfloat16") -> int:
+        """Of one matrix as a GPU holds it, in a format that is fitted to this shape, beside activations of this dtype."""
+        return gpu_bytes(format, self.outputs, self.share, self.paired, device, dtype)
 
     def layout(self, format: WeightFormat, device: DeviceFacts) -> str:
         """How a GPU holds it: gpu_layout.py."""
@@ -174,7 +174,7 @@ class LinearFormats:
         """By path: the bytes that codes on a GPU take beyond numbers of that dtype, fewer than none."""
         wide = DTYPE_BYTES[dtype]
         return {
-            shape.path: shape.count * (shape.nbytes(format, kernels) - shape.outputs * shape.share * wide)
+            shape.path: shape.count * (shape.nbytes(format, kernels, dtype) - shape.outputs * shape.share * wide)
             for shape, format in itertools.chain(self.shapes(), self.experts())
         }
 

@@ -12,8 +12,8 @@ from ridgeline.models.checkpoints.recipe import (
     Quantisation,
     Recipe,
     Section,
-    beginning,
     component,
+    glob,
 )
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
@@ -43,8 +43,8 @@ def read(section: Section) -> Quantisation:
 
 
 def _glob(name: str) -> str:
-    """Most end with their only star: a beginning, which is looked up (recipe.RuleIndex)."""
-    return fnmatch.translate(name) if set(name[:-1]) & set("*?[") else beginning(name[:-1])
+    """With stars alone its texts are looked up (recipe.RuleIndex)."""
+    return fnmatch.translate(name) if set(name) & set("?[") else glob(name)
 
 
 def _recipe(algorithm: str, group: int | None, section: Section) -> Recipe:

@@ -13,7 +13,7 @@ from ridgeline.ops.linear.select import FEWEST_RING_INPUTS
 from ridgeline.ops.packed.packed_sizes import expanded_elements
 from ridgeline.ops.packed.select_packed import MOST_ROWS
 from ridgeline.quant.format import WeightFormat, is_fp8_rows, quantises_rows
-from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, STORED, served
+from ridgeline.quant.gpu_layout import GENERAL, LIBRARY, STORED, may_stay, served
 from ridgeline.quant.layout import format_kind
 from ridgeline.sizes.abilities import WEIGHT_FORMATS, packed_width
 
@@ -26,15 +26,15 @@ class QuantisedMemory:
 
 
 def quantised_memory(
-    model: ModelConfig, quantization: str, device: str, ranks: int, facts: DeviceFacts = H200
+    model: ModelConfig, quantization: str, device: str, ranks: int, facts: DeviceFacts = H200, dtype: str = "bfloat16"
 ) -> QuantisedMemory:
-    """`facts`: of the GPU's kernels."""
+    """`facts`: of the GPU's kernels. What may be packed or stay as stored counts as both."""
     if device != "cuda":
         return QuantisedMemory()
     found = list(LinearFormats(model, quantization, device, ranks).shapes())
     expanded = [(shape, format) for shape, format in found if _expands(shape.outputs, shape.share, format, facts)]
     packed = [shape for shape, format in expanded if shape.layout(format, facts) != STORED]
-    stored = [shape for shape, format in expanded if shape.layout(format, facts) == STORED]
+    stored = [shape for shape, format in expanded if shape.layout(format, facts) == STORED or may_stay(format, dtype)]
     return QuantisedMemory(
         any(quantises_rows(format) for _, format in found),
         max((shape.outputs * shape.share for shape in stored), default=0),

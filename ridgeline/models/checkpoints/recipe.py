@@ -7,6 +7,7 @@ its recipe. No torch: memory is predicted from recipes before a tensor is read. 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -36,6 +37,9 @@ class Recipe:
         return {ending: role for role, endings in self.tensors for ending in endings} | dict.fromkeys(self.unused, "")
 
 
+_Glob = tuple[int, list[str]]        # the place of a rule, and the texts that a name has in this order
+
+
 class RuleIndex:
     """The first rule that matches a name. Configs list thousands of names, and files have tens of thousands of tensors: names are
     looked up, and only real patterns are tried one by one."""
@@ -43,30 +47,29 @@ class RuleIndex:
     def __init__(self, rules: Iterable[tuple[str, object]]) -> None:
         self._whole: dict[str, int] = {}                 # a literal name -> its place
         self._inside: dict[str, int] = {}                # one that may have more before and behind, as `component` writes it
-        self._anywhere: dict[int, dict[str, int]] = {}   # by length: one that may be in the middle of a word
-        self._beginnings: dict[int, dict[str, int]] = {}
+        self._beginnings: dict[int, dict[str, int]] = {} # by length
+        self._endings: dict[int, dict[str, int]] = {}
         self._patterns: list[tuple[int, str]] = []
+        globs: list[_Glob] = []
         for place, (pattern, _) in enumerate(rules):
             inner = pattern.removeprefix(BEFORE).removesuffix(BEHIND)
             if (name := _literal(pattern)) is not None:
                 self._whole.setdefault(name, place)
             elif pattern == BEFORE + inner + BEHIND and (name := _literal(inner)) is not None:
                 self._inside.setdefault(name, place)
-            elif (name := _literal(pattern.removeprefix(ANY).removesuffix(ANY))) is not None and pattern == anywhere(name):
-                self._anywhere.setdefault(len(name), {}).setdefault(name, place)
             elif (name := _literal(pattern.removesuffix(ANY))) is not None:
                 self._beginnings.setdefault(len(name), {}).setdefault(name, place)
+            elif (name := _literal(pattern.removeprefix(ANY))) is not None:
+                self._endings.setdefault(len(name), {}).setdefault(name, place)
+            elif any(pieces := _pieces(pattern)):
+                globs.append((place, pieces))
             else:
                 self._patterns.append((place, pattern))
+        self._globs = _by_rarest_piece(globs)
 
     def first(self, spellings: Iterable[str]) -> int | None:
         names = list(spellings)
-        known = [self._whole[name] for name in names if name in self._whole]
-        if self._inside:
-            known += [self._inside[part] for name in names for part in _runs(name) if part in self._inside]
-        known += [places[name[:size]] for size, places in self._beginnings.items() for name in names if name[:size] in places]
-        known += [place for places in self._anywhere.values() for name in names for place in _found_in(name, places)]
-        best = min(known, default=None)
+        best = min((place for name in names for place in self._looked_up(name)), default=None)
         for place, pattern in self._patterns:
             if best is not None and place > best:
                 break
@@ -74,15 +77,56 @@ class RuleIndex:
                 return place
         return best
 
+    def _looked_up(self, name: str) -> Iterator[int]:
+        """The places of all rules that match, but for real patterns."""
+        if name in self._whole:
+            yield self._whole[name]
+        if self._inside:
+            yield from (self._inside[part] for part in _runs(name) if part in self._inside)
+        yield from (places[name[:size]] for size, places in self._beginnings.items() if name[:size] in places)
+        yield from (places[name[-size:]] for size, places in self._endings.items() if name[-size:] in places)
+        for known in self._globs.values():
+            yield from (place for globs in _found_in(name, known) for place, pieces in globs if _fits(pieces, name))
 
-def _found_in(name: str, places: Mapping[str, int]) -> Iterator[int]:
-    """The places of those texts, all of one length, that are in a name: by the texts or by the name's parts, which are fewer."""
-    size = len(next(iter(places)))
-    if len(places) <= len(name) - size:
-        yield from (place for text, place in places.items() if text in name)
+
+def _by_rarest_piece(globs: list[_Glob]) -> dict[int, dict[str, list[_Glob]]]:
+    """By the length of a piece and by the piece: the one that the fewest globs have. Thousands of them differ in a number."""
+    uses = Counter(piece for _, pieces in globs for piece in set(pieces))
+    found: dict[int, dict[str, list[_Glob]]] = {}
+    for place, pieces in globs:
+        rarest = min(filter(None, pieces), key=lambda piece: (uses[piece], -len(piece)))
+        found.setdefault(len(rarest), {}).setdefault(rarest, []).append((place, pieces))
+    return found
+
+
+def _found_in(name: str, known: Mapping[str, list[_Glob]]) -> Iterator[list[_Glob]]:
+    """What is known of those texts, all of one length, that are in a name: by the texts or by its parts, which are fewer."""
+    size = len(next(iter(known)))
+    if len(known) <= len(name) - size:
+        yield from (globs for text, globs in known.items() if text in name)
     else:
-        parts = (name[first : first + size] for first in range(len(name) - size + 1))
-        yield from (places[part] for part in parts if part in places)
+        parts = {name[first : first + size] for first in range(len(name) - size + 1)}
+        yield from (known[part] for part in parts if part in known)
+
+
+def _pieces(pattern: str) -> list[str]:
+    """The literal texts of a pattern with anything between them; empty if it is another one."""
+    found = [_literal(piece) for piece in pattern.split(ANY)]
+    return [piece for piece in found if piece is not None] if None not in found else []
+
+
+def _fits(pieces: list[str], name: str) -> bool:
+    """Whether a name is these texts in order with anything between them: each at its first place, so none is tried twice."""
+    first, *between, last = pieces
+    at, end = len(first), len(name) - len(last)
+    if at > end or not name.startswith(first) or not name.endswith(last):
+        return False
+    for piece in between:
+        at = name.find(piece, at, end)
+        if at < 0:
+            return False
+        at += len(piece)
+    return True
 
 
 def _literal(pattern: str) -> str | None:
@@ -212,6 +256,11 @@ def component(name: str) -> str:
 
 def anywhere(name: str) -> str:
     return ANY + re.escape(name) + ANY
+
+
+def glob(name: str) -> str:
+    """A name in which every star stands for any text."""
+    return ANY.join(map(re.escape, name.split("*")))
 
 
 def beginning(name: str) -> str:

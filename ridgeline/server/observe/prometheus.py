@@ -22,6 +22,7 @@ from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
+from ridgeline.gpus.clocks import POWER, TEMPERATURE, Clocks
 from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram, RequestTimes, ServingMetrics
 from ridgeline.roofline.verdict import TERMS
 from ridgeline.server.http.gate import LOG
@@ -180,7 +181,24 @@ def _add_roofline_metrics(llm: AsyncLLM, add: Callable[..., None]) -> None:
     rates = llm.roofline.rates
     add("gauge", "ridgeline:peak_read_bytes_per_second", "Measured bandwidth; 0 while not measured.", rates.read_bytes_s)
     add("gauge", "ridgeline:peak_flops_per_second", "Measured matrix rate; 0 while not measured.", rates.flops_s)
+    _add_clocks(live.window.clocks, add)
     add("gauge", "ridgeline:build_info", "The version, in the label.", ({"version": __version__}, 1))
+
+
+def _add_clocks(clocks: Clocks | None, add: Callable[..., None]) -> None:
+    """0 where nothing ran, and where the driver does not tell."""
+    gauges = {
+        "power_watts": ("Power of the GPU, while busy; last 10 s.", clocks and clocks.watts),
+        "power_limit_watts": ("Enforced power limit of the GPU.", clocks and clocks.limit_w),
+        "sm_clock_hertz": ("SM clock of the GPU, while busy; last 10 s.", clocks and clocks.sm_mhz * 1e6),
+        "max_sm_clock_hertz": ("Highest SM clock of the GPU.", clocks and clocks.max_sm_mhz * 1e6),
+        "temperature_celsius": ("Temperature of the GPU, while busy; last 10 s.", clocks and clocks.temperature_c),
+    }
+    for name, (text, value) in gauges.items():
+        add("gauge", f"ridgeline:gpu_{name}", text, value or 0.0)
+    shares = [(POWER, clocks.power_capped if clocks else 0.0), (TEMPERATURE, clocks.heat_capped if clocks else 0.0)]
+    text = "Share of the time, while busy, in which a reason lowered the SM clock; last 10 s."
+    add("gauge", "ridgeline:gpu_clock_limited_share", text, *by("reason", shares))
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

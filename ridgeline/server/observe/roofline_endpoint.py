@@ -13,6 +13,7 @@ import msgspec
 
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import BadRequest
+from ridgeline.gpus.clocks import shown
 from ridgeline.roofline.live import WINDOW_SECONDS, Live, Utilisation
 from ridgeline.roofline.step_cost import Peaks
 from ridgeline.roofline.steps import PHASES, POINT
@@ -83,6 +84,7 @@ class RooflineReply(msgspec.Struct):
     latency: dict[str, dict[str, float | int | None]]    # percentiles over the last five minutes
     history: dict[str, Any]          # one row a second
     points: dict[str, Any]           # one row a step
+    gpu: dict[str, Any] = {}         # mean power and clocks in the window; empty: not known, or nothing ran
     quality: str = ""                # what quantised weights cost, from their card
     engines: int = 1                 # of this server; the rest is about one of them
 
@@ -102,6 +104,7 @@ def document(
         state=state,
         quality=quality,
         machine=_machine(llm),
+        gpu=shown(found.window.clocks),
         window={"seconds": found.seconds, "busy": found.window.busy, "device": found.window.device},
         utilisation=_utilisation(found.total),
         phases={phase: _utilisation(used) for phase, used in found.phases.items()},

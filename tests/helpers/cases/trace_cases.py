@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from verdict_cases import CAPPED, HARDLY, HOT
+
 from ridgeline.roofline.facts import PartFacts
 
 H200_FLOPS, H200_READ = 793e12, 4.38e12
@@ -247,6 +249,11 @@ PLANTED: list[PlantedTrace] = [
     PlantedTrace("the scheduler takes 3 ms a step", "CPU-bound stretches", [build(_host_gap(3000, "schedule"))], GOOD),
     PlantedTrace("text is made between steps", "CPU-bound stretches", [build(_host_gap(5000, "detokenize"))], GOOD),
     PlantedTrace("results are taken in slowly", "CPU-bound stretches", [build(_host_gap(2000, "update"))], GOOD),
+    PlantedTrace("good kernels at the power limit", "power lowers the clock", [build(lambda made, number: decode(made))], GOOD,
+                 {"clocks": CAPPED}),
+    PlantedTrace("a hot GPU", "heat lowers the clock", [build(lambda made, number: decode(made))], known={"clocks": HOT}),
+    PlantedTrace("the limit is reached, the clock is hardly lower", "", [build(lambda made, number: decode(made))], GOOD,
+                 {"clocks": HARDLY}),
     PlantedTrace("the cache is too small", "preemptions", [build(lambda made, number: decode(made))], GOOD,
                  {"preemptions": 12, "recomputed": 0.2, "kv_usage": 0.97}),
     PlantedTrace("a few preemptions, much computed again", "preemptions", [build(lambda made, number: decode(made))], GOOD,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ridgeline.gpus.clocks import Clocks
 from ridgeline.roofline.decoder_shape import DecoderShape
 from ridgeline.roofline.step_cost import Peaks
 
@@ -21,8 +22,14 @@ SMOLLM = DecoderShape(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_d
                       weight_bytes=4, kv_bytes=4, activation_bytes=4)
 INT4_8B = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256,
                        weight_bytes=0.5625, head_bytes=2, embedding_bytes=2)
+FP8_8B = DecoderShape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, layers=32, vocab=128256,
+                      weight_bytes=1, head_bytes=2, embedding_bytes=2)
 
 H200, H100, A100 = Peaks(4.38e12, 793e12), Peaks(3.35e12, 989e12), Peaks(2.04e12, 312e12)
+# Of an H200 that its power limit slows, of one that is hot, and of one whose clock is hardly lower.
+CAPPED = Clocks(20, 692, 700, 700, 1275, 1980, 61, power_capped=1.0, heat_capped=0.0)
+HOT = Clocks(20, 480, 700, 700, 1200, 1980, 88, power_capped=0.0, heat_capped=0.9)
+HARDLY = Clocks(20, 699, 700, 700, 1950, 1980, 61, power_capped=1.0, heat_capped=0.0)
 L4, CPU = Peaks(0.3e12, 121e12), Peaks(18e9, 80e9)
 
 
@@ -44,6 +51,7 @@ class Planted:
     front_end: float = 0.0           # the event loop computed, as a part of the whole time …
     tokenising: float = 0.0          # … and text became tokens
     setting: dict[str, Any] = field(default_factory=dict)
+    clocks: Clocks | None = None
 
 
 def decode(rows: int, context: int) -> list[tuple[int, int]]:
@@ -123,6 +131,17 @@ CASES = [
     Planted("long prompts of text, short answers", "tokeniser", QWEN_05B, H200, prompt(4096), busy=0.3, front_end=0.9,
             tokenising=0.7),
     Planted("a full event loop beside a full engine", "weight_bandwidth", LLAMA_8B, H200, decode(8, 400), front_end=0.95),
+    # A GPU at a lowered clock.
+    Planted("fp8 8B, 128 chats at the power limit", "power", FP8_8B, H200, decode(128, 640), clocks=CAPPED),
+    Planted("8B, a prompt at the power limit, the rate was measured there, too", "power", LLAMA_8B, H200, prompt(8192),
+            at_roof=0.99, clocks=CAPPED),
+    Planted("at the power limit, and others wait", "power", FP8_8B, H200, decode(128, 640), waiting=60, clocks=CAPPED,
+            setting={"max_rows": 128}),
+    Planted("8B on a hot GPU", "temperature", LLAMA_8B, H200, decode(64, 700), at_roof=0.6, clocks=HOT),
+    Planted("the limit is reached, the clock is hardly lower", "weight_bandwidth", LLAMA_8B, H200, decode(8, 512), clocks=HARDLY),
+    Planted("memory at its roof, at a lowered clock", "weight_bandwidth", LLAMA_8B, H200, decode(8, 512), at_roof=0.96,
+            clocks=CAPPED),
+    Planted("a slow host beside a GPU at its limit", "host", LLAMA_8B, H200, decode(256, 500), host=0.4, clocks=CAPPED),
     # Nothing to do.
     Planted("a chat now and then", "idle", LLAMA_8B, H200, decode(1, 512), busy=0.1),
     Planted("a third busy, with slow steps", "idle", SMOLLM, CPU, decode(1, 200), busy=0.33, at_roof=0.3),

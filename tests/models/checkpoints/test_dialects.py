@@ -6,6 +6,7 @@ tests/golden/quantised.safetensors has matrices that compressed-tensors, bitsand
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints import recipe as recipe_file
 from ridgeline.models.checkpoints.canonical import bitstream, canonical, matrix_shape
 from ridgeline.models.checkpoints.quantisation import read_quantisation
-from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, beginning, component
+from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, beginning, component, glob
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.quant.choose import make
@@ -262,6 +263,7 @@ def test_names_before_patterns_before_classes() -> None:
 NAMES = st.lists(st.sampled_from(["a", "b", "c*", "a-b", "0"]), min_size=1, max_size=4).map(".".join)
 PATTERNS = st.one_of(
     NAMES.map(re.escape), NAMES.map(component), NAMES.map(anywhere), NAMES.map(beginning),
+    st.lists(st.sampled_from(["a", "b", ".", "*", "a.b"]), max_size=6).map("".join).map(glob),
     st.sampled_from(["a", "b.", ".", ""]).map(anywhere), st.sampled_from([ANY, "(?:a.*).*", r"(.*\.)?b", ""]))
 
 
@@ -272,6 +274,12 @@ def test_the_first_rule_counts_however_it_is_found(patterns: list[str], names: l
     assert RuleIndex([(pattern, None) for pattern in patterns]).first(names) == expected
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["a", "b", ".", "*", "a.b"]), max_size=8).map("".join), NAMES)
+def test_a_glob_is_the_one_of_fnmatch(pattern: str, name: str) -> None:
+    assert RuleIndex([(glob(pattern), None)]).first([name]) == (0 if fnmatch.fnmatchcase(name, pattern) else None)
+
+
 MANY = [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]
 
 
@@ -279,14 +287,20 @@ MANY = [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]
     CT | {"ignore": MANY}, {"quant_method": "fp8", "modules_to_not_convert": MANY},
     {"quant_method": "awq", "bits": 4, "modules_to_not_convert": MANY},
     {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_to_not_convert": MANY},
-    {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": [f"{name[:-2]}*" for name in MANY]},
+    *({"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": excluded} for excluded in (
+        [f"{name[:-2]}*" for name in MANY], [name.replace("model", "*") for name in MANY],
+        [f"*{name[6:-2]}*" for name in MANY], [f"*.{number}.*down_proj" for number in range(4000)],
+        [f"model.*.{number}.*down*" for number in range(4000)],
+    )),
 ])
 def test_a_long_list_of_names_is_not_searched_for_every_tensor(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """90,000 tensors and 4,000 names took minutes."""
     found = read_quantisation({"quantization_config": config}, "config.json")
     assert found is not None
-    tried: list[str] = []
+    tried: list[object] = []
+    fits = recipe_file._fits
     monkeypatch.setattr(recipe_file, "_compiled", lambda pattern: (tried.append(pattern), re.compile(pattern))[1])
+    monkeypatch.setattr(recipe_file, "_fits", lambda pieces, name: (tried.append(pieces), fits(pieces, name))[1])
     assert found.recipe("model.layers.3999.mlp.down_proj") is None and found.recipe("model.layers.3999.mlp.up_proj") is not None
     assert len(tried) < 10
 
@@ -323,6 +337,14 @@ def test_a_config_with_any_value_is_read_or_refused(name: str, data: st.DataObje
         read_quantisation({"quantization_config": config}, "config.json")
     except ModelError as error:
         assert str(error).startswith("config.json: quantization_config")
+
+
+@pytest.mark.parametrize("part", ["weights", "input_activations"])
+def test_a_strategy_that_is_no_text_is_refused(part: str) -> None:
+    config = json.loads(json.dumps(DIALECTS["ct-w4a8"][0]))
+    config["config_groups"]["group_0"][part]["strategy"] = [""]
+    with pytest.raises(ModelError, match=rf"{part}\.strategy .* is of the wrong type"):
+        read_quantisation({"quantization_config": config}, "config.json")
 
 
 # -- what the newest versions of tools write ----------------------------------------------------------------------------

@@ -102,6 +102,12 @@ def test_a_shared_machine_is_read_from_the_verdict() -> None:
     assert run(("groups", [shared, GROUP_OF])) == [{"others": 0.75, "overhead": 0.25}]
 
 
+def test_a_gpu_at_its_power_limit_is_told() -> None:
+    line = "692 of 700 W, SM clock 1,275 of 1,980 MHz"
+    told = ({}, {"line": line, "limited_by": ""}, {"line": line, "limited_by": "power"})
+    assert run(*(("gpuLine", [gpu]) for gpu in told)) == ["", f"GPU: {line}.", f"GPU: {line}; power lowers the clock."]
+
+
 def test_words_for_numbers() -> None:
     spread = {"count": 7, "p50": 3.55, "p90": 3.55, "p99": 3.55}
     many = {"count": 20, "p50": 0.5, "p90": 0.75, "p99": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from ridgeline.distributed.meet import meet
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.stats import RooflineReporter
 from ridgeline.engine.llm import LLM
+from ridgeline.gpus.gpu_log import GpuSums
+from ridgeline.gpus.nvml import Reading
 from ridgeline.messages import StepPlan, StepResult, Want
 from ridgeline.metrics import RooflineStats
 from ridgeline.roofline import steps as steps_file
@@ -35,6 +38,8 @@ from ridgeline.roofline.steps import PHASES, POINT, REMEMBERED, SUMS, PhaseSums,
 from ridgeline.roofline.verdict import TERMS, Setting, judge
 from ridgeline.runner.start import measure_peaks
 from ridgeline.sampling_params import SamplingParams
+from ridgeline.server.observe import roofline_endpoint
+from ridgeline.server.observe.prometheus import families
 from ridgeline.server.observe.roofline_endpoint import HISTORY, RooflineReply, document, window_seconds
 from ridgeline.sizes.mesh_shape import MeshShape
 
@@ -354,6 +359,76 @@ def test_the_line_in_the_log() -> None:
         "roofline: 40 tok/s, 0 prompt tok/s, 4.0 rows, 0.0 waiting; MFU 7.6%, MBU 77.6%; bound by weight_bandwidth (78%), "
         "headroom 1.3x; next: more requests in a step: they share each read of the weights"
     )
+
+
+CAPPED, FREE = [1, 692, 700, 700, 1275, 1980, 61, 1, 0], [1, 546, 700, 700, 1980, 1980, 43, 0, 0]      # a sample of a GPU
+
+
+def gpu(samples: int, one: list[int]) -> list[float]:
+    return [float(samples * each) for each in one]
+
+
+def test_a_window_has_the_clocks_of_its_own_seconds() -> None:
+    """The GPU was free for 20 seconds, and then at its power limit: the last ten say power, all of them do not."""
+    live, total = LiveRoofline(), np.zeros(len(CAPPED))
+    for second in range(31):
+        live.take(100.0 + second, sums(10 * second, second, on_weights=0.8 * second), total.tolist())
+        total += gpu(2, FREE if second < 20 else CAPPED)
+    now, long = live.look(130.0, RATES, Setting()), live.look(130.0, RATES, Setting(), seconds=30)
+    assert now.window.clocks is not None and (now.window.clocks.samples, now.window.clocks.sm_mhz) == (20, 1275)
+    assert now.verdict.term == "power" and now.verdict.share == pytest.approx(0.2)
+    assert "; power: 692 of 700 W, SM clock 1,275 of 1,980 MHz; next: " in now.line() and "bound by power (20%)" in now.line()
+    assert now.split["kernels"] == pytest.approx(0.2) and sum(now.split.values()) == pytest.approx(1)
+    assert long.window.clocks is not None and long.window.clocks.samples == 60 and long.verdict.term == "weight_bandwidth"
+
+
+def test_clocks_before_the_first_report_belong_to_no_window() -> None:
+    """An engine has loaded weights for minutes, and a new engine counts from nothing."""
+    live = LiveRoofline()
+    live.take(100.0, sums(10, 1.0), gpu(500, FREE))
+    assert live.look(100.0, RATES, Setting()).window.clocks is None
+    live.take(101.0, sums(20, 2.0), gpu(502, FREE))
+    found = live.look(101.0, RATES, Setting()).window.clocks
+    assert found is not None and found.samples == 2
+    live.take(102.0, sums(1, 0.1), gpu(3, CAPPED))
+    assert live.look(102.0, RATES, Setting()).window.clocks is None
+
+
+def test_the_engine_reports_what_another_thread_has_sampled(tmp_path: Path) -> None:
+    llm = LLM(write_model(tmp_path / "tiny"), load_format="dummy", num_gpu_blocks_override=100, max_num_seqs=4)
+    reporter = RooflineReporter(llm.core)
+    first = reporter.report(100.0)
+    assert first is not None and first.gpu == [], "a CPU has none"
+    asked = list[int]()
+
+    class Slow(GpuSums):
+        def _add(self, when: float, readings: list[Reading]) -> None:
+            asked.append(threading.get_ident())
+            super()._add(when, readings)
+
+    reader = SimpleNamespace(
+        handles=lambda which: [0], close=lambda: None,
+        read=lambda handle: Reading(watts=692.0, limit_w=700.0, sm_mhz=1275, max_sm_mhz=1980, reasons=0x4),
+    )
+    reporter._gpus = Slow(["0"], lambda: reader)         # type: ignore[assignment, return-value]
+    wait_until(lambda: bool(asked))
+    reporter.close()
+    second = reporter.report(101.0)
+    assert second is not None and second.gpu[1] == 692 * second.gpu[0] > 0 and threading.get_ident() not in asked
+
+
+def test_the_clocks_are_in_the_answer_and_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, now = AsyncLLM(), 1000.0
+    monkeypatch.setattr(roofline_endpoint, "time", SimpleNamespace(monotonic=lambda: now))
+    for second in range(12):
+        now += 1
+        llm.roofline.take(now, RooflineStats(sums(10 * second, second, on_weights=0.8 * second), gpu=gpu(2 * second + 1, CAPPED)))
+    found = document(llm, "tiny", "ok")
+    assert found.gpu["line"] == "692 of 700 W, SM clock 1,275 of 1,980 MHz" and found.gpu["limited_by"] == "power"
+    assert found.verdict["term"] == "power" and msgspec.json.decode(msgspec.json.encode(found), type=RooflineReply)
+    said = {family.name.removeprefix("ridgeline:gpu_"): [value for _, value in family.samples] for family in families(llm)}
+    assert (said["power_watts"], said["power_limit_watts"], said["sm_clock_hertz"]) == ([692.0], [700.0], [1275e6])
+    assert said["clock_limited_share"] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(("roof", "shown"), [(0.02, "headroom 50.0x"), (0.0004, "headroom over 100x")])

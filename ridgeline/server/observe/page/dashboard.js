@@ -92,6 +92,8 @@ function showVerdict(verdict, answer) {
   at("others").hidden = others < 0.1 || none || verdict.term === "shared_machine";          // the verdict says it then
   at("advice").hidden = idle || !verdict.changes.length;
   write("others", `Shared machine: other programs had the engine's core for ${percent(others, 0)} of the busy time.`);
+  at("gpu").hidden = !gpuLine(answer.gpu) || idle;
+  write("gpu", gpuLine(answer.gpu));
   at("parts").hidden = idle;
   write("headroom", `${verdict.headroom.toFixed(verdict.headroom < 10 ? 1 : 0)}×`);
   const key = JSON.stringify([verdict.changes, answer.batch.max_rows, page.key !== ""]);

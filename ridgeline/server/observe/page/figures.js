@@ -73,6 +73,11 @@ function othersShare(parts) {
   return total ? (parts.shared_machine || 0) / total : 0;
 }
 
+// A GPU's power and clock, and what lowers the clock; empty where they are not known.
+function gpuLine(gpu) {
+  return gpu.line ? `GPU: ${gpu.line}${gpu.limited_by ? `; ${gpu.limited_by} lowers the clock` : ""}.` : "";
+}
+
 const tooFew = (found, key) => found.count > 0 && found.count < FEW_ANSWERS && key !== "p50";
 const percentile = (found, key) => (tooFew(found, key) ? "too few" : seconds(found[key]));
 
