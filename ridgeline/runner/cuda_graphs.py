@@ -39,7 +39,7 @@ logger = get_logger("graphs")
 USES = 1                             # before a shape is captured …
 AT_ONCE = 256                        # … with more tokens of prompts than this; others are at their first use
 STAND_INS = 8                        # uses of a larger graph, before a shape has its own …
-SPACING = 1024                       # … and, up to AT_ONCE tokens, steps since the last capture: seconds for some 25 ms
+SPACING = 512                        # … and, up to AT_ONCE tokens, steps since the last capture: seconds for some 25 ms
 MOST_PADDING = 1.5                   # of steps whose own shape is not captured yet …
 PASSING_USES, PASSING_PADDING = 2, 4     # … of decodes at first: a shape may not come again
 FEW_PADDING = 2.0                    # … with drafts, and of prompts up to AT_ONCE tokens
@@ -89,7 +89,9 @@ class StandIns:
     weights it reads, has its own captured in a step only if none was for long. With more tokens padding costs more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launch_bound: int = USUAL_PROMPT) -> None:
+        """`launch_bound`: beyond as many tokens a step with prompts computes for longer than its kernels take to launch."""
+        self.launch_bound = launch_bound
         self.forms: Counter[_Form] = Counter()           # captured graphs
         self.uses: Counter[tuple[Shape, bool]] = Counter()       # of larger ones, by the shape that had none and greedy
         self._steps = self._captured_at = 0
@@ -134,7 +136,8 @@ class StandIns:
             return max(FEW_TOKENS, FEW_PADDING * shape.tokens)
         if shape.prompts:
             many = shape.prompt_tokens > AT_ONCE
-            return MOST_PADDING * shape.tokens + FEW_TOKENS if many else max(FEW_MIXED, FEW_PADDING * shape.tokens)
+            most = MOST_PADDING * shape.tokens + FEW_TOKENS if many else max(FEW_MIXED, FEW_PADDING * shape.tokens)
+            return min(most, self.launch_bound)
         return shape.tokens * (PASSING_PADDING if self.uses[shape, greedy] < PASSING_USES else MOST_PADDING)
 
 
@@ -142,11 +145,12 @@ class GraphForward:
     def __init__(
         self, eager: EagerForward, max_rows: int, max_step_tokens: int, vocab_size: int, dtype: torch.dtype,
         device: torch.device, num_bytes: int = 0, most_verified: int = 0, stand_ins: bool = True,
-        beside: GraphForward | None = None, most_prompt: int = USUAL_PROMPT,
+        beside: GraphForward | None = None, most_prompt: int = USUAL_PROMPT, launch_bound: int = USUAL_PROMPT,
     ) -> None:
         """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph. `stand_ins`:
         may a step use a larger graph than its own? Not where other ranks, with other graphs, must have the same shape.
-        `beside`: another model's, in whose pool these graphs are, too. `most_prompt`: tokens of prompts in a graph."""
+        `beside`: another model's, in whose pool these graphs are, too. `most_prompt`: tokens of prompts in a graph.
+        `launch_bound`: see StandIns."""
         self._stand_ins = stand_ins
         self.eager = eager
         self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified, most_prompt)
@@ -158,7 +162,7 @@ class GraphForward:
         self._memory = device, num_bytes if beside is None else 0
         num_logits = max(max_rows, most_verified)
         self._logits = torch.empty((num_logits, vocab_size), dtype=dtype, device=device)     # of the graph that ran last
-        self._choice = StandIns()
+        self._choice = StandIns(launch_bound)
         self._uses = USES
         self.replays = 0
         self.stood_in = False                            # does a larger graph than its own run the newest step?
@@ -238,7 +242,11 @@ class GraphForward:
             captured.graph.reset()
         self._captured.clear()
         self._waiting.clear()
-        self._choice = StandIns()
+        self._choice = StandIns(self.launch_bound)
+
+    @property
+    def launch_bound(self) -> int:
+        return self._choice.launch_bound
 
     def wanted(self) -> list[tuple[Shape, bool]]:
         """Shapes with prompts, and whether greedy, that larger ones have stood in for, most often first. Others are captured
@@ -249,7 +257,7 @@ class GraphForward:
         """Is it worth capturing before its first use? Room must be left for shapes that will be used."""
         form = (shape, greedy, shares_prefix)
         known = any(_form(key) == form for keys in (self._captured, self._waiting) for key in keys)
-        return not known and len(self._captured) < MOST_GRAPHS * 3 // 4
+        return not known and len(self._captured) < MOST_GRAPHS * 7 // 8
 
     def _capture_shape(self, key: _Key, batch: Batch, seen: _Seen) -> _Captured | None:
         """Capture the step instead of running it. The values in the batch do not matter.

@@ -73,9 +73,12 @@ class GraphShapes:
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 
     def fit(self, decodes: int, prompts: int, prompt_tokens: int) -> Shape | None:
-        """The smallest shape that holds a step; None: it is not captured. Where others wait for rows, a prompt takes the last
-        one as soon as it is free: all other rows decode beside it, so that shape has as many."""
+        """The smallest shape that holds a step; None: it is not captured. A shape has no more rows than the engine: where others
+        wait for rows, prompts take the last ones as soon as they are free, and all other rows decode beside them. Such a shape
+        has as many of both as there are."""
         rows = _enough(PROMPT_ROWS, prompts)
+        if decodes > self._max_rows - rows:
+            rows = min(rows, prompts)
         shape = Shape(
             min(_enough(self._mixed if prompts else self.decodes, decodes), self._max_rows - rows), rows,
             _enough(self.prompt_tokens, prompt_tokens),
@@ -85,18 +88,20 @@ class GraphShapes:
         fits = shape.decodes >= decodes and shape.prompts >= prompts and shape.prompt_tokens >= prompt_tokens
         return shape if fits and shape.decodes + shape.prompt_tokens <= self.most_tokens else None
 
-    def mixed(self) -> list[Shape]:
-        """Few shapes that hold all others with prompts up to USUAL_PROMPT; few tokens first, and those of a full engine, in
-        which as many prompts begin as rows have ended."""
-        full = [(self._max_rows - rows, rows) for rows in PROMPT_ROWS if rows <= self._max_rows]
+    def mixed(self, most_tokens: int) -> list[Shape]:
+        """Few shapes that hold all others with prompts, up to 1,152 tokens of them and `most_tokens` in all; few
+        tokens first, and those of a full engine, in which as many prompts begin as rows have ended."""
         many = PROMPT_ROWS[-1]
-        fewer = [(rows, many) for rows in self._mixed if rows == _MIXED_DECODES or rows >= 4 * _MIXED_DECODES]
-        pairs = full + [pair for pair in fewer if sum(pair) < self._max_rows]
-        found = []
-        for decodes, prompts in pairs:
-            sizes = [each for each in self.prompt_tokens if each <= USUAL_PROMPT and decodes + each <= self.most_tokens]
-            found += [Shape(decodes, prompts, each) for each in sizes if each in _MIXED_TOKENS or each == sizes[-1]]
-        return sorted(found, key=lambda shape: shape.prompt_tokens)
+        decodes = [rows for rows in self._mixed if rows == _MIXED_DECODES or rows >= 4 * _MIXED_DECODES]
+        pairs = [(self._max_rows - rows, rows) for rows in range(1, min(many, self._max_rows) + 1)]
+        pairs += [(rows, many) for rows in decodes if rows + many < self._max_rows]
+        most, found = min(most_tokens, self.most_tokens), []
+        for tokens, pair in itertools.product(self.prompt_tokens, pairs):
+            more = next((size for size in self.prompt_tokens if size > tokens and pair[0] + size <= most), None)
+            is_largest = tokens < _MIXED_TOKENS[-1] and more is None
+            if (tokens in _MIXED_TOKENS or is_largest) and pair[0] + tokens <= most:
+                found.append(Shape(*pair, tokens))
+        return found
 
     def fit_drafts(self, decodes: int, draft_tokens: int, queries: int) -> Shape | None:
         """The same for rows with drafts: `draft_tokens` together, at most `queries` each."""

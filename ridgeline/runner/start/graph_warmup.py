@@ -66,7 +66,8 @@ class Rehearsal:
         self._steps: Iterator[KernelStep] = itertools.chain(
             self._unknown([decodes[0]]), self._shared(max_model_len, True), self._unknown(likely),
             self._drafted(self._shapes.wide(), True), self._mixed(True), self._mixed(False), self._shared(max_model_len, False),
-            self._drafted(self._shapes.drafted(), True), self._drafted(self._shapes.drafted(), False), self._unknown(rest),
+            self._drafted(self._shapes.wide(), False), self._drafted(self._shapes.drafted(), True),
+            self._drafted(self._shapes.drafted(), False), self._unknown(rest),
         )
 
     def before_ready(self, seconds: float) -> int:
@@ -127,7 +128,7 @@ class Rehearsal:
         """Prompts beside decodes. Not with several ranks: there no graph stands in for others."""
         if self._comm.size > 1:
             return
-        for shape in self._shapes.mixed():
+        for shape in self._shapes.mixed(self._forward.launch_bound):
             if self._forward.is_new(shape, greedy):
                 yield from self._beside(shape, greedy)
 

@@ -35,6 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Seen:
     """In the place of CUDA graphs: what ran, and with what."""
 
+    launch_bound = 2048
+
     def __init__(self, runner: Runner, known: set[tuple[Shape, bool]]) -> None:
         self.known, self.plans = known, list[StepPlan]()
         self.at_once, self.stood_in = 0, list[tuple[Shape, bool]]()
@@ -118,7 +120,7 @@ def test_every_shape_with_drafts_comes_too(model: Path) -> None:
         for plan in drafted
     ]
     wanted = [(shape, kind) for kind in (0.0, 1.0) for shape in shapes.drafted() if (shape, kind) != (known, 1.0)]
-    wide = [(shape, 0.0) for shape in shapes.wide()]
+    wide = [(shape, kind) for kind in (0.0, 1.0) for shape in shapes.wide()]
     assert wide and found == wide + [each for each in wanted if each not in wide], "those first that stand in for most others"
     wanted = found
     assert [plan.total_tokens for plan in drafted] == [shape.draft_tokens for shape, _ in wanted]
@@ -145,8 +147,8 @@ def test_prompts_beside_decodes_come_too(model: Path) -> None:
     seen.plans.clear()
     while rehearsal.go_on():
         pass
-    wanted = [(shape, greedy) for greedy in (True, False) for shape in shapes.mixed()]
-    assert mixed() == [each for each in wanted if each != (known, True)] and len(wanted) == 8 and (known, True) in wanted
+    wanted = [(shape, greedy) for greedy in (True, False) for shape in shapes.mixed(2048)]
+    assert mixed() == [each for each in wanted if each != (known, True)] and len(wanted) == 16 and (known, True) in wanted
     seen.plans.clear()
     seen.stood_in = [(Shape(4, 2, 128), True), (known, True)]
     assert rehearsal.go_on() and not rehearsal.go_on()
