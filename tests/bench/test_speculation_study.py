@@ -199,7 +199,7 @@ def test_parts_of_a_block_are_exclusive_and_sum_to_its_time(block_parts: ModuleT
 
 
 def test_a_launch_counts_for_the_kind_of_its_own_step(block_parts: ModuleType) -> None:
-    """With overlap it lies in the interval of the step before: a capture beside a prompt looked like one of a step with drafts."""
+    """With overlap it lies in the interval of the step before: a capture beside a prompt looked like one with drafts."""
     now = [0.0]
     watch = block_parts.Stopwatch(False, lambda: now[0])
     result = SimpleNamespace(num_new=np.array([1, 1]), replayed=True, typical=True, rejected=0)

@@ -279,7 +279,8 @@ def page(name: str, found: dict[str, Any]) -> str:
         what = ", ".join(f"{each[name]:.1f} {name}" for name in _COUNTED)
         what += f", {each['graphs']:.0%} graphs, {each['not_typical']:.0%} not typical"
         lines.append(
-            f" {kind:<14} {each['steps']:>4} × {each['ms']:.2f} ms = {each['share']:.0%} (busy {each['busy_ms']:.2f}, launch {each['launch_ms']:.2f}): "
+            f" {kind:<14} {each['steps']:>4} × {each['ms']:.2f} ms = {each['share']:.0%} "
+            f"(busy {each['busy_ms']:.2f}, launch {each['launch_ms']:.2f}): "
             + (what if each["rows"] else "") + f"\n   {parts}"
         )
     return "\n".join(lines)
