@@ -26,6 +26,7 @@ OP_SECONDS = 41e-6
 # By the estimate. Small products are slower than their share of a data sheet: where the estimate is 1.6 the study measured 1.15,
 # and 1.02 where it is 1.2.
 GAIN = 1.5
+UNKNOWN_BOUND = 512                  # see launch_bound; that of an 8B model on an H200, nearly
 # Shares of a data sheet's rates that our kernels reach, as fitted for `plan` (plan/fitted.json; a test compares them).
 READ, COMPUTED = 0.947, 0.729
 
@@ -57,6 +58,22 @@ def largest_captured(
         why = f"a longer prompt would gain less than {GAIN} x from a graph on the {device.name}"
         reasons["max_cudagraph_capture_size"] = f"{found}: {why if found < PROMPT_TOKENS[-1] else 'the longest that is captured'}"
     return found
+
+
+def launch_bound(model: ModelConfig, device: Device | None, dtype: str, linear_dtype: str) -> int:
+    """Tokens up to which the host takes longer to launch a prompt kernel by kernel than the device to compute it: so a larger
+    graph, of at most as many, is never slower. `device`: None where it has no data sheet."""
+    if device is None:
+        return UNKNOWN_BOUND
+    shape, peaks = decoder_shape(model, dtype), peaks_of(device, linear_dtype)
+    sizes = range(PROMPT_TOKENS[0], PROMPT_TOKENS[-1] + 1, PROMPT_TOKENS[0])
+
+    def spare(tokens: int) -> float:
+        cost = step_cost(shape, [(tokens, tokens)])
+        return device_seconds(cost, peaks) - launch_seconds(cost)
+
+    count = bisect_right(sizes, 0.0, key=spare)
+    return sizes[count - 1] if count else 0
 
 
 def launch_seconds(cost: StepCost) -> float:

@@ -16,6 +16,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.client.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from ridgeline.engine.client.processor import ROLES, Processor, Prompt, RequestState, second_begins
 from ridgeline.engine.core.core import EngineCore
+from ridgeline.engine.core.gc_policy import only_the_young
 from ridgeline.errors import BadRequest, RequestError, Unsupported, shown
 from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.models.model_config import load_model_config
@@ -64,6 +65,7 @@ class LLM:
         """Forget every computed prefix. False, and nothing is forgotten, while requests hold part of the KV cache."""
         return self.core.scheduler.manager.forget_prefixes()
 
+    @only_the_young()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -86,6 +88,7 @@ class LLM:
         priorities = _one_each("priority", priority, int, 0, listed)
         return self._run(self._processor.requests(listed, params, priorities), use_tqdm)
 
+    @only_the_young()
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from ridgeline.choices.draft_checkpoint import DraftCheckpoint
+from ridgeline.choices.graph_sizes import launch_bound
 from ridgeline.config import EngineConfig
 from ridgeline.distributed.comm import Communicator
 from ridgeline.draft_options import draft_options
@@ -45,6 +46,7 @@ from ridgeline.runner.step_programs import ProgramForward
 from ridgeline.runner.to_host import reserve_masks
 from ridgeline.sizes import ledger
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, USUAL_PROMPT
+from ridgeline.sizes.hardware import data_sheet
 from ridgeline.sizes.kv_spec import groups_here
 from ridgeline.sizes.mesh_shape import one_shot_memory
 
@@ -52,8 +54,9 @@ logger = get_logger("worker")
 
 # The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
 GPU_RUNTIME_BYTES = 760 * 2**20
-# Seconds that a start captures CUDA graphs; the rest is captured while the engine is idle.
-CAPTURE_SECONDS = 0.8
+# Seconds that a start captures CUDA graphs, 15 to 25 ms each: enough for those that stand in for others. The rest is captured
+# while the engine is idle.
+CAPTURE_SECONDS = 1.2
 _NEWS_SECONDS = 0.1                  # between two reports of how much is loaded
 
 
@@ -154,7 +157,7 @@ def _forward(
         return GraphForward(
             eager, config.max_num_seqs, config.max_num_batched_tokens, vocab, logits, rows.device,
             config.graph_bytes, verified, comm.size == 1, beside if isinstance(beside, GraphForward) else None,
-            config.graph_tokens,
+            config.graph_tokens, launch_bound(model.config, data_sheet(config.device_name), config.dtype, config.linear_dtype),
         )
     if _runs_programs(config, rows.device, dtype):
         return ProgramForward(eager, rows.tables.groups, rows.last_token, rows.late.surplus)

@@ -11,6 +11,10 @@ PROMPT_ROWS = [1, 2, 4, 8]
 # GPU computes for longer than a host takes to launch, and a graph gains nothing.
 USUAL_PROMPT = 1280
 PROMPT_TOKENS = [*range(64, 513, 64), *range(640, USUAL_PROMPT + 1, 128), *range(1536, 4097, 256), *range(4608, 8193, 512)]
+# Prompts with decodes beside them have some hundred shapes. Of these tokens, with few numbers of rows, some are captured ahead:
+# they stand in for all others (runner/cuda_graphs.py), with half as many tokens again at most. Up to 256 weights bind a step.
+_MIXED_TOKENS = [256, 384, 640, 1152]
+_MIXED_DECODES = 16                  # where the engine is nearly empty; from 64 on every power of two, and those of a full engine
 
 
 # Most tokens of decodes with drafts in a step. Each has logits, 256 KB for a vocabulary of 128k.
@@ -26,6 +30,16 @@ class Shape:
     prompt_tokens: int = 0           # … and their tokens, all together
     draft_tokens: int = 0            # … or, with drafts, so many tokens together, in any mixture; 0: no row has drafts …
     queries: int = 1                 # … and at most this many each
+
+    @property
+    def tokens(self) -> int:
+        return self.draft_tokens or self.decodes + self.prompt_tokens
+
+    def holds(self, other: Shape) -> bool:
+        """Can a step of the other shape be padded to this one? One with drafts only to another with drafts."""
+        same = bool(self.draft_tokens) == bool(other.draft_tokens) and bool(self.prompts) == bool(other.prompts)
+        return same and self.decodes >= other.decodes and self.prompts >= other.prompts and self.queries >= other.queries \
+            and self.prompt_tokens >= other.prompt_tokens and self.draft_tokens >= other.draft_tokens
 
 
 # Tokens of captured steps with drafts: fewer sizes than of plain decodes, for there are some for each number of rows. A step that
@@ -59,9 +73,12 @@ class GraphShapes:
         self.most_tokens = max([max_rows, *self.prompt_tokens])
 
     def fit(self, decodes: int, prompts: int, prompt_tokens: int) -> Shape | None:
-        """The smallest shape that holds a step; None: it is not captured. Where others wait for rows, a prompt takes the last
-        one as soon as it is free: all other rows decode beside it, so that shape has as many."""
+        """The smallest shape that holds a step; None: it is not captured. A shape has no more rows than the engine: where others
+        wait for rows, prompts take the last ones as soon as they are free, and all other rows decode beside them. Such a shape
+        has as many of both as there are."""
         rows = _enough(PROMPT_ROWS, prompts)
+        if decodes > self._max_rows - rows:
+            rows = min(rows, prompts)
         shape = Shape(
             min(_enough(self._mixed if prompts else self.decodes, decodes), self._max_rows - rows), rows,
             _enough(self.prompt_tokens, prompt_tokens),
@@ -70,6 +87,21 @@ class GraphShapes:
             return None                                  # with all numbers of rows beside it there would be a thousand
         fits = shape.decodes >= decodes and shape.prompts >= prompts and shape.prompt_tokens >= prompt_tokens
         return shape if fits and shape.decodes + shape.prompt_tokens <= self.most_tokens else None
+
+    def mixed(self, most_tokens: int) -> list[Shape]:
+        """Few shapes that hold all others with prompts, up to 1,152 tokens of them and `most_tokens` in all; few
+        tokens first, and those of a full engine, in which as many prompts begin as rows have ended."""
+        many = PROMPT_ROWS[-1]
+        decodes = [rows for rows in self._mixed if rows == _MIXED_DECODES or rows >= 4 * _MIXED_DECODES]
+        pairs = [(self._max_rows - rows, rows) for rows in range(1, min(many, self._max_rows) + 1)]
+        pairs += [(rows, many) for rows in decodes if rows + many < self._max_rows]
+        most, found = min(most_tokens, self.most_tokens), []
+        for tokens, pair in itertools.product(self.prompt_tokens, pairs):
+            more = next((size for size in self.prompt_tokens if size > tokens and pair[0] + size <= most), None)
+            is_largest = tokens < _MIXED_TOKENS[-1] and more is None
+            if (tokens in _MIXED_TOKENS or is_largest) and pair[0] + tokens <= most:
+                found.append(Shape(*pair, tokens))
+        return found
 
     def fit_drafts(self, decodes: int, draft_tokens: int, queries: int) -> Shape | None:
         """The same for rows with drafts: `draft_tokens` together, at most `queries` each."""
@@ -91,6 +123,15 @@ class GraphShapes:
                 if queries > fewer and rows + fewer <= tokens <= max(self.draft_tokens[0], rows * queries):
                     found[Shape(rows, draft_tokens=tokens, queries=queries)] = None
         return list(found)
+
+    def wide(self) -> list[Shape]:
+        """Few shapes with drafts that hold most others with twice as many tokens at most: of each bound of queries the most
+        rows, and powers of two of tokens."""
+        powers = [tokens for tokens in self.draft_tokens if tokens >= 64 and tokens & (tokens - 1) == 0]
+        most = {queries: rows for rows in self._drafted_rows for queries in (most_queries(rows),)}       # the last: most rows
+        drafted = set(self.drafted())
+        found = (Shape(rows, draft_tokens=tokens, queries=queries) for queries, rows in most.items() for tokens in powers)
+        return [shape for shape in found if shape in drafted]
 
 
 # Beyond 128 rows the time of cuBLAS GEMMs jumps up and down with their number: 448 rows of an 8B model take 48 %

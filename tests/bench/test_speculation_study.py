@@ -194,7 +194,33 @@ def test_parts_of_a_block_are_exclusive_and_sum_to_its_time(block_parts: ModuleT
     assert found["drafts"]["parts_ms"] == {"pack": 2e3, "forward": 4e3, "submit": 2e3, "wait": 16e3}
     assert found["seconds"] == now == 64 and found["drafts"]["ms"] == 24e3 and found["drafts"]["busy_ms"] == 4e3
     assert [found["drafts"][name] for name in ("drafts", "accepted", "said", "graphs")] == [3, 2, 4, 1]
+    assert found["drafts"]["launch_ms"] == 4e3
     assert "drafts" in block_parts.page("edit", found) and "pack 2000.00" in block_parts.page("edit", found)
+
+
+def test_a_launch_counts_for_the_kind_of_its_own_step(block_parts: ModuleType) -> None:
+    """With overlap it lies in the interval of the step before: a capture beside a prompt looked like one with drafts."""
+    now = [0.0]
+    watch = block_parts.Stopwatch(False, lambda: now[0])
+    result = SimpleNamespace(num_new=np.array([1, 1]), replayed=True, typical=True, rejected=0)
+
+    def step(tokens: list[int], width: list[int] | None, seconds: float) -> None:
+        def run() -> None:
+            now[0] += seconds
+
+        drafts, launched = None if width is None else np.array(width), watch.marked("forward", run)
+        plan = SimpleNamespace(num_tokens=np.array(tokens), width=drafts, rows=np.arange(2), total_tokens=sum(tokens))
+        watch.submitted(lambda _: launched())(plan)
+
+    step([1, 4], [0, 3], 1.0)
+    step([1, 30], None, 25.0)
+    collect = watch.collected(lambda: result)
+    collect()
+    collect()
+    watch.close(block_parts.Step("end"))
+    found = block_parts.summed(watch.steps)
+    assert found["drafts"]["parts_ms"]["forward"] == 26e3 and "forward" not in found["mixed"]["parts_ms"]
+    assert (found["drafts"]["launch_ms"], found["mixed"]["launch_ms"]) == (1e3, 25e3)
 
 
 def test_what_was_watched_is_as_it_was_before(block_parts: ModuleType) -> None:

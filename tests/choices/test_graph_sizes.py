@@ -14,8 +14,10 @@ from ridgeline.choices.graph_sizes import (
     GAIN,
     OP_SECONDS,
     READ,
+    UNKNOWN_BOUND,
     device_seconds,
     largest_captured,
+    launch_bound,
     launch_seconds,
     peaks_of,
 )
@@ -70,6 +72,16 @@ def test_the_constants_are_those_of_the_study() -> None:
     for row in rows:
         if FEWEST < row["tokens"] <= largest(row["model"]):
             assert row["gain"] > 1.1
+
+
+def test_up_to_some_tokens_launches_take_longer_than_the_step() -> None:
+    def bound(model: str, gpu: str | None = "H200") -> int:
+        return launch_bound(find_model(model).config, find_device(gpu) if gpu else None, "bfloat16", "bfloat16")
+
+    assert bound("llama-3.1-70b") == 0, "its weights alone take longer to read"
+    assert bound("llama-3.1-70b") < bound("llama-3.1-8b") < bound("llama-3.2-3b") < bound("qwen2.5-1.5b")
+    assert bound("llama-3.1-8b", "L4") < bound("llama-3.1-8b") == pytest.approx(UNKNOWN_BOUND, abs=64)
+    assert bound("llama-3.1-8b", None) == UNKNOWN_BOUND
 
 
 def test_what_is_asked_for_decides() -> None:

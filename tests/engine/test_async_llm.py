@@ -619,7 +619,7 @@ class FakeLink:
     def check(self) -> None:
         pass
 
-    def receive(self, wait: bool) -> list[Any]:
+    def receive(self, wait: bool, most_ms: int = 500) -> list[Any]:
         return [self.script.pop(0)] if self.script else []
 
     def send(self, message: Any) -> None:

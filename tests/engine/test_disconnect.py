@@ -87,7 +87,7 @@ def test_the_engine_computes_what_was_under_way_and_no_more(tmp_path: Path, asyn
         def send(self, message: Any) -> None:
             told.append((self.begun, [delta.request_id for delta in getattr(message, "deltas", [])]))
 
-        def receive(self, wait: bool) -> list[Any]:
+        def receive(self, wait: bool, most_ms: int = 500) -> list[Any]:
             if not self.begun:
                 return [Add(Request("left", list(range(5, 25)), params)), Add(Request("stays", list(range(7, 30)), params))]
             if not self.aborted_at and self.begun > 10:

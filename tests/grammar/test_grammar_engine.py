@@ -662,7 +662,7 @@ class HandingLink:
     def send(self, message: Any) -> None:
         self.told.append(message)
 
-    def receive(self, wait: bool) -> list[Any]:
+    def receive(self, wait: bool, most_ms: int = 500) -> list[Any]:
         self._looked += 1
         return self._sent if wait and self._looked > 2 else []
 

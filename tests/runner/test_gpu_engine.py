@@ -116,6 +116,28 @@ def test_quiet_moments_record_what_will_come(model: Path) -> None:
     core.close()
 
 
+def test_prompts_beside_decodes_run_in_larger_graphs_from_the_first_step_on(model: Path) -> None:
+    """Answers of many lengths: prompts begin one after the other beside rows that decode. All shapes are new, and few are
+    captured while requests wait."""
+    asked, answers = prompts(60), []
+    for options in ({}, {"enforce_eager": True}):
+        core = start(model, dtype="float32", enable_prefix_caching=False, shared_prefix_attention=False, **options)
+        while core.prepare():
+            pass
+        before, said = HAPPENED["graph_recording"], {str(number): list[int]() for number in range(len(asked))}
+        for number, prompt in enumerate(asked):
+            params = SamplingParams(temperature=0, max_tokens=5 + number * 7 % 23, ignore_eos=True)
+            core.add(Request(str(number), prompt, params))
+        while core.has_work:
+            for delta in core.step():
+                assert not delta.error
+                said[delta.request_id] += delta.token_ids
+        assert HAPPENED["graph_recording"] - before <= 2
+        answers.append(said)
+        core.close()
+    assert answers[0] == answers[1]
+
+
 def test_deterministic_answers_do_not_depend_on_the_batch(model: Path) -> None:
     asked = prompts(24)
     core = start(model, deterministic=True)

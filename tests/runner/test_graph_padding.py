@@ -4,7 +4,7 @@ every token keeps its own position, slot and logits."""
 from __future__ import annotations
 
 import gc
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from ridgeline.messages import RowAdded, StepPlan, Want
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
 from ridgeline.runner import cuda_graphs
-from ridgeline.runner.cuda_graphs import PASSING_USES, STAND_INS, GraphForward, without_collection
+from ridgeline.runner.cuda_graphs import PASSING_USES, SPACING, STAND_INS, GraphForward, StandIns, without_collection
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.sizes.graph_shapes import GraphShapes, Shape
@@ -29,12 +29,12 @@ def forward() -> GraphForward:
     """Without a device: only the choice of shapes."""
     made = GraphForward.__new__(GraphForward)
     made._shapes, made._shape, made._uses = GraphShapes(256, 2048), None, cuda_graphs.USES
-    made._forms, made._stood_in, made._stand_ins, made._captured = Counter(), Counter(), True, OrderedDict()
+    made._choice, made._stand_ins, made._captured = StandIns(), True, OrderedDict()
     return made
 
 
 def captured(forward: GraphForward, *sizes: int, forms: tuple[bool, ...] = (True, False), shared: bool = False) -> None:
-    forward._forms.update({(Shape(size), greedy, shared): 1 for size in sizes for greedy in forms})
+    forward._choice.forms.update({(Shape(size), greedy, shared): 1 for size in sizes for greedy in forms})
 
 
 def plan(*counts: int, want: Want = Want.TOKEN) -> Any:
@@ -48,9 +48,13 @@ def test_its_own_shape_where_that_is_captured(forward: GraphForward) -> None:
 
 
 def test_the_next_larger_one_until_it_has_come_often(forward: GraphForward) -> None:
-    captured(forward, 48, 64)
-    assert [forward.shape(plan(*[1] * 37), False) for _ in range(STAND_INS + 2)] == [Shape(48)] * STAND_INS + [Shape(40)] * 2
-    assert not forward.stood_in
+    """Of few tokens not before long: running requests would wait for the capture of a graph that is hardly faster."""
+    captured(forward, 48, 64, 320)
+    assert {forward.shape(plan(*[1] * 37), False) for _ in range(STAND_INS + 2)} == {Shape(48)}
+    forward._choice._steps += SPACING
+    assert forward.shape(plan(*[1] * 37), False) == Shape(40) and not forward.stood_in
+    forward._choice.captured((Shape(24), True, False))           # another was meanwhile
+    assert forward.shape(plan(*[1] * 37), False) == Shape(48)
     assert forward.shape(plan(*[1] * 50), False) == Shape(64) and forward.stood_in       # its time is not that of its own shape
 
 
@@ -98,6 +102,78 @@ def test_not_among_several_ranks(forward: GraphForward) -> None:
     assert forward.shape(plan(*[1] * 37), False) == Shape(40)
 
 
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+def beside(decodes: int, *prompts: int) -> Any:
+    return plan(*[1] * decodes, *prompts)
+
+
+def test_a_larger_shape_stands_in_for_a_prompt_beside_decodes(forward: GraphForward) -> None:
+    """Such shapes are many, and most of a first busy minute are met for the first time."""
+    forward._shapes = GraphShapes(32, 2048)
+    assert forward.shape(beside(31, 100), True) == Shape(31, 1, 128)         # none can: it is captured, or launched
+    others = [Shape(30, 2, 256), Shape(31, 1, 64), Shape(31, 1, 640), Shape(32), Shape(32, draft_tokens=256, queries=16)]
+    forward._choice.forms.update({(each, True, False): 1 for each in others})
+    assert forward.shape(beside(31, 100), True) == Shape(31, 1, 128)
+    forward._choice.forms.update({(Shape(31, 1, 256), True, False): 1})
+    assert forward.shape(beside(31, 100), True) == Shape(31, 1, 256) and forward.stood_in
+    assert forward.shape(beside(20, 20), True) == Shape(31, 1, 64) and not forward.stood_in      # its own
+    assert forward.shape(beside(30, 70, 90), True) == Shape(30, 2, 256) and forward.stood_in
+    assert forward.shape(beside(31, 100), False) == Shape(31, 1, 128)        # of rows that sample none is captured
+    assert forward.shape(beside(31, 300), True) == Shape(31, 1, 320)         # 640 are too many
+    assert forward.shape(beside(31, 500), True) == Shape(31, 1, 640) and forward.stood_in
+    assert forward.shape(plan(100), True) == Shape(30, 2, 256)               # a prompt alone
+
+
+def test_a_shape_with_many_tokens_is_captured_once_it_has_come_often(forward: GraphForward) -> None:
+    """Its padding costs more. It need not be launched kernel by kernel before."""
+    forward._shapes = GraphShapes(32, 2048)
+    forward._choice.forms.update({(Shape(31, 1, 640), True, False): 1})
+    found = [forward.shape(beside(31, 450), True) for _ in range(STAND_INS + 1)]
+    assert found == [Shape(31, 1, 640)] * STAND_INS + [Shape(31, 1, 512)]
+    assert forward._uses_before(Shape(31, 1, 512), True) == 0 and forward._uses_before(Shape(31, 1, 512), False) == 1
+    assert forward.wanted() == [(Shape(31, 1, 512), True)]                   # or while the engine is idle
+    forward._choice.captured((Shape(31, 1, 512), True, False))
+    assert forward.wanted() == [] and forward.shape(beside(31, 450), True) == Shape(31, 1, 512)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 7, 20, 32, 100, 256, 1024])
+def test_some_shapes_stand_in_for_all_with_prompts(rows: int) -> None:
+    """By count: whatever mixture comes first, a graph that was captured ahead holds it."""
+    shapes, choice = GraphShapes(rows, 8192), StandIns()
+    mixed = shapes.mixed(8192)
+    choice.forms.update({(each, greedy, False): 1 for each in mixed for greedy in (True, False)})
+    assert len(choice.forms) <= 2 * 44
+    assert all(shapes.fit(each.decodes, each.prompts, each.prompt_tokens) == each for each in mixed)
+    fitting = {shapes.fit(decodes, prompts, tokens) for decodes in range(rows) for prompts in range(1, 9)
+               for tokens in shapes.prompt_tokens if decodes + prompts <= rows} - {None}
+    for shape in fitting:
+        assert shape is not None
+        larger = choice.choose(shape, True, False)
+        assert larger in mixed or shape.prompt_tokens > 1152, shape
+        assert larger.tokens <= max(cuda_graphs.FEW_MIXED, 2 * shape.tokens)
+
+
+def test_none_stands_in_where_launches_take_less_time_than_the_step(forward: GraphForward) -> None:
+    """A large model: its steps hide the launches, and a larger step would take longer."""
+    forward._shapes, forward._choice = GraphShapes(32, 2048), StandIns(300)
+    forward._choice.forms.update({(each, True, False): 1 for each in GraphShapes(32, 2048).mixed(2048)})
+    assert forward.shape(beside(31, 100), True) == Shape(31, 1, 256)
+    assert forward.shape(beside(31, 300), True) == Shape(31, 1, 320)
+    assert {each.prompt_tokens for each in GraphShapes(32, 2048).mixed(300)} == {256}
+    assert not GraphShapes(32, 2048).mixed(0)
+
+
+@pytest.mark.parametrize("rows", [4, 32, 64, 256])
+def test_some_shapes_stand_in_for_most_with_drafts(rows: int) -> None:
+    shapes, choice = GraphShapes(rows, 8192, 512), StandIns()
+    wide = shapes.wide()
+    choice.forms.update({(each, True, False): 1 for each in wide})
+    assert len(wide) <= 10 and set(wide) <= set(shapes.drafted())
+    held = [shape for shape in shapes.drafted() if choice.choose(shape, True, False) in wide]
+    assert len(held) >= 0.75 * len(shapes.drafted())
+
+
 # -- drafts -----------------------------------------------------------------------------------------------------------
 
 def drafted(*width: int) -> Any:
@@ -112,13 +188,15 @@ def test_a_larger_shape_with_drafts_stands_in(forward: GraphForward) -> None:
     own = Shape(8, draft_tokens=48, queries=16)
     assert forward.shape(drafted(*[5] * 7), True) == own
     others = [Shape(64), Shape(4, draft_tokens=64, queries=16), Shape(8, draft_tokens=64, queries=4)]
-    forward._forms.update({(each, True, False): 1 for each in (*others, Shape(16, draft_tokens=112, queries=16))})
-    forward._forms.update({(Shape(8, draft_tokens=48, queries=16), False, False): 1})
+    forward._choice.forms.update({(each, True, False): 1 for each in (*others, Shape(16, draft_tokens=112, queries=16))})
+    forward._choice.forms.update({(Shape(8, draft_tokens=48, queries=16), False, False): 1})
     assert forward.shape(drafted(*[5] * 7), True) == own
     larger = [Shape(32, draft_tokens=64, queries=16), Shape(16, draft_tokens=80, queries=16)]
-    forward._forms.update({(each, True, False): 1 for each in larger})
-    found = [forward.shape(drafted(*[5] * 7), True) for _ in range(STAND_INS + 1)]
-    assert found == [Shape(32, draft_tokens=64, queries=16)] * STAND_INS + [own]
+    forward._choice.forms.update({(each, True, False): 1 for each in larger})
+    found = {forward.shape(drafted(*[5] * 7), True) for _ in range(STAND_INS)}
+    assert found == {Shape(32, draft_tokens=64, queries=16)}
+    forward._choice._steps += SPACING
+    assert forward.shape(drafted(*[5] * 7), True) == own
     assert forward.shape(drafted(*[5] * 7), False) == own        # of rows that sample it is captured
     with forward.at_first_use():
         assert forward.shape(drafted(*[15] * 2), True) == Shape(4, draft_tokens=32, queries=16)

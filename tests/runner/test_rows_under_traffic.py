@@ -5,6 +5,7 @@ packed and steps that only advance; answers must be those of `expected_answer`, 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from dataclasses import replace
@@ -30,7 +31,7 @@ from ridgeline.runner.runner import Runner
 from ridgeline.runner.sampler import Sampler
 from ridgeline.runner.staging import Staging
 from ridgeline.runner.to_host import greedy_bytes
-from ridgeline.sizes.graph_shapes import GraphShapes, Shape
+from ridgeline.sizes.graph_shapes import PROMPT_ROWS, GraphShapes, Shape
 
 CERTAIN = 1e4                        # the logit of the token that must come, where all others are 0
 
@@ -94,6 +95,7 @@ class StampForward:
             self._shapes.prompt_tokens = sorted({4, 8, setup.max_step_tokens})
             self._shapes.most_tokens = setup.max_step_tokens + setup.max_rows
         self._kv: dict[int, tuple[int, int, int]] = {}
+        self._random, self.larger = random.Random(setup.max_rows), 0
         self.replays = self.prefixes = self.drafted = self.padded_drafts = 0
         self.stood_in = False
         self.shared: deque[int] = deque()                # of each step: KV positions that are not read again
@@ -105,7 +107,20 @@ class StampForward:
         if plan.width is not None:
             alone = decodes == len(plan.rows)
             return self._shapes.fit_drafts(decodes, plan.total_tokens, 1 + int(plan.width.max())) if alone else None
-        return self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
+        own = self._shapes.fit(decodes, len(plan.rows) - decodes, plan.total_tokens - decodes)
+        return own if own is None or not own.prompts else self._stand_in(own)
+
+    def _stand_in(self, own: Shape) -> Shape:
+        """For prompts a larger shape in each second step, as a graph that is captured may be larger than a step's own."""
+        assert self._shapes is not None
+        most, tokens = self._setup.max_rows, self._shapes.prompt_tokens
+        made = (Shape(*each) for each in itertools.product(range(own.decodes, most), PROMPT_ROWS, tokens))
+        larger = [each for each in made if each.holds(own) and each != own and each.decodes + each.prompts <= most
+                  and each.tokens <= self._shapes.most_tokens]
+        if not larger or self._random.random() < 0.5:
+            return own
+        self.larger += 1
+        return self._random.choice(larger)
 
     def prepare(self) -> bool:
         return False
@@ -342,11 +357,13 @@ def test_answers_are_right_with_drafts(name: str, depth: int) -> None:
 
 
 def test_the_traffic_has_what_it_is_for() -> None:
-    """Steps that advance, prompts in a shape that was seen, shared prefixes, and rows that were taken and came back."""
+    """Steps that advance, prompts in a shape that was seen and in one larger than their own, shared prefixes, and rows that were
+    taken and came back."""
     runs = [run_traffic(replace(SETUPS[name], depth=1), 0, True, False) for name in ("plain", "tight_windows")]
     assert sum(run.rows.advanced for run in runs) > 100
     assert all(run.scheduler.counters.preemptions for run in runs)
     assert sum(run.rows.known_prompts for run in runs) and sum(run.forward.prefixes for run in runs)
+    assert sum(run.forward.larger for run in runs) > 10
 
 
 def test_a_row_that_somebody_else_has_now_is_not_taken_for_the_one_before() -> None:

@@ -44,6 +44,9 @@ Parts are exclusive: what one part calls counts only there, so they sum to the t
 rest. Copies of a step's integers count as idle; a step that is launched kernel by kernel counts as busy throughout. On a CPU the
 launch is the work itself, and nothing is idle while it runs.
 
+`launch`: what the host took to launch the forward pass of the steps of this kind themselves. The part `forward` is that of the
+steps that were launched in their intervals: with overlap a step with a prompt that is captured counts there for the step before.
+
 The stopwatches cost the host about 1 us for each part, and the events of a GPU some 10 us a step.
 """
 
@@ -93,6 +96,7 @@ class Step:
     said: int = 0                    # tokens of answers
     replayed: bool = False           # as a CUDA graph
     typical: bool = True             # its own graph, and none was captured meanwhile
+    launch: float = 0.0              # seconds of the host for its own forward pass, in which interval ever
     marks: list[Any] = field(default_factory=list)       # begin and end of its work on the device, in turn
 
     @property
@@ -152,7 +156,10 @@ class Stopwatch:
 
         def call(*given: Any, **named: Any) -> Any:
             self._mark()
+            began = self._clock()
             found = whole(*given, **named)
+            if part == "forward":
+                self._flights[-1].launch += self._clock() - began
             self._mark()
             return found
 
@@ -255,7 +262,8 @@ def summed(steps: list[Step]) -> dict[str, Any]:
         parts = {part: 1e3 * sum(step.parts[part] for step in some) / count for part in PARTS}
         found[kind] = {
             "steps": count, "share": seconds / whole, **mean, "ms": 1e3 * seconds / count, "busy_ms": 1e3 * busy / count,
-            "idle_ms": 1e3 * (seconds - busy) / count, "graphs": sum(step.replayed for step in some) / count,
+            "idle_ms": 1e3 * (seconds - busy) / count, "launch_ms": 1e3 * sum(step.launch for step in some) / count,
+            "graphs": sum(step.replayed for step in some) / count,
             "not_typical": sum(not step.typical for step in some) / count,
             "parts_ms": {part: spent for part, spent in parts.items() if spent},
         }
@@ -271,7 +279,8 @@ def page(name: str, found: dict[str, Any]) -> str:
         what = ", ".join(f"{each[name]:.1f} {name}" for name in _COUNTED)
         what += f", {each['graphs']:.0%} graphs, {each['not_typical']:.0%} not typical"
         lines.append(
-            f" {kind:<14} {each['steps']:>4} × {each['ms']:.2f} ms = {each['share']:.0%} (busy {each['busy_ms']:.2f}): "
+            f" {kind:<14} {each['steps']:>4} × {each['ms']:.2f} ms = {each['share']:.0%} "
+            f"(busy {each['busy_ms']:.2f}, launch {each['launch_ms']:.2f}): "
             + (what if each["rows"] else "") + f"\n   {parts}"
         )
     return "\n".join(lines)

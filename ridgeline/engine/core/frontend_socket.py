@@ -16,7 +16,7 @@ from ridgeline.process.log import get_logger
 
 logger = get_logger("engine")
 
-_IDLE_MS = 500                       # how often an idle engine looks whether its front end is still there
+IDLE_MS = 500                       # how often an idle engine looks whether its front end is still there
 _FRAMES_PER_STEP = 1024              # a flood of requests must not keep the running ones from their next step
 
 
@@ -35,7 +35,7 @@ class FrontEndLink:
         self._from_front = self._context.socket(zmq.PULL)
         self._from_front.connect(f"ipc://{folder / 'to-engine'}")
         self._to_front = self._context.socket(zmq.PUSH)
-        self._to_front.setsockopt(zmq.SNDTIMEO, _IDLE_MS)
+        self._to_front.setsockopt(zmq.SNDTIMEO, IDLE_MS)
         self._to_front.connect(f"ipc://{folder / 'from-engine'}")
 
     def check(self) -> None:
@@ -52,10 +52,10 @@ class FrontEndLink:
             except zmq.Again:
                 self.check()
 
-    def receive(self, wait: bool) -> list[ToEngine]:
-        """What has arrived; with `wait`, as soon as something has or the idle time is over."""
+    def receive(self, wait: bool, most_ms: int = IDLE_MS) -> list[ToEngine]:
+        """What has arrived; with `wait`, as soon as something has or `most_ms` are over."""
         messages: list[ToEngine] = []
-        timeout = _IDLE_MS if wait else 0
+        timeout = most_ms if wait else 0
         while len(messages) < _FRAMES_PER_STEP and self._from_front.poll(timeout):
             timeout = 0
             try:

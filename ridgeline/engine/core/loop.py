@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.engine.core.frontend_socket import FrontEndGone, FrontEndLink
+from ridgeline.engine.core.frontend_socket import IDLE_MS, FrontEndGone, FrontEndLink
 from ridgeline.engine.core.gc_policy import look_at_the_old, spare_the_old
 from ridgeline.engine.core.live_switches import Switches
 from ridgeline.engine.core.profile import LiveProfile
@@ -48,6 +48,9 @@ logger = get_logger("engine")
 
 _ALIVE_SECONDS = 0.4                 # longest silence: then the front end is sent Alive
 _LOADING_SECONDS = 0.1               # between two reports of progress
+# Without a request, until the engine captures graphs. A capture takes some 25 ms, for which the next request would wait: clients
+# that ask again as soon as they have an answer would meet one after the other.
+_QUIET_MS = 100
 
 
 class EngineLoop:
@@ -63,18 +66,21 @@ class EngineLoop:
     def run(self) -> None:
         """Until the front end says Shutdown."""
         core, link, stats = self._core, self._link, self._stats
+        quiet = False                                    # has nothing come since the last request ended?
         while True:
             link.check()
-            busy = core.has_work or core.prepare() or stats.prepare(time.monotonic())
-            if not core.has_work:
+            has_work = core.has_work
+            busy = has_work or (quiet and self._prepares())
+            if not has_work:
                 stats.idle()
-            messages = link.receive(wait=not busy)
+            messages = link.receive(not busy, IDLE_MS if quiet else _QUIET_MS)
             for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)
-            if not busy and not messages:
+            if quiet and not busy and not messages:
                 look_at_the_old()
+            quiet = not has_work and not messages
             began = time.monotonic()
             deltas = TokenDeltas()
             started: list[str] = []
@@ -89,6 +95,10 @@ class EngineLoop:
             now = time.monotonic()
             if stats.due(now):
                 link.send(Stats(stats.report(now)))
+
+    def _prepares(self) -> bool:
+        """Used a quiet moment, for graphs or for what the machine can do. False: nothing is left."""
+        return self._core.prepare() or self._stats.prepare(time.monotonic())
 
     def _obey(self, message: Add | Abort | Vocabulary | ForgetPrefixes | Switch | Profile) -> None:
         if isinstance(message, Abort):

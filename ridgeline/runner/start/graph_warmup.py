@@ -3,11 +3,12 @@
 Launched kernel by kernel, a decode step of an 8B model on an H200 takes the host longer than the device, and a capture takes as
 long again: after a deploy, every user would meet the shapes of the first busy minute like that.
 
-Decodes of every size and single prompts, greedy and sampled, then decodes with drafts; of decodes behind a shared prefix only
-some sizes, which stand in for all others. Likely ones come first, the smallest
-before larger ones: a request that comes meanwhile is probably alone. Shapes that have been used are left out. An idle scheduler
-has no rows, so the runner's rows are free. They write to block 0, which no sequence owns: the blocks of the sequences that had
-these rows before may be in the prefix cache.
+Decodes of every size and single prompts, greedy and sampled, and decodes with drafts; of prompts beside decodes, and of decodes
+behind a shared prefix, only some sizes, which stand in for all others. Likely ones come first, the smallest before larger ones: a
+request that comes meanwhile is probably alone. Of decodes with drafts those come first that stand in for most others. Last come
+prompts beside decodes for which a larger graph stood in. Shapes that have been used are left out. An idle scheduler has no rows,
+so the runner's rows are free. They write to block 0, which no sequence owns: the blocks of the sequences that had these rows
+before may be in the prefix cache.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class Rehearsal:
         """`comm`: of several ranks, which capture the same steps at the same time."""
         self._comm = comm or Communicator()
         self._runner, self._forward, self._num_groups = runner, forward, num_groups
+        self._max_rows, self._longest = max_rows, max_model_len - 1
+        self._tried: set[tuple[Shape, bool]] = set()     # of those that larger graphs stood in for
+        self._full = False                               # no memory is left
         self._shapes = GraphShapes(max_rows, max_step_tokens, most_verified, most_prompt)
         decodes = [[1] * size for size in self._shapes.decodes if size <= max_step_tokens]
         prompts = [[size] for size in self._shapes.prompt_tokens if size < max_model_len]
@@ -61,7 +65,9 @@ class Rehearsal:
         rest = [step for step in (*usual, *decodes[1:], *prompts[len(usual):]) if step not in likely]
         self._steps: Iterator[KernelStep] = itertools.chain(
             self._unknown([decodes[0]]), self._shared(max_model_len, True), self._unknown(likely),
-            self._shared(max_model_len, False), self._drafted(max_rows, max_model_len), self._unknown(rest),
+            self._drafted(self._shapes.wide(), True), self._mixed(True), self._mixed(False), self._shared(max_model_len, False),
+            self._drafted(self._shapes.wide(), False), self._drafted(self._shapes.drafted(), True),
+            self._drafted(self._shapes.drafted(), False), self._unknown(rest),
         )
 
     def before_ready(self, seconds: float) -> int:
@@ -75,6 +81,9 @@ class Rehearsal:
         """One step, captured. False: nothing is left."""
         step = next(self._steps, None)
         if step is None:
+            self._steps = self._wanted()                 # by what has run since
+            step = next(self._steps, None)
+        if step is None:
             return False
         rows = np.arange(len(step.counts))
         self._runner.remove(rows)                        # their sequences have ended, as the next plan will say
@@ -86,7 +95,7 @@ class Rehearsal:
                 raise
             logger.warning("no memory to capture CUDA graphs of %d rows ahead of requests", len(rows))
             self._runner.start_over()
-            self._steps = iter(())
+            self._steps, self._full = iter(()), True
             return False
         self._runner.remove(rows)
         return True
@@ -97,24 +106,50 @@ class Rehearsal:
             shape = self._shapes.fit(len(tokens) * (1 - prompts), prompts, tokens[0] * prompts)
             for greedy in (True, False):
                 if shape is not None and self._forward.is_new(shape, greedy):
-                    yield KernelStep(tokens, params=SamplingParams(temperature=0.0 if greedy else 1.0), used=True)
+                    yield KernelStep(tokens, params=_sampled(greedy), used=True)
 
     def _shared(self, max_model_len: int, greedy: bool) -> Iterator[KernelStep]:
         """Decodes behind one prefix: of the most rows, and of SHARED."""
         if all(isinstance(prefixes, NoSharedPrefixes) for prefixes in self._runner.rows.prefixes):
             return
-        params = SamplingParams(temperature=0.0 if greedy else 1.0)
+        params = _sampled(greedy)
         for size in reversed(self._shapes.decodes):
             wanted = size >= FEWEST_ROWS and (size in SHARED or size == self._shapes.decodes[-1])
             if wanted and shared_past(size) < max_model_len - 1 and self._forward.is_new(Shape(size), greedy, shares_prefix=True):
                 yield KernelStep([1] * size, shared_past(size), params=params, used=True)
 
-    def _drafted(self, max_rows: int, max_model_len: int) -> Iterator[KernelStep]:
-        """Of every shape with drafts a step that fills it. Greedy ones first: they stand in for no others, and most are."""
-        for greedy, shape in itertools.product((True, False), self._shapes.drafted()):
-            if shape.decodes <= max_rows and shape.queries < max_model_len and self._forward.is_new(shape, greedy):
-                params = SamplingParams(temperature=0.0 if greedy else 1.0)
-                yield KernelStep([1] * shape.decodes, params=params, used=True, widths=_filling(shape))
+    def _drafted(self, shapes: list[Shape], greedy: bool) -> Iterator[KernelStep]:
+        """Of each shape with drafts a step that fills it."""
+        for shape in shapes:
+            if shape.decodes <= self._max_rows and shape.queries <= self._longest and self._forward.is_new(shape, greedy):
+                yield KernelStep([1] * shape.decodes, params=_sampled(greedy), used=True, widths=_filling(shape))
+
+    def _mixed(self, greedy: bool) -> Iterator[KernelStep]:
+        """Prompts beside decodes. Not with several ranks: there no graph stands in for others."""
+        if self._comm.size > 1:
+            return
+        for shape in self._shapes.mixed(self._forward.launch_bound):
+            if self._forward.is_new(shape, greedy):
+                yield from self._beside(shape, greedy)
+
+    def _wanted(self) -> Iterator[KernelStep]:
+        """Each once, whatever came of it."""
+        for found in self._forward.wanted():
+            if not self._full and found not in self._tried and self._forward.is_new(*found):
+                self._tried.add(found)
+                yield from self._beside(*found)
+
+    def _beside(self, shape: Shape, greedy: bool) -> Iterator[KernelStep]:
+        """A step of that shape, if prompts may be long enough."""
+        tokens = min(shape.prompt_tokens, shape.prompts * self._longest)
+        each, more = divmod(tokens, shape.prompts)
+        if each > 1 and self._shapes.fit(shape.decodes, shape.prompts, tokens) == shape:
+            prompts = [each + 1] * more + [each] * (shape.prompts - more)
+            yield KernelStep([1] * shape.decodes + prompts, params=_sampled(greedy), used=True)
+
+
+def _sampled(greedy: bool) -> SamplingParams:
+    return SamplingParams(temperature=0.0 if greedy else 1.0)
 
 
 def _filling(shape: Shape) -> tuple[int, ...]:

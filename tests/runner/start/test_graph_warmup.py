@@ -35,14 +35,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Seen:
     """In the place of CUDA graphs: what ran, and with what."""
 
+    launch_bound = 2048
+
     def __init__(self, runner: Runner, known: set[tuple[Shape, bool]]) -> None:
         self.known, self.plans = known, list[StepPlan]()
-        self.at_once = 0
+        self.at_once, self.stood_in = 0, list[tuple[Shape, bool]]()
         submit = runner.submit
         runner.submit = lambda plan: (self.plans.append(plan), submit(plan))[1]      # type: ignore[method-assign]
 
     def is_new(self, shape: Shape, greedy: bool, shares_prefix: bool = False) -> bool:
-        return (shape, greedy) not in self.known
+        return (shape, greedy) not in self.known and not any(self._is_of(plan, shape, greedy) for plan in self.plans)
+
+    @staticmethod
+    def _is_of(plan: StepPlan, shape: Shape, greedy: bool) -> bool:
+        """Was it captured before, with drafts?"""
+        if plan.width is None or (plan.added[0].params.temperature == 0.0) != greedy:
+            return False
+        return GraphShapes(ROWS, TOKENS, 64).fit_drafts(len(plan.rows), plan.total_tokens, 1 + int(plan.width.max())) == shape
+
+    def wanted(self) -> list[tuple[Shape, bool]]:
+        return self.stood_in
 
     @contextmanager
     def at_first_use(self) -> Iterator[None]:
@@ -85,8 +97,9 @@ def test_every_decode_and_every_single_prompt_comes_once(model: Path) -> None:
     assert shapes.decodes == [1, 2, 4, 8, 12, 16, 20] and shapes.prompt_tokens == [64, 128, 192, 256]
     # Likely sizes first; a prompt of 256 is too long.
     wanted = [[1], [64], [128], *([1] * size for size in (2, 4, 8, 12, 16, 20)), [192]]
-    assert [plan.num_tokens.tolist() for plan in seen.plans] == [counts for counts in wanted for _ in range(2)]
-    kinds = [plan.added[0].params.temperature for plan in seen.plans]
+    alone = [plan for plan in seen.plans if len(plan.rows) == 1 or plan.num_tokens.max() == 1]
+    assert [plan.num_tokens.tolist() for plan in alone] == [counts for counts in wanted for _ in range(2)]
+    kinds = [plan.added[0].params.temperature for plan in alone]
     assert kinds == [0.0, 1.0] * len(wanted), "greedy, then sampled"
     assert seen.at_once == len(seen.plans), "each is captured at once"
     assert not rehearsal.go_on()
@@ -96,19 +109,50 @@ def test_every_decode_and_every_single_prompt_comes_once(model: Path) -> None:
 def test_every_shape_with_drafts_comes_too(model: Path) -> None:
     """Greedy and sampled. Each step fills its shape; one that has come by itself is left out."""
     known = Shape(1, draft_tokens=8, queries=16)
-    core, rehearsal, seen = start(model, {(known, False)}, most_verified=48)
+    core, rehearsal, seen = start(model, {(known, False)}, most_verified=64)
     expected = answer(core, temperature=0.0)
     while rehearsal.go_on():
         pass
-    shapes = GraphShapes(ROWS, TOKENS, 48)
+    shapes = GraphShapes(ROWS, TOKENS, 64)
     drafted = [plan for plan in seen.plans if plan.width is not None and plan.step == 0]
     found = [
         (shapes.fit_drafts(len(plan.rows), plan.total_tokens, 1 + int(plan.width.max())), plan.added[0].params.temperature)
         for plan in drafted
     ]
     wanted = [(shape, kind) for kind in (0.0, 1.0) for shape in shapes.drafted() if (shape, kind) != (known, 1.0)]
-    assert found == wanted
+    wide = [(shape, kind) for kind in (0.0, 1.0) for shape in shapes.wide()]
+    assert wide and found == wide + [each for each in wanted if each not in wide], "those first that stand in for most others"
+    wanted = found
     assert [plan.total_tokens for plan in drafted] == [shape.draft_tokens for shape, _ in wanted]
+    assert answer(core, temperature=0.0) == expected
+    core.close()
+
+
+def test_prompts_beside_decodes_come_too(model: Path) -> None:
+    """Some, which stand in for all others (tests/runner/test_graph_padding.py), and later those that they stood in for, once."""
+    known = Shape(12, 8, 192)
+    core, rehearsal, seen = start(model, {(known, True)})
+    expected = answer(core, temperature=0.0)
+
+    def mixed() -> list[tuple[Shape | None, bool]]:
+        found = []
+        for plan in seen.plans:
+            if (prompts := int((plan.num_tokens > 1).sum())) and prompts < len(plan.rows):
+                decodes = len(plan.rows) - prompts
+                shape = shapes.fit(decodes, prompts, plan.total_tokens - decodes)
+                found.append((shape, plan.added[0].params.temperature == 0.0))
+        return found
+
+    shapes = GraphShapes(ROWS, TOKENS)
+    seen.plans.clear()
+    while rehearsal.go_on():
+        pass
+    wanted = [(shape, greedy) for greedy in (True, False) for shape in shapes.mixed(2048)]
+    assert mixed() == [each for each in wanted if each != (known, True)] and len(wanted) == 16 and (known, True) in wanted
+    seen.plans.clear()
+    seen.stood_in = [(Shape(4, 2, 128), True), (known, True)]
+    assert rehearsal.go_on() and not rehearsal.go_on()
+    assert mixed() == [(Shape(4, 2, 128), True)], "what a larger graph stood in for; the other is captured"
     assert answer(core, temperature=0.0) == expected
     core.close()
 
