@@ -54,9 +54,9 @@ logger = get_logger("worker")
 
 # The driver's context, cuBLAS and its workspaces, loaded kernels and graphs; the memory ledger shows how well it fits.
 GPU_RUNTIME_BYTES = 760 * 2**20
-# Seconds that a start captures CUDA graphs, 15 to 25 ms each: enough for those that stand in for others. The rest is captured
-# while the engine is idle.
-CAPTURE_SECONDS = 1.2
+# Seconds that a start captures CUDA graphs, 15 to 25 ms each: enough for likely ones. The rest is captured while the engine is
+# idle.
+CAPTURE_SECONDS = 0.8
 _NEWS_SECONDS = 0.1                  # between two reports of how much is loaded
 
 

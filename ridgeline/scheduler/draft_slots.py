@@ -21,6 +21,8 @@ from ridgeline.scheduler.sequence import Sequence
 from ridgeline.sizes.graph_shapes import MOST_VERIFIED, most_queries
 
 _PROMPT_LOGPROBS = np.int8(Want.PROMPT_LOGPROBS)
+# With more rows the host has as much to do as the device: what it would wait for costs more than forced tokens save.
+_FEW_ROWS = 4
 _Planned = tuple[np.ndarray, np.ndarray, DraftPlan | None]
 
 
@@ -105,6 +107,11 @@ def note_wanted(table: Rows, steady: Steady) -> None:
     _wanted(table, steady, steady.rows)
     steady.goes_on = bool(table.answers.goes_on[steady.rows].all())
     steady.scored = (table.want[steady.rows] & _PROMPT_LOGPROBS).nonzero()[0].tolist()
+
+
+def waits_for_grammars(newest: InFlight) -> bool:
+    """If the drafter would wait for what grammars force: have few rows decoded, most of them with a grammar?"""
+    return newest.num_decodes <= _FEW_ROWS and 2 * len(newest.constrained) > newest.num_decodes
 
 
 def tell_time(drafter: Drafter, flight: InFlight, result: StepResult, seconds: float, proposing: float) -> None:

@@ -28,7 +28,7 @@ from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDel
 from ridgeline.scheduler.answers import Answers
 from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady
 from ridgeline.scheduler.decodes import Again, Decodes
-from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted, tell_time
+from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted, tell_time, waits_for_grammars
 from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
@@ -183,7 +183,7 @@ class Scheduler:
     def waits_for_drafts(self) -> bool:
         """Rows in flight may be shorter than the next plan assumes, and how they choose depends on what they say: penalties. A
         device that knows lengths before the host does can go on with the others. Or see Drafter.waits."""
-        waits = self.drafter.waits and bool(self._flights) and 2 * self.num_constrained > self._flights[-1].num_decodes
+        waits = self.drafter.waits and bool(self._flights) and waits_for_grammars(self._flights[-1])
         return waits or any(flight.drafts is not None and not flight.drafts.goes_on for flight in self._flights)
 
     @property
