@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.errors import ConfigError, shown
-from ridgeline.known_options import asks_for_nothing, known_option
+from ridgeline.known_options.table import asks_for_nothing, known_option
 from ridgeline.sizes.kv_format import parse as parse_kv_dtype
 from ridgeline.sizes.mesh_shape import MeshShape
 
@@ -171,16 +171,22 @@ class ParallelOptions:
         return self.mesh.size
 
 
-# Other spellings of an option's values, vLLM's.
+# Other spellings of an option's values: vLLM's, SGLang's, and what people type.
 SPELLINGS: dict[str, dict[str, str]] = {
-    "dtype": {"half": "float16", "float": "float32", "double": "float64"},
-    # vLLM's parsers for models that write <think>…</think>
+    "dtype": {
+        "half": "float16", "float": "float32", "double": "float64", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32",
+    },
+    "load_format": dict.fromkeys(("safetensors", "gguf", "bitsandbytes", "hf"), "auto"),      # the model's files say which
+    # parsers for models that write <think>…</think>; gpt-oss needs none
     "reasoning_parser": dict.fromkeys(
         ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3",
-         "qwen3", "step3", "step3p5"), "think",
-    ),
+         "qwen3", "step3", "step3p5", "deepseek-r1", "deepseek-v3", "qwen3-thinking", "minimax", "interns1", "nemotron_3"),
+        "think",
+    ) | {"openai_gptoss": "auto", "gpt-oss": "auto"},
     "tool_call_parser": {
-        "llama4_json": "llama3_json", "openai": "harmony", "deepseek_v31": "deepseek_v3",
+        "llama4_json": "llama3_json", "openai": "harmony", "deepseek_v31": "deepseek_v3", "llama3": "llama3_json",
+        "qwen": "hermes", "qwen25": "hermes", "gpt-oss": "harmony", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v3",
+        "minimax-m2": "minimax_m2", "glm": "glm45",
     },
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"},
     "distributed_executor_backend": {"uni": "mp"},
@@ -202,6 +208,8 @@ class EngineConfig:
         values = {}
         for given, value in _renamed(options).items():
             name = _answered(given, value, declared)
+            if name.startswith("no_"):                           # a switch of another engine that turns one of ours off
+                name, value = name.removeprefix("no_"), False if value else None
             if name == "quantization" and isinstance(value, dict):
                 value = json.dumps(value)
             if name == "kv_cache_dtype_skip_layers" and isinstance(value, (list, tuple)):
@@ -271,7 +279,7 @@ def _answered(name: str, value: Any, declared: Mapping[str, Any]) -> str:
         close = difflib.get_close_matches(name, declared, 1)
         raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
     if known.kind == "same":
-        if known.says not in declared:
+        if known.says.removeprefix("no_") not in declared:
             raise ConfigError(f"{name}={value!r} is no engine option; it is {known.says} of `ridgeline serve` or `chat`")
         return known.says
     if known.kind == "refused" and not asks_for_nothing(known, value):

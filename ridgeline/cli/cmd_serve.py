@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_options(parser, ServerOptions, "server", GROUPS)
     add_engine_options(parser)
-    parser.epilog = "Options of vLLM and llama.cpp are understood, too: docs/options.md lists what happens to each."
+    parser.epilog = "Options of vLLM, SGLang and llama.cpp are understood, too: docs/options.md lists what happens to each."
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Command lines written for vLLM or llama.cpp, in our own words: the table of ridgeline/known_options, applied to argv."""
+"""Command lines written for vLLM, SGLang or llama.cpp, in our own words: the tables of ridgeline/known_options, for argv."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.known_options import SHORT, KnownOption, asks_for_nothing, known_option
+from ridgeline.known_options.table import SHORT, KnownOption, asks_for_nothing, known_option
 
 _NUMBER = re.compile(r"-\.?\d")
 _LEVEL = re.compile(r"-O\d")         # vLLM's -O3
@@ -78,7 +78,7 @@ class Translation:
         if flag in _LISTS:
             while self._words and not self._words[0].startswith("-"):
                 values.append(self._words.pop(0))
-            values = [",".join(each for value in values for each in _listed(value))]
+            values = [_joined(flag, values)]
         # With "=", argparse takes a value that begins with a dash.
         self.argv += [f"{flag}={values[0]}"] if values else [flag]
 
@@ -100,6 +100,8 @@ class Translation:
         flag = "--" + known.says.replace("_", "-")
         if known.kind == "same" and known.says == "model" and self._positional:
             self._model = value
+        elif known.kind == "same" and flag in self._own and not known.takes_value:
+            self.argv += [flag] if str(value).lower() in ("true", "1") else []
         elif known.kind == "same" and flag in self._own:
             if flag != "--max-model-len" or value != "0":                # llama.cpp's 0: the model's own
                 self.argv.append(f"{flag}={value}")
@@ -144,6 +146,15 @@ def long_name(typed: str) -> str:
     if _LEVEL.fullmatch(typed):
         return "optimization_level"
     return SHORT.get(short, typed.lstrip("-").replace("-", "_")) + dot + member
+
+
+def _joined(flag: str, values: list[str]) -> str:
+    if not values:
+        raise ConfigError(f"{flag} needs a value")
+    joined = ",".join(each for value in values for each in _listed(value))
+    if flag == "--api-key" and not joined.strip(", "):                   # such as "$KEY" of a variable that is not set
+        raise ConfigError("--api-key is empty, and every request would be accepted; give a key, or leave it out")
+    return joined
 
 
 def _listed(value: str) -> list[str]:
