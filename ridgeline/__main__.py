@@ -91,7 +91,7 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
 
 def _unknown(argv: list[str]) -> str:
     """What to type instead of a command that does not exist."""
-    instead = importlib.import_module("ridgeline.known_options.commands").INSTEAD
+    instead = importlib.import_module("ridgeline.known_options.other_commands").INSTEAD
     for name in (" ".join(argv[:2]), argv[0]):
         if name in instead:
             return f"unknown command {name!r}; {instead[name]}"

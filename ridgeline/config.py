@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.errors import ConfigError, shown
-from ridgeline.known_options.table import asks_for_nothing, known_option
+from ridgeline.known_options.option_table import asks_for_nothing, known_option
 from ridgeline.sizes.kv_format import parse as parse_kv_dtype
 from ridgeline.sizes.mesh_shape import MeshShape
 

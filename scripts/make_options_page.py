@@ -11,7 +11,7 @@ from generated_page import write_or_compare
 
 from ridgeline import config
 from ridgeline.cli.cmd_serve import ServerOptions
-from ridgeline.known_options.table import KNOWN, SHORT
+from ridgeline.known_options.option_table import KNOWN, SHORT
 from ridgeline.route.route_options import RouteOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"

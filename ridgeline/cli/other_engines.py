@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.known_options.table import SHORT, KnownOption, asks_for_nothing, known_option
+from ridgeline.known_options.option_table import SHORT, KnownOption, asks_for_nothing, known_option
 
 _NUMBER = re.compile(r"-\.?\d")
 _LEVEL = re.compile(r"-O\d")         # vLLM's -O3

@@ -17,8 +17,8 @@ from ridgeline.cli.config_options import OptionParser, engine_config, options_of
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
-from ridgeline.known_options.commands import INSTEAD
-from ridgeline.known_options.table import KNOWN, SHORT
+from ridgeline.known_options.option_table import KNOWN, SHORT
+from ridgeline.known_options.other_commands import INSTEAD
 from ridgeline.server.options import ServerOptions
 
 

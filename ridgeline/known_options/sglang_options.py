@@ -1,4 +1,4 @@
-"""Options of SGLang (its server arguments in August 2026), as in vllm_llama_cpp.py, whose answers are used where they fit.
+"""Options of SGLang (its server arguments in August 2026), with the answers of vllm_llama_cpp_options.py where they fit.
 
 A name of ours with `no_` in front is a switch turned round: `--disable-radix-cache` is `--no-enable-prefix-caching`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ridgeline.known_options.vllm_llama_cpp import (
+from ridgeline.known_options.vllm_llama_cpp_options import (
     DRAFT,
     INTERNAL,
     LOGS,

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ridgeline.known_options import sglang, vllm_llama_cpp
-from ridgeline.known_options.vllm_llama_cpp import SHORT
+from ridgeline.known_options import sglang_options, vllm_llama_cpp_options
+from ridgeline.known_options.vllm_llama_cpp_options import SHORT
 
 __all__ = ["KNOWN", "SHORT", "KnownOption", "asks_for_nothing", "known_option"]
 
@@ -32,7 +32,7 @@ def _named(names: str) -> Iterator[tuple[str, bool]]:
 
 def _table() -> dict[str, KnownOption]:
     made: dict[str, KnownOption] = {}
-    for engine in (sglang, vllm_llama_cpp):              # where both have a name, vLLM's or llama.cpp's answer
+    for engine in (sglang_options, vllm_llama_cpp_options):              # where both have a name, vLLM's or llama.cpp's answer
         words = engine.SAME.split()
         made |= {
             theirs.removesuffix("="): KnownOption("same", ours, theirs.endswith("="))
