@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,12 +12,13 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from ridgeline.engine.client.processor import ROLES, Processor, Prompt, RequestState, second_begins
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.errors import BadRequest, RequestError, Unsupported, shown
+from ridgeline.errors import BadRequest, EngineDead, RequestError, Unsupported, shown
 from ridgeline.known_options.python_names import METHODS, require_neutral
 from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.models.model_config import load_model_config
@@ -196,9 +198,30 @@ class LLM:
         yield from deltas.others
 
     def close(self) -> None:
+        """Frees the memory of weights and KV cache; calls afterwards fail."""
         if self._processor.grammars is not None:
             self._processor.grammars.close()
         self.core.close()
+        self.core = _Closed()  # type: ignore[assignment]
+        gc.collect()                                     # parts of an engine refer to each other
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Closed:
+    """In place of a closed engine."""
+
+    def close(self) -> None:
+        """Again."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise EngineDead("this LLM was closed; make a new one")
 
 
 class _BetweenSteps:

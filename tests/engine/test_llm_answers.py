@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from served_model import write_model
 
 import ridgeline
 from ridgeline import LLM, SamplingParams
-from ridgeline.errors import BadRequest, Unsupported
+from ridgeline.errors import BadRequest, EngineDead, Unsupported
 from ridgeline.known_options.python_names import CLASSES
 from ridgeline.sampling_params import ONLY_THE_LIKELIEST, StructuredOutputs
 
@@ -23,6 +24,17 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     made = LLM(model, load_format="dummy", num_gpu_blocks_override=64, max_num_seqs=4, use_tqdm_on_load=False)
     yield made
     made.close()
+
+
+def test_close_frees_the_engine_and_later_calls_say_so(tmp_path: Path) -> None:
+    with LLM(write_model(tmp_path / "tiny"), load_format="dummy", num_gpu_blocks_override=64, use_tqdm_on_load=False) as made:
+        engine = weakref.ref(made.core)
+        made.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert engine() is None
+    for call in (lambda: made.generate("Hello", use_tqdm=False), made.reset_prefix_cache):
+        with pytest.raises(EngineDead, match="this LLM was closed; make a new one"):
+            call()
+    made.close()                                         # a second time does nothing
 
 
 def test_embed(llm: LLM) -> None:
