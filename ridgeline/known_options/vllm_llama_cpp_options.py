@@ -227,7 +227,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("models_dir= models_preset= models_max= models_autoload", (), "one server serves one model; start another on another port"),
     ("context_shift", (False,), "an answer ends at --max-model-len"),
     ("prompt= file= binary_file= in_file= system_prompt_file= conversation single_turn interactive interactive_first", (False,),
-     "pipe messages into `ridgeline chat`, or use `ridgeline generate` for a file of prompts"),
+     "`ridgeline chat MODEL PROMPT` answers one, `ridgeline generate` a file of prompts"),
     ("cache_list", (), "use `ridgeline list`"),
     ("completion_bash", (), "use `ridgeline completion bash`"),
     ("output= output_file=", (), "`ridgeline generate` writes answers to a file"),
