@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ridgeline.cli.config_options import add_engine_options, add_model, add_options, engine_config, options_of
+from ridgeline.cli.other_engines import variable_notes
 from ridgeline.cli.terminal import require_model
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
@@ -62,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))        # until the server has its own handler
     config, options = engine_config(args, several=True), options_of(ServerOptions, args)
+    for note in variable_notes(os.environ):
+        print(f"note: {note}", file=sys.stderr)
     require_model(config)
     keys = load_keys(options)
     quality = quality_line(config, options.require_quality)

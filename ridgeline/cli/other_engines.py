@@ -21,6 +21,21 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "repetition
 _OVERRIDES = "--override-generation-config"
 
 
+_KEYS = ("VLLM_API_KEY", "SGLANG_API_KEY", "LLAMA_API_KEY")              # without a key of ours every request is accepted
+_VARIABLES = {"VLLM_LOGGING_LEVEL": "RIDGELINE_LOG sets the level", "OLLAMA_HOST": "use --host and --port"}
+_PREFIXES = ("VLLM_", "SGLANG_", "SGL_", "LLAMA_ARG_", "OLLAMA_")
+
+
+def variable_notes(environment: Mapping[str, str]) -> list[str]:
+    """What is said of another engine's environment variables, which change nothing here."""
+    found = sorted(name for name in environment if name.startswith(_PREFIXES) or name in _KEYS)
+    notes = [f"{name} is ignored: RIDGELINE_API_KEY holds the server's keys" for name in found if name in _KEYS]
+    notes += [f"{name} is ignored: {_VARIABLES[name]}" for name in found if name in _VARIABLES]
+    rest = [name for name in found if name not in _KEYS and name not in _VARIABLES]
+    shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
+    return notes + ([f"{shown} ignored: docs/options.md lists the environment variables"] if rest else [])
+
+
 class Translation:
     """`argv` in our own words, and `notes`: what was ignored and why."""
 

@@ -14,6 +14,7 @@ from ridgeline.__main__ import ALIASES, COMMANDS, find_command, main
 from ridgeline.cli import cmd_serve
 from ridgeline.cli.chat import cmd_chat
 from ridgeline.cli.config_options import OptionParser, engine_config, options_of
+from ridgeline.cli.other_engines import variable_notes
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
@@ -242,3 +243,14 @@ def test_help_of_a_command_in_either_order(capsys: pytest.CaptureFixture[str]) -
         shown.append(capsys.readouterr().out)
     assert shown[0] == shown[1] and shown[0].startswith("usage: ridgeline plan")
     assert main(["help"]) == main(["--help"]) == main(["help", "bench"]) == 0
+
+
+def test_variables_of_other_engines_are_named_once() -> None:
+    """A key that only another engine reads would leave the server open."""
+    assert variable_notes({"PATH": "/bin", "OPENAI_API_KEY": "x", "HF_HOME": "/x", "RIDGELINE_LOG": "INFO"}) == []
+    assert variable_notes({"VLLM_API_KEY": "x", "VLLM_USE_V1": "1", "OLLAMA_HOST": "x"}) == [
+        "VLLM_API_KEY is ignored: RIDGELINE_API_KEY holds the server's keys", "OLLAMA_HOST is ignored: use --host and --port",
+        "VLLM_USE_V1 ignored: docs/options.md lists the environment variables",
+    ]
+    many, = variable_notes({f"VLLM_{number}": "" for number in range(7)})
+    assert many.startswith("VLLM_0, VLLM_1, VLLM_2, VLLM_3, VLLM_4 and 2 more ignored")
