@@ -67,7 +67,8 @@ class ModelOptions:
     device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
     kernels: str = option("auto", "reference: run every op in plain torch, to find a faulty kernel", ("auto", "reference"))
     cpu_activations: str = option(
-        "int8", "activations beside packed weights on a CPU. int8: a scale for every 16; float32: exact", ("int8", "float32")
+        "int8", "activations that are multiplied by packed weights on a CPU. int8: rounded, with a scale for every 16; float32: "
+        "exact", ("int8", "float32")
     )
     seed: int = option(0, "random seed for requests without a seed of their own, and for dummy weights", low=0)
 
@@ -104,8 +105,8 @@ class SchedulerOptions:
     max_num_batched_tokens: int | None = option(None, "token budget of a step, over all sequences", low=1)
     enable_chunked_prefill: bool = option(True, "split the prefill of long prompts over several steps")
     scheduling_policy: str = option(
-        "fcfs", "order of requests. fcfs: by arrival; priority: by their priority, then by arrival. With chunked prefill much "
-        "shorter prompts need not wait for a long one", ("fcfs", "priority")
+        "fcfs", "order of requests. fcfs: by arrival; priority: by their priority, then by arrival. With chunked prefill, "
+        "much shorter prompts may overtake a long one", ("fcfs", "priority")
     )
     batching: str = option(
         "continuous", "static: start a batch only when the last one has finished (turns continuous batching off)",
@@ -113,8 +114,8 @@ class SchedulerOptions:
     )
     async_scheduling: bool | None = option(None, "plan the next step while the current one runs; auto: on a GPU")
     step_time_ms: float | None = option(
-        None, "target step time in ms: the size of prompt chunks keeps steps near it, so that running requests wait no longer; "
-        "0: no limit; default of a server: 80 on a GPU, 500 on a CPU", low=0
+        None, "target step time in ms: prompts are cut into chunks that keep steps near it, so that running requests get their "
+        "next token in time; 0: no limit; default of a server: 80 on a GPU, 500 on a CPU", low=0
     )
 
 
@@ -149,7 +150,7 @@ class ParallelOptions:
         1, "number of stages, each with some of the layers; the number of ranks is this times tensor_parallel_size", low=1
     )
     enable_expert_parallel: bool = option(
-        False, "divide the experts of a mixture among the ranks of tensor_parallel_size; off: divide every expert's width"
+        False, "divide the experts of a mixture among the ranks of tensor_parallel_size; off: every rank has a part of each"
     )
     decode_context_parallel_size: int = option(
         1, "divide the KV cache among ranks by positions instead of heads: 1 (off) or the value of tensor_parallel_size", low=1
@@ -159,7 +160,7 @@ class ParallelOptions:
         ("mp", "ray"),
     )
     disable_custom_all_reduce: bool = option(
-        False, "send small messages between the GPUs of a machine over NCCL, not by the one-shot all-reduce kernel"
+        False, "use NCCL for small messages between the GPUs of a machine, not the one-shot all-reduce kernel"
     )
 
     @property

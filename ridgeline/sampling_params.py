@@ -59,7 +59,7 @@ _GONE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprob_start": ((None, 0), "prompt_logprobs has every token of the prompt"),
     "trace_decode_token_ids": ((None,), "answers are always sampled; prompt_logprobs scores a given text"),
     "routed_experts_prompt_start": ((None, 0), "the routing of experts is not returned"),
-    "skip_clone": ((None, False), "it is about the other engine's internals"),
+    "skip_clone": ((None, False), "it concerns internals of the other engine"),
 }
 ONLY_THE_LIKELIEST = 1e-9            # as top_p: only the most likely token is left
 

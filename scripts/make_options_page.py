@@ -56,8 +56,8 @@ OTHERS = """\
 ## Options of vLLM, SGLang and llama.cpp
 
 The command line and `LLM()` know these names, so that commands and programs written for other engines run or get a reason. An
-ignored option is accepted with a note; a refused one is an error that says what to do instead, unless it has a value that asks
-for nothing.
+ignored option is accepted with a note; a refused one is an error that says what to do instead, unless its value changes
+nothing.
 """
 
 

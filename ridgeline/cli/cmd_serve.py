@@ -110,7 +110,7 @@ def quality_line(config: EngineConfig, required: str = "") -> str:
     if found is not None:
         logger.warning("%s", found.line)
     elif quantised is not None:
-        logger.warning("the weights are quantised (%s) and have no card: what that cost is not known", quantised.method)
+        logger.warning("the weights are quantised (%s) and have no quality card: the loss is not known", quantised.method)
     return ""
 
 

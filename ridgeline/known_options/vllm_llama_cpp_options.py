@@ -19,14 +19,14 @@ spec_draft_hf= speculative_config  speculative_model= speculative_config  spec_m
 """
 
 LOGS = "prompts are never logged; --access-log FILE has a line for every request"
-INTERNAL = "it is about the other engine's internals"
+INTERNAL = "it concerns internals of the other engine"
 NO_LORA = "LoRA adapters are not applied at run time"
 NO_MEDIA = "prompts are text only"
 DRAFT = "drafts are switched by --speculative-config, and how many are verified is decided step by step"
 NO_HEADS = "drafts are switched by --speculative-config, and no trained head runs yet"
 NO_EXPERTS = "experts stay on the ranks that --enable-expert-parallel gives them"
 ONE_DEVICE = "all layers are on one device; --device cpu or cuda chooses it"
-MEMORY = "memory is taken as the operating system gives it"
+MEMORY = "files are read and memory is used in one way, which cannot be chosen"
 CORS = "--allowed-origins sends the headers that browsers need"
 TEMPLATES = "chat templates are always Jinja, sandboxed"
 METRICS = "/metrics always has the counters"
@@ -214,7 +214,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("grammar= grammar_file= json_schema= json_schema_file=", (), f"{PER_REQUEST}: structured_outputs or response_format"),
     ("logit_bias= reverse_prompt= ignore_eos", (False,), f"{PER_REQUEST}: logit_bias, stop, ignore_eos"),
     ("presence_penalty= frequency_penalty= typical= typical_p=", (0, 1), PER_REQUEST),
-    ("repeat_last_n=", (), "penalties look at the whole answer and prompt"),
+    ("repeat_last_n=", (), "penalties cover the whole prompt and answer"),
     ("top_nsigma= top_n_sigma= xtc_probability= xtc_threshold= dry_multiplier= dry_base= dry_allowed_length="
      " dry_penalty_last_n= dry_sequence_breaker= adaptive_target= adaptive_decay= dynatemp_range= dynatemp_exp="
      " mirostat= mirostat_lr= mirostat_ent=", (0,), "there are temperature, top_k, top_p, min_p and typical_p"),

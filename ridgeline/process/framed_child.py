@@ -187,7 +187,7 @@ def ask_another_if_stopped(ask: Callable[[], T], purpose: str) -> T:
     try:
         return ask()
     except Stopped:
-        logger.warning("the process that %s was stopped by a signal; another one is asked", purpose)
+        logger.warning("the process that %s was stopped by a signal; another process takes over its work", purpose)
     try:
         return ask()
     except Stopped:

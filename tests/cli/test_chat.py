@@ -312,7 +312,7 @@ def test_chat_with_a_server(server: str, monkeypatch: pytest.MonkeyPatch, capsys
 def test_the_key_comes_from_the_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorded, "key", "secret")
     model, parts = RemoteModel(f"{server}/v1/", "named"), []
-    with pytest.raises(ConfigError, match="wants an API key: set RIDGELINE_API_KEY"):
+    with pytest.raises(ConfigError, match="needs an API key: set RIDGELINE_API_KEY"):
         model.reply([{"role": "user", "content": "Hello"}], {}, parts.append)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     reply = model.reply([{"role": "user", "content": "Hello"}], {}, parts.append)
