@@ -195,11 +195,16 @@ class Plan:
         return list(zip(times, self.conversations(source, seed), strict=False))
 
 
+def _address(args: argparse.Namespace) -> str:
+    found = str(args.url or args.base_url)
+    if not found:
+        raise ConfigError("give the address of a server: ridgeline bench serve http://127.0.0.1:8000")
+    return found
+
+
 def plan(args: argparse.Namespace) -> Plan:
     """The options, checked: one line says what is wrong before anything is sent."""
-    args.url = args.url or args.base_url
-    if not args.url:
-        raise ConfigError("give the address of a server: ridgeline bench serve http://127.0.0.1:8000")
+    args.url = _address(args)
     dataset = DATASETS[args.dataset_name] if args.dataset_name else "custom" if args.dataset_path else "random"
     _check_options(args, dataset)
     duration = 60 * args.sustain if args.sustain is not None else args.duration
