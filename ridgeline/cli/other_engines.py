@@ -117,6 +117,8 @@ class Translation:
             self._model = value
         elif known.kind == "same" and flag in self._own and not known.takes_value:
             self.argv += [flag] if str(value).lower() in ("true", "1") else []
+        elif (typed, value) == ("--chunked-prefill-size", "-1"):         # SGLang: prompts are not cut
+            self.argv.append("--no-enable-chunked-prefill")
         elif known.kind == "same" and flag in self._own:
             if flag != "--max-model-len" or value != "0":                # llama.cpp's 0: the model's own
                 self.argv.append(f"{flag}={value}")

@@ -70,6 +70,7 @@ def options(*words: str) -> dict[str, object]:
         ("--model-path X --context-length 4096 --max-running-requests 8 --chunked-prefill-size 512",
          {"model": "X", "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 512}),
         ("X --disable-radix-cache --disable-cuda-graph", {"model": "X", "enable_prefix_caching": False, "enforce_eager": True}),
+        ("X --chunked-prefill-size -1", {"model": "X", "enable_chunked_prefill": False}),
         ("X --disable-overlap-schedule --page-size 32", {"model": "X", "async_scheduling": False, "block_size": 32}),
     ],
 )
