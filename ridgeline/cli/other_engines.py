@@ -115,13 +115,8 @@ class Translation:
         flag = "--" + known.says.replace("_", "-")
         if known.kind == "same" and known.says == "model" and self._positional:
             self._model = value
-        elif known.kind == "same" and flag in self._own and not known.takes_value:
-            self.argv += [flag] if str(value).lower() in ("true", "1") else []
-        elif (typed, value) == ("--chunked-prefill-size", "-1"):         # SGLang: prompts are not cut
-            self.argv.append("--no-enable-chunked-prefill")
         elif known.kind == "same" and flag in self._own:
-            if flag != "--max-model-len" or value != "0":                # llama.cpp's 0: the model's own
-                self.argv.append(f"{flag}={value}")
+            self.argv += _as_ours(typed, flag, value, known.takes_value)
         elif known.kind == "same" and known.says in _SAMPLING and _OVERRIDES in self._own:
             self._sampling[known.says] = _number(typed, value)
         elif known.kind == "same":
@@ -163,6 +158,16 @@ def long_name(typed: str) -> str:
     if _LEVEL.fullmatch(typed):
         return "optimization_level"
     return SHORT.get(short, typed.lstrip("-").replace("-", "_")) + dot + member
+
+
+def _as_ours(typed: str, flag: str, value: Any, takes_value: bool) -> list[str]:
+    if not takes_value:
+        return [flag] if str(value).lower() in ("true", "1") else []
+    if (flag, value) == ("--max-model-len", "0"):                        # llama.cpp: the model's own
+        return []
+    if (typed, value) == ("--chunked-prefill-size", "-1"):               # SGLang: prompts are not cut
+        return ["--no-enable-chunked-prefill"]
+    return [f"{flag}={value}"]
 
 
 def _joined(flag: str, values: list[str]) -> str:
