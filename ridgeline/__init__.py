@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput
     from ridgeline.engine.client.processor import TextPrompt, TokensPrompt
     from ridgeline.engine.llm import LLM
-    from ridgeline.sampling_params import SamplingParams
+    from ridgeline.sampling_params import SamplingParams, StructuredOutputsParams
 
 platform.wait_briefly()              # both before any module imports torch
 platform.quiet_torch()
@@ -29,6 +29,7 @@ _PUBLIC = {
     "LLM": "ridgeline.engine.llm",
     "AsyncLLM": "ridgeline.engine.client.async_llm",
     "SamplingParams": "ridgeline.sampling_params",
+    "StructuredOutputsParams": "ridgeline.sampling_params",
     "RequestOutput": "ridgeline.engine.client.outputs",
     "CompletionOutput": "ridgeline.engine.client.outputs",
     "TextPrompt": "ridgeline.engine.client.processor",
@@ -36,11 +37,14 @@ _PUBLIC = {
 }
 
 __all__ = [
-    "LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt", "__version__",
+    "LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
+    "TokensPrompt", "__version__",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
+        if name[:1].isupper() and (instead := importlib.import_module("ridgeline.known_options.python_names").CLASSES.get(name)):
+            raise ImportError(f"ridgeline has no {name}: {instead}")     # the reason of an AttributeError would not be shown
         raise AttributeError(f"module 'ridgeline' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

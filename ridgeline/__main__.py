@@ -86,16 +86,28 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
         name = " ".join(argv[:words])
         if len(argv) >= words and name in COMMANDS:
             return name, argv[words:]
-    starts = [name for name in COMMANDS if name.startswith(argv[0] + " ")]
-    if starts:
-        raise ConfigError(f"{argv[0]} needs one of: {', '.join(name.split()[1] for name in starts)}")
-    close = importlib.import_module("difflib").get_close_matches(argv[0], COMMANDS, 1)
+    raise ConfigError(_unknown(argv))
+
+
+def _unknown(argv: list[str]) -> str:
+    """What to type instead of a command that does not exist."""
+    instead = importlib.import_module("ridgeline.known_options.other_commands").INSTEAD
+    for name in (" ".join(argv[:2]), argv[0]):
+        if name in instead:
+            return f"unknown command {name!r}; {instead[name]}"
+    closest = importlib.import_module("difflib").get_close_matches
+    if starts := {name.split()[1]: name for name in COMMANDS if name.startswith(argv[0] + " ")}:
+        close = closest(" ".join(argv[1:2]), starts, 1)
+        return f"{argv[0]} needs one of: {', '.join(starts)}" + (f"; did you mean {starts[close[0]]!r}?" if close else "")
+    close = closest(argv[0], [*COMMANDS, *ALIASES], 1)
     hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
-    raise ConfigError(f"unknown command {argv[0]!r}; {hint}")
+    return f"unknown command {argv[0]!r}; {hint}"
 
 
 def run(argv: list[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help", "help"):
+    if argv and argv[0] == "help":                       # `ridgeline help serve`
+        argv = [*argv[1:], "--help"]
+    if not argv or argv[0] in ("-h", "--help"):
         print(fitted(overview()))
         return 0
     if argv[0] in ("-V", "--version", "version"):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ridgeline.errors import ConfigError, shown
-from ridgeline.known_options import asks_for_nothing, known_option
+from ridgeline.known_options.option_table import asks_for_nothing, known_option
 from ridgeline.sizes.kv_format import parse as parse_kv_dtype
 from ridgeline.sizes.mesh_shape import MeshShape
 
@@ -67,7 +67,8 @@ class ModelOptions:
     device: str = option("auto", "device to run on; auto: a GPU if torch sees one", ("auto", "cpu", "cuda"))
     kernels: str = option("auto", "reference: run every op in plain torch, to find a faulty kernel", ("auto", "reference"))
     cpu_activations: str = option(
-        "int8", "activations beside packed weights on a CPU. int8: a scale for every 16; float32: exact", ("int8", "float32")
+        "int8", "activations that are multiplied by packed weights on a CPU. int8: rounded, with a scale for every 16; float32: "
+        "exact", ("int8", "float32")
     )
     seed: int = option(0, "random seed for requests without a seed of their own, and for dummy weights", low=0)
 
@@ -104,8 +105,8 @@ class SchedulerOptions:
     max_num_batched_tokens: int | None = option(None, "token budget of a step, over all sequences", low=1)
     enable_chunked_prefill: bool = option(True, "split the prefill of long prompts over several steps")
     scheduling_policy: str = option(
-        "fcfs", "order of requests. fcfs: by arrival; priority: by their priority, then by arrival. With chunked prefill much "
-        "shorter prompts need not wait for a long one", ("fcfs", "priority")
+        "fcfs", "order of requests. fcfs: by arrival; priority: by their priority, then by arrival. With chunked prefill, "
+        "much shorter prompts may overtake a long one", ("fcfs", "priority")
     )
     batching: str = option(
         "continuous", "static: start a batch only when the last one has finished (turns continuous batching off)",
@@ -113,8 +114,8 @@ class SchedulerOptions:
     )
     async_scheduling: bool | None = option(None, "plan the next step while the current one runs; auto: on a GPU")
     step_time_ms: float | None = option(
-        None, "target step time in ms: the size of prompt chunks keeps steps near it, so that running requests wait no longer; "
-        "0: no limit; default of a server: 80 on a GPU, 500 on a CPU", low=0
+        None, "target step time in ms: prompts are cut into chunks that keep steps near it, so that running requests get their "
+        "next token in time; 0: no limit; default of a server: 80 on a GPU, 500 on a CPU", low=0
     )
 
 
@@ -149,7 +150,7 @@ class ParallelOptions:
         1, "number of stages, each with some of the layers; the number of ranks is this times tensor_parallel_size", low=1
     )
     enable_expert_parallel: bool = option(
-        False, "divide the experts of a mixture among the ranks of tensor_parallel_size; off: divide every expert's width"
+        False, "divide the experts of a mixture among the ranks of tensor_parallel_size; off: every rank has a part of each"
     )
     decode_context_parallel_size: int = option(
         1, "divide the KV cache among ranks by positions instead of heads: 1 (off) or the value of tensor_parallel_size", low=1
@@ -159,7 +160,7 @@ class ParallelOptions:
         ("mp", "ray"),
     )
     disable_custom_all_reduce: bool = option(
-        False, "send small messages between the GPUs of a machine over NCCL, not by the one-shot all-reduce kernel"
+        False, "use NCCL for small messages between the GPUs of a machine, not the one-shot all-reduce kernel"
     )
 
     @property
@@ -171,16 +172,22 @@ class ParallelOptions:
         return self.mesh.size
 
 
-# Other spellings of an option's values, vLLM's.
+# Other spellings of an option's values: vLLM's, SGLang's, and what people type.
 SPELLINGS: dict[str, dict[str, str]] = {
-    "dtype": {"half": "float16", "float": "float32", "double": "float64"},
-    # vLLM's parsers for models that write <think>…</think>
+    "dtype": {
+        "half": "float16", "float": "float32", "double": "float64", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32",
+    },
+    "load_format": dict.fromkeys(("safetensors", "gguf", "bitsandbytes", "hf"), "auto"),      # the model's files say which
+    # parsers for models that write <think>…</think>; gpt-oss needs none
     "reasoning_parser": dict.fromkeys(
         ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "holo2", "kimi_k2", "mimo", "minimax_m2", "nemotron_v3", "olmo3",
-         "qwen3", "step3", "step3p5"), "think",
-    ),
+         "qwen3", "step3", "step3p5", "deepseek-r1", "deepseek-v3", "qwen3-thinking", "minimax", "interns1", "nemotron_3"),
+        "think",
+    ) | {"openai_gptoss": "auto", "gpt-oss": "auto"},
     "tool_call_parser": {
-        "llama4_json": "llama3_json", "openai": "harmony", "deepseek_v31": "deepseek_v3",
+        "llama4_json": "llama3_json", "openai": "harmony", "deepseek_v31": "deepseek_v3", "llama3": "llama3_json",
+        "qwen": "hermes", "qwen25": "hermes", "gpt-oss": "harmony", "deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v3",
+        "minimax-m2": "minimax_m2", "glm": "glm45",
     },
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_per_token_head": "fp8", "int8_per_token_head": "int8"},
     "distributed_executor_backend": {"uni": "mp"},
@@ -202,6 +209,8 @@ class EngineConfig:
         values = {}
         for given, value in _renamed(options).items():
             name = _answered(given, value, declared)
+            if name.startswith("no_"):                           # a switch of another engine that turns one of ours off
+                name, value = name.removeprefix("no_"), False if value else None
             if name == "quantization" and isinstance(value, dict):
                 value = json.dumps(value)
             if name == "kv_cache_dtype_skip_layers" and isinstance(value, (list, tuple)):
@@ -271,7 +280,7 @@ def _answered(name: str, value: Any, declared: Mapping[str, Any]) -> str:
         close = difflib.get_close_matches(name, declared, 1)
         raise ConfigError(f"unknown option {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
     if known.kind == "same":
-        if known.says not in declared:
+        if known.says.removeprefix("no_") not in declared:
             raise ConfigError(f"{name}={value!r} is no engine option; it is {known.says} of `ridgeline serve` or `chat`")
         return known.says
     if known.kind == "refused" and not asks_for_nothing(known, value):

@@ -1,4 +1,4 @@
-"""What can be said of a command's options without torch: a mistake is told in a second, before an engine is started.
+"""Checks of a command's options that need no torch: a mistake is reported within a second, before an engine is started.
 
 On a CPU that is everything that `resolve` checks. A GPU's memory and kernels are known to the engine's process alone.
 """

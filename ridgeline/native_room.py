@@ -1,4 +1,4 @@
-"""Memory for what native functions write, at a known address: to ask numpy for one takes longer than most of the calls."""
+"""Memory for what native functions write, at a known address: asking numpy for an address takes longer than most of the calls."""
 
 from __future__ import annotations
 

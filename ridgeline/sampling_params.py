@@ -50,6 +50,16 @@ _GONE: dict[str, tuple[tuple[Any, ...], str]] = {
     "do_sample": ((None, True), "temperature 0 is greedy"),
     "repeat_penalty": ((None,), "use repetition_penalty"),
     "response_format": ((None,), "use structured_outputs"),
+    "flat_logprobs": ((None, False), "log-probabilities are a list of mappings"),
+    "skip_reading_prefix_cache": ((None, False), "LLM(enable_prefix_caching=False) switches the prefix cache off"),
+    "stream_interval": ((None, 1), "every step's tokens are sent at once"),
+    "thinking_token_budget": ((None, -1), "there is no such limit; use max_tokens"),
+    "repetition_detection": ((None,), "use repetition_penalty"),
+    "prompt_logprob_token_ids": ((None,), "use prompt_logprobs"),
+    "prompt_logprob_start": ((None, 0), "prompt_logprobs has every token of the prompt"),
+    "trace_decode_token_ids": ((None,), "answers are always sampled; prompt_logprobs scores a given text"),
+    "routed_experts_prompt_start": ((None, 0), "the routing of experts is not returned"),
+    "skip_clone": ((None, False), "it concerns internals of the other engine"),
 }
 ONLY_THE_LIKELIEST = 1e-9            # as top_p: only the most likely token is left
 
@@ -116,6 +126,9 @@ class StructuredOutputs:
         value = getattr(self, self.kind)
         text = json.dumps(value) if isinstance(value, list) else str(value)
         return f"{self.kind}{'-' if self.disable_any_whitespace else ':'}{text}"
+
+
+StructuredOutputsParams = StructuredOutputs             # vLLM's name
 
 
 @dataclass(slots=True, kw_only=True)

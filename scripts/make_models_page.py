@@ -29,7 +29,7 @@ converter would write them; † the names and fields of these files were compare
 """
 MODELS = {
     "llama": "Llama 2, 3, 3.1, 3.2 (text), 3.3; SmolLM2; TinyLlama; Falcon 3; Yi; InternLM3",
-    "mistral": "Mistral 7B and its kin; Mistral Small 3 (text)",
+    "mistral": "Mistral 7B and models derived from it; Mistral Small 3 (text)",
     "ministral3": "Ministral 3 (text)", "llama4": "Llama 4 Scout, Maverick (text)",
     "qwen2": "Qwen2, Qwen2.5, Qwen2.5-Coder; MiMo 7B; Qwen2-VL, Qwen2.5-VL (text)", "qwen3": "Qwen3 (dense); Qwen3-VL (text)",
     "phi3": "Phi-3, Phi-4-mini", "gemma": "Gemma, CodeGemma", "gemma2": "Gemma 2",
@@ -65,14 +65,14 @@ FLAGS = {
     "post_norms": "norms after attention and MLP",
     "inner_norms": "norms before the output matrices of attention and MLP",
     "norm_offset": "norms times 1 + weight", "scale_embeddings": "scaled embeddings", "multipliers": "multipliers",
-    "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "neighbours rotate together",
+    "depth_scale": "multipliers by depth", "logit_scale": "scaled logits", "interleaved": "rope rotates neighbouring pairs",
     "query_pre_attn_scalar": "its own attention scale",
     "softcaps": "capped scores and logits", "partial_rotary": "partial rotation", "longrope": "longrope",
     "bare_qk_norm": "norms without weights on q and k",
-    "local_rope": "a rope of its own for layers with a window", "tied": "tied head",
+    "local_rope": "a different rope for layers with a window", "tied": "tied head",
 }
 WINDOWS = {"all": "a sliding window on all layers or on listed ones",
-           "upper": "a sliding window on upper layers, if the config asks for it",
+           "upper": "a sliding window on upper layers, if config.json sets it",
            "pattern": "sliding windows on most layers", "chunks": "layers with a rope attend in chunks"}
 TEMPERATURES = {"nope": "queries without a rope grow with their position", "all": "queries grow with their position"}
 FILED_AS = {"mistral": "as `llama`", "glm4_moe_lite": "as `deepseek2` †"}        # the files of another family
@@ -123,7 +123,7 @@ refused, too: reading one can run code; save it as safetensors.
 def differences(family: Family) -> str:
     found = [words for name, words in FLAGS.items() if getattr(family, name)]
     if family.spelled.get("attn_logit_softcapping") == "":           # a field that means nothing here
-        found[found.index(FLAGS["softcaps"])] = "capped logits, if the config asks for it"
+        found[found.index(FLAGS["softcaps"])] = "capped logits, if config.json sets it"
     found += ["layer norms" + " without weights" * (family.norm == "bare layer")] * (family.norm != "rms")
     found += ["no norms before attention and MLP"] * (not family.pre_norms)
     found += ["an MLP without a gate"] * (not family.gated) + ["layers without a rope"] * (family.nope != "none")

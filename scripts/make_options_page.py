@@ -9,8 +9,9 @@ from typing import Any
 
 from generated_page import write_or_compare
 
-from ridgeline import config, known_options
+from ridgeline import config
 from ridgeline.cli.cmd_serve import ServerOptions
+from ridgeline.known_options.option_table import KNOWN, SHORT
 from ridgeline.route.route_options import RouteOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
@@ -52,11 +53,11 @@ ENVIRONMENT = """\
 | `OTEL_*` | OpenTelemetry's own variables; see [server.md](server.md#traces) |
 """
 OTHERS = """\
-## Options of vLLM and llama.cpp
+## Options of vLLM, SGLang and llama.cpp
 
 The command line and `LLM()` know these names, so that commands and programs written for other engines run or get a reason. An
-ignored option is accepted with a note; a refused one is an error that says what to do instead, unless it has a value that asks
-for nothing.
+ignored option is accepted with a note; a refused one is an error that says what to do instead, unless its value changes
+nothing.
 """
 
 
@@ -90,22 +91,21 @@ def table(group: type) -> str:
 
 
 def named(name: str) -> str:
-    shorts = [short for short, long in known_options.SHORT.items() if long == name]
+    shorts = [short for short, long in SHORT.items() if long == name]
     return ", ".join(f"`{each}`" for each in (f"--{name.replace('_', '-')}", *shorts))
 
 
 def others_tables() -> str:
-    known = known_options.KNOWN
     own = {declared.name for declared, _, _ in config.declared_options(*GROUPS.values(), ServerOptions)}
     lines = ["| the same as ours | |", "|---|---|"]
     lines += [
         f"| {named(name)} | `{'MODEL' if each.says == 'model' else '--' + each.says.replace('_', '-')}` |"
-        for name, each in known.items() if each.kind == "same"
+        for name, each in KNOWN.items() if each.kind == "same"
     ]
-    lines += [f"| `{short}` | `--{long.replace('_', '-')}` |" for short, long in known_options.SHORT.items() if long in own]
+    lines += [f"| `{short}` | `--{long.replace('_', '-')}` |" for short, long in SHORT.items() if long in own]
     for kind, title in (("refused", "refused | why, and what to do instead"), ("ignored", "ignored | because")):
         reasons: dict[str, list[str]] = {}
-        for name, each in known.items():
+        for name, each in KNOWN.items():
             if each.kind == kind:
                 reasons.setdefault(each.says, []).append(named(name))
         lines += ["", f"| {title} |", "|---|---|", *(f"| {', '.join(names)} | {cell(says)} |" for says, names in reasons.items())]

@@ -91,7 +91,7 @@ def budget_of(config: EngineConfig, budget: int, max_model_len: int, reasons: di
         return budget
     if config.scheduler.max_num_batched_tokens is not None:
         raise ConfigError(
-            f"without chunked prefill max_num_batched_tokens ({budget}) must be at least max_model_len, {max_model_len}"
+            f"without chunked prefill, max_num_batched_tokens ({budget}) must be at least max_model_len, {max_model_len}"
         )
     reasons["max_num_batched_tokens"] = "max_model_len: without chunked prefill a whole prompt is one step"
     return max_model_len

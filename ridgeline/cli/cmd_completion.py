@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Mapping
+from types import ModuleType
 
 from ridgeline.cli.config_options import OptionParser
 
@@ -16,9 +17,12 @@ _SCRIPT = """\
 # completion of the `ridgeline` command, written by `ridgeline completion`
 _ridgeline() {{
   local cur="${{COMP_WORDS[COMP_CWORD]}}" prev="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}" words=""
-  if [[ $COMP_CWORD -eq 1 ]]; then
+  if [[ $COMP_CWORD -eq 1 || ( $COMP_CWORD -eq 2 && $command == help ) ]]; then
     COMPREPLY=($(compgen -W "{first}" -- "$cur")); return
   fi
+  case "$command" in
+{aliases}
+  esac
   if [[ $command == bench ]]; then
     if [[ $COMP_CWORD -eq 2 ]]; then COMPREPLY=($(compgen -W "{bench}" -- "$cur")); return; fi
     command="bench ${{COMP_WORDS[2]}}"
@@ -45,11 +49,15 @@ def run(args: argparse.Namespace) -> None:
     print((_ZSH if args.shell == "zsh" else "") + script(parsers()), end="")
 
 
+def _main() -> ModuleType:
+    """The layer above: it imports every command by name."""
+    return importlib.import_module("ridgeline.__main__")
+
+
 def parsers() -> dict[str, OptionParser]:
     """The parser of every command."""
-    commands = importlib.import_module("ridgeline.__main__").COMMANDS    # the layer above: it imports every command by name
     made = {}
-    for name, (place, _) in commands.items():
+    for name, (place, _) in _main().COMMANDS.items():
         made[name] = OptionParser(prog=f"ridgeline {name}")
         importlib.import_module(place).add_arguments(made[name])
     return made
@@ -67,7 +75,11 @@ def script(made: Mapping[str, argparse.ArgumentParser]) -> str:
                 choices.append(f'    {keys}) words="{" ".join(values)}";;')
     first = dict.fromkeys(name.split()[0] for name in made)
     bench = [name.split()[1] for name in made if name.startswith("bench ")]
-    return _SCRIPT.format(first=" ".join(first), bench=" ".join(bench), choices="\n".join(choices), options="\n".join(options))
+    aliases = [f"    {other}) command={name};;" for other, name in _main().ALIASES.items()]
+    return _SCRIPT.format(
+        first=" ".join(first), bench=" ".join(bench), aliases="\n".join(aliases), choices="\n".join(choices),
+        options="\n".join(options),
+    )
 
 
 def values_of(action: argparse.Action) -> list[str]:

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {path}: there is no such directory")
     if args.from_trace:
         if args.html or args.trace:
-            raise ConfigError("--html and --trace need a workload or a server: a trace alone holds no requests and no verdict")
+            raise ConfigError("--html and --trace need a workload or a server: a trace alone contains no requests and no verdict")
         _show(args, _from_traces(args.from_trace), {"traces": args.from_trace})
     elif args.model.startswith(("http://", "https://")):
         _watch(args, slo)

@@ -108,10 +108,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_machine(machine: argparse._ArgumentGroup) -> None:
     machine.add_argument("--gpu", default="", metavar="NAME", help=f"{', '.join(DEVICES)}; or cpu: this machine, measured")
-    machine.add_argument("--bandwidth", type=float, metavar="GB/S", help="one's own card: memory bandwidth, instead of --gpu's")
-    machine.add_argument("--memory", type=float, metavar="GB", help="… memory")
-    machine.add_argument("--tflops", type=float, metavar="N", help="… dense matrix rate in 16 bits, without sparsity")
-    machine.add_argument("--fp8-tflops", type=float, metavar="N", help="… and in fp8, if it has fp8")
+    machine.add_argument("--bandwidth", type=float, metavar="GB/S", help="memory bandwidth, for a card that --gpu does not list")
+    machine.add_argument("--memory", type=float, metavar="GB", help="memory of such a card")
+    machine.add_argument("--tflops", type=float, metavar="N", help="its dense matrix rate in 16 bits, without sparsity")
+    machine.add_argument("--fp8-tflops", type=float, metavar="N", help="its matrix rate in fp8, if it has fp8")
     machine.add_argument("--count", "--tensor-parallel-size", "--tp", dest="count", type=int, default=1, metavar="N",
                          help="tensor parallelism: devices that share every layer (default: 1)")
     machine.add_argument("--pipeline-parallel-size", "--pp", dest="stages", type=int, default=1, metavar="N",
@@ -124,7 +124,7 @@ def _add_machine(machine: argparse._ArgumentGroup) -> None:
                          help="machines, each with whole stages of the pipeline (default: 1)")
     machine.add_argument("--comm", metavar="RECORD", help="record of `bench comm`: the link between devices, instead of --gpu's")
     machine.add_argument("--stage-comm", metavar="RECORD",
-                         help="… and between stages on several machines (default: InfiniBand of 400 Gbit/s)")
+                         help="record of `bench comm`: the link between machines (default: InfiniBand of 400 Gbit/s)")
     machine.add_argument("--most", type=int, default=8, metavar="N",
                          help="largest number of devices of a machine to consider (default: 8)")
     machine.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE",

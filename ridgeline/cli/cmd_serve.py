@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import sys
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ridgeline.cli.config_options import add_engine_options, add_model, add_options, engine_config, options_of
+from ridgeline.cli.other_engines import variable_notes
 from ridgeline.cli.terminal import require_model
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
@@ -56,12 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_options(parser, ServerOptions, "server", GROUPS)
     add_engine_options(parser)
-    parser.epilog = "Options of vLLM and llama.cpp are understood, too: docs/options.md lists what happens to each."
+    parser.epilog = "Options of vLLM, SGLang and llama.cpp are understood, too: docs/options.md lists what happens to each."
 
 
 def run(args: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))        # until the server has its own handler
     config, options = engine_config(args, several=True), options_of(ServerOptions, args)
+    for note in variable_notes(os.environ):
+        print(f"note: {note}", file=sys.stderr)
     require_model(config)
     keys = load_keys(options)
     quality = quality_line(config, options.require_quality)
@@ -106,7 +110,7 @@ def quality_line(config: EngineConfig, required: str = "") -> str:
     if found is not None:
         logger.warning("%s", found.line)
     elif quantised is not None:
-        logger.warning("the weights are quantised (%s) and have no card: what that cost is not known", quantised.method)
+        logger.warning("the weights are quantised (%s) and have no quality card: the loss is not known", quantised.method)
     return ""
 
 

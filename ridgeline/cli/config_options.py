@@ -60,8 +60,8 @@ def _long_choices(action: argparse.Action) -> list[str]:
 
 
 class OptionParser(argparse.ArgumentParser):
-    """argparse, except that --max_model_len is --max-model-len, that options of vLLM and llama.cpp are answered, that --config
-    reads a file, and that errors are ConfigErrors of one line."""
+    """argparse, except that --max_model_len is --max-model-len, that options of other engines are answered, that --config reads
+    a file, and that errors are ConfigErrors of one line."""
 
     engine = False                   # set for commands that take engine options
 

@@ -1,4 +1,4 @@
-"""Command lines written for vLLM or llama.cpp, in our own words: the table of ridgeline/known_options, applied to argv."""
+"""Command lines written for vLLM, SGLang or llama.cpp, in our own words: the tables of ridgeline/known_options, for argv."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ridgeline.errors import ConfigError
-from ridgeline.known_options import SHORT, KnownOption, asks_for_nothing, known_option
+from ridgeline.known_options.option_table import SHORT, KnownOption, asks_for_nothing, known_option
 
 _NUMBER = re.compile(r"-\.?\d")
 _LEVEL = re.compile(r"-O\d")         # vLLM's -O3
@@ -19,6 +19,21 @@ _GROUP = "structured_outputs_config"
 # llama-server's defaults for requests that set none. A command without these options takes them as overrides.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "repetition_penalty", "typical_p")
 _OVERRIDES = "--override-generation-config"
+
+
+_KEYS = ("VLLM_API_KEY", "SGLANG_API_KEY", "LLAMA_API_KEY")              # without a key of ours every request is accepted
+_VARIABLES = {"VLLM_LOGGING_LEVEL": "RIDGELINE_LOG sets the level", "OLLAMA_HOST": "use --host and --port"}
+_PREFIXES = ("VLLM_", "SGLANG_", "SGL_", "LLAMA_ARG_", "OLLAMA_")
+
+
+def variable_notes(environment: Mapping[str, str]) -> list[str]:
+    """What is said of another engine's environment variables, which change nothing here."""
+    found = sorted(name for name in environment if name.startswith(_PREFIXES) or name in _KEYS)
+    notes = [f"{name} is ignored: RIDGELINE_API_KEY holds the server's keys" for name in found if name in _KEYS]
+    notes += [f"{name} is ignored: {_VARIABLES[name]}" for name in found if name in _VARIABLES]
+    rest = [name for name in found if name not in _KEYS and name not in _VARIABLES]
+    shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
+    return notes + ([f"{shown} ignored: docs/options.md lists the environment variables"] if rest else [])
 
 
 class Translation:
@@ -78,7 +93,7 @@ class Translation:
         if flag in _LISTS:
             while self._words and not self._words[0].startswith("-"):
                 values.append(self._words.pop(0))
-            values = [",".join(each for value in values for each in _listed(value))]
+            values = [_joined(flag, values)]
         # With "=", argparse takes a value that begins with a dash.
         self.argv += [f"{flag}={values[0]}"] if values else [flag]
 
@@ -101,8 +116,7 @@ class Translation:
         if known.kind == "same" and known.says == "model" and self._positional:
             self._model = value
         elif known.kind == "same" and flag in self._own:
-            if flag != "--max-model-len" or value != "0":                # llama.cpp's 0: the model's own
-                self.argv.append(f"{flag}={value}")
+            self.argv += _as_ours(typed, flag, value, known.takes_value)
         elif known.kind == "same" and known.says in _SAMPLING and _OVERRIDES in self._own:
             self._sampling[known.says] = _number(typed, value)
         elif known.kind == "same":
@@ -144,6 +158,25 @@ def long_name(typed: str) -> str:
     if _LEVEL.fullmatch(typed):
         return "optimization_level"
     return SHORT.get(short, typed.lstrip("-").replace("-", "_")) + dot + member
+
+
+def _as_ours(typed: str, flag: str, value: Any, takes_value: bool) -> list[str]:
+    if not takes_value:
+        return [flag] if str(value).lower() in ("true", "1") else []
+    if (flag, value) == ("--max-model-len", "0"):                        # llama.cpp: the model's own
+        return []
+    if (typed, value) == ("--chunked-prefill-size", "-1"):               # SGLang: prompts are not cut
+        return ["--no-enable-chunked-prefill"]
+    return [f"{flag}={value}"]
+
+
+def _joined(flag: str, values: list[str]) -> str:
+    if not values:
+        raise ConfigError(f"{flag} needs a value")
+    joined = ",".join(each for value in values for each in _listed(value))
+    if flag == "--api-key" and not joined.strip(", "):                   # such as "$KEY" of a variable that is not set
+        raise ConfigError("--api-key is empty, and every request would be accepted; give a key, or leave it out")
+    return joined
 
 
 def _listed(value: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench loop`, without torch: a mistake in them is told at once. tuning_loop runs it."""
+"""Options of `ridgeline bench loop`, without torch, so that a mistake is reported at once. tuning_loop runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own meet and become a mesh."""
+"""Connects ranks, each in its own process, to a mesh."""
 
 from __future__ import annotations
 

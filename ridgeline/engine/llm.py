@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,32 +12,21 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import torch
 
 from ridgeline.config import EngineConfig
 from ridgeline.engine.client.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from ridgeline.engine.client.processor import ROLES, Processor, Prompt, RequestState, second_begins
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.gc_policy import only_the_young
-from ridgeline.errors import BadRequest, RequestError, Unsupported, shown
+from ridgeline.errors import BadRequest, EngineDead, RequestError, Unsupported, shown
+from ridgeline.known_options.python_names import METHODS, require_neutral
 from ridgeline.messages import Request, TokenDelta, TokenDeltas
 from ridgeline.models.model_config import load_model_config
 from ridgeline.process.progress import Tick, progress_bar
 from ridgeline.resolve import model_path
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.text.tokenizer import Tokenizer
-
-_ELSEWHERE = {
-    "encode": "use embed for vectors, or get_tokenizer().encode for token ids",
-    "classify": "there are no classifiers; use score, or choice in structured_outputs",
-    "reward": "there are no reward models; use score",
-    "beam_search": "there is no beam search; ask for n answers",
-    "sleep": "close() frees the memory",
-    "wake_up": "close() frees the memory, and a new LLM loads again",
-    "start_profile": "use `ridgeline diagnose`",
-    "stop_profile": "use `ridgeline diagnose`",
-    "apply_model": "no code runs inside the workers",
-    "collective_rpc": "no code runs inside the workers",
-}
 
 
 class LLM:
@@ -68,12 +58,13 @@ class LLM:
     @only_the_young()
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answers to all prompts, in order. Those that may become longest begin first; where all lengths are known (ignore_eos),
         short ones may be kept to run beside them (sizes/batch_levelling.py). `priority` comes before that.
@@ -82,6 +73,7 @@ class LLM:
         finish_reason "error" and says why in stop_reason; the others go on. Ctrl-C waits for the running step, so that
         the engine stays whole; a second one does not wait.
         """
+        require_neutral("generate", others)
         _require_no_adapter(lora_request)
         listed = _as_list(prompts)
         params = _one_each("sampling_params", sampling_params, SamplingParams, self.get_default_sampling_params(), listed)
@@ -101,8 +93,10 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """The next message of one conversation, or of each of several."""
+        require_neutral("chat", others)
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         conversations: list[Any] = messages if several else [messages]
         for conversation in conversations:
@@ -118,9 +112,12 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last", normalize: bool = True, use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: str = "last", normalize: bool = True, use_tqdm: bool = True,
+        lora_request: None = None, **others: Any
     ) -> list[PoolingRequestOutput]:
         """Each prompt as a vector: the hidden state of its last token, or the mean of all, with length 1."""
+        require_neutral("embed", others)
+        _require_no_adapter(lora_request)
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, pooling=pooling)
         made = []
         for output in self.generate(prompts, params, use_tqdm=use_tqdm):
@@ -132,9 +129,12 @@ class LLM:
         return made
 
     def score(
-        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: bool = True
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: bool = True, lora_request: None = None,
+        **others: Any
     ) -> list[PoolingRequestOutput]:
         """How likely each second text is after its first one. One first text goes with several second ones."""
+        require_neutral("score", others)
+        _require_no_adapter(lora_request)
         firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (data_1, data_2))
         if not firsts or not seconds or (len(firsts) != len(seconds) and len(firsts) != 1):
             raise BadRequest(f"score needs equally many texts, or one first text; got {len(firsts)} and {len(seconds)}")
@@ -148,8 +148,8 @@ class LLM:
 
     def __getattr__(self, name: str) -> Any:
         """Methods of vLLM's class that are not here say what to use instead."""
-        if name in _ELSEWHERE:
-            raise AttributeError(f"LLM has no {name}: {_ELSEWHERE[name]}")
+        if name in METHODS:
+            raise AttributeError(f"LLM has no {name}: {METHODS[name]}")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _run(self, made: list[tuple[Request, RequestState]], show: bool) -> list[RequestOutput]:
@@ -201,9 +201,30 @@ class LLM:
         yield from deltas.others
 
     def close(self) -> None:
+        """Frees the memory of weights and KV cache; calls afterwards fail."""
         if self._processor.grammars is not None:
             self._processor.grammars.close()
         self.core.close()
+        self.core = _Closed()  # type: ignore[assignment]
+        gc.collect()                                     # parts of an engine refer to each other
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Closed:
+    """In place of a closed engine."""
+
+    def close(self) -> None:
+        """Again."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise EngineDead("this LLM was closed; make a new one")
 
 
 class _BetweenSteps:

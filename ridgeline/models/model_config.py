@@ -285,7 +285,7 @@ def hf_model_config(
     text = language_model(raw)
     family = family or declared_family(raw, text, where)
     if "auto_map" in raw:
-        logger.warning("%s names code of its own (auto_map): it is ignored, %s is built in", where, family.name)
+        logger.warning("%s names its own Python code (auto_map), which is never run; the built-in %s is used", where, family.name)
     ends = hf_end_tokens(raw, generation, eos_token)
     if text is not None:
         raw = {**raw, **text}         # the language model's fields, above those it shares with other modalities

@@ -1,4 +1,4 @@
-"""This machine's CPU as the engine knows it: the best peaks ever measured here, so that a busy moment does little harm."""
+"""This machine's CPU as the engine knows it: the best peaks ever measured here, so that a busy moment does not lower them."""
 
 from __future__ import annotations
 

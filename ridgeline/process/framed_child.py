@@ -1,4 +1,4 @@
-"""A child process that answers questions on its standard streams, and never holds up the one who asks.
+"""A child process that answers requests on its standard streams, and never blocks its caller.
 
 A frame is a length of four bytes, then that many bytes; one goes to the child, one comes back. Every wait has a deadline, for
 writing too: a child that swaps neither reads nor answers. One that misses its deadline is killed; one that was stopped (SIGSTOP)
@@ -187,7 +187,7 @@ def ask_another_if_stopped(ask: Callable[[], T], purpose: str) -> T:
     try:
         return ask()
     except Stopped:
-        logger.warning("the process that %s was stopped by a signal; another one is asked", purpose)
+        logger.warning("the process that %s was stopped by a signal; another process takes over its work", purpose)
     try:
         return ask()
     except Stopped:

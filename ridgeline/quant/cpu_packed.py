@@ -89,7 +89,7 @@ def codes_part(weight: QuantisedWeight) -> Part | None:
         if offset is not None or weight.zero is not None:
             return None
         if kind == "E4M3" and bool((codes.view(torch.uint8) & 127 == 127).any()):
-            logger.warning("an fp8 matrix [%d, %d] has codes that are no number: it is expanded to float32, which takes %d MiB "
+            logger.warning("an fp8 matrix [%d, %d] has NaN codes: it is expanded to float32, which takes %d MiB "
                            "more than was counted", outputs, weight.inputs, 3 * outputs * weight.inputs >> 20)
             return None
     elif offset is None:

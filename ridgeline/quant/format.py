@@ -242,7 +242,7 @@ def quantization_rules(option: str, method: str = "") -> Mapping[str, str]:
         given = {pattern: name for pattern, _, name in (part.strip().rpartition("=") for part in option.split(","))}
     for pattern, name in given.items():
         if name not in (*MADE, "none"):
-            stored = f"; the checkpoint's own is {method}" if method else ""
+            stored = f"; leave the option out to use the checkpoint's own format, {method}" if method else ""
             raise ConfigError(
                 f"quantization {name!r} is not known; formats: none, {', '.join(MADE)}; or pattern=format pairs such as "
                 f"mlp=int4,attention=fp8{stored}"

@@ -1,4 +1,4 @@
-"""How linears lie in memory on a CPU: the rules, without torch, so that memory is known before loading.
+"""How linears are laid out in memory on a CPU: the rules, without torch, so that memory is known before loading.
 
 Codes and 16-bit numbers lie in tiles (ops/cpu/src/products/tiles.h). float32 linears may keep a second layout:
 

@@ -1,4 +1,4 @@
-"""The card beside a quantised model's weights, as it is found: its line, and whether it belongs to them. No torch.
+"""Finds the quality card beside a quantised model's weights: its summary line, and whether it belongs to these weights. No torch.
 
 A card holds the SHA-256 of every weight file and of config.json. With other weights it is no card. quantize/card.py writes it.
 """

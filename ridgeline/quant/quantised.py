@@ -184,7 +184,7 @@ class Quantised(Composed):
     def finish(self, linear: nn.Module) -> None:
         apart = not self._one_order(linear)
         if apart:
-            logger.warning("a linear's parts read their inputs in different orders: it is kept in %s", str(linear.dtype)[6:])
+            logger.warning("a linear's parts have their inputs in different orders: it is stored in %s", str(linear.dtype)[6:])
         keeps = linear.weight.device.type == "cuda" if self.keeps is None else self.keeps
         if keeps and not apart:
             linear.quantised = self._weight(linear)

@@ -1,5 +1,5 @@
-"""How long a run will take, said before it begins: every kind of work is tried on a small piece of the first layer that is
-quantised, and scaled by what the whole model has of it."""
+"""Predicts how long a run will take: every kind of work is timed on a small part of the first layer that is quantised, and
+scaled to the whole model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The folder in which an output is made, beside its final place: a kill loses one layer, and nothing is renamed before the end.
+"""The folder in which an output is made, beside its final place. If the process is killed, only one layer is lost, and nothing
+is renamed before the end.
 
     OUT.part/run.json             what is being made: a second run with the same goes on, any other is refused
     OUT.part/model-00001-of-00032.safetensors …       one file for each block, whole or absent

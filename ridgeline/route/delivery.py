@@ -130,7 +130,7 @@ class Delivery:
             logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
         except Differs:
             self._events.resumable = False
-            logger.warning("%s gave another answer to request %s", replica.url, request.request_id.decode("latin-1"))
+            logger.warning("%s gave a different answer to request %s", replica.url, request.request_id.decode("latin-1"))
         finally:
             replica.load.leave(ticket)                   # if it is still there: it failed, or its client has gone
         return False

@@ -22,7 +22,7 @@ class RouteOptions:
     retries: int = option(2, "further replicas that a request may be sent to when one fails", low=0)
     max_queued_requests: int = option(4096, "requests that may be under way at once", low=1)
     max_connections: int = option(4096, "open connections of clients, including idle ones", low=1)
-    max_body_bytes: int = option(16 * 2**20, "largest size of a request's body", low=1)
+    max_body_bytes: int = option(16 * 2**20, "largest request body in bytes", low=1)
     request_timeout: int = option(600, "seconds that a request may take, including its wait; 0: no limit", low=0)
     drain_timeout: int = option(30, "seconds that running requests get to finish when the router stops", low=0)
     api_key_file: str = option("", "file with API keys, one per line; RIDGELINE_API_KEY holds keys too, separated by commas")

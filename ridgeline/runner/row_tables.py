@@ -1,5 +1,5 @@
-"""What the device half knows of each row: its known tokens, its length and its block tables, which are in device memory; and
-which drafts a plan has for it.
+"""The device half's data of each row: its known tokens, its length and its block tables, which are in device memory; and the
+drafts that a plan has for it.
 
 A plan is applied in the order removed, added, appended. On a GPU only changes of the tables are sent, with the step's other
 integers. One extra row is for padding. It has no blocks, so its writes go to block 0 (null).

@@ -1,4 +1,4 @@
-"""Gives drafts to rows of the step being planned: asks the drafter, and finds blocks for what it wants.
+"""Gives drafts to rows of the step being planned: asks the drafter, and finds KV blocks for its drafts.
 
 Drafts take what is left: of the token budget after decodes, prompts and joining sequences, and of the blocks without preempting
 any sequence. A row whose blocks do not suffice gets fewer drafts.

@@ -264,7 +264,9 @@ def raise_file_limit(connections: int) -> int:
     if fits < 1:
         raise ConfigError(f"this process may have {soft} files open (ulimit -n); the server needs at least {OTHER_FILES + 1}")
     if fits < connections:
-        logger.warning("%d connections instead of %d: this process may have %d files open (ulimit -n)", fits, connections, soft)
+        logger.warning(
+            "at most %d connections instead of %d: this process may have %d files open (ulimit -n)", fits, connections, soft
+        )
     return fits
 
 

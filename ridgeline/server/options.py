@@ -17,14 +17,14 @@ class ServerOptions:
         "empty: the file's name",
     )
     require_quality: str = option(
-        "", "refuse a model without a card, or whose card is beyond limits like kl:0.02,flips:1% in any slice (docs/quantize.md)"
+        "", "refuse a model without a quality card, or whose card exceeds limits like kl:0.02,flips:1% (docs/quantize.md)"
     )
     root_path: str = option("", "prefix of the paths behind a reverse proxy, like /llm, whether the proxy removes it or not")
-    max_connections: int = option(4096, "open connections, including idle ones", low=1)
+    max_connections: int = option(4096, "largest number of open connections, including idle ones", low=1)
     max_queued_requests: int | None = option(
-        None, "answers that may run or wait at once; 4 × max_num_seqs if not set", low=1
+        None, "largest number of answers that run or wait; if not set: 4 × max_num_seqs", low=1
     )
-    max_queued_tokens: int = option(1_000_000, "prompt tokens that may wait at once", low=1)
+    max_queued_tokens: int = option(1_000_000, "largest number of prompt tokens that wait", low=1)
     request_timeout: int = option(600, "seconds that a request may take, including its wait; 0: no limit", low=0)
     tool_call_parser: str = option(
         "auto", "format in which the model writes tool calls; auto: as in its chat template",
@@ -41,13 +41,13 @@ class ServerOptions:
     )
     strict_messages: bool = option(False, "refuse unknown fields inside messages by name; otherwise they are ignored, as in vLLM")
     enable_force_include_usage: bool = option(False, "send the usage in every event of a stream, whether asked for or not")
-    max_body_bytes: int = option(16 * 2**20, "largest size of a request's body", low=1)
+    max_body_bytes: int = option(16 * 2**20, "largest request body in bytes", low=1)
     max_stored_responses: int = option(
         1000, "answers of /v1/responses kept in memory for an hour, for previous_response_id; 0: none", low=0
     )
-    max_stored_bytes: int = option(64 * 2**20, "largest size of all stored answers together", low=0)
+    max_stored_bytes: int = option(64 * 2**20, "largest total size of the stored answers in bytes", low=0)
     drain_timeout: int = option(30, "seconds that running requests get to finish when the server stops", low=0)
-    max_engine_restarts: int = option(3, "restarts of a dead or hung engine within ten minutes", low=0)
+    max_engine_restarts: int = option(3, "largest number of restarts of a dead or hung engine within ten minutes", low=0)
     engine_timeout: int = option(
         60, "seconds without a finished step after which a busy engine counts as hung; 0: no limit", low=0
     )

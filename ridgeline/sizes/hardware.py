@@ -201,7 +201,7 @@ def described(
             raise ConfigError(f"{name} must be above 0, got {value:g}")
     if device is None:
         if bandwidth is None or memory is None or tflops is None:
-            raise ConfigError("one's own card needs --bandwidth GB/s, --memory GB and --tflops N (dense, in 16 bits)")
+            raise ConfigError("a card that is not listed needs --bandwidth GB/s, --memory GB and --tflops N (dense, in 16 bits)")
         device = Device("own card", 0, 0, {}, PCIE4)
     flops = dict(device.flops)
     if tflops is not None:

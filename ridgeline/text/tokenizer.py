@@ -154,7 +154,7 @@ class Tokenizer:
             SPENT["tokenising"] += spent
             if spent > _SLOW_SECONDS and len(text) < _LONG_TEXT and not self.is_slow and collections == _full_collections():
                 self._cost.is_slow = True
-                logger.warning("the tokenizer took %.2f s for a text of %d characters: texts are read in threads from now on",
+                logger.warning("the tokenizer took %.2f s for %d characters: from now on texts are tokenised in threads",
                                spent, len(text))
         return [*self._around[0], *ids, *self._around[1]] if add_special_tokens else ids
 

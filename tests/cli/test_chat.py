@@ -17,9 +17,11 @@ from typing import Any, ClassVar
 import pytest
 
 from ridgeline.__main__ import main
+from ridgeline.cli.chat import cmd_chat
 from ridgeline.cli.chat.conversation import Conversation
 from ridgeline.cli.chat.remote_model import RemoteModel
 from ridgeline.cli.chat.talk import Reply
+from ridgeline.cli.config_options import OptionParser
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.process.log import quiet_by_default
 
@@ -58,10 +60,12 @@ Said = tuple[Scripted, str, str]
 
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    def run(text: str, model: Scripted | None = None, tty: bool = False, system: str = "", **settings: Any) -> Said:
+    def run(
+        text: str, model: Scripted | None = None, tty: bool = False, system: str = "", prompt: str = "", **settings: Any
+    ) -> Said:
         monkeypatch.setattr("sys.stdin", Terminal(text) if tty else io.StringIO(text))
         model = model or Scripted()
-        Conversation(model, settings, system).run()
+        Conversation(model, settings, system).run(prompt)
         said = capsys.readouterr()
         return model, said.out, said.err
 
@@ -72,6 +76,33 @@ def test_a_pipe_gets_the_answers_alone(chat: Callable[..., Said]) -> None:
     model, out, err = chat("Hello\n\nMore\n", system="Be brief.")
     assert (out, err) == ("answer 2\nanswer 4\n", "")
     assert [each["role"] for each in model.got[1]] == ["system", "user", "assistant", "user"]
+
+
+def test_a_prompt_on_the_command_line_gets_one_answer(chat: Callable[..., Said]) -> None:
+    model, out, err = chat("not read\n", tty=True, system="Be brief.", prompt="/why is the sky blue?")
+    assert (out, err, len(model.got)) == ("answer 2\n", "", 1) and model.got[0][1]["content"] == "/why is the sky blue?"
+    model.fails = BadRequest("too long")
+    with pytest.raises(SystemExit) as ended:
+        chat("", model, prompt="Hello")
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(("first", "asked"), [("Why is it blue?", ("", "Why is it blue?")), ("X", ("X", ""))])
+def test_a_sentence_in_place_of_the_model_is_the_prompt(
+    first: str, asked: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(cmd_chat, "RemoteModel", lambda url, model: seen.append(model))
+    monkeypatch.setattr(Conversation, "run", lambda self, prompt: seen.append(prompt))
+    assert main(["chat", "--url", "http://127.0.0.1:1", first]) == 0 and tuple(seen) == asked
+
+
+@pytest.mark.parametrize("words", ["X Hello", "-m X -p Hello", "X --prompt=Hello"])
+def test_where_the_prompt_stands(words: str) -> None:
+    parser = OptionParser(prog="ridgeline chat")
+    cmd_chat.add_arguments(parser)
+    args = parser.parse(words.split())
+    assert (args.model, args.message or args.prompt) == ("X", "Hello")
 
 
 def test_what_a_model_writes_does_not_command_the_terminal(
@@ -291,7 +322,7 @@ def test_chat_with_a_server(server: str, monkeypatch: pytest.MonkeyPatch, capsys
 def test_the_key_comes_from_the_environment(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorded, "key", "secret")
     model, parts = RemoteModel(f"{server}/v1/", "named"), []
-    with pytest.raises(ConfigError, match="wants an API key: set RIDGELINE_API_KEY"):
+    with pytest.raises(ConfigError, match="needs an API key: set RIDGELINE_API_KEY"):
         model.reply([{"role": "user", "content": "Hello"}], {}, parts.append)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     reply = model.reply([{"role": "user", "content": "Hello"}], {}, parts.append)

@@ -426,16 +426,18 @@ def test_completion(tmp_path: Path) -> None:
     parser = OptionParser(prog="ridgeline serve")
     cmd_serve.add_arguments(parser)
     file = tmp_path / "completion.bash"
-    file.write_text(script({"serve": parser, "bench ops": OptionParser(prog="x"), "bench host": OptionParser(prog="y")}))
+    others = {name: OptionParser(prog=name) for name in ("bench ops", "bench host")}
+    file.write_text(script({"serve": parser, "chat": parser} | others))
 
     def completed(*words: str) -> set[str]:
         quoted = " ".join(f"'{word}'" for word in words)
         code = f'source {file}; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _ridgeline; echo "${{COMPREPLY[@]}}"'
         return set(subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split())
 
-    assert completed("ridgeline", "s") == {"serve"} and completed("ridgeline", "bench", "") == {"ops", "host"}
+    assert completed("ridgeline", "s") == completed("ridgeline", "help", "s") == {"serve"}
+    assert completed("ridgeline", "bench", "") == {"ops", "host"}
     assert completed("ridgeline", "serve", "--dtype", "b") == {"bfloat16"}
-    assert completed("ridgeline", "serve", "--max-m") == {"--max-model-len"}
+    assert completed("ridgeline", "serve", "--max-m") == completed("ridgeline", "run", "--max-m") == {"--max-model-len"}
     assert completed("ridgeline", "serve", "") == set()          # a file
 
 

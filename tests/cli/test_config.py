@@ -12,7 +12,7 @@ import torch
 
 from ridgeline.config import EngineConfig, declared_options
 from ridgeline.errors import ConfigError
-from ridgeline.known_options import KNOWN
+from ridgeline.known_options.option_table import KNOWN
 from ridgeline.process import embedded
 from ridgeline.resolve import model_path
 from ridgeline.server.options import ServerOptions

@@ -1,20 +1,25 @@
-"""Command lines written for vLLM and llama.cpp: what is taken, what is ignored with a note, what is refused and why."""
+"""Command lines written for vLLM, SGLang and llama.cpp: what is taken, what is ignored with a note, what is refused and why."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from ridgeline.__main__ import ALIASES, COMMANDS, find_command, main
 from ridgeline.cli import cmd_serve
 from ridgeline.cli.chat import cmd_chat
 from ridgeline.cli.config_options import OptionParser, engine_config, options_of
+from ridgeline.cli.other_engines import variable_notes
+from ridgeline.config import EngineConfig
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.errors import ConfigError
-from ridgeline.known_options import KNOWN, SHORT
+from ridgeline.known_options.option_table import KNOWN, SHORT
+from ridgeline.known_options.other_commands import INSTEAD
 from ridgeline.server.options import ServerOptions
 
 
@@ -59,10 +64,26 @@ def options(*words: str) -> dict[str, object]:
         ("X --kv-cache-dtype fp8_e4m3", {"model": "X", "kv_cache_dtype": "fp8"}),
         ("X -md small.gguf", {"model": "X", "speculative_config": "small.gguf"}),
         ("X --speculative-model org/small", {"model": "X", "speculative_config": "org/small"}),
+        ("X --dtype bf16 --load-format safetensors", {"model": "X", "dtype": "bfloat16"}),
+        ("--model-path X --mem-fraction-static 0.8", {"model": "X", "gpu_memory_utilization": 0.8}),
+        ("--model-path X --tp 2", {"model": "X", "tensor_parallel_size": 2}),
+        ("--model-path X --context-length 4096 --max-running-requests 8 --chunked-prefill-size 512",
+         {"model": "X", "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 512}),
+        ("X --disable-radix-cache --disable-cuda-graph", {"model": "X", "enable_prefix_caching": False, "enforce_eager": True}),
+        ("X --chunked-prefill-size -1", {"model": "X", "enable_chunked_prefill": False}),
+        ("X --disable-overlap-schedule --page-size 32", {"model": "X", "async_scheduling": False, "block_size": 32}),
     ],
 )
 def test_the_same_option_by_another_name(words: str, meant: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
     assert options(*words.split()) == meant and not capsys.readouterr().err
+
+
+def test_switches_that_turn_one_of_ours_off_work_in_python_and_in_files(tmp_path: Path) -> None:
+    assert EngineConfig.of(disable_radix_cache=True).flat() == {"enable_prefix_caching": False}
+    assert EngineConfig.of(disable_radix_cache=False, disable_overlap_schedule=False).flat() == {}
+    file = tmp_path / "serve.yaml"
+    file.write_text("disable-radix-cache: true\ndisable-overlap-schedule: false\n")
+    assert options("X", "--config", str(file)) == {"model": "X", "enable_prefix_caching": False}
 
 
 def test_names_of_the_server_may_be_several_words() -> None:
@@ -71,10 +92,11 @@ def test_names_of_the_server_may_be_several_words() -> None:
     assert options_of(ServerOptions, serve("--served-model-name", "a", "b", "--port", "7")).served_model_name == "a,b"
 
 
-@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "deepseek-r1"])
 def test_parsers_for_the_same_marks_are_one(name: str) -> None:
     assert options_of(ServerOptions, serve("--reasoning-parser", name)).reasoning_parser == "think"
     assert options_of(ServerOptions, serve("--tool-call-parser", "hermes")).tool_call_parser == "hermes"
+    assert options_of(ServerOptions, serve("--tool-call-parser", "qwen25")).tool_call_parser == "hermes"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +112,8 @@ def test_parsers_for_the_same_marks_are_one(name: str) -> None:
         ("-fa on", "note: -fa is ignored"),
         ("--no-mmap", "note: --no-mmap is ignored"),
         ("--limit-mm-per-prompt {}", "note: --limit-mm-per-prompt is ignored: prompts are text only"),
+        ("--cuda-graph-max-bs 64", "note: --cuda-graph-max-bs is ignored"),
+        ("--enable-metrics", "note: --enable-metrics is ignored: /metrics always has the counters"),
     ],
 )
 def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +139,12 @@ def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.
         ("--system-prompt hi", "--system-prompt is --system here, and this command has no such option"),
         ("--grammar x", "send it with each request: structured_outputs"),
         ("--lora-modules", "--lora-modules needs a value"),
+        ("--lora-paths a=b", "merge the adapter"),
+        ("--ep-size 4", "use --enable-expert-parallel"),
+        ("--max-total-tokens 99", "use --num-gpu-blocks-override"),
+        ("--speculative-algorithm EAGLE", "no trained head runs yet"),
+        ("--api-key", "--api-key needs a value"),
+        ("--api-key= --port 7", "--api-key is empty, and every request would be accepted"),
         ("--temp warm", "--temp must be a number, got 'warm'"),
         ("--structured-outputs-config xgrammar", "--structured-outputs-config must be a JSON object"),
         ("--max-modl-len 5", "unknown option --max-modl-len; did you mean --max-model-len?"),
@@ -179,3 +209,49 @@ def test_a_bad_file_of_options_is_one_line(content: str | None, says: str, tmp_p
         file.write_text(content)
     with pytest.raises(ConfigError, match=says):
         serve("--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("bench ofline", "compare, studies; did you mean 'bench offline'?"),
+        ("bench throughput", "unknown command 'bench throughput'; use `ridgeline bench offline MODEL`"),
+        ("ps", "unknown command 'ps'; GET /v1/models of a running server has its model"),
+        ("launch_server --model-path x", "unknown command 'launch_server'; use `ridgeline serve MODEL`"),
+        ("run-batch -i x", "unknown command 'run-batch'; use `ridgeline generate IN.jsonl OUT.jsonl --model MODEL`"),
+        ("help serv", "unknown command 'serv'; did you mean 'serve'?"),
+        ("removed x", "unknown command 'removed'; did you mean 'remove'?"),
+    ],
+)
+def test_commands_of_other_engines_are_one_line(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.count("\n") == 1
+
+
+def test_what_replaces_a_command_exists() -> None:
+    assert not INSTEAD.keys() & (COMMANDS.keys() | ALIASES.keys())
+    for says in INSTEAD.values():
+        for words in re.findall(r"`ridgeline ([a-z][^`]*)`", says):
+            find_command(words.split())                  # ConfigError for one that does not exist
+
+
+def test_help_of_a_command_in_either_order(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (["help", "plan"], ["plan", "--help"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and shown[0].startswith("usage: ridgeline plan")
+    assert main(["help"]) == main(["--help"]) == main(["help", "bench"]) == 0
+
+
+def test_variables_of_other_engines_are_named_once() -> None:
+    """A key that only another engine reads would leave the server open."""
+    assert variable_notes({"PATH": "/bin", "OPENAI_API_KEY": "x", "HF_HOME": "/x", "RIDGELINE_LOG": "INFO"}) == []
+    assert variable_notes({"VLLM_API_KEY": "x", "VLLM_USE_V1": "1", "OLLAMA_HOST": "x"}) == [
+        "VLLM_API_KEY is ignored: RIDGELINE_API_KEY holds the server's keys", "OLLAMA_HOST is ignored: use --host and --port",
+        "VLLM_USE_V1 ignored: docs/options.md lists the environment variables",
+    ]
+    many, = variable_notes({f"VLLM_{number}": "" for number in range(7)})
+    assert many.startswith("VLLM_0, VLLM_1, VLLM_2, VLLM_3, VLLM_4 and 2 more ignored")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 from served_model import write_model
 
+import ridgeline
 from ridgeline import LLM, SamplingParams
-from ridgeline.errors import BadRequest, Unsupported
-from ridgeline.sampling_params import ONLY_THE_LIKELIEST
+from ridgeline.errors import BadRequest, EngineDead, Unsupported
+from ridgeline.known_options.python_names import CLASSES
+from ridgeline.sampling_params import ONLY_THE_LIKELIEST, StructuredOutputs
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +24,17 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     made = LLM(model, load_format="dummy", num_gpu_blocks_override=64, max_num_seqs=4, use_tqdm_on_load=False)
     yield made
     made.close()
+
+
+def test_close_frees_the_engine_and_later_calls_say_so(tmp_path: Path) -> None:
+    with LLM(write_model(tmp_path / "tiny"), load_format="dummy", num_gpu_blocks_override=64, use_tqdm_on_load=False) as made:
+        engine = weakref.ref(made.core)
+        made.generate("Hello", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert engine() is None
+    for call in (lambda: made.generate("Hello", use_tqdm=False), made.reset_prefix_cache):
+        with pytest.raises(EngineDead, match="this LLM was closed; make a new one"):
+            call()
+    made.close()                                         # a second time does nothing
 
 
 def test_embed(llm: LLM) -> None:
@@ -76,6 +90,8 @@ def test_a_misspelt_role_is_named(llm: LLM, role: Any) -> None:
         ({"max_new_tokens": 5}, "use max_tokens"),
         ({"guided_decoding": object()}, "guided_decoding is not supported; use structured_outputs"),
         ({"logits_processors": [print]}, "use logit_bias"),
+        ({"flat_logprobs": True}, "log-probabilities are a list of mappings"),
+        ({"thinking_token_budget": 100}, "use max_tokens"),
     ],
 )
 def test_fields_that_are_not_there(given: dict[str, Any], says: str) -> None:
@@ -86,6 +102,35 @@ def test_fields_that_are_not_there(given: dict[str, Any], says: str) -> None:
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:
     assert SamplingParams(best_of=None, use_beam_search=False, length_penalty=1.0) == SamplingParams()
+    assert SamplingParams(flat_logprobs=False, skip_reading_prefix_cache=None, stream_interval=None) == SamplingParams()
+
+
+def test_methods_and_arguments_of_vllm_that_are_not_there_say_what_to_use(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match="LLM has no llm_engine: the engine is `core`"):
+        llm.llm_engine  # noqa: B018
+    with pytest.raises(AttributeError, match=r"LLM has no shutdown: use close\(\)"):
+        llm.shutdown()
+    with pytest.raises(TypeError, match=r"generate\(\) has no argument .prompt_token_ids.: give "):
+        llm.generate(prompt_token_ids=[[1, 2, 3]])
+    with pytest.raises(TypeError, match=r"has no argument 'frobnicate'$"):
+        llm.embed("Hello", frobnicate=1)
+    with pytest.raises(TypeError, match=r"embed\(\) has no argument 'pooling_params': use the arguments pooling and normalize"):
+        llm.embed("Hello", pooling_params=object())
+
+
+def test_arguments_of_vllm_that_ask_for_nothing_are_taken(llm: LLM) -> None:
+    params, messages = SamplingParams(temperature=0, max_tokens=2), [{"role": "user", "content": "Hello"}]
+    plain = llm.chat(messages, params, use_tqdm=False)
+    same = llm.chat(messages, params, use_tqdm=False, chat_template_content_format="auto", mm_processor_kwargs=None)
+    assert same[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+
+
+def test_classes_of_vllm_are_there_or_their_import_says_what_to_use() -> None:
+    assert ridgeline.StructuredOutputsParams is StructuredOutputs
+    for name in CLASSES:
+        with pytest.raises(ImportError, match=f"ridgeline has no {name}: "):
+            getattr(ridgeline, name)
+    assert not hasattr(ridgeline, "Frobnicate")
 
 
 def test_top_p_of_0_is_the_likeliest_token_as_on_the_server() -> None:

@@ -159,7 +159,7 @@ def test_reasons_and_refusals(tmp_path: Path) -> None:
     assert packed in resolved(nf4).reasons["quantization"]
     assert resolved(awq, quantization="awq").memory == resolved(awq).memory
     assert resolved(fp8).dtype == "bfloat16"
-    with pytest.raises(ConfigError, match=r"quantization 'gptq' is not known; .*the checkpoint's own is awq"):
+    with pytest.raises(ConfigError, match=r"quantization 'gptq' is not known; .*use the checkpoint's own format, awq"):
         resolved(awq, quantization="gptq")
     with pytest.raises(ConfigError, match="deterministic has no kernels for awq weights; use a checkpoint that is not quantised"):
         resolved(awq, deterministic=True)

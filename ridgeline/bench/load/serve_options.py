@@ -31,11 +31,13 @@ WARM_UPS = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s URL [options]"
-    parser.add_argument("url", metavar="URL", help="address of an OpenAI-compatible server, such as http://127.0.0.1:8000")
+    parser.add_argument("url", nargs="?", default="", metavar="URL",
+                        help="address of an OpenAI-compatible server, such as http://127.0.0.1:8000; also: --base-url")
+    parser.add_argument("--base-url", default="", help=argparse.SUPPRESS)        # as in `vllm bench serve`
     parser.add_argument("--model", default="", help="the served model's name (default: the first that the server lists)")
     parser.add_argument("--backend", choices=BACKENDS, help="default: completions; chat if the prompts are messages or turns")
     parser.add_argument("--endpoint", help="path, if it is neither /v1/chat/completions nor /v1/completions")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: the variable OPENAI_API_KEY")
     parser.add_argument("--header", nargs="+", default=[], metavar="NAME=VALUE", help="additional HTTP headers")
     parser.add_argument("--insecure", action="store_true", help="do not verify the server's certificate")
     parser.add_argument("--extra-body", default="{}", metavar="JSON", help="additional fields of every request")
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        help="latency objectives in milliseconds, such as ttft:500,tpot:50; adds goodput")
     group.add_argument("--num-warmups", type=int, default=WARM_UPS, help=f"requests before the timed ones (default: {WARM_UPS})")
     group.add_argument("--first-pass", action="store_true",
-                       help="run each setting once before its warm-up too: what users meet after a deploy")
+                       help="also measure a first run before each warm-up, as after a restart of the server")
     group.add_argument("--repeats", type=int, default=1,
                        help="runs of each setting; with several, figures are medians with P10 and P90")
     group.add_argument("--max-failed", default="10%", metavar="SHARE",
@@ -193,8 +195,16 @@ class Plan:
         return list(zip(times, self.conversations(source, seed), strict=False))
 
 
+def _address(args: argparse.Namespace) -> str:
+    found = str(args.url or args.base_url)
+    if not found:
+        raise ConfigError("give the address of a server: ridgeline bench serve http://127.0.0.1:8000")
+    return found
+
+
 def plan(args: argparse.Namespace) -> Plan:
     """The options, checked: one line says what is wrong before anything is sent."""
+    args.url = _address(args)
     dataset = DATASETS[args.dataset_name] if args.dataset_name else "custom" if args.dataset_path else "random"
     _check_options(args, dataset)
     duration = 60 * args.sustain if args.sustain is not None else args.duration

@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench comm`, without torch: a mistake in them is told at once. collectives runs it."""
+"""Options of `ridgeline bench comm`, without torch, so that a mistake is reported at once. collectives runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench grammar`, without torch: a mistake in them is told at once. grammar runs it."""
+"""Options of `ridgeline bench grammar`, without torch, so that a mistake is reported at once. grammar runs it."""
 
 from __future__ import annotations
 

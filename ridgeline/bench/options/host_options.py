@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench host`, without torch: a mistake in them is told at once. host runs it."""
+"""Options of `ridgeline bench host`, without torch, so that a mistake is reported at once. host runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench idle`, without torch: a mistake in them is told at once. idle runs it."""
+"""Options of `ridgeline bench idle`, without torch, so that a mistake is reported at once. idle runs it."""
 
 from __future__ import annotations
 

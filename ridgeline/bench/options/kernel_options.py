@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench kernel`, without torch: a mistake in them is told at once. kernel runs it."""
+"""Options of `ridgeline bench kernel`, without torch, so that a mistake is reported at once. kernel runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench offline`, without torch: a mistake in them is told at once. offline runs it."""
+"""Options of `ridgeline bench offline`, without torch, so that a mistake is reported at once. offline runs it."""
 
 from __future__ import annotations
 

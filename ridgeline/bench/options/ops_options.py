@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench ops`, without torch: a mistake in them is told at once. ops runs it."""
+"""Options of `ridgeline bench ops`, without torch, so that a mistake is reported at once. ops runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `ridgeline bench studies`, without torch: a mistake in them is told at once. studies runs it."""
+"""Options of `ridgeline bench studies`, without torch, so that a mistake is reported at once. studies runs it."""
 
 from __future__ import annotations
 

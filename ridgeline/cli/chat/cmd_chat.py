@@ -6,6 +6,7 @@ The model runs in a process of its own, or in a server that is already running (
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ridgeline.cli.chat.conversation import Conversation
 from ridgeline.cli.chat.local_model import LocalModel
@@ -19,6 +20,9 @@ from ridgeline.sampling_params import SamplingParams
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    parser.usage = "%(prog)s [MODEL] [PROMPT] [options]"
+    parser.add_argument("message", nargs="?", default="", metavar="PROMPT", help="answer this message and end; also: --prompt")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help=argparse.SUPPRESS)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     parser.add_argument("--url", default="", metavar="URL",
                         help="talk to a running OpenAI-compatible server, such as http://127.0.0.1:8000, no model is loaded; "
@@ -31,12 +35,15 @@ def run(args: argparse.Namespace) -> None:
     quiet_by_default()                                   # the log shares the terminal with the conversation
     given = sampling_given(args)
     SamplingParams(**given)                              # a wrong value fails before anything is loaded
+    prompt = args.message or args.prompt
+    if not prompt and len(args.model.split()) > 1 and not Path(args.model).exists():     # `ridgeline chat 'Why is the sky blue?'`
+        args.model, prompt = "", args.model
     if args.url:
-        Conversation(RemoteModel(args.url, args.model), given, args.system).run()
+        Conversation(RemoteModel(args.url, args.model), given, args.system).run(prompt)
         return
     config = engine_config(args)
     require_model(config)
     with LocalModel(config) as model:
         conversation = Conversation(model, given, args.system)
         model.load(conversation.beginning())
-        conversation.run()
+        conversation.run(prompt)

@@ -46,7 +46,14 @@ class Conversation:
     def beginning(self) -> list[Message]:
         return [{"role": "system", "content": self._system}] if self._system else []
 
-    def run(self) -> None:
+    def run(self, prompt: str = "") -> None:
+        """With a prompt: its answer alone, and nothing is read."""
+        if prompt:
+            self._interactive = False
+            self._reply(prompt)
+            if not self._messages:                       # refused, and said so
+                sys.exit(2)
+            return
         if not self._interactive:
             self._converse()
             return

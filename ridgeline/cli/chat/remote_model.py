@@ -101,7 +101,7 @@ class RemoteModel:
             return connection, answer
         try:
             if answer.status in (401, 403):
-                raise ConfigError(f"{self._address} wants an API key: set {_KEYS[0]}")
+                raise ConfigError(f"{self._address} needs an API key: set {_KEYS[0]}")
             raise RequestError(_message(_json(answer.read(65536))))
         except (OSError, http.client.HTTPException, ValueError):
             raise RequestError(f"{self._address}{path} answered with status {answer.status}") from None

@@ -183,7 +183,7 @@ class EngineChild:
             self._bad_frames += 1
             logger.warning("dropped a frame from the engine (%d so far): %s", self._bad_frames, error)
         except Exception:                                # the messages after it must still be read
-            logger.exception("a message from the engine could not be taken in")
+            logger.exception("a message from the engine could not be handled")
         return True
 
     def _watch_for_end(self, undo: ExitStack) -> None:

@@ -183,7 +183,7 @@ class Supervisor:
                     self.die(type(lost)(f"{lost}{often}"))
                     return
                 waiting = self._listener.num_waiting()
-                logger.error("%s is lost (%s): restarting; %d open requests will resume", self.name, lost, waiting)
+                logger.error("%s stopped (%s) and is restarted; %d open requests will resume", self.name, lost, waiting)
                 await process.stop(at_once=True)
                 await asyncio.sleep(delay)
                 try:

@@ -49,7 +49,7 @@ def make_drafter(config: ResolvedConfig) -> Drafter:
     if not asked.on:
         return NoDrafter()
     if config.options.execution.deterministic and config.device != "cpu":
-        logger.warning("deterministic: no drafts on a GPU, whose attention cuts the keys of a row with drafts in another way")
+        logger.warning("deterministic: no drafts on a GPU, whose attention kernel splits the KV of a row with drafts differently")
         return NoDrafter()
     proposers: list[Proposer] = [MAKE[name](asked) for name in asked.methods if name in MAKE]
     if config.draft is not None:

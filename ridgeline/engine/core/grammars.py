@@ -157,7 +157,7 @@ class Grammars:
         if self._vocabulary is None or self._backend is None:
             self._vocabulary = self._load_vocabulary()
             if self._is_closed:                          # it may have waited; an engine that starts again has other grammars
-                raise EngineDead("the engine that wanted grammars was closed")
+                raise EngineDead("the engine that needed this grammar was closed")
             self._backend = make_backend(self._name, self._vocabulary)
             thread_steps_back()                          # not before: on a busy machine loading would take ten times as long
         return self._backend

@@ -45,8 +45,8 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, folder: Path = Pat
 def placements(config: EngineConfig, gpus: list[str], environment: Mapping[str, str] = os.environ) -> list[Placement]:
     """One for each engine. ConfigError where they are more than the machine can use."""
     if config.parallel.distributed_executor_backend == "ray":
-        raise ConfigError("data_parallel_size has engines on this machine, and ray places ranks on others: start one server for "
-                          "each engine, and `ridgeline route` in front of them")
+        raise ConfigError("data_parallel_size starts engines on this machine only, but ray places ranks on other machines: start "
+                          "one server for each engine, and `ridgeline route` in front of them")
     engines, ranks = config.parallel.data_parallel_size, config.parallel.num_ranks
     if config.model.device == "cpu" or not gpus:
         _require_room(engines, max(MOST_SHARING, cpu_count()), f"{cpu_count()} CPU cores")

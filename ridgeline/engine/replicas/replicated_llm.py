@@ -207,7 +207,7 @@ class ReplicatedLLM(AsyncLLM):
         if moved:
             replica.num_moved += moved
             self.num_moved += moved
-            logger.warning("engine %d is lost: %d of its requests go on in other engines", replica.number, moved)
+            logger.warning("engine %d stopped: %d of its requests continue in other engines", replica.number, moved)
 
     def _combine(self) -> None:
         """What all engines have together, once all of them have been ready."""

@@ -1,5 +1,5 @@
-"""Which dialect a checkpoint speaks: from config.json to its Quantisation. What is not known is refused by name, before a weight
-is read. No torch.
+"""Which quantisation format a checkpoint has: from config.json to its Quantisation. What is not known is refused by name,
+before a weight is read. No torch.
 
 The headers of the weight files say what configs leave open: the dtype of scales, and whether inputs are reordered.
 """

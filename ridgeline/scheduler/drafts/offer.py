@@ -1,4 +1,4 @@
-"""What a proposer offers for one row: a chain of drafts, and how much speaks for them.
+"""What a proposer offers for one row: a chain of drafts, and how likely they are.
 
 A proposer never decides how many drafts are verified: the controller does (drafting.py), from counted acceptances. And it never
 changes an answer: a draft counts only where it equals the token that the model samples at its position.

@@ -80,7 +80,7 @@ def _lines(file: Path) -> list[str]:
     text = read_text(file, MAX_FILE_BYTES, "api_key_file")
     with suppress(OSError):
         if file.stat().st_mode & 0o077:
-            logger.warning("%s can be read by other users; chmod 600 keeps its keys yours", file)
+            logger.warning("%s can be read by other users; run chmod 600 on it", file)
     keys = [line.strip() for line in text.splitlines()]
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:

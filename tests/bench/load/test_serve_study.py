@@ -14,6 +14,7 @@ import pytest
 from ridgeline.bench.load import serve_options, server_check
 from ridgeline.bench.load.prompts import common_words
 from ridgeline.bench.workload.shapes import SHAPES
+from ridgeline.errors import ConfigError
 from ridgeline.text.tokenizer import Tokenizer
 
 FILE = Path(__file__).parents[3] / "benchmarks/studies/serve/run.py"
@@ -109,3 +110,12 @@ def test_what_there_is_no_time_for_is_left_out(study: ModuleType, tmp_path: Path
     assert study.measure(load, "http://127.0.0.1:1", tmp_path / "x.json", 0.0) == study.LEFT_OUT
     with pytest.raises(SystemExit, match="no such load: never"):
         study.main(["--directory", str(tmp_path), "--only", "never"])
+
+
+def test_the_address_may_be_given_as_vllm_does() -> None:
+    parser = argparse.ArgumentParser()
+    serve_options.add_arguments(parser)
+    for words in (["http://127.0.0.1:1"], ["--base-url", "http://127.0.0.1:1"]):
+        assert serve_options.plan(parser.parse_args(words)).args.url == "http://127.0.0.1:1"
+    with pytest.raises(ConfigError, match="give the address of a server: ridgeline bench serve http"):
+        serve_options.plan(parser.parse_args([]))

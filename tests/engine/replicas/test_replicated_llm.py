@@ -232,7 +232,7 @@ def test_while_one_restarts_the_others_take_everything(
         llm.engines[0].free_blocks = 10
         children[0].die()
         await settle()
-        assert "engine 0 is lost (it was killed)" in caplog.text
+        assert "engine 0 stopped (it was killed)" in caplog.text
         assert [each.kv_used is None for each in fleet(llm).rows] == [True, False, False]     # its cache is gone
         assert [each.state for each in llm.engines] == ["restarting", "ok", "ok"] and llm.state == "ok" and llm.is_alive
         streams = [await ask(llm, number) for number in range(4)]

@@ -1,28 +1,14 @@
 """Options of vLLM and llama.cpp: which of ours means the same, which change nothing here, which are refused and why.
 
-One table for `LLM(...)` and the command line, so that both give the same answer. Names are written as in Python; a name that
-ends in "=" takes a value on the command line, one without it is a switch.
+Names are written as in Python; a name that ends in "=" takes a value on the command line, one without it is a switch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
-
-
-@dataclass(frozen=True, slots=True)
-class KnownOption:
-    """An option that another engine has and this one has not."""
-
-    kind: Literal["same", "ignored", "refused"]
-    says: str                        # same: our name; ignored: why it changes nothing; refused: why, and what to do instead
-    takes_value: bool
-    neutral: tuple[Any, ...] = ()    # refused: values that ask for nothing, besides None
-
+from typing import Any
 
 # Another engine's name -> ours. A name of ours that a command does not have is refused by that command.
-_SAME = """
+SAME = """
 guided_decoding_backend= structured_outputs_backend  hf_repo= model  model_path= model
 ctx_size= max_model_len  parallel= max_num_seqs  batch_size= max_num_batched_tokens  alias= served_model_name
 chat_template_file= chat_template  timeout= request_timeout  ssl_key_file= ssl_keyfile  ssl_cert_file= ssl_certfile
@@ -32,24 +18,24 @@ model_draft= speculative_config  spec_draft_model= speculative_config  hf_repo_d
 spec_draft_hf= speculative_config  speculative_model= speculative_config  spec_model= speculative_config
 """
 
-_LOGS = "prompts are never logged; --access-log FILE has a line for every request"
-_INTERNAL = "it is about the other engine's internals"
-_NO_LORA = "LoRA adapters are not applied at run time"
-_NO_MEDIA = "prompts are text only"
-_DRAFT = "drafts are switched by --speculative-config, and how many are verified is decided step by step"
-_NO_HEADS = "drafts are switched by --speculative-config, and no trained head runs yet"
-_NO_EXPERTS = "experts stay on the ranks that --enable-expert-parallel gives them"
-_ONE_DEVICE = "all layers are on one device; --device cpu or cuda chooses it"
-_MEMORY = "memory is taken as the operating system gives it"
-_CORS = "--allowed-origins sends the headers that browsers need"
-_TEMPLATES = "chat templates are always Jinja, sandboxed"
-_METRICS = "/metrics always has the counters"
-_ONE_MACHINE = "--data-parallel-size has engines of one machine; `ridgeline route` is for several machines"
-_NO_PARALLEL = "ranks find each other, and divide the work evenly"
+LOGS = "prompts are never logged; --access-log FILE has a line for every request"
+INTERNAL = "it concerns internals of the other engine"
+NO_LORA = "LoRA adapters are not applied at run time"
+NO_MEDIA = "prompts are text only"
+DRAFT = "drafts are switched by --speculative-config, and how many are verified is decided step by step"
+NO_HEADS = "drafts are switched by --speculative-config, and no trained head runs yet"
+NO_EXPERTS = "experts stay on the ranks that --enable-expert-parallel gives them"
+ONE_DEVICE = "all layers are on one device; --device cpu or cuda chooses it"
+MEMORY = "files are read and memory is used in one way, which cannot be chosen"
+CORS = "--allowed-origins sends the headers that browsers need"
+TEMPLATES = "chat templates are always Jinja, sandboxed"
+METRICS = "/metrics always has the counters"
+ONE_MACHINE = "--data-parallel-size has engines of one machine; `ridgeline route` is for several machines"
+NO_PARALLEL = "ranks find each other, and divide the work evenly"
 
 # Why it changes nothing -> names.
-_IGNORED: dict[str, str] = {
-    _INTERNAL: """
+IGNORED: dict[str, str] = {
+    INTERNAL: """
         disable_cascade_attn max_seq_len_to_capture= compilation_config= use_v2_block_manager
         ray_workers_use_nsight optimization_level= performance_mode= kernel_config= additional_config= profiler_config=
         attention_backend= attention_config= moe_backend= linear_backend= mamba_backend= gdn_prefill_backend=
@@ -85,8 +71,8 @@ _IGNORED: dict[str, str] = {
     """,
     "the format of a template's content is found from the template": "chat_template_content_format=",
     "tools are left out of the prompt as the request asks": "exclude_tools_when_tool_choice_none",
-    _TEMPLATES: "jinja",
-    _LOGS: """
+    TEMPLATES: "jinja",
+    LOGS: """
         disable_log_requests enable_log_requests enable_log_outputs enable_log_deltas max_log_len= log_error_stack
         disable_uvicorn_access_log disable_access_log_for_endpoints= log_disable log_prefix log_timestamps
     """,
@@ -94,7 +80,7 @@ _IGNORED: dict[str, str] = {
         uvicorn_log_level= log_config_file= log_file= log_colors= verbose log_verbose verbosity= log_verbosity= color=
         enable_logging_iteration_details
     """,
-    _METRICS: """
+    METRICS: """
         disable_log_stats metrics enable_server_load_tracking enable_per_request_metrics kv_cache_metrics
         kv_cache_metrics_sample= cudagraph_metrics enable_mfu_metrics show_hidden_metrics_for_version=
         per_request_spec_decode_metrics
@@ -102,19 +88,19 @@ _IGNORED: dict[str, str] = {
     "--otlp-traces-endpoint always sends full traces": "collect_detailed_traces=",
     "usage always has prompt_tokens_details": "enable_prompt_tokens_details",
     "x-request-id is always sent": "enable_request_id_headers",
-    _CORS: "allow_credentials allowed_methods= allowed_headers= cors_methods= cors_headers= cors_credentials",
+    CORS: "allow_credentials allowed_methods= allowed_headers= cors_methods= cors_headers= cors_credentials",
     "/openapi.json is always there, and needs no network": "disable_fastapi_docs enable_offline_docs",
     "/tokenize and /detokenize are always there": "enable_tokenizer_info_endpoint",
     "there is one front-end process": "api_server_count=",
     "requests may ask for up to 20 logprobs": "max_logprobs=",
     "a bar is shown on a terminal": "use_tqdm_on_load",
     "names of models are looked up in the local cache only": "offline",
-    _NO_LORA: """
+    NO_LORA: """
         max_loras= max_lora_rank= lora_dtype= enable_tower_connector_lora max_cpu_loras= fully_sharded_loras
         lora_target_modules= default_mm_loras= specialize_active_lora enable_mixed_moe_lora_format
         enable_moe_shared_loras lora_extra_vocab_size= lora_init_without_apply
     """,
-    _NO_MEDIA: """
+    NO_MEDIA: """
         limit_mm_per_prompt= mm_processor_kwargs= allowed_local_media_path= allowed_media_domains= language_model_only
         media_io_kwargs= mm_processor_cache_gb= mm_processor_cache_type= mm_hasher_algorithm=
         mm_shm_cache_max_object_size_mb= mm_encoder_only mm_encoder_tp_mode= mm_encoder_attn_backend=
@@ -124,17 +110,17 @@ _IGNORED: dict[str, str] = {
         disable_chunked_mm_input mmproj_auto mmproj_offload image_min_tokens= image_max_tokens=
         mtmd_batch_max_tokens= media_path=
     """,
-    _NO_EXPERTS: """
+    NO_EXPERTS: """
         enable_ep_weight_filter all2all_backend= dbo_decode_token_threshold= dbo_prefill_token_threshold= eplb_config=
         expert_placement_strategy= cpu_moe n_cpu_moe=
     """,
-    _NO_PARALLEL: """
+    NO_PARALLEL: """
         master_addr= master_port= data_parallel_rpc_port= data_parallel_supervisor_port=
         dp_supervisor_probe_interval_s= dp_supervisor_probe_timeout_s= dp_supervisor_probe_failure_threshold=
         dcp_comm_backend= dcp_q_replicate dcp_kv_cache_interleave_size= cp_kv_cache_interleave_size=
         split_mode= tensor_split= main_gpu=
     """,
-    _DRAFT: """
+    DRAFT: """
         num_speculative_tokens= spec_tokens=
         spec_draft_threads= threads_draft= spec_draft_threads_batch= threads_batch_draft= spec_draft_cpu_mask=
         cpu_mask_draft= spec_draft_cpu_range= cpu_range_draft= spec_draft_cpu_strict= cpu_strict_draft= spec_draft_prio=
@@ -157,8 +143,8 @@ _IGNORED: dict[str, str] = {
     "paged attention kernels are always used": "flash_attn=",
     "continuous batching is always on; --batching static turns it off": "cont_batching",
     "the prefix cache does this; --no-enable-prefix-caching turns it off": "cache_prompt cache_ram=",
-    _MEMORY: "mlock mmap direct_io load_mode=",
-    _ONE_DEVICE: "gpu_layers= n_gpu_layers= override_tensor=",
+    MEMORY: "mlock mmap direct_io load_mode=",
+    ONE_DEVICE: "gpu_layers= n_gpu_layers= override_tensor=",
     "/metrics and /dashboard show the server's state": """
         props slots ui webui ui_config= webui_config= ui_config_file= webui_config_file=
     """,
@@ -167,17 +153,17 @@ _IGNORED: dict[str, str] = {
     """,
 }
 
-_PULL = "fetch it first with: ridgeline pull NAME"
-_NO_CODE = "no code is loaded by options"
-_PER_REQUEST = "send it with each request"
-_PROXY = "put a reverse proxy in front (docs/operations.md)"
+PULL = "fetch it first with: ridgeline pull NAME"
+NO_CODE = "no code is loaded by options"
+PER_REQUEST = "send it with each request"
+PROXY = "put a reverse proxy in front (docs/operations.md)"
 
 # (names, values that ask for nothing, why not and what to do instead)
-_REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
+REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("trust_remote_code", (False,), "Ridgeline never runs code from model directories; leave it out"),
     ("revision= code_revision= tokenizer_revision=", (), "`ridgeline pull NAME --revision REV` prints a directory; give that"),
     ("download_dir=", (), "set HF_HOME for `ridgeline pull`, or give a local directory"),
-    ("hf_token=", (), f"set the variable HF_TOKEN and {_PULL}"),
+    ("hf_token=", (), f"set the variable HF_TOKEN and {PULL}"),
     ("hf_file=", (), "write the file behind the repository: -hf REPO:FILE.gguf"),
     ("model_url= docker_repo=", (), "nothing is downloaded while serving; fetch the file and give its path"),
     ("hf_config_path= config_format=", ("auto", "hf"), "config.json is read from the model's directory"),
@@ -191,17 +177,17 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
      "this engine generates text; /v1/embeddings and /v1/score work beside it"),
     ("pooling= attention=", ("none", "last", "causal"), "embeddings come from the last token; send pooling with each request"),
     ("enable_lora lora_modules= lora= lora_scaled=", (False,),
-     f"{_NO_LORA}; merge the adapter into the weights first (peft: merge_and_unload)"),
+     f"{NO_LORA}; merge the adapter into the weights first (peft: merge_and_unload)"),
     ("control_vector= control_vector_scaled= control_vector_layer_range=", (), "control vectors are not applied"),
-    ("spec_method= spec_type= spec_default diffusion_config= mtp dflash eagle3", (), _NO_HEADS),
+    ("spec_method= spec_type= spec_default diffusion_config= mtp dflash eagle3", (), NO_HEADS),
     ("prefill_context_parallel_size=", (1,), "prompts are divided as contexts are: use --decode-context-parallel-size"),
     ("data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb enable_elastic_ep", (False,),
-     _ONE_MACHINE),
-    ("data_parallel_size_local= data_parallel_rank= data_parallel_start_rank= data_parallel_address=", (), _ONE_MACHINE),
-    ("data_parallel_backend=", ("mp",), _ONE_MACHINE),
+     ONE_MACHINE),
+    ("data_parallel_size_local= data_parallel_rank= data_parallel_start_rank= data_parallel_address=", (), ONE_MACHINE),
+    ("data_parallel_backend=", ("mp",), ONE_MACHINE),
     ("nnodes= node_rank= headless rpc= worker_use_ray", (0, 1, False),
      "one engine's ranks run on several machines with --distributed-executor-backend ray (docs/cluster.md)"),
-    ("enable_eplb enable_dbo", (False,), f"{_NO_EXPERTS}; leave it out"),
+    ("enable_eplb enable_dbo", (False,), f"{NO_EXPERTS}; leave it out"),
     ("device_ids=", (), "set CUDA_VISIBLE_DEVICES"),
     ("cpu_offload_gb= kv_offloading_size= offload_group_size= offload_num_in_group= offload_prefetch_step=", (0,),
      "weights and KV must fit into the device's memory; use a smaller model or fp8"),
@@ -213,35 +199,35 @@ _REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("cache_type_k= cache_type_v=", ("f16", "bf16", "f32"), "use --kv-cache-dtype fp8, int8 or k=FORMAT,v=FORMAT"),
     ("enable_sleep_mode sleep_idle_seconds=", (False, -1), "stop the server to free its memory"),
     ("enable_prompt_embeds enable_mm_embeds", (False,), "prompts are text or token ids"),
-    ("mmproj= mmproj_url= image= audio= video=", (), f"{_NO_MEDIA}: use a text model"),
+    ("mmproj= mmproj_url= image= audio= video=", (), f"{NO_MEDIA}: use a text model"),
     ("logits_processors= worker_cls= worker_extension_cls= scheduler_cls= middleware= tool_parser_plugin="
-     " reasoning_parser_plugin= io_processor_plugin=", ([], "", "auto"), f"{_NO_CODE}; leave it out"),
+     " reasoning_parser_plugin= io_processor_plugin=", ([], "", "auto"), f"{NO_CODE}; leave it out"),
     ("tool_server= tools= tools_runtime= mcp_servers_config= mcp_servers_json= agent ui_mcp_proxy webui_mcp_proxy", (False,),
      "the server calls no tools itself; the client runs them"),
     ("logprobs_mode=", ("raw_logprobs",), "logprobs are those of the raw logits"),
     ("trust_request_chat_template", (False,), "requests bring no chat template; use --chat-template"),
-    ("return_tokens_as_token_ids", (False,), f"{_PER_REQUEST}: return_tokens_as_token_ids"),
+    ("return_tokens_as_token_ids", (False,), f"{PER_REQUEST}: return_tokens_as_token_ids"),
     ("return_sampling_mask enable_return_routed_experts", (False,), "leave it out"),
-    ("default_chat_template_kwargs= chat_template_kwargs=", ({}, "{}"), f"{_PER_REQUEST}: chat_template_kwargs"),
-    ("reasoning_effort= reasoning_budget= reasoning_budget_message=", (-1,), f"{_PER_REQUEST}: reasoning_effort"),
+    ("default_chat_template_kwargs= chat_template_kwargs=", ({}, "{}"), f"{PER_REQUEST}: chat_template_kwargs"),
+    ("reasoning_effort= reasoning_budget= reasoning_budget_message=", (-1,), f"{PER_REQUEST}: reasoning_effort"),
     ("response_role=", ("assistant",), "answers have the role assistant"),
-    ("grammar= grammar_file= json_schema= json_schema_file=", (), f"{_PER_REQUEST}: structured_outputs or response_format"),
-    ("logit_bias= reverse_prompt= ignore_eos", (False,), f"{_PER_REQUEST}: logit_bias, stop, ignore_eos"),
-    ("presence_penalty= frequency_penalty= typical= typical_p=", (0, 1), _PER_REQUEST),
-    ("repeat_last_n=", (), "penalties look at the whole answer and prompt"),
+    ("grammar= grammar_file= json_schema= json_schema_file=", (), f"{PER_REQUEST}: structured_outputs or response_format"),
+    ("logit_bias= reverse_prompt= ignore_eos", (False,), f"{PER_REQUEST}: logit_bias, stop, ignore_eos"),
+    ("presence_penalty= frequency_penalty= typical= typical_p=", (0, 1), PER_REQUEST),
+    ("repeat_last_n=", (), "penalties cover the whole prompt and answer"),
     ("top_nsigma= top_n_sigma= xtc_probability= xtc_threshold= dry_multiplier= dry_base= dry_allowed_length="
      " dry_penalty_last_n= dry_sequence_breaker= adaptive_target= adaptive_decay= dynatemp_range= dynatemp_exp="
      " mirostat= mirostat_lr= mirostat_ent=", (0,), "there are temperature, top_k, top_p, min_p and typical_p"),
-    ("uds=", (), f"the server listens on TCP; {_PROXY}"),
+    ("uds=", (), f"the server listens on TCP; {PROXY}"),
     ("ssl_ca_certs= ssl_cert_reqs= ssl_ciphers= enable_ssl_refresh", (0, False),
-     f"TLS has a certificate and a key only; {_PROXY}"),
+     f"TLS has a certificate and a key only; {PROXY}"),
     ("grpc", (False,), "the server speaks HTTP"),
     ("path=", (), "the server serves no files"),
     ("slot_save_path=", (), "the prefix cache lives in memory"),
     ("models_dir= models_preset= models_max= models_autoload", (), "one server serves one model; start another on another port"),
     ("context_shift", (False,), "an answer ends at --max-model-len"),
     ("prompt= file= binary_file= in_file= system_prompt_file= conversation single_turn interactive interactive_first", (False,),
-     "pipe messages into `ridgeline chat`, or use `ridgeline generate` for a file of prompts"),
+     "`ridgeline chat MODEL PROMPT` answers one, `ridgeline generate` a file of prompts"),
     ("cache_list", (), "use `ridgeline list`"),
     ("completion_bash", (), "use `ridgeline completion bash`"),
     ("output= output_file=", (), "`ridgeline generate` writes answers to a file"),
@@ -277,36 +263,3 @@ SHORT: dict[str, str] = dict(
     -cl=cache_list -o=output -ptc=print_token_count -Cbd=cpu_mask_batch_draft -Crbd=cpu_range_batch_draft
     """.split()
 )
-
-
-def _named(names: str) -> Iterator[tuple[str, bool]]:
-    for name in names.split():
-        yield name.removesuffix("="), name.endswith("=")
-
-
-def _table() -> dict[str, KnownOption]:
-    words = _SAME.split()
-    made = {
-        theirs.removesuffix("="): KnownOption("same", ours, theirs.endswith("="))
-        for theirs, ours in zip(words[::2], words[1::2], strict=True)
-    }
-    for says, names in _IGNORED.items():
-        made |= {name: KnownOption("ignored", says, takes) for name, takes in _named(names)}
-    for names, neutral, says in _REFUSED:
-        made |= {name: KnownOption("refused", says, takes, neutral) for name, takes in _named(names)}
-    return made
-
-
-KNOWN = _table()
-
-
-def known_option(name: str) -> KnownOption | None:
-    """By its name in Python. A member of a group (`compilation_config.mode`) is its group."""
-    return KNOWN.get(name) or KNOWN.get(name.partition(".")[0])
-
-
-def asks_for_nothing(known: KnownOption, value: Any) -> bool:
-    """Whether a refused option has a value that changes nothing; values of the command line are texts."""
-    if value is None or any(value is each or (type(value) is type(each) and value == each) for each in known.neutral):
-        return True
-    return isinstance(value, (str, float)) and str(value).lower() in {str(each).lower() for each in known.neutral}

@@ -1,0 +1,57 @@
+"""Names of vLLM's Python API that are not here: classes, methods of LLM, and their arguments, with what to use instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_OPTIONS = "options are arguments of LLM() and AsyncLLM()"
+
+CLASSES = {
+    "AsyncLLMEngine": "use AsyncLLM(model, **options); its generate() streams",
+    "LLMEngine": "use LLM(model, **options), or AsyncLLM, which streams",
+    "EngineArgs": _OPTIONS,
+    "AsyncEngineArgs": _OPTIONS,
+    "PoolingParams": "use LLM.embed(prompts, pooling=..., normalize=...)",
+    "ModelRegistry": "a model family is one file in ridgeline/models/families",
+    "BeamSearchParams": "there is no beam search; ask for n answers",
+    "GuidedDecodingParams": "use StructuredOutputsParams",
+}
+
+METHODS = {
+    "encode": "use embed for vectors, or get_tokenizer().encode for token ids",
+    "classify": "there are no classifiers; use score, or choice in structured_outputs",
+    "reward": "there are no reward models; use score",
+    "beam_search": "there is no beam search; ask for n answers",
+    "sleep": "close() frees the memory",
+    "wake_up": "close() frees the memory, and a new LLM loads again",
+    "shutdown": "use close()",
+    "start_profile": "use `ridgeline diagnose`",
+    "stop_profile": "use `ridgeline diagnose`",
+    "apply_model": "no code runs inside the workers",
+    "collective_rpc": "no code runs inside the workers",
+    "llm_engine": "the engine is `core`, which has none of vLLM's attributes",
+    "model_config": "load the model's config.json",
+    "get_metrics": "a server has them at /metrics",
+    "set_tokenizer": "give LLM() the option tokenizer",
+    "preprocess_chat": "get_tokenizer().apply_chat_template renders messages",
+}
+
+# Argument of a method -> values that ask for nothing, and what to use instead.
+_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prompt_token_ids": ((), 'give {"prompt_token_ids": [...]} as a prompt'),
+    "chat_template_content_format": (("auto", "string", "openai"), "the format is found from the template"),
+    "mm_processor_kwargs": (({},), "prompts are text only"),
+    "tokenization_kwargs": (({},), "give token ids, or use truncate_prompt_tokens in SamplingParams"),
+    "pooling_params": ((), "use the arguments pooling and normalize of embed"),
+    "truncate_prompt_tokens": ((), "use truncate_prompt_tokens in SamplingParams, or shorten the texts"),
+    "guided_options_request": ((), "use structured_outputs in SamplingParams"),
+    "prompt_adapter_request": ((), "adapters are not applied at run time"),
+}
+
+
+def require_neutral(method: str, given: dict[str, Any]) -> None:
+    """TypeError for an argument that the method does not have, unless it asks for nothing."""
+    for name, value in given.items():
+        neutral, instead = _ARGUMENTS.get(name, ((), ""))
+        if name not in _ARGUMENTS or (value is not None and value not in neutral):
+            raise TypeError(f"LLM.{method}() has no argument {name!r}" + (f": {instead}" if instead else ""))
