@@ -262,6 +262,14 @@ def test_a_body_that_waits_for_leave_gets_it(server: ScriptedServer) -> None:
 
 
 @pytest.mark.reliability("H-08e")
+def test_http_1_0_has_no_leave_to_give(server: ScriptedServer) -> None:
+    """A client of that time takes the first head for the answer's."""
+    head, body = request(CHAT, "1.0", "Expect: 100-continue")
+    answer = exchange(server, head + body)
+    assert answer.startswith(b"HTTP/1.1 200 OK") and TEXT.encode() in answer
+
+
+@pytest.mark.reliability("H-08e")
 def test_a_body_in_chunks_of_a_byte(server: ScriptedServer) -> None:
     head, body = request(CHAT, "1.1", "Transfer-Encoding: chunked", "Connection: close")
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
