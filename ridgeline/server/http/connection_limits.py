@@ -310,7 +310,6 @@ class LimitedProtocol(HttpToolsProtocol):
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1") or (version == "1.0" and self._arriving.is_coded):
             self._stop(400, "the request must be HTTP/1.1, or HTTP/1.0 without transfer codings")
-        self.expect_100_continue &= version != "1.0"              # such a client would take the 100 for its answer
         most = self.options.max_connections
         if self._is_beyond and len(self.connections) > most and not self.url.startswith(PROBED):
             self._stop(503, f"all {most} connections of this server are in use; try again later")
@@ -325,6 +324,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
             scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
+            self.cycle.waiting_for_100_continue &= version != "1.0"      # such a client would take the 100 for its answer
             if not self.cycle.keep_alive:
                 cast(Any, self.cycle).send = LastAnswer(self.cycle, version == "1.0", self._is_arriving, self._drop_the_rest)
 
