@@ -74,7 +74,9 @@ async def beside(llm: AsyncLLM, path: str, work: Coroutine[Any, Any, None]) -> N
             while line := await reader.readline():
                 writer.write(_encode(await obey(llm, line)) + b"\n")
                 await writer.drain()
-        except (ValueError, ConnectionError, asyncio.CancelledError):    # a line that is too long, a lost client, the server's end
+        except (ValueError, ConnectionError):            # a line that is too long, or a lost client
+            pass
+        except asyncio.CancelledError:                   # the server ends; asyncio would log a traceback
             pass
         finally:
             writer.close()
