@@ -76,7 +76,7 @@ def _decoded(kind: type[T], body: bytes, strict: bool) -> T:
 
 
 def json_fault(error: Exception, body: bytes) -> str:
-    """What is wrong with it. Clients in JavaScript cut texts inside an emoji; near the body's end the decoder calls it truncated."""
+    """What is wrong with it. Clients in JavaScript cut texts inside an emoji; at the end the decoder calls that truncated."""
     said = str(error)
     if "surrogate" in said or (said == "Input data was truncated" and body.rstrip().endswith(b"}") and _HIGH_HALF.search(body)):
         return "a text has half of a character, such as \\ud83d without its other half: it was cut inside an emoji or the like"
