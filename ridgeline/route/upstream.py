@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httptools
 
@@ -27,6 +27,7 @@ MOST_IDLE = 64                       # connections kept for the next request
 HIGH_WATER = 256 * 1024              # bytes that wait here for a slow client before the replica is made to wait
 MOST_HEAD = 256 * 1024               # bytes that come without any of a body: headers, trailers, chunk extensions
 MOST_HEADERS = 100                   # a client that gets more refuses the answer, and does not say whose fault it is
+_IN_PATHS = "/:@!$&'()*+,;=~"        # and letters, digits, "_.-": what a path has as it is
 PIECE = 256 * 1024                   # bytes of a body that are written at once: all of 16 MB would hold up the event loop
 
 
@@ -220,7 +221,7 @@ class Upstream:
             raise ConfigError("the address of a replica must not contain a password: the list of processes shows it")
         self._address = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._base = quote(parts.path, safe=_IN_PATHS + "%").rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
         self._head = f"host: {parts.netloc}\r\n".encode("latin-1")
         self.key = key.encode()
@@ -266,7 +267,8 @@ class Upstream:
             lines.append(b"authorization: Bearer " + self.key + b"\r\n")
         if method != "GET":
             lines.append(b"content-length: %d\r\n" % len(body))
-        start = f"{method} {self._base}{path} HTTP/1.1\r\n".encode("latin-1")
+        # A path comes decoded: what was %0D%0A in it would end the line, and begin a request with the router's own key.
+        start = f"{method} {self._base}{quote(path, safe=_IN_PATHS)} HTTP/1.1\r\n".encode("ascii")
         return b"".join([start, self._head, *lines, b"\r\n"])
 
     async def _answered(self, head: bytes, body: bytes) -> Answer:

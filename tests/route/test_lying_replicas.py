@@ -60,6 +60,7 @@ def test_what_no_client_could_read_is_a_failure_of_its_replica(
     routed(test, Scripted(sent))
 
 
+@pytest.mark.reliability("H-03b")
 def test_of_two_answers_to_one_request_the_client_gets_the_first() -> None:
     async def test(router: Router, *replicas: FakeReplica) -> None:
         first = await router.ask(ASKED)
