@@ -215,7 +215,8 @@ class Upstream:
             port = parts.port
         except ValueError:                               # half an IPv6 address, or a port that is none
             parts, port = urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        is_plain = parts.netloc.isascii() and not parts.query and not parts.fragment
+        if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
             raise ConfigError(f"{url!r} is not the address of a server, such as http://10.0.0.1:8000")
         if parts.username or parts.password:
             raise ConfigError("the address of a replica must not contain a password: the list of processes shows it")
