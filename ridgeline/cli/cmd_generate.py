@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"max_tokens": 256}
 RECORD_START = b'{"id":'             # of every line this command writes
+_BEGUN = re.compile(rb'\{"id":(?:-?\d*|"[^"\\]*(?:\\.[^"\\]*)*(?:\\|")?)')      # its id, or a part of it
+_AFTER_ID = b',"outputs":', b',"error":'
 MOST_LINE = 64 * 2**20               # bytes of INPUT
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _OTHERS = {"id", "cache_salt", "priority"}
@@ -62,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     require_model(config)
     try:
         total = count_lines(args.input)
+        if args.output.is_file() and args.output.samefile(args.input):
+            raise ConfigError(f"{args.output} is both INPUT and OUTPUT; give another OUTPUT")
         done = finished_ids(args.output)
         checked_model(config)                            # before OUTPUT is made
         source, target = args.input.open("rb"), args.output.open("ab")
@@ -107,9 +112,11 @@ class Line:
 
 
 class WrittenRecord(msgspec.Struct):
-    """What is read of a line of OUTPUT; no objects are made of the rest."""
+    """What is read of a line of OUTPUT; no objects are made of the rest. One of `outputs` and `error` is there."""
 
     id: RecordId
+    outputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    error: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def count_lines(path: Path) -> int:
@@ -158,14 +165,23 @@ def finished_ids(path: Path) -> set[RecordId]:
             whole = text.endswith(b"\n")
             try:
                 if whole:
-                    done.add(msgspec.json.decode(text, type=WrittenRecord).id)
+                    record = msgspec.json.decode(text, type=WrittenRecord)
+                    is_ours = msgspec.UNSET in (record.outputs, record.error) and record.outputs is not record.error
+                    done.add(record.id)
             except (ValueError, RecursionError):
                 is_ours = False
-            if not is_ours:
+            if not is_ours or not (whole or is_begun_record(text)):
                 raise ConfigError(f"{path}, line {number} was not written by this command; give another OUTPUT")
             end += len(text) if whole else 0
         file.truncate(end)
     return done
+
+
+def is_begun_record(text: bytes) -> bool:
+    """Whether this command can have written it before it was stopped: the last line of a file of prompts is not to be cut off."""
+    begun = _BEGUN.match(text)
+    rest = text[begun.end() :] if begun else b""
+    return begun is None or any(each.startswith(rest) or rest.startswith(each) for each in _AFTER_ID)
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------

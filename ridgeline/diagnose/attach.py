@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ridgeline.bench.load.http_client import bearer
 from ridgeline.bench.load.latency import Slo
 from ridgeline.errors import ConfigError, one_line
 from ridgeline.gpus.clocks import Clocks, shown
@@ -111,7 +112,7 @@ def _attach(url: str, seconds: float, slo: Slo | None, key: str, progress: Calla
 
 
 def _get(url: str, path: str, key: str) -> bytes:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    headers = bearer(key)
     try:
         with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=_TIMEOUT) as answer:
             content = bytes(answer.read(_MOST_BYTES + 1))

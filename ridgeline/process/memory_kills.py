@@ -14,8 +14,15 @@ from pathlib import Path
 from ridgeline.process.platform import is_address_space_limited
 
 OUT_OF_MEMORY = errno.ENOMEM         # the exit code of a child that had no memory left to say so
+OUT_OF_THREADS = errno.EAGAIN        # and of one that could start no thread
+NO_THREAD = "could start no further thread; raise `ulimit -u`, or `ulimit -v`"
 _LESS = "use a smaller model, a smaller max_model_len or kv_cache_memory_bytes, or end other programs"
 _COUNTERS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))
+
+
+def is_out_of_threads(error: BaseException) -> bool:
+    """Python has no class of its own for it."""
+    return isinstance(error, RuntimeError) and "start new thread" in str(error)
 
 
 class OutOfMemoryKills:
@@ -29,6 +36,8 @@ class OutOfMemoryKills:
         """For its exit code, as subprocess gives it."""
         if code == OUT_OF_MEMORY:
             return f"ran out of memory: {_LESS}"
+        if code == OUT_OF_THREADS:
+            return NO_THREAD
         if code >= 0:
             return f"ended with code {code}"
         number = -code

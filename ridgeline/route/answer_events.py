@@ -21,6 +21,7 @@ _encode = msgspec.json.Encoder().encode
 MOST_READ = 2**20                    # bytes of an event that is read: a decoder holds Python's lock for 4 ms with these
 MOST_HELD = 64 * 2**20               # bytes of begun events of all streams, above which only short events are read
 MOST_TEXT = 4 * 2**20                # characters of an answer that are kept to continue it
+MOST_TOKENS = 2**31                  # of a prompt or an answer: a larger count is not believed
 _DONE = b"[DONE]"
 _END = re.compile(rb"\n\r?\n")       # of an event: an empty line
 _GONE = ("engine_not_available", "try_again", 503)
@@ -119,13 +120,16 @@ def content_of(data: bytes) -> Any:
 def usage_of(content: Any) -> Usage | None:
     """The usage of an answer or an event, in OpenAI's shape."""
     usage = content.get("usage") if isinstance(content, dict) else None
-    if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
+    if not isinstance(usage, dict) or (prompt := _count(usage.get("prompt_tokens"))) is None:
         return None
     details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    completion = usage.get("completion_tokens")
-    return Usage(usage["prompt_tokens"], completion if isinstance(completion, int) else 0,
-                 cached if isinstance(cached, int) else None)
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    return Usage(prompt, _count(usage.get("completion_tokens")) or 0, cached)
+
+
+def _count(given: Any) -> int | None:
+    """Nothing that would let a counter go back, or spoil the times that are learned for all replicas."""
+    return given if type(given) is int and 0 <= given <= MOST_TOKENS else None
 
 
 class AnswerEvents:

@@ -143,7 +143,9 @@ class Delivery:
         await self.end_with_error(400, message, "invalid_request_error", "answer_too_large")
 
     async def _refused(self, replica: Replica, answer: Answer) -> None:
-        self._refusal = answer.status, answer.headers, await answer.body(MOST_ANSWER)
+        # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
+        headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
+        self._refusal = answer.status, headers, await answer.body(MOST_ANSWER)
         if answer.status not in _BUSY:
             replica.fail(f"it answers {answer.status}")
         elif not self._request.has_deadline:
@@ -220,7 +222,11 @@ class Delivery:
         await send_part(self._send, body)
 
     def _headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        passed = [each for each in headers if each[0] not in _NOT_PASSED and not each[0].startswith(b"access-control-")]
+        named = {each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")}
+        passed = [
+            each for each in headers
+            if each[0] not in _NOT_PASSED and each[0] not in named and not each[0].startswith(b"access-control-")
+        ]
         return [*passed, (b"x-request-id", self._request.request_id)]
 
 

@@ -11,6 +11,7 @@ import msgspec
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
 from ridgeline.errors import BadRequest
 from ridgeline.route.prompt_text import prompt_of
+from ridgeline.server.http.body import json_fault
 from ridgeline.server.http.gate import TTFT_HEADER, caller_of, request_id
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.json_size import check_size
@@ -58,7 +59,7 @@ def forwarded(scope: Scope, body: bytes, has_keys: bool) -> ForwardedRequest:
     try:
         request = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {str(error)[:200]}") from None
+        raise BadRequest(f"the body is not JSON: {json_fault(error, body)[:200]}") from None
     if not isinstance(request, dict):
         raise BadRequest("the body must be a JSON object")
     counted = path in COUNTED_PATHS

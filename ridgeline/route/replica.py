@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ridgeline.engine.replicas.replica_load import ReplicaLoad
 from ridgeline.process.log import get_logger
@@ -84,19 +84,30 @@ class Replica:
         try:
             async with asyncio.timeout(seconds), self.upstream.ask("GET", "/health") as answer:
                 await answer.body(2**20)
-                if answer.status == 503:                 # it loads or stops, and says so: down at once, and no back-off
-                    self.failed = self._most_failures - 1
-                if answer.status >= 500:
-                    raise ReplicaFailure(f"/health answers {answer.status}")
-        except TimeoutError:
-            self.fail(f"/health takes longer than {seconds:g} s")
-        except ReplicaFailure as error:
-            self.fail(str(error))
+        except (TimeoutError, ReplicaFailure) as error:
+            self.upstream.unheard()
+            self.fail(str(error) or f"/health takes longer than {seconds:g} s")
+            return
+        self.upstream.heard()
+        if answer.status == 503:                         # it loads or stops, and says so: down at once, and no back-off
+            self.failed = self._most_failures - 1
+        if answer.status >= 500:
+            self.fail(f"/health answers {answer.status}")
         else:
             self.succeeded()
 
+    def give_up_silent(self) -> None:
+        """Its requests go on elsewhere, unless something has come of them since the checks fail."""
+        if not self.up:
+            self.upstream.give_up_silent(self._most_failures)
 
-async def keep_checking(replica: Replica, interval: float, sleep: Callable[[float], object] = asyncio.sleep) -> None:
+
+async def keep_checking(
+    replica: Replica, interval: float, others: Sequence[Replica] = (), sleep: Callable[[float], object] = asyncio.sleep
+) -> None:
+    """`others`: where its requests can go on. Without one that is up they wait: the replica may only be very slow."""
     while True:
         await replica.check(max(1.0, interval))
+        if any(each.up for each in others if each is not replica):
+            replica.give_up_silent()
         await sleep(replica.pause(interval))  # type: ignore[misc]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from contextlib import suppress
 
@@ -14,6 +13,7 @@ from ridgeline.route.upstream import ReplicaFailure
 
 SECONDS = 2.0                        # for a replica to answer; the page is asked for every two seconds
 MOST_BYTES = 8 * 2**20
+MOST_NUMBER = 2.0**53                # a larger one is not believed: sums of such have no end, and no page could show them
 # vLLM has the first five, too. Of a server with several engines, the first number of each pair is a sum and the second a mean.
 _SUMMED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:generation_tokens_total",
            "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
@@ -43,7 +43,7 @@ def read_metrics(text: str) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(text):
         with suppress(ValueError):
-            if math.isfinite(number := float(value)):
+            if 0 <= (number := float(value)) <= MOST_NUMBER:     # also false for NaN
                 found.setdefault(name, []).append(number)
     return {name: sum(values) if name in _SUMMED else sum(values) / len(values) for name, values in found.items()}
 

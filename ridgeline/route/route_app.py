@@ -46,7 +46,8 @@ class RouteApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
-        is_models = path == MODELS or path.startswith(MODELS + "/")
+        # Above /v1/models a replica has pages that are not for clients.
+        is_models = path == MODELS or (path.startswith(MODELS + "/") and not {".", ".."} & set(path.split("/")))
         wanted = "POST" if path in FORWARDED else "GET" if is_models or path in _PAGES or path in _OTHER_PAGES else None
         if wanted is None:
             near = suggestion(path, _KNOWN) if path not in _NOT_FORWARDED else ""

@@ -75,7 +75,7 @@ async def serve(fleet: Fleet, keys: Keys, listener: socket.socket, on_ready: Cal
     for number in end_signals():
         signal.signal(number, server.handle_exit)
     interval = float(fleet.options.health_interval)
-    beside = [asyncio.create_task(keep_checking(each, interval)) for each in fleet.replicas]
+    beside = [asyncio.create_task(keep_checking(each, interval, fleet.replicas)) for each in fleet.replicas]
     try:
         collect_rarely()
         beside.append(asyncio.create_task(MemoryKeeper(lambda: not fleet.num_open, num_done).watch()))

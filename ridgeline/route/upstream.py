@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httptools
 
@@ -26,6 +26,8 @@ CONNECT_SECONDS = 5.0
 MOST_IDLE = 64                       # connections kept for the next request
 HIGH_WATER = 256 * 1024              # bytes that wait here for a slow client before the replica is made to wait
 MOST_HEAD = 256 * 1024               # bytes that come without any of a body: headers, trailers, chunk extensions
+MOST_HEADERS = 100                   # a client that gets more refuses the answer, and does not say whose fault it is
+_IN_PATHS = "/:@!$&'()*+,;=~"        # and letters, digits, "_.-": what a path has as it is
 PIECE = 256 * 1024                   # bytes of a body that are written at once: all of 16 MB would hold up the event loop
 
 
@@ -45,6 +47,7 @@ class Answer(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
         self.reusable = True
+        self.unheard = 0                                 # checks in a row that the replica did not answer, without a byte here
         self._pieces: deque[bytes] = deque()
         self._waiting = 0                                # bytes in _pieces
         self._unparsed = 0                               # bytes since the last of a body
@@ -78,6 +81,17 @@ class Answer(asyncio.Protocol):
         self.reusable = False
         if self._transport is not None:
             self._transport.abort()
+
+    def give_up(self, reason: str) -> None:
+        self._error = reason
+        self.close()
+        self._news.set()
+        self._writable.set()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether bytes would be noticed: a connection is not read while its client does not read."""
+        return not self._pieces
 
     def header(self, wanted: bytes) -> bytes:
         return next((value for name, value in self.headers if name == wanted), b"")
@@ -133,11 +147,12 @@ class Answer(asyncio.Protocol):
         if self._parser is None or self.complete:        # bytes that no request asked for
             self.close()
             return
+        self.unheard = 0
         self._unparsed += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._error = f"its answer is not HTTP: {error}"
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._error = self._error or f"its answer is not HTTP: {error}"
             self.close()
         if self._unparsed > MOST_HEAD:
             self._error = f"a head of its answer is larger than {MOST_HEAD} bytes"
@@ -158,11 +173,19 @@ class Answer(asyncio.Protocol):
 
     # -- for httptools -------------------------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        if self.complete:                                # in one piece with the answer: another client must not get it
+            self._stop("it answers twice")
+
     def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) == MOST_HEADERS:
+            self._stop(f"its answer has more than {MOST_HEADERS} headers")
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
+        if not 100 <= self.status <= 599:                # no client could be told
+            self._stop(f"its answer has the status {self.status}")
         if self._parsed_head:
             self._writable.set()                         # who waits to write sees the answer instead
 
@@ -178,6 +201,10 @@ class Answer(asyncio.Protocol):
         self.complete = True
         self.reusable = self.reusable and self._parser.should_keep_alive()
 
+    def _stop(self, reason: str) -> None:
+        self._error = reason
+        raise ReplicaFailure(reason)                     # stops the parser
+
 
 class Upstream:
     """Requests to one replica."""
@@ -188,17 +215,19 @@ class Upstream:
             port = parts.port
         except ValueError:                               # half an IPv6 address, or a port that is none
             parts, port = urlsplit(""), None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        is_plain = parts.netloc.isascii() and not parts.query and not parts.fragment
+        if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
             raise ConfigError(f"{url!r} is not the address of a server, such as http://10.0.0.1:8000")
         if parts.username or parts.password:
             raise ConfigError("the address of a replica must not contain a password: the list of processes shows it")
         self._address = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._base = quote(parts.path, safe=_IN_PATHS + "%").rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
         self._head = f"host: {parts.netloc}\r\n".encode("latin-1")
         self.key = key.encode()
         self._idle: list[Answer] = []
+        self._open: set[Answer] = set()                  # on which a request is answered
 
     @asynccontextmanager
     async def ask(self, method: str, path: str, headers: Headers = (), body: bytes = b"") -> AsyncIterator[Answer]:
@@ -207,6 +236,7 @@ class Upstream:
         try:
             yield connection
         finally:
+            self._open.discard(connection)
             if connection.complete and connection.reusable and len(self._idle) < MOST_IDLE:
                 self._idle.append(connection)
             else:
@@ -216,13 +246,30 @@ class Upstream:
         while self._idle:
             self._idle.pop().close()
 
+    def heard(self) -> None:
+        """A check was answered."""
+        for each in self._open:
+            each.unheard = 0
+
+    def unheard(self) -> None:
+        """A check was not answered."""
+        for each in self._open:
+            each.unheard += each.is_read
+
+    def give_up_silent(self, checks: int) -> None:
+        """Ends requests that got no byte during this many checks in a row: a machine without power closes no connection."""
+        for each in list(self._open):
+            if each.unheard >= checks:
+                each.give_up(f"nothing came from it during {checks} checks that it did not answer")
+
     def _head_of(self, method: str, path: str, headers: Headers, body: bytes) -> bytes:
         lines = [name + b": " + value + b"\r\n" for name, value in headers]
         if self.key:
             lines.append(b"authorization: Bearer " + self.key + b"\r\n")
         if method != "GET":
             lines.append(b"content-length: %d\r\n" % len(body))
-        start = f"{method} {self._base}{path} HTTP/1.1\r\n".encode("latin-1")
+        # A path comes decoded: what was %0D%0A in it would end the line, and begin a request with the router's own key.
+        start = f"{method} {self._base}{quote(path, safe=_IN_PATHS)} HTTP/1.1\r\n".encode("ascii")
         return b"".join([start, self._head, *lines, b"\r\n"])
 
     async def _answered(self, head: bytes, body: bytes) -> Answer:
@@ -248,10 +295,13 @@ class Upstream:
         return await self._exchange(fresh, head, body)
 
     async def _exchange(self, connection: Answer, head: bytes, body: bytes) -> Answer:
+        connection.unheard = 0
+        self._open.add(connection)
         try:
             await connection.send(head, body)
             await connection.head()
         except BaseException:
+            self._open.discard(connection)
             connection.close()
             raise
         return connection

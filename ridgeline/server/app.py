@@ -64,7 +64,7 @@ def make_app(service: Service) -> Starlette:
             *_health(service),
             *_pages(service),
         ],
-        exception_handlers={HTTPException: http_error, RidgelineError: _failed},
+        exception_handlers={HTTPException: http_error, RidgelineError: _failed, Exception: _failed},
     )
     app.router.redirect_slashes = False
     return app

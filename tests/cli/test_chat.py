@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,11 +18,13 @@ from typing import Any, ClassVar
 import pytest
 
 from ridgeline.__main__ import main
+from ridgeline.bench.load.serve_options import headers
 from ridgeline.cli.chat import cmd_chat
 from ridgeline.cli.chat.conversation import Conversation
 from ridgeline.cli.chat.remote_model import RemoteModel
 from ridgeline.cli.chat.talk import Reply
 from ridgeline.cli.config_options import OptionParser
+from ridgeline.diagnose.attach import attach
 from ridgeline.errors import BadRequest, ConfigError, RequestError
 from ridgeline.process.log import quiet_by_default
 
@@ -328,6 +331,31 @@ def test_the_key_comes_from_the_environment(server: str, monkeypatch: pytest.Mon
     reply = model.reply([{"role": "user", "content": "Hello"}], {}, parts.append)
     assert (reply.tokens, reply.finish_reason, "".join(parts)) == (7, "stop", "Good day")
     assert model.describe() == f"named at {server}/v1"
+
+
+@pytest.mark.parametrize("key", ["secret\r", "secret\n", " secret "])
+def test_a_key_may_end_with_the_line_break_of_its_file(key: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorded, "key", "secret")
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert RemoteModel(server, "named").reply([{"role": "user", "content": "Hello"}], {}, list[str]().append).tokens == 7
+
+
+@pytest.mark.parametrize("key", ["sec\r\nret", "sec\u20acret", "sec\x1bret"])
+def test_a_key_that_cannot_be_sent_is_not_shown(key: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stood in a traceback."""
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    bench = Namespace(header=[], api_key=key)
+    for use in (lambda: RemoteModel(server), lambda: attach(server, 1.0, None, key, print), lambda: headers(bench)):
+        with pytest.raises(ConfigError, match=r"^the API key must be printable ASCII characters$"):
+            use()
+
+
+@pytest.mark.parametrize("count", [10**400, 2**63, -7, True], ids=["10^400", "2^63", "-7", "True"])
+def test_a_count_of_tokens_that_cannot_be_is_not_believed(count: int, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = {"choices": [], "usage": {"completion_tokens": count}}
+    monkeypatch.setattr(Recorded, "tail", b"data: " + json.dumps(event).encode() + b"\n\n")
+    reply = RemoteModel(server).reply([{"role": "user", "content": "Hello"}], {}, list[str]().append)
+    assert reply.tokens == 7 and (reply.rate is None or reply.rate > 0)
 
 
 def test_a_stream_that_ends_in_an_error(server: str, monkeypatch: pytest.MonkeyPatch) -> None:

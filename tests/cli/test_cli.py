@@ -305,7 +305,7 @@ def test_generate_goes_on_where_it_stopped(model: Path, tmp_path: Path, capsys: 
     assert capsys.readouterr().err.endswith("0 answered, 0 failed, 12 already answered before\n")
 
 
-@pytest.mark.parametrize("left", [1, 4, 20, -1], ids=["a brace", "a few bytes", "half", "all but the end of line"])
+@pytest.mark.parametrize("left", [1, 4, 6, 8, 12, 20, -1])
 def test_generate_asks_again_for_the_half_written_line(
     model: Path, tmp_path: Path, left: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -322,7 +322,12 @@ def test_generate_asks_again_for_the_half_written_line(
     assert [record["id"] for record in again] == [1, 0] and {record["id"]: record for record in again} == whole
 
 
-@pytest.mark.parametrize("text", ["dear diary\ntoday\n", "dear diary", '{"name": 5}\n', '{"id":\n', '{"id":[]}\n'])
+@pytest.mark.parametrize("text", [
+    "dear diary\ntoday\n", "dear diary", '{"name": 5}\n', '{"id":\n', '{"id":[]}\n',
+    # Files of prompts, with and without the end of their last line.
+    '{"id":7,"prompt":"the only copy"}\n', '{"id":7,"prompt":"the only copy"}', '{"id": 7, "prompt": "the only copy"}',
+    '{"id":"a\\"b","prompt":"the only copy"}',
+])
 def test_generate_does_not_overwrite_other_files(
     model: Path, tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,6 +336,16 @@ def test_generate_does_not_overwrite_other_files(
     assert generate(source, target, model) == 2
     assert "notes.txt, line 1 was not written by this command" in capsys.readouterr().err
     assert target.read_text() == text
+
+
+def test_generate_does_not_write_into_its_input(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
+    source.write_text('{"id":1,"prompt":"a","outputs":1}\n{"id":2,"prompt":"b"}')
+    link.symlink_to(source)
+    for target in (source, link):
+        assert generate(source, target, model) == 2
+        assert f"{target} is both INPUT and OUTPUT" in capsys.readouterr().err
+    assert source.read_text().endswith('"b"}')
 
 
 def test_generate_finds_a_bad_tokenizer_before_weights_load(
@@ -371,7 +386,7 @@ def test_generate_reads_no_line_without_end(
 def test_generate_goes_on_after_a_record_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's log-probabilities made a record that the next run refused as no JSONL."""
     monkeypatch.setattr("ridgeline.cli.cmd_generate.MOST_LINE", 1000)
-    whole = json.dumps({"id": 1, "outputs": ["x" * 5000]}, separators=(",", ":")) + '\n{"id":"b"}\n'
+    whole = json.dumps({"id": 1, "outputs": ["x" * 5000]}, separators=(",", ":")) + '\n{"id":"b","error":"e"}\n'
     for half in ("", "{", '{"id":', '{"id":3,"outputs":["' + "x" * 5000):
         (tmp_path / "out.jsonl").write_text(whole + half)
         assert finished_ids(tmp_path / "out.jsonl") == {1, "b"} and (tmp_path / "out.jsonl").read_text() == whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -303,6 +304,27 @@ def test_a_running_engine_profiles_some_of_its_steps(model: Path) -> None:
     assert "nothing to do" in nothing.refused and not nothing.trace
     engine.close()
     shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize("fault", ["folder", "file"])
+def test_a_trace_that_cannot_be_written_costs_no_engine(
+    fault: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of temporary files has gone, or is full: torch then leaves a part of the file, and says nothing."""
+    engine = Engine(str(model), **OPTIONS)
+    core = engine.core
+    engine.submit([1, 2, 3], 8)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone" if fault == "folder" else tmp_path))
+    monkeypatch.setattr(StepProfiler, "write", lambda self, path: path.with_suffix(".json.tmp").write_text("{"))
+    live = LiveProfile(core, 2)
+    while not live.is_over:
+        live.step()
+    found = live.finish()
+    assert "the trace cannot be written" in found.refused and not found.trace
+    assert not list(tmp_path.iterdir())
+    while core.has_work:
+        core.step()
+    engine.close()
 
 
 def test_a_run_that_is_cut_short_leaves_nothing_behind(model: Path) -> None:

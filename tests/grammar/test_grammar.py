@@ -1270,10 +1270,55 @@ def test_the_compiler_steps_back(checker: GrammarChecker) -> None:
     checker.check(StructuredOutputs(regex="steps?back"))
     assert checker._compiler is not None
     child = checker._compiler.process.pid
-    assert os.getpriority(os.PRIO_PROCESS, child) == background.NICE
+    lowered = min(background.LOWEST, os.getpriority(os.PRIO_PROCESS, 0) + background.NICE)
+    assert os.getpriority(os.PRIO_PROCESS, child) == lowered
     group = Path(f"/proc/{child}/autogroup")
     if group.exists() and Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1":
-        assert group.read_text().endswith(f"nice {background.NICE}\n")
+        assert group.read_text().endswith(f"nice {lowered}\n")
+
+
+@pytest.mark.reliability("S-09")
+@pytest.mark.parametrize(("own", "allowed", "set_to"), [(0, True, [10, 10]), (15, True, [19, 19]), (15, False, [])])
+def test_a_compiler_of_a_server_with_a_low_priority_steps_back_too(
+    own: int, allowed: bool, set_to: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only root may raise a priority: to set nice 10 under `nice -n 15` failed, and no grammar was ever compiled."""
+    seen: list[int] = []
+
+    def set_priority(which: int, thread: int, nice: int) -> None:
+        if not allowed or nice < own:
+            raise PermissionError(13, "Permission denied")
+        seen.append(nice)
+
+    monkeypatch.setattr(background.os, "getpriority", lambda which, thread: own)
+    monkeypatch.setattr(background.os, "setpriority", set_priority)
+    monkeypatch.setattr(background, "_take_short_slices", lambda *given: None)
+    monkeypatch.setattr(background.Path, "write_text", lambda *given: 0)
+    background.process_steps_back()
+    background.thread_steps_back()
+    assert seen == set_to
+
+
+@pytest.mark.reliability("S-09")
+@pytest.mark.parametrize("name", ["grammar-patience", "grammar-try"])
+def test_a_grammar_for_which_there_was_no_thread_holds_up_no_other(
+    name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept its place: those that take long waited for it until they were refused, and so did all others in the end."""
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    checker = GrammarChecker(tokenizer)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", limited)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            checker.check_soon(StructuredOutputs(regex="a")).result(60)
+    assert not checker._pending.untried and not checker._pending._bytes
+    checker.check_soon(StructuredOutputs(regex="b")).result(60)
 
 
 def test_what_is_late_is_refused_for_a_while_and_what_had_no_processor_is_not(

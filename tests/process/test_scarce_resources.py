@@ -9,15 +9,19 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from served_model import wait_until
 
 from ridgeline import __main__ as command
+from ridgeline.engine.core import loop
+from ridgeline.engine.ipc import Failed
 from ridgeline.errors import ConfigError
 from ridgeline.process import platform, standard_streams
-from ridgeline.process.memory_kills import OUT_OF_MEMORY, OutOfMemoryKills
+from ridgeline.process.memory_kills import OUT_OF_MEMORY, OUT_OF_THREADS, OutOfMemoryKills
 
 
 def python(source: str, redirect: str = "", before: str = ":") -> subprocess.CompletedProcess[str]:
@@ -109,6 +113,27 @@ def test_an_engine_without_memory_says_what_found_none(error: str) -> None:
     source += "sys.argv = ['engine', '{}']\nrunpy.run_module('ridgeline.engine.core.engine_process', run_name='__main__')"
     done = python(source)
     assert (done.returncode, done.stderr) == (OUT_OF_MEMORY, f"{error}\n")
+
+
+def test_an_engine_without_threads_says_so() -> None:
+    """Before its imports by its exit code, later in words."""
+    source = "import runpy, sys, threading\ndef no(self): raise RuntimeError(\"can't start new thread\")\n"
+    source += "threading.Thread.start = no\nsys.argv = ['engine', '{\"parent\": 1, \"folder\": \"/nowhere\"}']\n"
+    source += "runpy.run_module('ridgeline.engine.core.engine_process', run_name='__main__')"
+    done = python(source)
+    assert (done.returncode, done.stderr) == (OUT_OF_THREADS, "RuntimeError: can't start new thread\n")
+    assert "ulimit -u" in OutOfMemoryKills(()).how_it_ended(OUT_OF_THREADS)
+
+
+def test_an_engine_that_gets_no_threads_while_it_loads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*given: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sent: list[Failed] = []
+    monkeypatch.setattr(loop, "load", load)
+    link: Any = SimpleNamespace(send=sent.append)
+    assert loop.run({}, link) == 2
+    assert sent[0].config and "ulimit -u" in sent[0].reason
 
 
 COMMAND = "import sys; from ridgeline.__main__ import main; sys.exit(main())"

@@ -22,6 +22,7 @@ from ridgeline.server.app import make_app
 from ridgeline.server.http import connection_limits
 from ridgeline.server.http.gate import OPEN_PATHS
 from ridgeline.server.http.keys import Keys
+from ridgeline.server.observe import prometheus
 
 KEY = "sk-sesame"
 SECRET = "purple-elephant-17"            # stands in every prompt: no error may tell it
@@ -244,6 +245,20 @@ def test_what_fails_inside_is_a_number_for_clients(
         assert reply.status_code == 500 and not LEAKS.search(reply.text) and SECRET not in reply.text
         number = re.search(r"internal error ([0-9a-f]{8})", reply.text)
         assert number and number[1] in caplog.text
+
+
+@pytest.mark.reliability("S-11")
+def test_what_fails_inside_a_page_is_a_number_for_clients(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError(f"{SECRET} at 0x7f0011223344 in /opt/secrets.py")
+
+    monkeypatch.setattr(prometheus, "load", broken)
+    reply = httpx.get(f"{server.url}/load", headers={"x-api-key": KEY})
+    assert reply.status_code == 500 and not LEAKS.search(reply.text) and SECRET not in reply.text
+    number = re.search(r"internal error ([0-9a-f]{8})", reply.json()["error"]["message"])
+    assert number and number[1] in caplog.text
 
 
 # -- memory [H-01] -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,13 @@ def test_numbers_are_read_and_those_of_several_engines_joined() -> None:
     assert found["vllm:num_requests_waiting"] == 1 and "ridgeline:mbu" not in found and read_metrics("") == {}
 
 
+def test_numbers_that_cannot_be_are_left_out() -> None:
+    """Two of 1e308 are more than any number: the page of all replicas failed."""
+    for name in ("vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:generation_tokens_total"):
+        assert read_metrics(f"{name} 1e308\n{name} 1e308\n{name} -5\n{name} -inf\n") == {}
+        assert read_metrics(f"{name} 1e308\n{name} 2\n") == {name: 2}
+
+
 def test_the_fleet_of_a_router() -> None:
     async def test() -> None:
         async with FakeReplica() as one, FakeReplica() as other:

@@ -90,7 +90,7 @@ def test_keys_for_replicas_come_from_the_environment_and_leave_it() -> None:
         replica_keys(1, {"RIDGELINE_ROUTE_KEY": "a\r\nb: c"})
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:99999", "http://u:p@a", "http://a/?x=1"])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "http://a:99999", "http://u:p@a", "http://a/?x=1", "http://\u20ac"])
 def test_addresses_that_cannot_be_used(url: str) -> None:
     with pytest.raises(ConfigError):
         Upstream(url)

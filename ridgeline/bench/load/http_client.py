@@ -28,6 +28,23 @@ _MOST_BYTES = 64 * 2**20                     # of a whole answer, or of an event
 _MOST_EVENTS = 1_000_000                     # … and may never end
 
 
+def bearer(key: str) -> dict[str, str]:
+    """The header with an API key; none without one. A key from a file may end with a line break. The error does not show it."""
+    key = key.strip()
+    if not key.isascii() or not key.isprintable():
+        raise ConfigError("the API key must be printable ASCII characters")
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _written(lines: Mapping[str, str]) -> str:
+    if any("\n" in text or "\r" in text for line in lines.items() for text in line):
+        raise ConfigError("a header must not contain line breaks")
+    written = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    if max(map(ord, written)) > 255:
+        raise ConfigError("a header must not contain characters beyond Latin-1")
+    return written
+
+
 class HttpFailure(Exception):
     """No whole answer came: `kind` is a word for a table, the text says more."""
 
@@ -169,9 +186,7 @@ class HttpClient:
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self.base}"      # without a password
         lines = {"host": parts.netloc.rpartition("@")[2], "accept": "*/*", "user-agent": "ridgeline-bench"}
         lines |= {name.lower(): value for name, value in (headers or {}).items()}
-        if any("\n" in text or "\r" in text for line in lines.items() for text in line):
-            raise ConfigError("a header must not contain line breaks")
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self._head = _written(lines)
         self._idle: list[_Connection] = []
         self.opened = 0                                      # connections, in all
 

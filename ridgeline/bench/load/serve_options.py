@@ -18,6 +18,7 @@ from typing import Any
 from ridgeline.bench.lab import price, sustain, table
 from ridgeline.bench.lab.sweep import cross
 from ridgeline.bench.load import arrivals
+from ridgeline.bench.load.http_client import bearer
 from ridgeline.bench.load.latency import Slo, parse_slo
 from ridgeline.bench.load.prompts import Conversation, Length, PromptSource, Words, parse_length, read_rows
 from ridgeline.bench.load.target import CHAT, COMPLETIONS
@@ -292,4 +293,4 @@ def headers(args: argparse.Namespace) -> dict[str, str]:
         if not equals or not name:
             raise ConfigError(f"{word!r} is not a header of the form NAME=VALUE")
         found[name] = value
-    return ({"authorization": f"Bearer {args.api_key}"} if args.api_key else {}) | found
+    return bearer(args.api_key) | found

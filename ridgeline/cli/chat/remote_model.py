@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from ridgeline.bench.load.http_client import bearer
 from ridgeline.cli.chat.talk import Message, Reply
 from ridgeline.errors import ConfigError, RequestError
 
 _SECONDS = 600.0                     # of silence
 _MOST_LINE = 64 * 2**20              # bytes of an event, or of a list of models
+_MOST_TOKENS = 2**31                 # a larger count is not believed
 _KEYS = ("RIDGELINE_API_KEY", "OPENAI_API_KEY")
 
 
@@ -90,7 +92,7 @@ class RemoteModel:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=_SECONDS)
         key = next((os.environ[name].split(",")[0] for name in _KEYS if os.environ.get(name)), "")
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Content-Type": "application/json"} | bearer(key)
         try:
             connection.request(method, self._path + path, None if body is None else json.dumps(body).encode(), headers)
             answer = connection.getresponse()
@@ -119,7 +121,7 @@ def _json(data: bytes) -> Any:
 def _tokens(event: dict[str, Any]) -> int:
     usage = event.get("usage")
     count = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) else 0
+    return count if type(count) is int and 0 < count < _MOST_TOKENS else 0
 
 
 def _choices(event: dict[str, Any]) -> Iterator[tuple[str, str | None]]:

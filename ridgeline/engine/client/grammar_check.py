@@ -135,8 +135,12 @@ class GrammarChecker:
         now = time.monotonic()
         waiting = _Waiting(asked, outcome, min(now + _PATIENCE_SECONDS, ends or math.inf), others_generate)
         self._pending.untried.add(waiting)
-        self._pending.give_up_in_time(waiting)
-        self._tries.submit(self._try, waiting)
+        try:
+            self._pending.give_up_in_time(waiting)
+            self._tries.submit(self._try, waiting)
+        except RuntimeError as error:                    # no thread: it must not keep its place, nor those behind it waiting
+            self._pending.untried.discard(waiting)
+            waiting.end(error)
         return outcome
 
     def _try(self, waiting: _Waiting) -> None:

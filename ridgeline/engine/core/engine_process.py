@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ridgeline.errors import one_line
 from ridgeline.process import head_start
-from ridgeline.process.memory_kills import OUT_OF_MEMORY
+from ridgeline.process.memory_kills import OUT_OF_MEMORY, OUT_OF_THREADS, is_out_of_threads
 from ridgeline.process.orphans import end_at_once, end_with_parent
 from ridgeline.process.standard_streams import open_missing
 
@@ -67,9 +67,9 @@ def _without_memory(error: BaseException) -> bool:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1]))
-    except (MemoryError, OSError, ImportError) as error:
-        if not _without_memory(error):
+    except (MemoryError, OSError, ImportError, RuntimeError) as error:
+        if not _without_memory(error) and not is_out_of_threads(error):
             raise
         with suppress(MemoryError, OSError):
             os.write(2, f"{one_line(error)}\n".encode()) # what it was that found none
-        os._exit(OUT_OF_MEMORY)                          # the front end has the words for it
+        os._exit(OUT_OF_THREADS if is_out_of_threads(error) else OUT_OF_MEMORY)      # the front end has the words for it

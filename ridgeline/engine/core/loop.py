@@ -39,6 +39,7 @@ from ridgeline.engine.ipc import (
 from ridgeline.errors import ConfigError, ModelError, RequestError, RidgelineError, one_line
 from ridgeline.messages import TokenDeltas
 from ridgeline.process.log import get_logger
+from ridgeline.process.memory_kills import NO_THREAD, is_out_of_threads
 from ridgeline.process.orphans import may_clean_up
 from ridgeline.process.platform import is_address_space_limited
 from ridgeline.process.start_phases import phase
@@ -258,6 +259,8 @@ def run(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] | 
         if core is None and (lost or is_out_of_memory(error)):
             error = ConfigError(f"memory ran out while the engine loaded ({one_line(error)}); use a smaller model, "
                                 "max_model_len, max_num_seqs or kv_cache_memory_bytes")
+        if core is None and is_out_of_threads(error):
+            error = ConfigError(f"the engine {NO_THREAD}")
         if not isinstance(error, RidgelineError):
             logger.exception("the engine failed")
         refused = core is None and isinstance(error, (ConfigError, ModelError))

@@ -7,7 +7,10 @@ measures what profiling costs, by timing the same steps without it.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -133,8 +136,10 @@ class LiveProfile:
         if not self._rows.counts:
             return Profiled("", {}, refused="the engine had nothing to do: there was no step to profile")
         recorder.fold()
-        path = Path(tempfile.mkdtemp(prefix="ridgeline-profile-")) / "trace.json"
-        self._profiler.write(path)
+        try:
+            path = self._written()
+        except (OSError, RuntimeError) as error:         # a full disk costs the trace, not the engine and its requests
+            return Profiled("", {}, refused=f"the trace cannot be written: {getattr(error, 'strerror', None) or error}")
         costs: dict[str, dict[str, float]] = {}
         if recorder.peaks is not None:
             rates = recorder.peaks.read_bytes_s, recorder.rates(recorder.peaks)
@@ -143,6 +148,18 @@ class LiveProfile:
             costs = {part: asdict(cost) for part, cost in part_costs(steps, *rates).items()}
         during = list(recorder.points)[-max(1, recorder.num_points - self._counted) :]
         return Profiled(str(path), costs, _overhead(self._before, during))
+
+    def _written(self) -> Path:
+        """The trace's file. Raises OSError or RuntimeError, and leaves nothing behind then."""
+        path = Path(tempfile.mkdtemp(prefix="ridgeline-profile-")) / "trace.json"
+        try:
+            self._profiler.write(path)
+            if not path.exists():                        # torch renames it at its end, and does not say when it cannot write
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} in {tempfile.gettempdir()}, or it was not writable")
+        except BaseException:
+            shutil.rmtree(path.parent, ignore_errors=True)
+            raise
+        return path
 
 
 def _overhead(before: list[list[float]], during: list[list[float]]) -> float:

@@ -28,6 +28,7 @@ _DECODING = threading.Lock()         # one long body at a time: a decoder keeps 
 _FLOAT_FOR_INT = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([^`]{0,200})`")
 _MISSING_FIELD = re.compile(r"Object missing required field `([^`]*)`")
+_HIGH_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`")
 
 
@@ -70,8 +71,16 @@ def _decoded(kind: type[T], body: bytes, strict: bool) -> T:
     except msgspec.ValidationError as error:
         raise refusal(str(error), kind) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
+        raise BadRequest(f"the body is not valid JSON: {json_fault(error, body)}") from None
     return request
+
+
+def json_fault(error: Exception, body: bytes) -> str:
+    """What is wrong with it. Clients in JavaScript cut texts inside an emoji; at the end the decoder calls that truncated."""
+    said = str(error)
+    if "surrogate" in said or (said == "Input data was truncated" and body.rstrip().endswith(b"}") and _HIGH_HALF.search(body)):
+        return "a text has half of a character, such as \\ud83d without its other half: it was cut inside an emoji or the like"
+    return said
 
 
 async def field_names(service: object, caller: object, body: bytes) -> list[str]:
@@ -82,7 +91,7 @@ async def field_names(service: object, caller: object, body: bytes) -> list[str]
         try:
             return list(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise BadRequest(f"the body is not a JSON object: {error}") from None
+            raise BadRequest(f"the body is not a JSON object: {json_fault(error, body)}") from None
 
     return await away_if_long(len(body), work)
 

@@ -324,6 +324,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.scope is self.scope:
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
             scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
+            self.cycle.waiting_for_100_continue &= version != "1.0"      # such a client would take the 100 for its answer
             if not self.cycle.keep_alive:
                 cast(Any, self.cycle).send = LastAnswer(self.cycle, version == "1.0", self._is_arriving, self._drop_the_rest)
 

@@ -30,6 +30,7 @@ from ridgeline.errors import (
     Unsupported,
 )
 from ridgeline.process.log import get_logger
+from ridgeline.process.memory_kills import is_out_of_threads
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.near_paths import ELSEWHERE, suggestion
 from ridgeline.server.http.stream import Headers
@@ -70,6 +71,9 @@ def describe(
     error: Exception, prompt_field: str | None = None, names: Mapping[str, str] = NO_NAMES
 ) -> tuple[int, bytes, Headers]:
     """(status, body, headers). `prompt_field`: the request's name for the prompt; `names`: its names for chat's fields."""
+    if is_out_of_threads(error):
+        logger.warning("a request was refused: no further thread may be started here; raise `ulimit -u`")
+        error = TryAgain("this server can start no further thread at the moment; try again later")
     retry = [(b"retry-after", retry_after(error))]
     if isinstance(error, RequestError):
         error = as_requested(error, prompt_field, names)

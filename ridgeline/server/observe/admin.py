@@ -18,7 +18,7 @@ import socket
 import stat
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -37,7 +37,7 @@ class Command(msgspec.Struct, forbid_unknown_fields=True):
     command: str
     technique: str = ""
     on: bool = True
-    steps: int = 64
+    steps: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 64     # the engine stops earlier (core/profile.py)
 
 
 _decode = msgspec.json.Decoder(Command).decode
@@ -60,7 +60,7 @@ async def obey(llm: AsyncLLM, line: bytes) -> Any:
         elif asked.command != "techniques":
             raise BadRequest(f"command must be one of {', '.join(COMMANDS)}; got {asked.command[:40]!r}")
         return {"techniques": llm.ready.techniques if llm.ready else []}
-    except (RidgelineError, msgspec.DecodeError) as error:
+    except (RidgelineError, msgspec.DecodeError, UnicodeDecodeError) as error:
         return {"error": str(error)}
 
 
@@ -75,6 +75,8 @@ async def beside(llm: AsyncLLM, path: str, work: Coroutine[Any, Any, None]) -> N
                 writer.write(_encode(await obey(llm, line)) + b"\n")
                 await writer.drain()
         except (ValueError, ConnectionError):            # a line that is too long, or a lost client
+            pass
+        except asyncio.CancelledError:                   # the server ends; asyncio would log a traceback
             pass
         finally:
             writer.close()

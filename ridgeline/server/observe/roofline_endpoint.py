@@ -60,7 +60,8 @@ def window_seconds(given: str | None) -> float:
 
 def chosen(llm: AsyncLLM, given: str | None) -> AsyncLLM:
     """The query's `engine`; the first one without it."""
-    number = int(given) if given is not None and given.isdigit() and len(given) < 6 else 0 if given is None else -1
+    given = "0" if given is None else given
+    number = int(given) if given.isdecimal() and len(given) < 6 else -1      # "²" is a digit to Python, and no number
     if not 0 <= number < len(llm.engines):
         raise BadRequest(f"engine must be a number from 0 to {len(llm.engines) - 1}")
     return llm.engines[number]

@@ -9,6 +9,7 @@ import pytest
 
 from ridgeline.bench.load import http_client
 from ridgeline.bench.load.http_client import EventStream, HttpClient, HttpFailure
+from ridgeline.errors import ConfigError
 
 MOST = 1 << 20
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
@@ -50,3 +51,9 @@ def test_an_answer_without_end_fails(
             server.close()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("value", "says"), [("a\r\nb", "line breaks"), ("5\u20ac", "beyond Latin-1")])
+def test_a_header_that_cannot_be_sent_is_refused_before_the_first_request(value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        HttpClient("http://127.0.0.1:9", {"x-price": value})

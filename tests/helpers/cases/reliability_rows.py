@@ -64,6 +64,8 @@ PROMISES = {
     "H-02c": "a body that is not complete holds no slot; one that stops for 3 s, or is too slow to end in time, gives its memory "
     "to others, one that arrives never; one that waits for memory for 60 s is refused",
     "H-03": "44 ambiguous requests (request smuggling): 400 and closed",
+    "H-03b": "a router sends its replicas one request for each of a client's: no path writes a line of it or leaves "
+    "`/v1/models`, and of two answers the client gets the first",
     "H-04": "1,000 streams × 64 tokens, three times: no errors, ≥ 20,000 events/s, p99 of the first byte ≤ 1 s",
     "H-05": "5,000 idle and 200 active connections: ≤ 300 MB, p99 < 2 ×",
     "H-06": "a client that does not read its answer delays no other request, and is disconnected",

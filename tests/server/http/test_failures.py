@@ -69,3 +69,8 @@ def test_errors_keep_their_fields_when_copied() -> None:
     for each in (copy.copy(error), pickle.loads(pickle.dumps(error)), error.renamed("a", "b")):
         assert (str(each), each.retry_after) == ("full", 3.0)
     assert pickle.loads(pickle.dumps(RequestError("x", field="stop"))).field == "stop"
+
+
+def test_a_thread_that_cannot_be_started_is_no_fault_of_the_request() -> None:
+    status, body, headers = describe(RuntimeError("can't start new thread"))
+    assert status == 503 and json.loads(body)["error"]["code"] == "try_again" and dict(headers)[b"retry-after"]

@@ -261,6 +261,23 @@ def test_a_body_that_waits_for_leave_gets_it(server: ScriptedServer) -> None:
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK") and TEXT.encode() in answer
 
 
+@pytest.mark.parametrize("text", [rb"a\ud83d", rb"\ud83d and more text", rb"\udc00", rb"\ud83d\u0041", rb"a\ud83d\n"])
+def test_a_text_that_was_cut_inside_a_character_is_told_so(text: bytes) -> None:
+    """"Input data was truncated" sent its reader to look for a fault of the network."""
+    with pytest.raises(BadRequest, match=r"not valid JSON: a text has half of a character"):
+        parse_body(ChatRequest, b'{"messages": [{"role": "user", "content": "%b"}]}' % text)
+    with pytest.raises(BadRequest, match="truncated"):
+        parse_body(ChatRequest, b'{"messages": [{"role": "user", "content": "Hi"')
+
+
+@pytest.mark.reliability("H-08e")
+def test_http_1_0_has_no_leave_to_give(server: ScriptedServer) -> None:
+    """A client of that time takes the first head for the answer's."""
+    head, body = request(CHAT, "1.0", "Expect: 100-continue")
+    answer = exchange(server, head + body)
+    assert answer.startswith(b"HTTP/1.1 200 OK") and TEXT.encode() in answer
+
+
 @pytest.mark.reliability("H-08e")
 def test_a_body_in_chunks_of_a_byte(server: ScriptedServer) -> None:
     head, body = request(CHAT, "1.1", "Transfer-Encoding: chunked", "Connection: close")

@@ -629,7 +629,9 @@ def test_a_technique_is_switched_on_the_live_server(server: str, folder: Path) -
 
 def test_the_admin_socket_takes_any_line(server: str, folder: Path) -> None:
     for line, says in ((b"{", "truncated"), (b'{"command": "stop"}', "command must be one of techniques, switch, load"),
-                       (b'{"command": 1}', "Expected `str`"), (b"\xff\xfe", ""), (b"[" * 3000, "")):
+                       (b'{"command": 1}', "Expected `str`"), (b"\xff\xfe", ""), (b"[" * 3000, ""), (b'{"command": "\xff"}', ""),
+                       (b'{"command": "profile", "steps": 0}', ">= 1"),
+                       (b'{"command": "profile", "steps": 1' + b"0" * 30 + b"}", "")):
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(str(folder / "admin"))
             link.sendall(line + b"\n")

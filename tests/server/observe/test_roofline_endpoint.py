@@ -26,6 +26,7 @@ from ridgeline.distributed.meet import meet
 from ridgeline.engine.client.async_llm import AsyncLLM
 from ridgeline.engine.core.stats import RooflineReporter
 from ridgeline.engine.llm import LLM
+from ridgeline.errors import BadRequest
 from ridgeline.gpus.gpu_log import GpuSums
 from ridgeline.gpus.nvml import Reading
 from ridgeline.messages import StepPlan, StepResult, Want
@@ -40,7 +41,7 @@ from ridgeline.runner.start import measure_peaks
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.observe import roofline_endpoint
 from ridgeline.server.observe.prometheus import families
-from ridgeline.server.observe.roofline_endpoint import HISTORY, RooflineReply, document, window_seconds
+from ridgeline.server.observe.roofline_endpoint import HISTORY, RooflineReply, chosen, document, window_seconds
 from ridgeline.sizes.mesh_shape import MeshShape
 
 H200 = MachinePeaks("NVIDIA H200", 4.38e12, {"bfloat16": 793e12, "float32": 50e12}, 1e-6, "then", 5e-6)
@@ -254,6 +255,14 @@ def test_an_engine_records_every_step(tmp_path: Path) -> None:
     read = sum(count + each for count in (40, 7, 19) for each in range(1, 6)) * made.shape.kv_bytes_per_token
     assert made.sums["decode"].kv_read == read
     assert all(0 < each.device <= each.seconds for each in made.sums.values() if each.steps)
+
+
+@pytest.mark.parametrize("given", ["²", "-1", "1", "", "9" * 5000, "0x0", "nan"])
+def test_an_engine_that_does_not_exist_is_the_clients_mistake(given: str) -> None:
+    llm: Any = SimpleNamespace(engines=["only"])
+    with pytest.raises(BadRequest, match="engine must be a number from 0 to 0"):
+        chosen(llm, given)
+    assert chosen(llm, None) == chosen(llm, "0") == "only"
 
 
 def test_the_engine_measures_when_it_is_quiet_reports_and_writes_a_line(
