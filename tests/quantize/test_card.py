@@ -123,7 +123,7 @@ def test_words_that_are_no_limits(words: str) -> None:
 def test_a_quantised_model_without_a_card_is_a_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_quantised("ct-w4a16", model.parent / "made")
     assert cmd_serve.quality_line(EngineConfig.of(model=str(model.parent / "made/quantised"))) == ""
-    assert "(compressed-tensors) and have no card" in caplog.text
+    assert "(compressed-tensors) and have no quality card" in caplog.text
     caplog.clear()
     assert cmd_serve.quality_line(EngineConfig.of(model=str(model.parent / "made/plain"))) == "" and not caplog.text
 

@@ -182,7 +182,7 @@ def test_different_orders_of_fused_parts_are_expanded(tmp_path: Path, caplog: py
     )
     with caplog.at_level("WARNING"):
         packed = decoder(quantised, True)
-    assert "read their inputs in different orders" in caplog.text
+    assert "have their inputs in different orders" in caplog.text
     assert isinstance(packed.layers[0].attention.qkv.scheme, Unquantised)
     assert all(torch.equal(value, decoder(plain, False).numbers()[name]) for name, value in packed.numbers().items())
 
