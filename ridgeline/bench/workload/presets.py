@@ -247,7 +247,7 @@ def _device_log(watch: Watch, begin: float, ends: list[float], runs: list[dict[s
     found = watch.gpu((begin, ends[-1]))
     if not found or not decodes:
         return found
-    lengths = [max(0.0, run["seconds"] - run["first_tokens_s"]) for run in runs]         # on a busy machine one token may take longer
+    lengths = [max(0.0, run["seconds"] - run["first_tokens_s"]) for run in runs]         # a busy machine takes longer at times
     return found | {"decode": watch.gpu(*((end - length, end) for end, length in zip(ends, lengths, strict=True)))}
 
 
