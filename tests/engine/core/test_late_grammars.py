@@ -176,3 +176,24 @@ def test_masks_are_begun_before_a_launch_and_survive_an_abort(
     on.close()
     assert answers == expected and len(answers) == 5
     assert bool(started) == overlap and (begun > 0) == overlap
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ranks_verify_drafts_under_grammars(model: Path, overlap: bool) -> None:
+    """Only the first rank has masks. The others must broadcast as often, and as much: else they wait for ever, or die."""
+    asked_here = asked(1.0)
+    schema = asked_here[0].structured_outputs
+    asked_here.append(SamplingParams(seed=9, structured_outputs=schema, presence_penalty=0.5, max_tokens=60))
+    expected = _tokens(LLM(model, **OPTIONS), asked_here)
+    given = json.dumps({"method": ["grammar", "prediction", "ngram"], "num_speculative_tokens": 8, "adaptive": False})
+    on = LLM(model, tensor_parallel_size=2, speculative_config=given, async_scheduling=overlap, **OPTIONS)
+    drafter = on.core.scheduler.drafter
+    assert _tokens(on, asked_here) == expected
+    assert isinstance(drafter, Controller) and drafter.counters.draft_tokens > drafter.counters.accepted_tokens > 40
+
+
+def _tokens(llm: LLM, params: list[SamplingParams]) -> list[Any]:
+    try:
+        return [each[:2] for each in said(llm, params)]
+    finally:
+        llm.close()
