@@ -355,6 +355,7 @@ def test_a_landing_does_not_grow_with_the_mixtures_of_drafts_it_has_seen() -> No
         whole, tokens, failed, accepted = landing.room(count, rows)
         tokens.copy_(torch.arange(count)), failed.copy_(torch.arange(count) % 3 == 0), accepted.copy_(torch.arange(rows) + 7)
         landing.fetch(whole, count)
-        assert np.array_equal(landing.chosen()[0], np.arange(count)) and np.array_equal(landing.chosen()[1], np.arange(count) % 3 == 0)
+        assert np.array_equal(landing.chosen()[0], np.arange(count))
+        assert np.array_equal(landing.chosen()[1], np.arange(count) % 3 == 0)
         assert np.array_equal(landing.accepted(rows), np.arange(rows) + 7)
         assert len(landing._rooms) <= MOST_ROOMS

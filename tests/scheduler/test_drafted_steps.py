@@ -140,7 +140,8 @@ def test_a_block_that_drafts_fill_costs_no_copy_of_the_row(monkeypatch: pytest.M
 ])
 def test_only_few_rows_wait_for_grammars(rows: int, decodes: int, grammars: int, waits: bool) -> None:
     """Rows with prompts count: a wave of prompts does not wait for the first token of one among them."""
-    newest: Any = SimpleNamespace(rows=np.arange(rows), num_decodes=decodes, constrained=[(place, None) for place in range(grammars)])
+    constrained = [(place, None) for place in range(grammars)]
+    newest: Any = SimpleNamespace(rows=np.arange(rows), num_decodes=decodes, constrained=constrained)
     assert waits_for_grammars(newest) == waits
 
 
