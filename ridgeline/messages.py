@@ -140,7 +140,7 @@ class StepResult:
     draft_seconds: float = 0.0       # of these, what the draft model took to propose …
     catch_up_seconds: float = 0.0    # … and before that, to compute tokens that it had not seen …
     caught_up: int = 0               # … this number of tokens
-    typical: bool = True             # that is what its shape takes: no graph was captured meanwhile, and none was missing
+    typical: bool = True             # such steps take that long for now: no graph was captured, or missing (Forward.passing)
     shared: int = 0                  # KV positions that were read once although further rows have them, too
     experts: int = 0                 # of a mixture: experts that were read, all layers together
     replayed: bool = False           # the step was a CUDA graph

@@ -179,6 +179,10 @@ class _Tap:
     def eager(self) -> Forward:
         return self._inner.eager
 
+    @property
+    def passing(self) -> bool:
+        return self._inner.passing
+
     def forget_recorded(self) -> None:
         """The model computes something else from now on: recorded steps would replay what it was."""
         self._inner.release()

@@ -213,11 +213,11 @@ class Masks:
 
     @property
     def busy(self) -> bool:
-        """Are masks being filled that advance() has begun?"""
+        """Are masks being filled that advance() or begin() has begun?"""
         return self._thread is not None and self._thread.busy
 
     def wait(self) -> None:
-        """Until the masks are filled that advance() has begun. From now on their matchers may be asked for anything."""
+        """Until the masks are filled that were begun. From now on their matchers may be asked for anything."""
         if self._thread is not None and self._thread.busy:
             started = time.perf_counter()
             if self._thread.wait() is not None:          # fill() will find out which matcher failed
@@ -231,8 +231,8 @@ class Masks:
         row needs a mask. `guesses`, by row: the rows behind it are for what may follow the first of them, the second, and so on,
         as far as its grammar allows them.
 
-        The result is valid until the next call. Each step that advance() fills masks for must call it, also without answers that
-        go on: else those rows would be taken for the next step's.
+        The result is valid until the next call. Each step that advance() or begin() fills masks for must call it, or forget(),
+        also without answers that go on: else those rows would be taken for the next step's.
         """
         ahead, along = self._taken(guesses)
         for matcher in self._doubted:

@@ -165,7 +165,8 @@ class GraphForward:
         self._choice = StandIns(launch_bound)
         self._uses = USES
         self.replays = 0
-        self.stood_in = False                            # does a larger graph than its own run the newest step?
+        self.stood_in = False                            # does a larger graph than its own run the newest step? …
+        self.passing = False                             # … and has that been so for few steps? See Forward
 
     @contextmanager
     def at_first_use(self) -> Iterator[None]:
@@ -178,10 +179,11 @@ class GraphForward:
 
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
         own = self._own_shape(plan)
-        self._shape, self.stood_in = own, False
+        self._shape, self.stood_in, self.passing = own, False, False
         if own is not None and self._stand_ins and self._uses:
             self._shape = self._choice.choose(own, greedy, self._shares_prefix())
             self.stood_in = self._shape != own
+            self.passing = self.stood_in and not self._choice.came_often(own, greedy)
         return self._shape
 
     def _own_shape(self, plan: StepPlan) -> Shape | None:

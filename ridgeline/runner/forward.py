@@ -38,7 +38,11 @@ class Computed:
 
 class Forward(Protocol):
     replays: int                     # steps that were a CUDA graph
-    stood_in: bool                   # the newest step was slower than it will be: a larger CUDA graph ran it, or no program yet
+    stood_in: bool                   # the newest step was slower than it will be: a larger CUDA graph ran it, or no program yet …
+
+    @property
+    def passing(self) -> bool:
+        """… and only for a few steps: its time tells nothing of those behind it."""
 
     @property
     def eager(self) -> Forward:
@@ -61,7 +65,7 @@ class Forward(Protocol):
 
 class EagerForward:
     replays = 0
-    stood_in = False
+    stood_in = passing = False
 
     def __init__(self, model: Decoder, kv: list[LayerKV], last_token: Tensor, surplus: Tensor) -> None:
         """By row: its newest token, and tokens by which it is shorter than the host assumes."""

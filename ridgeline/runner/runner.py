@@ -79,7 +79,7 @@ class _Step:
     landing: Landing
     shared: int                      # KV positions that are read once for several rows
     replayed: bool
-    own_time: bool                   # no CUDA graph was captured meanwhile, and it is not a larger one that ran
+    own_time: bool                   # no CUDA graph was captured meanwhile, and it will run like this again: see Forward.passing
     stays: np.ndarray                # see DeviceRows.stays
     spent: Spent                     # on the draft model
     waited: float                    # seconds for other ranks: at its begin so far, later its own
@@ -149,7 +149,7 @@ class Runner:
         lengths = self.rows.length[plan.rows].astype(np.int32)
         step = _Step(
             plan, work, batch, computed, lengths, landing, self.rows.shared(batch), self.forward.replays > replays,
-            HAPPENED["graph_recording"] == captured and not self.forward.stood_in, self.rows.stays(plan.rows),
+            HAPPENED["graph_recording"] == captured and not self.forward.passing, self.rows.stays(plan.rows),
             self.drafter.spent(), waited,
         )
         if self.model.expert_reads is not None:

@@ -57,6 +57,10 @@ class ProgramForward:
         self.replays = 0
         self.stood_in = False
 
+    @property
+    def passing(self) -> bool:
+        return self.stood_in
+
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
         self._decodes = leading_decodes(plan) == len(plan.rows) and not (plan.want & EVERY_HIDDEN).any()
         return None

@@ -16,6 +16,7 @@ from ridgeline.sizes.graph_shapes import MOST_VERIFIED
 from ridgeline.sizes.sampling_costs import mask_bytes
 
 _FEW_BYTES = 2**17                   # of masks: copied in 5 us, and another stream takes the host longer than that
+MOST_ROOMS = 512                     # views that a landing keeps: there are more mixtures of drafts than that
 _ALIGN = 16                          # bytes: a kernel is compiled once for pointers that are multiples of it, and once for others
 
 
@@ -68,6 +69,8 @@ class Landing:
         drafts how many are accepted."""
         found = self._rooms.get((count, drafted))
         if found is None:
+            if len(self._rooms) == MOST_ROOMS:
+                self._rooms.clear()
             second = after_tokens(count)
             third = second + after_tokens(drafted)
             whole = self._there[: third + count]

@@ -201,11 +201,12 @@ def verify(
     sampler: Sampler, logits: Tensor, positions: Positions, masks: Tensor | None, broadcast: Broadcast,
     late: Tensor | None = None,
 ) -> Verified:
-    """`logits` [S, V]; `masks` [S, words]: what grammars allow at each position; `late`: see Sampler.sample."""
+    """`logits` [S, V]; `masks` [S, words]: what grammars allow at each position; `late`: see Sampler.sample. Only the first rank
+    has masks, and ranks must broadcast the same: so how a row is sampled does not depend on them."""
     device = logits.device
     tokens = torch.zeros(positions.count, dtype=torch.int64, device=device)      # behind a rejected draft any valid id
     failed, none_left = torch.zeros((2, positions.count), dtype=torch.bool, device=device)
-    masked = sampler.only_masked(positions.rows) & (masks is not None)
+    masked = sampler.only_masked(positions.rows)
     found = Verified(tokens, failed, none_left, tokens, tokens, masked | ~sampler.edits(positions.rows))
     _at_once(sampler, logits, positions, found, broadcast, late, masks if masked.any() else None)
     if not found.at_once.all():

@@ -110,8 +110,9 @@ def note_wanted(table: Rows, steady: Steady) -> None:
 
 
 def waits_for_grammars(newest: InFlight) -> bool:
-    """If the drafter would wait for what grammars force: have few rows decoded, most of them with a grammar?"""
-    return newest.num_decodes <= _FEW_ROWS and 2 * len(newest.constrained) > newest.num_decodes
+    """If the drafter would wait for what grammars force: has the step few rows, and do most of them sample under a grammar?"""
+    rows = len(newest.rows)
+    return rows <= _FEW_ROWS and 2 * len(newest.constrained) > rows
 
 
 def tell_time(drafter: Drafter, flight: InFlight, result: StepResult, seconds: float, proposing: float) -> None:

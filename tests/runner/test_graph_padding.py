@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from served_model import write_model
 
-from ridgeline.messages import RowAdded, StepPlan, Want
+from ridgeline import LLM
+from ridgeline.messages import RowAdded, StepPlan, StepResult, Want
 from ridgeline.ops.attention.attention_reference import paged_attention_reference
 from ridgeline.runner import cuda_graphs
 from ridgeline.runner.cuda_graphs import PASSING_USES, SPACING, STAND_INS, GraphForward, StandIns, without_collection
@@ -40,6 +43,35 @@ def captured(forward: GraphForward, *sizes: int, forms: tuple[bool, ...] = (True
 def plan(*counts: int, want: Want = Want.TOKEN) -> Any:
     rows = np.arange(len(counts), dtype=np.int32)
     return StepPlan(0, _NONE, [], _NONE.reshape(0, 4), rows, np.array(counts, np.int32), np.full(len(counts), want, np.int8))
+
+
+def test_the_time_of_a_larger_graph_counts_once_it_has_run_often(forward: GraphForward) -> None:
+    """It may run for hundreds of steps. Drafts are chosen by measured times, and without them no row would have any."""
+    captured(forward, 48)
+    found = []
+    for _ in range(STAND_INS + 2):
+        assert forward.shape(plan(*[1] * 37), False) == Shape(48) and forward.stood_in
+        found.append(forward.passing)
+    assert found == [True] * (STAND_INS - 1) + [False] * 3
+    assert forward.shape(plan(*[1] * 48), False) == Shape(48) and not forward.passing
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_a_step_is_typical_unless_it_passes(tmp_path: Path, passing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(write_model(tmp_path / "tiny"), load_format="dummy", device="cpu", dtype="float64", num_gpu_blocks_override=40)
+    forward, collect, typical = llm.core.executor.runner.forward, llm.core.executor.collect, []
+
+    def collected() -> StepResult:
+        result = collect()
+        typical.append(result.typical)
+        return result
+
+    monkeypatch.setattr(type(forward), "stood_in", True)
+    monkeypatch.setattr(type(forward), "passing", passing)
+    monkeypatch.setattr(llm.core.executor, "collect", collected)
+    llm.generate("Hello", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    llm.close()
+    assert typical == [not passing] * 3
 
 
 def test_its_own_shape_where_that_is_captured(forward: GraphForward) -> None:

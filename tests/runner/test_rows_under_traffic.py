@@ -97,7 +97,7 @@ class StampForward:
         self._kv: dict[int, tuple[int, int, int]] = {}
         self._random, self.larger = random.Random(setup.max_rows), 0
         self.replays = self.prefixes = self.drafted = self.padded_drafts = 0
-        self.stood_in = False
+        self.stood_in = self.passing = False
         self.shared: deque[int] = deque()                # of each step: KV positions that are not read again
 
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:

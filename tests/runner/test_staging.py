@@ -20,6 +20,7 @@ from ridgeline.runner import device_rows as module
 from ridgeline.runner import shared_prefix
 from ridgeline.runner.device_rows import DeviceRows
 from ridgeline.runner.start.warm_up import warm_up
+from ridgeline.runner.to_host import MOST_ROOMS, Landing
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams
 from ridgeline.scheduler.scheduler import Scheduler, SchedulerLimits
 from ridgeline.sizes.graph_shapes import GraphShapes, Shape
@@ -343,3 +344,18 @@ def test_what_is_run_before_the_first_request(max_rows: int, budget: int, max_mo
     scored = min(257, max_model_len - 1, first.total_tokens - len(first.rows) + 1)
     assert first.num_tokens[-1] >= scored and bool(first.want[-1] & Want.PROMPT_LOGPROBS) == (scored > 1)
     assert not any((plan.want & Want.PROMPT_LOGPROBS).any() for plan in plans[1:])
+
+
+def test_a_landing_does_not_grow_with_the_mixtures_of_drafts_it_has_seen() -> None:
+    """There are some hundred thousand. What comes back is the same, before and after some are forgotten."""
+    landing = Landing(64, torch.device("cpu"))
+    mixtures = [(count, rows) for rows in range(1, 65) for count in range(rows, 8 * rows, 3)]
+    assert len(mixtures) > 2 * MOST_ROOMS
+    for count, rows in mixtures:
+        whole, tokens, failed, accepted = landing.room(count, rows)
+        tokens.copy_(torch.arange(count)), failed.copy_(torch.arange(count) % 3 == 0), accepted.copy_(torch.arange(rows) + 7)
+        landing.fetch(whole, count)
+        assert np.array_equal(landing.chosen()[0], np.arange(count))
+        assert np.array_equal(landing.chosen()[1], np.arange(count) % 3 == 0)
+        assert np.array_equal(landing.accepted(rows), np.arange(rows) + 7)
+        assert len(landing._rooms) <= MOST_ROOMS

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from ridgeline.draft_options import MOST_DRAFTS
 from ridgeline.messages import StepResult, TokenDeltas
+from ridgeline.scheduler.draft_slots import waits_for_grammars
 from ridgeline.scheduler.drafting import DecodingRows, Drafts
 from ridgeline.scheduler.sequence import Sequence
 
@@ -131,6 +133,16 @@ def test_a_block_that_drafts_fill_costs_no_copy_of_the_row(monkeypatch: pytest.M
         sequence.tokens = Watched("i", sequence.tokens)
     simulation.drain()
     assert 0 < Watched.longest <= ROOMY.block_size
+
+
+@pytest.mark.parametrize(("rows", "decodes", "grammars", "waits"), [
+    (1, 1, 1, True), (4, 4, 3, True), (4, 4, 2, False), (5, 5, 5, False), (4, 1, 3, True), (60, 0, 1, False), (60, 4, 4, False),
+])
+def test_only_few_rows_wait_for_grammars(rows: int, decodes: int, grammars: int, waits: bool) -> None:
+    """Rows with prompts count: a wave of prompts does not wait for the first token of one among them."""
+    constrained = [(place, None) for place in range(grammars)]
+    newest: Any = SimpleNamespace(rows=np.arange(rows), num_decodes=decodes, constrained=constrained)
+    assert waits_for_grammars(newest) == waits
 
 
 def test_only_typical_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

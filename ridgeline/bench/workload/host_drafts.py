@@ -68,7 +68,7 @@ class Dial:
 class _Chance:
     """A forward pass that computes nothing: each draft is right with the same chance."""
 
-    replays, stood_in = 0, False
+    replays, stood_in, passing = 0, False, False
 
     def __init__(self, rows: DeviceRows, max_step_tokens: int) -> None:
         self._rows = rows

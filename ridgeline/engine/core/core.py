@@ -226,8 +226,9 @@ class EngineCore:
         return deltas
 
     def _begin_masks(self) -> None:
-        """Of the step that was just planned, if all tokens before it are known."""
-        if self.scheduler.num_constrained and self.scheduler.num_in_flight == 1:
+        """Of the step that was just planned, if all tokens before it are known. Not without overlap: on a CPU the launch is the
+        whole step, and needs all cores."""
+        if self.config.depth and self.scheduler.num_constrained and self.scheduler.num_in_flight == 1:
             self.grammars.masks.begin(*self.scheduler.constrained())
 
     def _sample_constrained(self, deltas: TokenDeltas) -> None:

@@ -16,7 +16,7 @@ from ridgeline.process.log import get_logger
 
 logger = get_logger("engine")
 
-IDLE_MS = 500                       # how often an idle engine looks whether its front end is still there
+IDLE_MS = 500                        # how often an idle engine looks whether its front end is still there
 _FRAMES_PER_STEP = 1024              # a flood of requests must not keep the running ones from their next step
 
 

@@ -10,11 +10,15 @@ take 0.1 to 0.2 s to scan. So a full collection that is due waits until a call h
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _RARELY = 2000                       # generation 1 collections before a full one, under load …
 _ENOUGH = 10                         # … and while idle; Python's own number
+
+_lock = threading.Lock()
+_found: list[tuple[int, int, int]] = []      # the caller's thresholds, once for each call of `LLM` that runs, in any thread
 
 
 def spare_the_old() -> None:
@@ -33,9 +37,14 @@ def look_at_the_old() -> None:
 @contextmanager
 def only_the_young() -> Iterator[None]:
     """Full collections are as rare as in a busy engine. One that is due runs behind the `with`, as soon as Python looks again."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(*thresholds[:2], max(thresholds[2], _RARELY))
+    with _lock:
+        thresholds = _found[0] if _found else gc.get_threshold()
+        _found.append(thresholds)
+        gc.set_threshold(*thresholds[:2], max(thresholds[2], _RARELY))
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
+        with _lock:
+            _found.pop()
+            if not _found:
+                gc.set_threshold(*thresholds)

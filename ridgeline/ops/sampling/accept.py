@@ -1,7 +1,8 @@
-"""Which drafts a step accepts, where rows take the model's best token: those equal to it, up to the first that is not.
+"""Which drafts a step accepts: those equal to the token that was chosen at their position, up to the first that is not.
 
-It is part of a step's CUDA graph. Nothing waits for the host: the newest token of each row, and the number of rejected drafts by
-which it is shorter than the host assumes, are ready for the next step.
+Where rows take the model's best token, it is part of a step's CUDA graph; else it runs behind the sampler (runner/verify.py).
+Nothing waits for the host: the newest token of each row, and the number of rejected drafts by which it is shorter than the host
+assumes, are ready for the next step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def accept_reference(
     surplus: Tensor, last_token: Tensor, tokens: Tensor, sampled: Tensor, failed: Tensor, index: Tensor, start: Tensor,
     rows: Tensor, accepted: Tensor, longest: int,
 ) -> None:
-    """`sampled`, `failed` [S]: the best token at each position, and whether it has none; `index` [S]: which of the `tokens` [T]
+    """`sampled`, `failed` [S]: the token chosen at each position, whether there is none; `index` [S]: which of the `tokens` [T]
     each follows. Row n of `rows` [N] has the positions start[n] up to start[n + 1], at most `longest`, one behind the other:
     the token behind a position is the draft for it. `accepted` [N]: how many are right.
 

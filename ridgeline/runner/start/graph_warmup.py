@@ -4,11 +4,12 @@ Launched kernel by kernel, a decode step of an 8B model on an H200 takes the hos
 long again: after a deploy, every user would meet the shapes of the first busy minute like that.
 
 Decodes of every size and single prompts, greedy and sampled, and decodes with drafts; of prompts beside decodes, and of decodes
-behind a shared prefix, only some sizes, which stand in for all others. Likely ones come first, the smallest before larger ones: a
-request that comes meanwhile is probably alone. Of decodes with drafts those come first that stand in for most others. Last come
-prompts beside decodes for which a larger graph stood in. Shapes that have been used are left out. An idle scheduler has no rows,
-so the runner's rows are free. They write to block 0, which no sequence owns: the blocks of the sequences that had these rows
-before may be in the prefix cache.
+behind a shared prefix, only some sizes, which stand in for all others. Likely ones come first, the smallest before larger ones:
+a request that comes meanwhile is probably alone. Of decodes with drafts those come first that stand in for most others. With
+many rows there are more of the rest than graphs are kept: all numbers of decodes, which drafts are measured against, come
+before it. Last come prompts beside decodes for which a larger graph stood in. Shapes that have been used are left out. An idle
+scheduler has no rows, so the runner's rows are free. They write to block 0, which no sequence owns: the blocks of the sequences
+that had these rows before may be in the prefix cache.
 """
 
 from __future__ import annotations
@@ -61,13 +62,12 @@ class Rehearsal:
         prompts = [[size] for size in self._shapes.prompt_tokens if size < max_model_len]
         common = COMMON | covering([len(step) for step in decodes])
         likely = [step for step in (*prompts, *decodes[1:]) if (len(step) if step[0] == 1 else step[0]) in common]
-        usual = [step for step in prompts if step[0] <= USUAL_PROMPT]
-        rest = [step for step in (*usual, *decodes[1:], *prompts[len(usual):]) if step not in likely]
+        more_decodes, more_prompts = ([step for step in steps if step not in likely] for steps in (decodes[1:], prompts))
         self._steps: Iterator[KernelStep] = itertools.chain(
             self._unknown([decodes[0]]), self._shared(max_model_len, True), self._unknown(likely),
             self._drafted(self._shapes.wide(), True), self._mixed(True), self._mixed(False), self._shared(max_model_len, False),
-            self._drafted(self._shapes.wide(), False), self._drafted(self._shapes.drafted(), True),
-            self._drafted(self._shapes.drafted(), False), self._unknown(rest),
+            self._drafted(self._shapes.wide(), False), self._unknown(more_decodes), self._drafted(self._shapes.drafted(), True),
+            self._drafted(self._shapes.drafted(), False), self._unknown(more_prompts),
         )
 
     def before_ready(self, seconds: float) -> int:

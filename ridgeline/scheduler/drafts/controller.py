@@ -220,7 +220,9 @@ class Controller:
         """int64 [D]: drafts that each row verifies."""
         count = len(rows.sequences)
         # What grammars force is right but for its spelling. If the step has waited for it, Worth says whether that pays in all.
-        if not self._adaptive or (rows.waited and self._sources.all_of(offers.source, Forced.name)):
+        # Without overlap no step waits for more than another.
+        has_waited = self.pace.now is not self.pace.ahead
+        if not self._adaptive or (has_waited and self._sources.all_of(offers.source, Forced.name)):
             return offers.whole(count, rows.room)
         made_for = self._made_for(rows, offers)
         if made_for is None and self._weighing.native is not None:

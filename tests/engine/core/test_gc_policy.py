@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 from tiny_models import save_checkpoint
+
+from ridgeline.engine.core.gc_policy import only_the_young
 
 SCRIPT = """
 import gc, weakref
@@ -76,3 +79,16 @@ def test_no_full_collection_runs_while_requests_are_answered(tmp_path: Path) -> 
 def test_the_old_are_looked_at_in_quiet_moments() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "right\n", ran.stderr
+
+
+def test_calls_in_several_threads_leave_the_thresholds_as_they_were() -> None:
+    """Whichever call ends first: two models in one process answer at once."""
+    before = gc.get_threshold()
+    first, second = only_the_young(), only_the_young()
+    first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    during = gc.get_threshold()
+    second.__exit__(None, None, None)
+    after = gc.get_threshold()
+    gc.set_threshold(*before)
+    assert during[2] > before[2] and after == before

@@ -15,6 +15,9 @@ from served_model import write_model
 from test_late_lengths import corrected
 
 from ridgeline import LLM, SamplingParams
+from ridgeline.grammar import masks as masks_module
+from ridgeline.grammar.masks import Masks
+from ridgeline.messages import Request
 from ridgeline.ops.sampling.sample import CHOICE, sample_reference
 from ridgeline.runner import sampler as sampler_module
 from ridgeline.runner.sampler import Sampler
@@ -130,3 +133,67 @@ def _compare(
     assert isinstance(drafter, Controller) and drafter.counters.draft_tokens > drafter.counters.accepted_tokens > 40
     assert len(corrected) > 20                           # steps behind drafts in flight
     on.close()
+
+
+def _asked_of_core(llm: LLM, aborted: str) -> tuple[dict[str, list[int]], int]:
+    """What a core says of these requests, one of which is aborted as soon as the masks of a step are begun, and how many were."""
+    core, steps, begun = llm.core, 0, 0
+    for number, params in enumerate(each for each in asked(1.0) if each.structured_outputs):
+        core.add(Request(str(number), [5, 6, 7], params))
+    said: dict[str, list[int]] = {}
+    while core.has_work and (steps := steps + 1) < 2000:
+        for delta in core.step():
+            assert not delta.error
+            said.setdefault(delta.request_id, []).extend(delta.token_ids)
+        if core._unsampled and core.grammars.masks._begun is not None:
+            begun += 1
+            core.abort(aborted)
+    said.pop(aborted, None)
+    return said, begun
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_masks_are_begun_before_a_launch_and_survive_an_abort(
+    model: Path, overlap: bool, corrected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not without overlap: there the launch is the whole step, and threads that fill masks would take its cores."""
+    started: list[int] = []
+    begin = Masks.begin
+
+    def counted(self: Masks, wanted: Any, num_rows: int, guesses: Any) -> None:
+        begin(self, wanted, num_rows, guesses)
+        started.extend([num_rows] * self.busy)
+
+    monkeypatch.setattr(masks_module, "num_threads", lambda: 2)
+    options = OPTIONS | {"max_num_seqs": 4}              # few rows, so that steps wait for grammars
+    off = LLM(model, **options)
+    expected, _ = _asked_of_core(off, "0")
+    off.close()
+    monkeypatch.setattr(Masks, "begin", counted)
+    given = json.dumps({"method": "grammar", "num_speculative_tokens": 8, "adaptive": False})
+    on = LLM(model, speculative_config=given, async_scheduling=overlap, **options)
+    answers, begun = _asked_of_core(on, "0")
+    on.close()
+    assert answers == expected and len(answers) == 5
+    assert bool(started) == overlap and (begun > 0) == overlap
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ranks_verify_drafts_under_grammars(model: Path, overlap: bool) -> None:
+    """Only the first rank has masks. The others must broadcast as often, and as much: else they wait for ever, or die."""
+    asked_here = asked(1.0)
+    schema = asked_here[0].structured_outputs
+    asked_here.append(SamplingParams(seed=9, structured_outputs=schema, presence_penalty=0.5, max_tokens=60))
+    expected = _tokens(LLM(model, **OPTIONS), asked_here)
+    given = json.dumps({"method": ["grammar", "prediction", "ngram"], "num_speculative_tokens": 8, "adaptive": False})
+    on = LLM(model, tensor_parallel_size=2, speculative_config=given, async_scheduling=overlap, **OPTIONS)
+    drafter = on.core.scheduler.drafter
+    assert _tokens(on, asked_here) == expected
+    assert isinstance(drafter, Controller) and drafter.counters.draft_tokens > drafter.counters.accepted_tokens > 40
+
+
+def _tokens(llm: LLM, params: list[SamplingParams]) -> list[Any]:
+    try:
+        return [each[:2] for each in said(llm, params)]
+    finally:
+        llm.close()

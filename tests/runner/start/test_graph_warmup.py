@@ -128,6 +128,20 @@ def test_every_shape_with_drafts_comes_too(model: Path) -> None:
     core.close()
 
 
+def test_every_number_of_decodes_comes_before_all_shapes_with_drafts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more of these than graphs are kept, and whether drafts pay is measured against decodes."""
+    monkeypatch.setattr(graph_warmup, "COMMON", {1, 64})
+    monkeypatch.setattr(graph_warmup, "covering", lambda sizes: {20})
+    core, rehearsal, seen = start(model, most_verified=64)
+    while rehearsal.go_on():
+        pass
+    kinds = [plan.width is not None for plan in seen.plans]
+    wide = 2 * len(GraphShapes(ROWS, TOKENS, 64).wide())
+    last = max(place for place, plan in enumerate(seen.plans) if plan.width is None and plan.num_tokens.max() == 1)
+    assert sum(kinds[:last]) == wide < sum(kinds)
+    core.close()
+
+
 def test_prompts_beside_decodes_come_too(model: Path) -> None:
     """Some, which stand in for all others (tests/runner/test_graph_padding.py), and later those that they stood in for, once."""
     known = Shape(12, 8, 192)

@@ -428,6 +428,22 @@ def test_steps_wait_for_what_a_grammar_forces_while_that_pays(overlap: float) ->
     assert controller.pace.ahead.seconds(1, _with_grammar(False).keys) == pytest.approx(off)     # not of steps that waited
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_without_overlap_forced_tokens_are_weighed_as_all_others(right: bool) -> None:
+    """On a CPU every step is planned once all tokens have arrived: none has waited for a grammar. Each token takes as long."""
+    controller, tried = Controller([Forced()], Pace(ShapeTimes(lambda tokens, keys: 1e-3 * (1 + 0.8 * tokens))), 4), 0
+    for _ in range(200):
+        rows = _with_grammar(waited=True)
+        planned = controller.plan(rows) if controller.awake() else None
+        width = 0 if planned is None else int(planned.width[0])
+        accepted = width if right else 0
+        controller.timed(1, 1 + width, 1 + width, rows.keys, 1e-3 * (1.8 + 0.8 * width), width - accepted, True)
+        if width:
+            controller.observe(rows.sequences, np.array([width]), np.array([accepted]), 1e-3)
+        tried += width
+    assert tried > 100 if right else tried < 20
+
+
 def test_only_grammars_are_waited_for() -> None:
     controllers = [Controller([each], Pace(ShapeTimes(bold, GRAPHS), True), 4) for each in (Scripted(), Forced(), Forced())]
     controllers[2].active = False
