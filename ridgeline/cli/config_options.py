@@ -71,8 +71,8 @@ class OptionParser(argparse.ArgumentParser):
     def parse(self, argv: list[str]) -> argparse.Namespace:
         words = with_config_file(argv) if self.engine else argv
         if self.engine:
-            positional = any(action.dest == "model" and not action.option_strings for action in self._actions)
-            translated = Translation(words, self._option_string_actions, positional)
+            arguments = [action.dest for action in self._actions if not action.option_strings]
+            translated = Translation(words, self._option_string_actions, len(arguments) if "model" in arguments else 0)
             words = translated.argv
             for note in translated.notes:
                 print(f"note: {note}", file=sys.stderr)

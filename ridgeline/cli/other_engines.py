@@ -39,27 +39,28 @@ def variable_notes(environment: Mapping[str, str]) -> list[str]:
 class Translation:
     """`argv` in our own words, and `notes`: what was ignored and why."""
 
-    def __init__(self, words: list[str], own: Mapping[str, argparse.Action], positional: bool) -> None:
+    def __init__(self, words: list[str], own: Mapping[str, argparse.Action], positional: int) -> None:
         self.argv: list[str] = []
         self.notes: list[str] = []
         self._words = list(words)
         self._own = own
-        self._positional = positional                    # the command's model is an argument, not --model
+        self._positional = positional > 0                # the command's model is an argument, not --model …
         self._sampling: dict[str, Any] = {}
         self._model = ""                                 # given as an option
-        given = False                                    # as an argument, which comes first
+        given = 0                                        # … and arguments that were given; the model is the first of them
         while self._words:
             word = self._words.pop(0)
             if word == "--":
+                given += len(self._words)
                 self.argv += [word, *self._words]
                 break
             if not word.startswith("-") or word == "-" or _NUMBER.match(word):
                 self.argv.append(word)
-                given = True
+                given += 1
             else:
                 self._option(word)
-        if self._model and not given:
-            self.argv.append(self._model)
+        if self._model and given < positional:           # `chat --model MODEL PROMPT`
+            self.argv.insert(0, self._model)
         if self._sampling:
             self.argv += [_OVERRIDES, json.dumps(self._sampling)]
 
@@ -90,7 +91,7 @@ class Translation:
         values = [rest[1:]] if rest else self._words[:1]
         if not rest:
             del self._words[:1]
-        if flag in _LISTS:
+        if flag in _LISTS and _LISTS[0] in self._own:    # a client's command has one key
             while self._words and not self._words[0].startswith("-"):
                 values.append(self._words.pop(0))
             values = [_joined(flag, values)]
@@ -165,7 +166,7 @@ def _as_ours(typed: str, flag: str, value: Any, takes_value: bool) -> list[str]:
         return [flag] if str(value).lower() in ("true", "1") else []
     if (flag, value) == ("--max-model-len", "0"):                        # llama.cpp: the model's own
         return []
-    if (typed, value) == ("--chunked-prefill-size", "-1"):               # SGLang: prompts are not cut
+    if (long_name(typed), value) == ("chunked_prefill_size", "-1"):      # SGLang: prompts are not cut
         return ["--no-enable-chunked-prefill"]
     return [f"{flag}={value}"]
 

@@ -6,6 +6,7 @@ GPU has nothing to do are left out: its clock is low then because it may be.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -69,8 +70,13 @@ class Clocks:
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Clocks | None:
-        """Of what `shown` gave; None without it."""
-        return cls(**{each.name: said[each.name] for each in fields(cls)}) if said else None
+        """Of what `shown` gave; None without it. ValueError, LookupError or TypeError for anything else that a file may say."""
+        if not said:
+            return None
+        numbers = {each.name: float(said[each.name]) for each in fields(cls)}
+        if not all(map(math.isfinite, numbers.values())) or numbers["max_sm_mhz"] <= 0:
+            raise ValueError("clocks of a GPU must be numbers above 0")
+        return cls(int(numbers.pop("samples")), **numbers)
 
     @property
     def limited_by(self) -> str:

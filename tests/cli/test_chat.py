@@ -90,7 +90,9 @@ def test_a_prompt_on_the_command_line_gets_one_answer(chat: Callable[..., Said])
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize(("first", "asked"), [("Why is it blue?", ("", "Why is it blue?")), ("X", ("X", ""))])
+@pytest.mark.parametrize(("first", "asked"), [
+    ("Why is it blue?", ("", "Why is it blue?")), ("X", ("X", "")), ("why " * 100, ("", "why " * 100)),
+])
 def test_a_sentence_in_place_of_the_model_is_the_prompt(
     first: str, asked: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +102,9 @@ def test_a_sentence_in_place_of_the_model_is_the_prompt(
     assert main(["chat", "--url", "http://127.0.0.1:1", first]) == 0 and tuple(seen) == asked
 
 
-@pytest.mark.parametrize("words", ["X Hello", "-m X -p Hello", "X --prompt=Hello"])
+@pytest.mark.parametrize("words", [
+    "X Hello", "-m X -p Hello", "X --prompt=Hello", "--model X Hello", "Hello -m X", "-m X -- Hello",
+])
 def test_where_the_prompt_stands(words: str) -> None:
     parser = OptionParser(prog="ridgeline chat")
     cmd_chat.add_arguments(parser)

@@ -6,7 +6,7 @@ The model runs in a process of its own, or in a server that is already running (
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 
 from ridgeline.cli.chat.conversation import Conversation
 from ridgeline.cli.chat.local_model import LocalModel
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> None:
     given = sampling_given(args)
     SamplingParams(**given)                              # a wrong value fails before anything is loaded
     prompt = args.message or args.prompt
-    if not prompt and len(args.model.split()) > 1 and not Path(args.model).exists():     # `ridgeline chat 'Why is the sky blue?'`
+    # `ridgeline chat 'Why is the sky blue?'`. Path.exists() would raise for a text that is longer than a file's name may be.
+    if not prompt and len(args.model.split()) > 1 and not os.path.exists(args.model):
         args.model, prompt = "", args.model
     if args.url:
         Conversation(RemoteModel(args.url, args.model), given, args.system).run(prompt)
