@@ -112,6 +112,12 @@ def test_where_the_prompt_stands(words: str) -> None:
     assert (args.model, args.message or args.prompt) == ("X", "Hello")
 
 
+def test_two_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them would be left out without a word."""
+    assert main(["chat", "--url", "http://127.0.0.1:1", "X", "Hello", "--prompt", "Bye"]) == 2
+    assert "the prompt is given twice" in capsys.readouterr().err
+
+
 def test_what_a_model_writes_does_not_command_the_terminal(
     chat: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
