@@ -33,7 +33,7 @@ def variable_notes(environment: Mapping[str, str]) -> list[str]:
     notes += [f"{name} is ignored: {_VARIABLES[name]}" for name in found if name in _VARIABLES]
     rest = [name for name in found if name not in _KEYS and name not in _VARIABLES]
     shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
-    return notes + ([f"{shown} ignored: docs/options.md lists the environment variables"] if rest else [])
+    return notes + ([f"{shown} {'is' if len(rest) == 1 else 'are'} ignored: docs/options.md lists the environment variables"] if rest else [])
 
 
 class Translation:
@@ -59,7 +59,7 @@ class Translation:
                 given += 1
             else:
                 self._option(word)
-        if self._model and given < positional:           # `chat --model MODEL PROMPT`
+        if self._model and (given < positional or positional > 1):       # `chat --model MODEL PROMPT`; a word too many is refused
             self.argv.insert(0, self._model)
         if self._sampling:
             self.argv += [_OVERRIDES, json.dumps(self._sampling)]

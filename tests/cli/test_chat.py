@@ -112,6 +112,12 @@ def test_where_the_prompt_stands(words: str) -> None:
     assert (args.model, args.message or args.prompt) == ("X", "Hello")
 
 
+def test_unquoted_words_behind_a_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of them would be the model, and the one that was named would be left out."""
+    assert main(["chat", "--url", "http://127.0.0.1:1", "-m", "X", "hello", "there"]) == 2
+    assert "unexpected argument 'there'" in capsys.readouterr().err
+
+
 def test_two_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """One of them would be left out without a word."""
     assert main(["chat", "--url", "http://127.0.0.1:1", "X", "Hello", "--prompt", "Bye"]) == 2

@@ -266,7 +266,7 @@ def test_variables_of_other_engines_are_named_once() -> None:
     assert variable_notes({"PATH": "/bin", "OPENAI_API_KEY": "x", "HF_HOME": "/x", "RIDGELINE_LOG": "INFO"}) == []
     assert variable_notes({"VLLM_API_KEY": "x", "VLLM_USE_V1": "1", "OLLAMA_HOST": "x"}) == [
         "VLLM_API_KEY is ignored: RIDGELINE_API_KEY holds the server's keys", "OLLAMA_HOST is ignored: use --host and --port",
-        "VLLM_USE_V1 ignored: docs/options.md lists the environment variables",
+        "VLLM_USE_V1 is ignored: docs/options.md lists the environment variables",
     ]
     many, = variable_notes({f"VLLM_{number}": "" for number in range(7)})
-    assert many.startswith("VLLM_0, VLLM_1, VLLM_2, VLLM_3, VLLM_4 and 2 more ignored")
+    assert many.startswith("VLLM_0, VLLM_1, VLLM_2, VLLM_3, VLLM_4 and 2 more are ignored")
