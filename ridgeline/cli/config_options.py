@@ -79,7 +79,7 @@ class OptionParser(argparse.ArgumentParser):
         else:
             words = [_with_dashes(word) for word in words]
         args, unknown = self.parse_known_args(words)
-        for word in unknown:
+        for word in sorted(unknown, key=lambda word: not word.startswith("-")):     # a word may be an unknown option's value
             if not word.startswith("-"):
                 raise ConfigError(f"unexpected argument {word!r}; see {self.prog} --help")
             name = "--" + long_name(word.split("=")[0]).replace("_", "-") if word.startswith("--") else word.split("=")[0]

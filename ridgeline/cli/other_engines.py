@@ -33,7 +33,8 @@ def variable_notes(environment: Mapping[str, str]) -> list[str]:
     notes += [f"{name} is ignored: {_VARIABLES[name]}" for name in found if name in _VARIABLES]
     rest = [name for name in found if name not in _KEYS and name not in _VARIABLES]
     shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
-    return notes + ([f"{shown} {'is' if len(rest) == 1 else 'are'} ignored: docs/options.md lists the environment variables"] if rest else [])
+    verb = "is" if len(rest) == 1 else "are"
+    return notes + ([f"{shown} {verb} ignored: docs/options.md lists the environment variables"] if rest else [])
 
 
 class Translation:
@@ -47,22 +48,24 @@ class Translation:
         self._positional = positional > 0                # the command's model is an argument, not --model …
         self._sampling: dict[str, Any] = {}
         self._model = ""                                 # given as an option
-        given = 0                                        # … and arguments that were given; the model is the first of them
+        arguments: list[str] = []                        # … which is the first of them
+        ends_options = False
         while self._words:
             word = self._words.pop(0)
             if word == "--":
-                given += len(self._words)
-                self.argv += [word, *self._words]
+                arguments += self._words
+                ends_options = True
                 break
             if not word.startswith("-") or word == "-" or _NUMBER.match(word):
-                self.argv.append(word)
-                given += 1
+                arguments.append(word)
             else:
                 self._option(word)
-        if self._model and (given < positional or positional > 1):       # `chat --model MODEL PROMPT`; a word too many is refused
-            self.argv.insert(0, self._model)
+        if self._model and (len(arguments) < positional or positional > 1):      # `chat --model MODEL PROMPT`
+            arguments.insert(0, self._model)
         if self._sampling:
             self.argv += [_OVERRIDES, json.dumps(self._sampling)]
+        # Together: argparse of Python 3.11 takes no PROMPT behind an option that follows MODEL.
+        self.argv = [*self.argv, "--", *arguments] if ends_options else [*arguments, *self.argv]
 
     def _option(self, word: str) -> None:
         typed, equals, value = word.partition("=")

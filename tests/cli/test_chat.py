@@ -103,7 +103,8 @@ def test_a_sentence_in_place_of_the_model_is_the_prompt(
 
 
 @pytest.mark.parametrize("words", [
-    "X Hello", "-m X -p Hello", "X --prompt=Hello", "--model X Hello", "Hello -m X", "-m X -- Hello",
+    "X Hello", "-m X -p Hello", "X --prompt=Hello", "--model X Hello", "Hello -m X", "-m X -- Hello", "X --temperature 0 Hello",
+    "X --seed 1 Hello --top-k 2", "--seed 1 -m X --top-k 2 Hello", "X --seed 1 -- Hello",
 ])
 def test_where_the_prompt_stands(words: str) -> None:
     parser = OptionParser(prog="ridgeline chat")
