@@ -243,8 +243,11 @@ class EngineConfig:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's other names for structured_outputs_backend: an old one, and a member of a group, given as an object or as JSON."""
+    """vLLM's other names for structured_outputs_backend: an old one, and a member of a group, given as an object or as JSON.
+    SGLang's chunked_prefill_size of -1 is a switch."""
     found = dict(options)
+    if found.get("chunked_prefill_size") == -1:
+        found |= {"chunked_prefill_size": None, "enable_chunked_prefill": False}
     old, group = found.pop("guided_decoding_backend", None), found.pop("structured_outputs_config", None)
     if isinstance(group, str):
         try:

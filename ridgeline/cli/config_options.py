@@ -71,15 +71,15 @@ class OptionParser(argparse.ArgumentParser):
     def parse(self, argv: list[str]) -> argparse.Namespace:
         words = with_config_file(argv) if self.engine else argv
         if self.engine:
-            positional = any(action.dest == "model" and not action.option_strings for action in self._actions)
-            translated = Translation(words, self._option_string_actions, positional)
+            arguments = [action.dest for action in self._actions if not action.option_strings]
+            translated = Translation(words, self._option_string_actions, len(arguments) if "model" in arguments else 0)
             words = translated.argv
             for note in translated.notes:
                 print(f"note: {note}", file=sys.stderr)
         else:
             words = [_with_dashes(word) for word in words]
         args, unknown = self.parse_known_args(words)
-        for word in unknown:
+        for word in sorted(unknown, key=lambda word: not word.startswith("-")):     # a word may be an unknown option's value
             if not word.startswith("-"):
                 raise ConfigError(f"unexpected argument {word!r}; see {self.prog} --help")
             name = "--" + long_name(word.split("=")[0]).replace("_", "-") if word.startswith("--") else word.split("=")[0]

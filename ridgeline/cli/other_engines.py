@@ -33,35 +33,39 @@ def variable_notes(environment: Mapping[str, str]) -> list[str]:
     notes += [f"{name} is ignored: {_VARIABLES[name]}" for name in found if name in _VARIABLES]
     rest = [name for name in found if name not in _KEYS and name not in _VARIABLES]
     shown = ", ".join(rest[:5]) + (f" and {len(rest) - 5} more" if len(rest) > 5 else "")
-    return notes + ([f"{shown} ignored: docs/options.md lists the environment variables"] if rest else [])
+    verb = "is" if len(rest) == 1 else "are"
+    return notes + ([f"{shown} {verb} ignored: docs/options.md lists the environment variables"] if rest else [])
 
 
 class Translation:
     """`argv` in our own words, and `notes`: what was ignored and why."""
 
-    def __init__(self, words: list[str], own: Mapping[str, argparse.Action], positional: bool) -> None:
+    def __init__(self, words: list[str], own: Mapping[str, argparse.Action], positional: int) -> None:
         self.argv: list[str] = []
         self.notes: list[str] = []
         self._words = list(words)
         self._own = own
-        self._positional = positional                    # the command's model is an argument, not --model
+        self._positional = positional > 0                # the command's model is an argument, not --model …
         self._sampling: dict[str, Any] = {}
         self._model = ""                                 # given as an option
-        given = False                                    # as an argument, which comes first
+        arguments: list[str] = []                        # … which is the first of them
+        ends_options = False
         while self._words:
             word = self._words.pop(0)
             if word == "--":
-                self.argv += [word, *self._words]
+                arguments += self._words
+                ends_options = True
                 break
             if not word.startswith("-") or word == "-" or _NUMBER.match(word):
-                self.argv.append(word)
-                given = True
+                arguments.append(word)
             else:
                 self._option(word)
-        if self._model and not given:
-            self.argv.append(self._model)
+        if self._model and (len(arguments) < positional or positional > 1):      # `chat --model MODEL PROMPT`
+            arguments.insert(0, self._model)
         if self._sampling:
             self.argv += [_OVERRIDES, json.dumps(self._sampling)]
+        # Together: argparse of Python 3.11 takes no PROMPT behind an option that follows MODEL.
+        self.argv = [*self.argv, "--", *arguments] if ends_options else [*arguments, *self.argv]
 
     def _option(self, word: str) -> None:
         typed, equals, value = word.partition("=")
@@ -90,7 +94,7 @@ class Translation:
         values = [rest[1:]] if rest else self._words[:1]
         if not rest:
             del self._words[:1]
-        if flag in _LISTS:
+        if flag in _LISTS and _LISTS[0] in self._own:    # a client's command has one key
             while self._words and not self._words[0].startswith("-"):
                 values.append(self._words.pop(0))
             values = [_joined(flag, values)]
@@ -165,7 +169,7 @@ def _as_ours(typed: str, flag: str, value: Any, takes_value: bool) -> list[str]:
         return [flag] if str(value).lower() in ("true", "1") else []
     if (flag, value) == ("--max-model-len", "0"):                        # llama.cpp: the model's own
         return []
-    if (typed, value) == ("--chunked-prefill-size", "-1"):               # SGLang: prompts are not cut
+    if (long_name(typed), value) == ("chunked_prefill_size", "-1"):      # SGLang: prompts are not cut
         return ["--no-enable-chunked-prefill"]
     return [f"{flag}={value}"]
 

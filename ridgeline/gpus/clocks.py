@@ -6,6 +6,7 @@ GPU has nothing to do are left out: its clock is low then because it may be.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -16,7 +17,7 @@ REASONS = {
     0x1: "idle", 0x2: "applications clocks", 0x4: "software power cap", 0x8: "hardware slowdown", 0x10: "sync boost",
     0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake", 0x100: "display clocks",
 }
-_IDLE, _POWER, _SLOWDOWN, _HEAT, _BRAKE = 0x1, 0x4 | 0x80, 0x8, 0x20 | 0x40, 0x80
+_IDLE, _POWER, _SLOWDOWN, _HEAT = 0x1, 0x4 | 0x80, 0x8, 0x20 | 0x40
 SUMS = (
     "samples", "watts", "limit_w", "most_limit_w", "sm_mhz", "max_sm_mhz", "temperature_c", "power_capped", "heat_capped",
 )
@@ -37,11 +38,13 @@ def _row(reading: Reading) -> list[float] | None:
     )
     if watts is None or not limit or clock is None or not highest or reasons is None or reasons & _IDLE:
         return None
-    # A power brake is a hardware slowdown as well; without one, what slows the hardware down is heat.
-    hot = bool(reasons & _HEAT) or (bool(reasons & _SLOWDOWN) and not reasons & _BRAKE)
+    # Heat and a power brake have bits of their own beside that of the hardware's slowdown. What is left of it is a protection
+    # against too much power at once (NVML: "Fast Trigger").
+    hot = bool(reasons & _HEAT)
+    capped = bool(reasons & _POWER) or (bool(reasons & _SLOWDOWN) and not hot)
     return [
         1.0, watts, limit, reading.most_limit_w or 0.0, clock, highest, reading.temperature_c or 0.0,
-        float(bool(reasons & _POWER)), float(hot),
+        float(capped), float(hot),
     ]
 
 
@@ -69,8 +72,13 @@ class Clocks:
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Clocks | None:
-        """Of what `shown` gave; None without it."""
-        return cls(**{each.name: said[each.name] for each in fields(cls)}) if said else None
+        """Of what `shown` gave; None without it. ValueError, LookupError or TypeError for anything else that a file may say."""
+        if not said:
+            return None
+        numbers = {each.name: float(said[each.name]) for each in fields(cls)}
+        if not all(map(math.isfinite, numbers.values())) or numbers["max_sm_mhz"] <= 0:
+            raise ValueError("clocks of a GPU must be numbers above 0")
+        return cls(int(numbers.pop("samples")), **numbers)
 
     @property
     def limited_by(self) -> str:

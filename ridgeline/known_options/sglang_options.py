@@ -11,6 +11,7 @@ from ridgeline.known_options.vllm_llama_cpp_options import (
     DRAFT,
     INTERNAL,
     LOGS,
+    MACHINES,
     METRICS,
     NO_CODE,
     NO_EXPERTS,
@@ -142,7 +143,6 @@ IGNORED: dict[str, str] = {
 }
 
 _MEMORY = "weights and KV must fit into the device's memory; use a smaller model or fp8"
-_MACHINES = "one engine's ranks run on several machines with --distributed-executor-backend ray (docs/cluster.md)"
 _WEIGHTS = "weights are read from the model's directory or file, once"
 _HIDDEN = "hidden states of each token are not returned; /v1/embeddings has the last one"
 
@@ -156,8 +156,9 @@ REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("attn_cp_size= attention_context_parallel_size=", (1,), "use --decode-context-parallel-size"),
     ("enable_prefill_cp enable_dsa_prefill_context_parallel enable_nsa_prefill_context_parallel enable_prefill_context_parallel",
      (False,), "prompts are divided as contexts are: use --decode-context-parallel-size"),
-    ("base_gpu_id= gpu_id_step=", (0, 1), "set CUDA_VISIBLE_DEVICES"),
-    ("dist_init_addr= nccl_init_addr= use_ray", (False,), _MACHINES),
+    ("base_gpu_id=", (0,), "set CUDA_VISIBLE_DEVICES"),
+    ("gpu_id_step=", (1,), "set CUDA_VISIBLE_DEVICES"),
+    ("dist_init_addr= nccl_init_addr= use_ray", (False,), MACHINES),
     ("elastic_ep_backend= enable_elastic_expert_backup ep_join_mode= ep_join_rank_offset= elastic_ep_initial_size= max_ep_size="
      " elastic_ep_scale_timeout= elastic_ep_rejoin", (False, 0), "the number of ranks does not change while a server runs"),
     ("speculative_algorithm=", ("standalone",),

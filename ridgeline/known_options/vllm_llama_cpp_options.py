@@ -31,6 +31,7 @@ CORS = "--allowed-origins sends the headers that browsers need"
 TEMPLATES = "chat templates are always Jinja, sandboxed"
 METRICS = "/metrics always has the counters"
 ONE_MACHINE = "--data-parallel-size has engines of one machine; `ridgeline route` is for several machines"
+MACHINES = "one engine's ranks run on several machines with --distributed-executor-backend ray (docs/cluster.md)"
 NO_PARALLEL = "ranks find each other, and divide the work evenly"
 
 # Why it changes nothing -> names.
@@ -185,8 +186,8 @@ REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
      ONE_MACHINE),
     ("data_parallel_size_local= data_parallel_rank= data_parallel_start_rank= data_parallel_address=", (), ONE_MACHINE),
     ("data_parallel_backend=", ("mp",), ONE_MACHINE),
-    ("nnodes= node_rank= headless rpc= worker_use_ray", (0, 1, False),
-     "one engine's ranks run on several machines with --distributed-executor-backend ray (docs/cluster.md)"),
+    ("nnodes=", (1,), MACHINES),
+    ("node_rank= headless rpc= worker_use_ray", (0, False), MACHINES),
     ("enable_eplb enable_dbo", (False,), f"{NO_EXPERTS}; leave it out"),
     ("device_ids=", (), "set CUDA_VISIBLE_DEVICES"),
     ("cpu_offload_gb= kv_offloading_size= offload_group_size= offload_num_in_group= offload_prefetch_step=", (0,),
@@ -213,7 +214,8 @@ REFUSED: list[tuple[str, tuple[Any, ...], str]] = [
     ("response_role=", ("assistant",), "answers have the role assistant"),
     ("grammar= grammar_file= json_schema= json_schema_file=", (), f"{PER_REQUEST}: structured_outputs or response_format"),
     ("logit_bias= reverse_prompt= ignore_eos", (False,), f"{PER_REQUEST}: logit_bias, stop, ignore_eos"),
-    ("presence_penalty= frequency_penalty= typical= typical_p=", (0, 1), PER_REQUEST),
+    ("presence_penalty= frequency_penalty=", (0, 0.0), PER_REQUEST),
+    ("typical= typical_p=", (1, 1.0), PER_REQUEST),
     ("repeat_last_n=", (), "penalties cover the whole prompt and answer"),
     ("top_nsigma= top_n_sigma= xtc_probability= xtc_threshold= dry_multiplier= dry_base= dry_allowed_length="
      " dry_penalty_last_n= dry_sequence_breaker= adaptive_target= adaptive_decay= dynatemp_range= dynatemp_exp="

@@ -90,7 +90,9 @@ def test_a_prompt_on_the_command_line_gets_one_answer(chat: Callable[..., Said])
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize(("first", "asked"), [("Why is it blue?", ("", "Why is it blue?")), ("X", ("X", ""))])
+@pytest.mark.parametrize(("first", "asked"), [
+    ("Why is it blue?", ("", "Why is it blue?")), ("X", ("X", "")), ("why " * 100, ("", "why " * 100)),
+])
 def test_a_sentence_in_place_of_the_model_is_the_prompt(
     first: str, asked: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,12 +102,27 @@ def test_a_sentence_in_place_of_the_model_is_the_prompt(
     assert main(["chat", "--url", "http://127.0.0.1:1", first]) == 0 and tuple(seen) == asked
 
 
-@pytest.mark.parametrize("words", ["X Hello", "-m X -p Hello", "X --prompt=Hello"])
+@pytest.mark.parametrize("words", [
+    "X Hello", "-m X -p Hello", "X --prompt=Hello", "--model X Hello", "Hello -m X", "-m X -- Hello", "X --temperature 0 Hello",
+    "X --seed 1 Hello --top-k 2", "--seed 1 -m X --top-k 2 Hello", "X --seed 1 -- Hello",
+])
 def test_where_the_prompt_stands(words: str) -> None:
     parser = OptionParser(prog="ridgeline chat")
     cmd_chat.add_arguments(parser)
     args = parser.parse(words.split())
     assert (args.model, args.message or args.prompt) == ("X", "Hello")
+
+
+def test_unquoted_words_behind_a_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of them would be the model, and the one that was named would be left out."""
+    assert main(["chat", "--url", "http://127.0.0.1:1", "-m", "X", "hello", "there"]) == 2
+    assert "unexpected argument 'there'" in capsys.readouterr().err
+
+
+def test_two_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them would be left out without a word."""
+    assert main(["chat", "--url", "http://127.0.0.1:1", "X", "Hello", "--prompt", "Bye"]) == 2
+    assert "the prompt is given twice" in capsys.readouterr().err
 
 
 def test_what_a_model_writes_does_not_command_the_terminal(

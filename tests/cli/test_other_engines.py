@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.__main__ import ALIASES, COMMANDS, find_command, main
-from ridgeline.cli import cmd_serve
+from ridgeline.cli import cmd_diagnose, cmd_serve
 from ridgeline.cli.chat import cmd_chat
 from ridgeline.cli.config_options import OptionParser, engine_config, options_of
 from ridgeline.cli.other_engines import variable_notes
@@ -71,6 +71,8 @@ def options(*words: str) -> dict[str, object]:
          {"model": "X", "max_model_len": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 512}),
         ("X --disable-radix-cache --disable-cuda-graph", {"model": "X", "enable_prefix_caching": False, "enforce_eager": True}),
         ("X --chunked-prefill-size -1", {"model": "X", "enable_chunked_prefill": False}),
+        ("X --chunked_prefill_size=-1", {"model": "X", "enable_chunked_prefill": False}),
+        ("X --base-gpu-id 0 --gpu-id-step 1 --nnodes 1 --node-rank 0 --presence-penalty 0.0", {"model": "X"}),
         ("X --disable-overlap-schedule --page-size 32", {"model": "X", "async_scheduling": False, "block_size": 32}),
     ],
 )
@@ -81,6 +83,7 @@ def test_the_same_option_by_another_name(words: str, meant: dict[str, object], c
 def test_switches_that_turn_one_of_ours_off_work_in_python_and_in_files(tmp_path: Path) -> None:
     assert EngineConfig.of(disable_radix_cache=True).flat() == {"enable_prefix_caching": False}
     assert EngineConfig.of(disable_radix_cache=False, disable_overlap_schedule=False).flat() == {}
+    assert EngineConfig.of(chunked_prefill_size=-1).flat() == {"enable_chunked_prefill": False}
     file = tmp_path / "serve.yaml"
     file.write_text("disable-radix-cache: true\ndisable-overlap-schedule: false\n")
     assert options("X", "--config", str(file)) == {"model": "X", "enable_prefix_caching": False}
@@ -90,6 +93,15 @@ def test_names_of_the_server_may_be_several_words() -> None:
     made = options_of(ServerOptions, serve("X", "--served-model-name", "a", "b", "--allowed-origins", '["x", "y"]', "--alias=c"))
     assert made.served_model_name == "c" and made.allowed_origins == "x,y"
     assert options_of(ServerOptions, serve("--served-model-name", "a", "b", "--port", "7")).served_model_name == "a,b"
+
+
+def test_a_command_that_is_a_client_has_one_key() -> None:
+    """An empty one opens no server, and a word behind the key is the server's address."""
+    made = OptionParser(prog="ridgeline diagnose")
+    cmd_diagnose.add_arguments(made)
+    assert made.parse(["http://x", "--api-key", ""]).api_key == ""
+    args = made.parse(["--api-key", "secret", "http://x"])
+    assert (args.api_key, args.model) == ("secret", "http://x")
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "deepseek-r1"])
@@ -132,6 +144,9 @@ def test_what_changes_nothing_is_one_note(words: str, note: str, capsys: pytest.
         ("-dp 4 -dpl 2", "`ridgeline route` is for several machines"),
         ("-dpb ray", "`ridgeline route` is for several machines"),
         ("--nnodes 2", "--distributed-executor-backend ray"),
+        ("--node-rank 1", "--distributed-executor-backend ray"),
+        ("--base-gpu-id 1", "set CUDA_VISIBLE_DEVICES"),
+        ("--presence-penalty 1", "send it with each request"),
         ("--worker-use-ray", "--distributed-executor-backend ray"),
         ("--revision main", "ridgeline pull NAME --revision REV"),
         ("--lora a.gguf", "merge the adapter"),
@@ -251,7 +266,7 @@ def test_variables_of_other_engines_are_named_once() -> None:
     assert variable_notes({"PATH": "/bin", "OPENAI_API_KEY": "x", "HF_HOME": "/x", "RIDGELINE_LOG": "INFO"}) == []
     assert variable_notes({"VLLM_API_KEY": "x", "VLLM_USE_V1": "1", "OLLAMA_HOST": "x"}) == [
         "VLLM_API_KEY is ignored: RIDGELINE_API_KEY holds the server's keys", "OLLAMA_HOST is ignored: use --host and --port",
-        "VLLM_USE_V1 ignored: docs/options.md lists the environment variables",
+        "VLLM_USE_V1 is ignored: docs/options.md lists the environment variables",
     ]
     many, = variable_notes({f"VLLM_{number}": "" for number in range(7)})
-    assert many.startswith("VLLM_0, VLLM_1, VLLM_2, VLLM_3, VLLM_4 and 2 more ignored")
+    assert many.startswith("VLLM_0, VLLM_1, VLLM_2, VLLM_3, VLLM_4 and 2 more are ignored")

@@ -506,7 +506,12 @@ def test_a_server_at_its_power_limit_is_told(
     assert "bound by power: power binds: 692 of 700 W" in text and "GPU: 692 of 700 W, SM clock 1,275 of 1,980 MHz" in text
 
 
-@pytest.mark.parametrize("gpu", [{"watts": 3}, dict.fromkeys(shown(CAPPED), "x"), [1]])
+IMPOSSIBLE = [
+    {"watts": 3}, dict.fromkeys(shown(CAPPED), "x"), [1], shown(CAPPED) | {"max_sm_mhz": 0}, shown(CAPPED) | {"watts": "nan"},
+]
+
+
+@pytest.mark.parametrize("gpu", IMPOSSIBLE)
 def test_clocks_that_are_none_are_one_line(
     gpu: Any, canned: tuple[str, type[Canned]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -523,6 +528,16 @@ def test_a_trace_keeps_the_clocks_of_its_steps(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / name).write_text(json.dumps(document))
         assert main(["diagnose", "--from-trace", str(tmp_path / name)]) == 0
         assert ("power lowers the clock: 692 of 700 W" in capsys.readouterr().out) == (name == "capped")
+
+
+@pytest.mark.parametrize("gpu", IMPOSSIBLE)
+def test_a_trace_with_clocks_that_are_none_is_refused_in_one_line(
+    gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = next(each for each in PLANTED if each.expected == "power lowers the clock")
+    (tmp_path / "trace").write_text(json.dumps(case.builders[0].document() | {KNOWN: {"gpu": gpu}}))
+    assert main(["diagnose", "--from-trace", str(tmp_path / "trace")]) != 0
+    assert "is not a Chrome trace" in capsys.readouterr().err
 
 
 def test_a_run_on_a_gpu_has_its_clocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from ridgeline.config import EngineConfig
 from ridgeline.gpus import gpu_log, nvml
 from ridgeline.gpus.clocks import SUMS, Clocks, sample, shown
 from ridgeline.gpus.gpu_log import GpuLog, GpuSums, Sampler, clocks, summary
 from ridgeline.gpus.nvml import Nvml, Reading, open_nvml
+from ridgeline.runner.start.gpu_names import gpu_names
 
 NO_PERMISSION, NOT_SUPPORTED = 4, 3
 CAPPED = Reading(watts=692.0, limit_w=700.0, most_limit_w=700.0, sm_mhz=1275, max_sm_mhz=1980, memory_mhz=3201,
@@ -145,12 +149,27 @@ def test_the_gpus_that_a_server_would_see(monkeypatch: pytest.MonkeyPatch) -> No
     assert nvml.visible(lambda name: StandIn()) == []
 
 
+@pytest.mark.parametrize(("given", "found"), [
+    (None, [5]), ({}, [5]), ({"tensor_parallel_size": 2}, [0, 1]), ({"tensor_parallel_size": 16}, list(range(8))),
+    ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, [5]),
+])
+def test_the_gpus_of_an_engine(given: dict[str, Any] | None, found: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Ray the process sees all GPUs of its machine, and those with the first numbers may be another program's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda place: SimpleNamespace(uuid=f"uuid-{place}"))
+    parallel = None if given is None else EngineConfig.of(**given).parallel
+    assert gpu_names(parallel) == [f"GPU-uuid-{place}" for place in found]
+
+
 # -- the thread --------------------------------------------------------------------------------------------------------
 
 
 def test_the_driver_is_never_asked_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not to open the library, not to sample, and not when the engine reads the sums."""
     monkeypatch.setattr(gpu_log, "ENGINE_SECONDS", 0.001)
+    monkeypatch.setattr(gpu_log, "_LAST_SECONDS", 60.0)  # a busy machine may need more than one to end a thread
     library = StandIn()
     sums = GpuSums(["0"], lambda: open_nvml(lambda name: library))
     assert library.read_often.wait(60)
@@ -203,7 +222,8 @@ def test_the_slowest_gpu_speaks_for_all() -> None:
 
 
 @pytest.mark.parametrize(("bits", "power", "heat"), [
-    (0x0, 0, 0), (0x2, 0, 0), (0x4, 1, 0), (0x80 | 0x8, 1, 0), (0x20, 0, 1), (0x40 | 0x8, 0, 1), (0x8, 0, 1), (0x24, 1, 1),
+    (0x0, 0, 0), (0x2, 0, 0), (0x4, 1, 0), (0x80 | 0x8, 1, 0), (0x20, 0, 1), (0x40 | 0x8, 0, 1), (0x20 | 0x8, 0, 1), (0x8, 1, 0),
+    (0x24, 1, 1),
 ])
 def test_reasons_are_power_or_heat(bits: int, power: int, heat: int) -> None:
     row = sample([Reading(watts=600.0, limit_w=700.0, sm_mhz=1500, max_sm_mhz=1980, reasons=bits)])

@@ -198,6 +198,8 @@ class Plan:
 
 def _address(args: argparse.Namespace) -> str:
     found = str(args.url or args.base_url)
+    if args.url and args.base_url and args.url != args.base_url:
+        raise ConfigError(f"{args.url} and --base-url {args.base_url} are two addresses; give one")
     if not found:
         raise ConfigError("give the address of a server: ridgeline bench serve http://127.0.0.1:8000")
     return found

@@ -6,7 +6,7 @@ The model runs in a process of its own, or in a server that is already running (
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 
 from ridgeline.cli.chat.conversation import Conversation
 from ridgeline.cli.chat.local_model import LocalModel
@@ -14,6 +14,7 @@ from ridgeline.cli.chat.remote_model import RemoteModel
 from ridgeline.cli.config_options import add_engine_options, add_model, engine_config
 from ridgeline.cli.sampling_options import add_sampling_options, sampling_given
 from ridgeline.cli.terminal import require_model
+from ridgeline.errors import ConfigError
 from ridgeline.process.log import quiet_by_default
 from ridgeline.sampling_params import SamplingParams
 
@@ -35,8 +36,11 @@ def run(args: argparse.Namespace) -> None:
     quiet_by_default()                                   # the log shares the terminal with the conversation
     given = sampling_given(args)
     SamplingParams(**given)                              # a wrong value fails before anything is loaded
+    if args.message and args.prompt:
+        raise ConfigError("the prompt is given twice, as an argument and with --prompt; give one")
     prompt = args.message or args.prompt
-    if not prompt and len(args.model.split()) > 1 and not Path(args.model).exists():     # `ridgeline chat 'Why is the sky blue?'`
+    # `ridgeline chat 'Why is the sky blue?'`. Path.exists() would raise for a text that is longer than a file's name may be.
+    if not prompt and len(args.model.split()) > 1 and not os.path.exists(args.model):
         args.model, prompt = "", args.model
     if args.url:
         Conversation(RemoteModel(args.url, args.model), given, args.system).run(prompt)

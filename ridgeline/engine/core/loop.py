@@ -66,6 +66,12 @@ class EngineLoop:
 
     def run(self) -> None:
         """Until the front end says Shutdown."""
+        try:
+            self._serve()
+        finally:
+            self._stats.close()                          # a thread that samples GPUs must not outlive the engine
+
+    def _serve(self) -> None:
         core, link, stats = self._core, self._link, self._stats
         quiet = False                                    # has nothing come since the last request ended?
         while True:

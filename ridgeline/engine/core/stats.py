@@ -246,7 +246,7 @@ class RooflineReporter:
         self._recorder = core.recorder
         self._live = LiveRoofline()
         self._meter = PeakMeter.remembering(core.config.device)
-        self._gpus = GpuSums(gpu_names(core.config.options.parallel.num_ranks) if core.config.device == "cuda" else [])
+        self._gpus = GpuSums(gpu_names(core.config.options.parallel) if core.config.device == "cuda" else [])
         self._worked = time.monotonic()                  # when something was last reported
         self._reported = 0.0
         self._sent = 0                                   # points

@@ -119,3 +119,5 @@ def test_the_address_may_be_given_as_vllm_does() -> None:
         assert serve_options.plan(parser.parse_args(words)).args.url == "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="give the address of a server: ridgeline bench serve http"):
         serve_options.plan(parser.parse_args([]))
+    with pytest.raises(ConfigError, match="are two addresses; give one"):
+        serve_options.plan(parser.parse_args(["http://127.0.0.1:1", "--base-url", "http://127.0.0.1:2"]))

@@ -61,3 +61,20 @@ def test_requests_that_come_at_once_meet_no_capture_and_no_collection(
         "prepared", "silent 500", "garbage", "prepared", "silent 500",
     ]
     core.close()
+
+
+def test_the_thread_that_samples_gpus_ends_with_the_loop(
+    tmp_path: Path, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the loop fails: an engine that is made again in the same process would have two."""
+    core, _ = core_of(tmp_path)
+    monkeypatch.setattr(core, "prepare", lambda: False)
+    monkeypatch.setattr(loop.StatsKeeper, "close", lambda self: done.append("closed"))
+    EngineLoop(core, Link(core, done, 1, 1)).run()       # type: ignore[arg-type]
+    assert done[-1] == "closed"
+    failing = Link(core, done, 0, 1)
+    monkeypatch.setattr(failing, "check", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        EngineLoop(core, failing).run()                  # type: ignore[arg-type]
+    assert done.count("closed") == 2
+    core.close()
