@@ -175,9 +175,7 @@ class Masks:
         self._ahead = {matcher: row for row, matcher in ahead}
         if not ahead:
             return                                       # fill() begins anew
-        masks = self._rows(num_rows)
-        if len(wanted) < num_rows:
-            masks.fill(-1)
+        masks = self._cleared(wanted, num_rows, _NO_COPIES)
         self._start(lambda: self._fill_ahead(ahead, masks))
 
     def begin(self, wanted: Sequence[tuple[int, Matcher]], num_rows: int, guesses: Mapping[int, list[int]]) -> None:
