@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -48,6 +49,15 @@ def start_child(
     } | popen
     with spare_files.lent():
         return subprocess.Popen(command, env={**variables, "PYTHONPATH": os.pathsep.join(module_path())}, **options)
+
+
+def signal_main_thread(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """The kernel may give a process's signal to any of its threads. The others, the main thread among them, run on while that one
+    handles it: a handler that reads their stacks can then fail in the middle."""
+    if child.poll() is None:
+        tgkill = getattr(ctypes.CDLL(None), "tgkill", None)          # of glibc 2.30 and later
+        if tgkill is None or tgkill(child.pid, child.pid, int(number)) != 0:
+            child.send_signal(number)
 
 
 def child_environment() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -189,3 +190,36 @@ def test_the_end_of_a_process_that_forks_is_noticed(monkeypatch: pytest.MonkeyPa
     refused = warm_start._Zygote({}, ours, subprocess.Popen(["false"]))
     refused._process.wait(60)                            # its imports failed: no test has done that
     assert not refused.was_ended
+
+
+STACKS = """
+import faulthandler, signal, threading, time
+def sleep_for_ever():
+    while True:
+        time.sleep(0.2)
+faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+for _ in range(8):
+    threading.Thread(target=sleep_for_ever, daemon=True).start()
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_stopped_process_writes_its_stacks_from_its_main_thread() -> None:
+    """Of nine threads that wake together, any could take a signal that is sent to the process."""
+    with subprocess.Popen([sys.executable, "-c", STACKS], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.readline() == b"ready\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        children.signal_main_thread(child, signal.SIGUSR1)
+        os.kill(child.pid, signal.SIGCONT)
+        stacks = child.stderr.read().decode().split("\n\n")
+    (current,) = [each for each in stacks if each.startswith("Current thread")]
+    assert "in <module>" in current and "in sleep_for_ever" not in current
+
+
+def test_a_signal_to_a_process_that_has_ended_is_dropped() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+        children.signal_main_thread(child, signal.SIGUSR1)

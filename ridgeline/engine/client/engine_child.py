@@ -34,7 +34,7 @@ from ridgeline.engine.ipc import (
 )
 from ridgeline.errors import EngineDead, RidgelineError
 from ridgeline.process import spare_files
-from ridgeline.process.children import child_environment, start_child
+from ridgeline.process.children import child_environment, signal_main_thread, start_child
 from ridgeline.process.log import get_logger
 from ridgeline.process.memory_kills import OutOfMemoryKills
 
@@ -129,8 +129,8 @@ class EngineChild:
     async def show_stacks(self) -> None:
         """Have the process write its stacks to the log and end. A stopped one is woken for it."""
         self.lose(EngineDead("the engine's process hung"))
-        for number in (SHOW_STACKS, signal.SIGCONT):
-            self._child.send_signal(number)
+        signal_main_thread(self._child, SHOW_STACKS)
+        self._child.send_signal(signal.SIGCONT)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._exited.wait(), _STACKS_SECONDS)
 
