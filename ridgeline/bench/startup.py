@@ -30,6 +30,7 @@ from ridgeline.errors import ConfigError, EngineDead, RidgelineError, one_line
 from ridgeline.metrics import HAPPENED
 from ridgeline.process import head_start, start_phases
 from ridgeline.process.children import child_environment, start_child
+from ridgeline.process.cold import cold_start
 
 READY = "ready"                      # the main figure: everything before the first request is accepted
 FIRST_TOKEN = "first token"
@@ -132,8 +133,9 @@ def measure(args: argparse.Namespace, model: str, words: list[str]) -> dict[str,
 
 
 def cold_environment(empty: str) -> dict[str, str]:
-    """An environment in which a child finds no cached kernels or byte code."""
-    return {"TRITON_CACHE_DIR": empty} | ({"PYTHONPYCACHEPREFIX": empty} if head_start.byte_code_folder() else {})
+    """An environment in which a child finds no cached kernels or byte code, and writes them as ever."""
+    here = {"PYTHONPYCACHEPREFIX": f"{empty}/bytecode", "PYTHONDONTWRITEBYTECODE": ""}
+    return {"TRITON_CACHE_DIR": f"{empty}/triton"} | (here if head_start.byte_code_folder() else {})
 
 
 def start_once(model: str, words: list[str], environment: dict[str, str] | None = None) -> dict[str, Any]:
@@ -158,7 +160,9 @@ def start_once(model: str, words: list[str], environment: dict[str, str] | None 
 
 def main(argv: list[str]) -> None:
     """The child: starts, answers with one token, and prints its phases."""
-    head_start.begin(gpu="device=cpu" not in argv)
+    gpu = "device=cpu" not in argv
+    cold_start.begin(gpu)
+    head_start.begin(gpu)
     # These import torch, which must come after head_start.begin, and which the parent does not need.
     bench_engine, device_log = (
         importlib.import_module(f"ridgeline.bench.{name}") for name in ("workload.bench_engine", "lab.device_log")

@@ -8,8 +8,8 @@
 
 Triton compiles a variant of a kernel at its first launch, so a start without its cache compiles one after the other. Threads
 look into the cache and load what is there, by Triton's AsyncCompileMode. Each has a process for what is not (compile_child.py),
-since Triton's code generation holds the GIL; it compiles itself until its process has started, or if that fails. A variant that
-was not collected is compiled at its launch, and logged.
+since Triton's code generation holds the GIL; it compiles itself if that fails, or takes too long to start. A variant that was not
+collected is compiled at its launch, and logged.
 
 Memory that a kernel would have written is undefined while launches are collected: the caller must not use it as an index. In
 Triton's interpreter, and with a Triton without this mode, nothing is collected and everything is launched.
@@ -33,12 +33,14 @@ from ridgeline.ops import registry
 from ridgeline.ops.compile_child import CompileChild
 from ridgeline.ops.direct_launch import collected_once
 from ridgeline.process import platform
+from ridgeline.process.cold import cold_start
+from ridgeline.process.cold.cold_start import COMPILER_BYTES, MOST_COMPILERS
+from ridgeline.process.cold.fork_server import ForkServer
 from ridgeline.process.log import get_logger
 
 logger = get_logger("ops")
 
-MOST_THREADS = 16                    # of a rank, and processes
-CHILD_BYTES = 500e6                  # that a process may take; half of the memory that is free is for them
+PATIENCE = 6.0                       # seconds from the processes' start; a thread that does not wait holds the GIL meanwhile
 # Threads that generate code hold the GIL for tens of milliseconds, and the collecting thread needs it thousands of times: with
 # sixteen compiling it took 10.5 s, and 2.1 s when nothing has to be compiled. So few threads compile during collection, and the
 # switch interval is shorter than Python's 5 ms.
@@ -114,15 +116,17 @@ def _stop_at_a_miss() -> None:
 class _Builders(Executor):
     """A pool whose threads get a kernel compiled, make its launcher, and load it onto the device."""
 
-    def __init__(self, threads: int, device: torch.device, ranks: int) -> None:
+    def __init__(self, threads: int, device: torch.device, ranks: int, server: ForkServer | None = None) -> None:
+        """`server`: of processes; None where nothing was missing at the first look."""
         _stop_at_a_miss()
         self._pool = ThreadPoolExecutor(threads, "compile", registry.compile_ahead_here)
         self._turns = threading.Semaphore(WHILE_COLLECTING)
         self._threads = threads
         self._device = device
-        self._room = int(platform.available_memory() / 2 / ranks / CHILD_BYTES)         # processes that may still be started
+        self._room = int(platform.available_memory() / 2 / ranks / COMPILER_BYTES)      # processes that may be used
         self._children: list[CompileChild] = []
-        self._lock = threading.Lock()                    # of the three around it
+        self._server = server
+        self._lock = threading.Lock()                    # of the four around it
         self._closed = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -152,6 +156,8 @@ class _Builders(Executor):
         while child is not None and not child.ready():
             if child.ended():
                 child = None
+            elif time.monotonic() < self._patient_until():
+                time.sleep(0.01)
             elif self._turns.acquire(timeout=0.05):
                 try:
                     return self._loaded(compile_kernel)
@@ -159,29 +165,35 @@ class _Builders(Executor):
                     self._turns.release()
         if child is not None:
             wrong = child.compile(*missing.job, registry.triton.runtime.cache.triton_key())
-            if self._closed:
-                raise RuntimeError("the start was broken off")
             if wrong:
                 logger.debug("%s was not compiled in a process of its own: %s", missing, wrong)
             else:
                 registry.COMPILED_AHEAD.append(str(missing))
+        if self._closed:                                 # the exit of this process waits for its threads
+            raise RuntimeError("the start was broken off")
         with self._turns:
             return self._loaded(compile_kernel)
 
     def _own_child(self) -> CompileChild | None:
-        """This thread's process; started when the thread first misses a kernel, while there is room."""
+        """This thread's process, while there is room. Where the cache was not empty, the first miss starts them all."""
         if not hasattr(_thread, "child"):
             _thread.child = None
             with self._lock:
                 if self._closed or len(self._children) >= self._room:
                     return None
                 try:
-                    _thread.child = CompileChild()
-                    self._children.append(_thread.child)
+                    if self._server is None:
+                        self._server = cold_start.compilers(min(self._threads, self._room))
+                    if (worker := self._server.worker()) is not None:
+                        _thread.child = CompileChild(worker)
+                        self._children.append(_thread.child)
                 except OSError as error:                 # no more processes, or files
                     logger.debug("kernels are compiled in threads: %s", error)
         child: CompileChild | None = _thread.child
         return child
+
+    def _patient_until(self) -> float:
+        return self._server.began + PATIENCE if self._server is not None else 0.0
 
     def all_at_once(self) -> None:
         self._turns.release(max(1, self._threads - WHILE_COLLECTING))
@@ -190,10 +202,9 @@ class _Builders(Executor):
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
-        for child in self._children:
-            child.stop()
-        for child in self._children:                     # all are ending: one after the other took half a second
-            child.close()
+            server = self._server
+        if server is not None:
+            server.end()
 
 
 class CompileAhead:
@@ -204,8 +215,11 @@ class CompileAhead:
         self._waiting: list[tuple[dict[str, Any], str, Any]] = []    # variants of a kernel, key of one, its future
         self._began = time.perf_counter()
         self._compiled = len(registry.COMPILED_AHEAD)
-        self._threads = min(platform.rank_cores(ranks), MOST_THREADS)
-        self._builders = _Builders(self._threads, device, ranks) if self.active else None
+        self._threads = min(platform.rank_cores(ranks), MOST_COMPILERS)
+        server = cold_start.take_compilers()
+        self._builders = _Builders(self._threads, device, ranks, server) if self.active else None
+        if server is not None and not self.active:
+            server.end()
 
     def __enter__(self) -> CompileAhead:
         return self

@@ -1,39 +1,33 @@
-"""A process that compiles Triton kernels for its parent and leaves them in Triton's cache; the parent's side is CompileChild.
+"""Processes that compile Triton kernels for their parent and leave them in Triton's cache; the parent's side is CompileChild.
 
 Triton generates code in Python, so threads that compile wait for each other's interpreter lock; processes do not. A job names a
-kernel by its module, with the types and constants of one variant. The process opens no GPU. It ends when its parent closes the
-pipe or dies.
+kernel by its module, with the types and constants of one variant. One process imports torch and Triton, and the others are
+copies of it (process/cold/fork_server.py). None opens a GPU.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-import os
-import subprocess
+import sys
+from contextlib import suppress
 from typing import Any
 
-from ridgeline.process.children import child_environment
-from ridgeline.process.framed_child import FramedChild, read_frame, write_frame
+from ridgeline.process.cold.fork_server import Worker, serve
 
-_READY = b"ready to compile"
 MOST_SECONDS = 600.0                 # for one kernel, which takes seconds; a start must not wait for a process that hangs
+KERNELS = "ridgeline.models.decoder" # imports all modules that have some, or nearly
 
 
 class CompileChild:
-    """One process; used by one thread at a time. It imports torch and Triton for seconds: `ready` says when it has."""
+    """One process; used by one thread at a time. `ready` says when it has been copied."""
 
-    def __init__(self) -> None:
-        environment = {**child_environment(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._child = FramedChild(__name__, environment=environment, stderr=subprocess.DEVNULL)
-        self._is_ready = False
-
-    def ready(self) -> bool:
-        self._is_ready = self._is_ready or self._child.unasked() == _READY
-        return self._is_ready
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.ready = worker.ready
 
     def ended(self) -> bool:
-        return not self._child.alive
+        return not self._worker.alive
 
     def compile(self, source: Any, target: Any, options: Any, key: str) -> str:
         """What Triton's `compile` gets, and the key of its library. Empty when the kernel is in the cache; otherwise why not."""
@@ -43,17 +37,9 @@ class CompileChild:
                 dict(source.constants), dict(source.attrs), (target.backend, target.arch, target.warp_size),
                 dict(options.__dict__), key,
             ))
-            return self._child.ask(job, MOST_SECONDS).decode()
+            return self._worker.ask(job, MOST_SECONDS).decode()
         except Exception as error:                       # a constant that cannot be sent, a process that died, was stopped, hangs
             return f"{type(error).__name__}: {error}"
-
-    def stop(self) -> None:
-        self._child.process.kill()                       # what it has not finished is in no cache
-
-    def close(self) -> None:
-        """Its pipes go with this object: the thread that uses them may be about to, and their numbers would be another file's."""
-        self.stop()
-        self._child.process.wait()
 
 
 def _spelled(job: tuple[Any, ...]) -> bytes:
@@ -64,32 +50,55 @@ def _spelled(job: tuple[Any, ...]) -> bytes:
     return text.encode()
 
 
-def _compiled(job: bytes) -> str:
+# ── the processes themselves ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _prepare() -> None:
+    torch = importlib.import_module("torch")
+    # Kernels are defined where torch sees a GPU. This process has none, and needs none.
+    torch.cuda.is_available = lambda: True
+    # Hashing Triton's library takes a second, and the parent does it; a job brings the result.
+    cache: Any = importlib.import_module("triton.runtime.cache")
+    cache.triton_key = str
+    importlib.import_module("triton.experimental.gluon")
+    with suppress(Exception):                            # what cannot be imported here is imported by a job, or fails there
+        importlib.import_module(KERNELS)
+        importlib.import_module("ridgeline.ops.registry").wait_for_triton_key()        # its thread
+
+
+def _compiled(job: bytes) -> None:
     found = ast.literal_eval(job.decode())
     module, name, source_module, source_name, signature, constants, attributes, target, options, key = found
     triton = importlib.import_module("triton")
-    triton.runtime.cache.triton_key = lambda: key        # hashing Triton's library takes a second
+    triton.runtime.cache.triton_key = lambda: key
     kernel = getattr(importlib.import_module(module), name)
     source = getattr(importlib.import_module(source_module), source_name)(kernel, signature, constants, attributes)
-    triton.compile(source, target=triton.backends.compiler.GPUTarget(*target), options=options)
-    return ""
+    target = triton.backends.compiler.GPUTarget(*target)
+    made = triton.compile(source, target=target, options=options)
+    with suppress(Exception):                            # or the parent builds it, as it does for other kinds of devices
+        _build_launcher(source, made.metadata)
 
 
-def main() -> None:
-    wanted, answers = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
-    os.dup2(2, 1)                                        # what a library prints must not be read as an answer
-    torch = importlib.import_module("torch")
-    importlib.import_module("triton.experimental.gluon")
-    # Kernels are defined where torch sees a GPU. This process has none, and needs none.
-    torch.cuda.is_available = lambda: True
-    write_frame(answers, _READY)
-    while (job := read_frame(wanted)) is not None:
-        try:
-            answer = _compiled(job)
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        write_frame(answers, answer.encode())
+def _build_launcher(source: Any, metadata: Any) -> None:
+    """A launcher is a library in the same cache, made with the C compiler. Triton 3.7 has one for all kernels, in the driver."""
+    driver = importlib.import_module("triton.backends.nvidia.driver")
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(source, metadata)
+
+
+def _build_driver() -> None:
+    """Triton's library for the driver, in the same cache: the parent needs it for its first launch."""
+    with suppress(Exception):                            # no C compiler, another Triton: the parent builds it, or says why not
+        importlib.import_module("triton.backends.nvidia.driver").CudaUtils()
+
+
+def answer(job: bytes) -> bytes:
+    try:
+        _compiled(job)
+        return b""
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}".encode()
 
 
 if __name__ == "__main__":
-    main()
+    serve([int(number) for number in sys.argv[1:]], _prepare, answer, _build_driver)

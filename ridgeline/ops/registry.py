@@ -236,17 +236,3 @@ def _nvtx_range(name: str, function: Callable[P, R]) -> Callable[P, R]:
             torch.cuda.nvtx.range_pop()
 
     return call
-
-
-def support_table(widths: Sequence[int] = (64, 128)) -> str:
-    """Which implementation each registered op runs, per device and dtype, as text. `*` depends on the width."""
-    columns = [(device, dtype) for device in ("cpu", "cuda") for dtype in DTYPE_BYTES]
-    rows = [["op", *(f"{device}:{dtype}" for device, dtype in columns)]]
-    for name, op in sorted(REGISTRY.items()):
-        row = [name]
-        for device, dtype in columns:
-            names = [op.choose(Site(device, getattr(torch, dtype), width)).name for width in widths]
-            row.append(names[0] if len(set(names)) == 1 else names[0] + "*")
-        rows.append(row)
-    pads = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(pad) for cell, pad in zip(row, pads, strict=True)).rstrip() for row in rows)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from ridgeline.errors import TryAgain
 from ridgeline.process.children import start_child
@@ -63,13 +63,29 @@ class Stopped(TimeoutError):
     ask_another_if_stopped."""
 
 
+class Process(Protocol):
+    """What is used here of a Popen."""
+
+    pid: int
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> Any: ...
+
+
 class FramedChild:
     """`python -m module arguments…`, as its owner holds it. One caller at a time. OSError if it cannot be started."""
 
     def __init__(self, module: str, *arguments: str, pipe_bytes: int = 0, **options: Any) -> None:
         """`pipe_bytes`: how much the pipes hold, where the system lets them; 0: its default."""
         pipe = subprocess.PIPE
-        self.process = start_child(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options)
+        self.hold(start_child(module, *arguments, stdin=pipe, stdout=pipe, bufsize=0, **options), pipe_bytes)
+
+    def hold(self, process: Process, pipe_bytes: int = 0) -> None:
+        """A process that was started otherwise (cold/fork_server.py)."""
+        self.process = process
         self.end = weakref.finalize(self, _end, self.process)
         assert self.process.stdin is not None and self.process.stdout is not None
         self._target, self._source = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -116,7 +132,7 @@ class FramedChild:
         """A frame that the child sends of itself, as when it is ready; None: not yet, or it is gone. Does not wait."""
         if self.end.alive:
             with suppress(EOFError):
-                self._receive()
+                self.receive()
         return self._complete()
 
     def _next_answer(self, deadline: float, patient: bool) -> bytes:
@@ -136,7 +152,7 @@ class FramedChild:
                 was_stopped = is_stopped
             for descriptor, _ in ready:
                 if descriptor == self._source:
-                    self._receive()
+                    self.receive()
                 elif not self._write():
                     poller.unregister(self._target)
         return answer
@@ -159,7 +175,8 @@ class FramedChild:
         del self._received[:end]
         return answer
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """What is there to be read. EOFError: the child has closed its end."""
         with suppress(BlockingIOError):
             part = os.read(self._source, _READ_BYTES)
             if not part:
@@ -194,7 +211,7 @@ def ask_another_if_stopped(ask: Callable[[], T], purpose: str) -> T:
         raise TryAgain(f"the process that {purpose} was stopped by a signal; try again later", 1.0) from None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: Process) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):

@@ -17,6 +17,7 @@ from ridgeline.errors import ConfigError
 
 STACK_BYTES = 8 * 2**20              # of a stack, where it may have them: what Linux gives by default
 LEAST_STACK = 2**20                  # the deepest recursion that Python lets a C function do takes about half of it
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @functools.cache
@@ -51,12 +52,26 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def granted_cores() -> int:
+    """Cores whose time this process may use: a container may see all of a machine, and have the time of a few."""
+    cores = cpu_count()
+    with suppress(OSError, ValueError):                  # no container, or "max": no limit
+        limit, period = map(int, (_CGROUP / "cpu.max").read_text().split())
+        cores = min(cores, max(1, limit // period))
+    return cores
+
+
 ENGINES_HERE = "RIDGELINE_ENGINES_HERE"          # the variable with the number of engines that divide the cores; none: 1
 
 
 def rank_cores(ranks: int) -> int:
     """Cores for one of an engine's ranks."""
-    return max(1, cpu_count() // (ranks * int(os.environ.get(ENGINES_HERE, "1"))))
+    return max(1, cpu_count() // (ranks * engines_here()))
+
+
+def engines_here() -> int:
+    """Engines that divide the cores, this one among them."""
+    return int(os.environ.get(ENGINES_HERE, "1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +186,7 @@ def available_memory() -> int:
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
     with suppress(OSError, ValueError):                  # no container, or "max": no limit
-        limit, used = (int((Path("/sys/fs/cgroup") / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         available = min(available, limit - used)
     pages = [int(each) * resource.getpagesize() for each in Path("/proc/self/statm").read_text().split()]
     for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):        # ulimit -v, ulimit -d

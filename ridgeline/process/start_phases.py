@@ -60,11 +60,6 @@ def table(seconds: dict[str, float]) -> str:
     return "\n".join(f"{name:<{width}}  {value:7.3f} s" for name, value in rows)
 
 
-def forget() -> None:
-    """Drop all phases: for a process that starts a second engine, and for tests."""
-    _seconds.clear()
-
-
 def _started() -> float:
     """When the process was started, on the clock that counts from the machine's start."""
     # The name in brackets may hold spaces and brackets itself: fields are counted from its end on.

@@ -17,7 +17,7 @@ from ridgeline.process import start_phases
 
 @pytest.fixture(autouse=True)
 def no_phases() -> None:
-    start_phases.forget()
+    start_phases._seconds.clear()
 
 
 class Clock:

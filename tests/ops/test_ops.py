@@ -645,16 +645,6 @@ def test_kernels_reference_switches_every_op_even_after_calls(toy_op: Op[Any, An
         registry.set_kernels("fast")
 
 
-def test_support_table_names_what_runs(toy_op: Op[Any, Any]) -> None:
-    lines = {line.split()[0]: line.split()[1:] for line in registry.support_table(widths=(4, 8)).splitlines()}
-    header = lines["op"]
-    assert dict(zip(header, lines["toy"], strict=True)) == {
-        "cpu:float64": "reference", "cpu:float32": "native*", "cpu:bfloat16": "reference", "cpu:float16": "reference",
-        "cuda:float64": "triton", "cuda:float32": "native*", "cuda:bfloat16": "triton", "cuda:float16": "triton",
-    }
-    assert set(lines) >= {"op", *(op.name for op in OPS)}
-
-
 def test_on_the_cpu_every_op_runs_its_reference_even_beside_an_interpreter() -> None:
     for op in OPS:
         # apart: the ops of its parts, each of which is asked here, too

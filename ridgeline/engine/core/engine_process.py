@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ridgeline.errors import one_line
 from ridgeline.process import head_start
+from ridgeline.process.cold import cold_start
 from ridgeline.process.memory_kills import OUT_OF_MEMORY, OUT_OF_THREADS, is_out_of_threads
 from ridgeline.process.orphans import end_at_once, end_with_parent
 from ridgeline.process.standard_streams import open_missing
@@ -32,7 +33,9 @@ def main(settings: str) -> int:
     end_with_parent(given["parent"], lambda: shutil.rmtree(given["folder"], ignore_errors=True))
     unusable = ""
     try:
-        head_start.begin(gpu=given["options"].get("device") != "cpu")
+        gpu = given["options"].get("device") != "cpu"
+        cold_start.begin(gpu)
+        head_start.begin(gpu)
         from ridgeline.engine.core.loop import run
     except Exception as error:                           # a broken installation, or no memory for its libraries
         unusable = f"the engine's libraries cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
