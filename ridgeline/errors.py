@@ -76,6 +76,10 @@ class Overloaded(RequestError):
         self.retry_after = retry_after
 
 
+class NotNow(Overloaded):
+    """No time for what this request needs, such as a new grammar or a long body; others may be taken."""
+
+
 class TryAgain(RequestError):
     """A part of the server failed, not the request: the same request may succeed in `retry_after` seconds (HTTP 503)."""
 

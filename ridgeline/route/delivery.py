@@ -26,6 +26,7 @@ from ridgeline.route.prompt_text import with_answer
 from ridgeline.route.replica import Replica
 from ridgeline.route.upstream import Answer, AnswerTooLarge, ReplicaFailure
 from ridgeline.server.http.error_bodies import body_for, error_body
+from ridgeline.server.http.failures import ALONE
 from ridgeline.server.http.stream import Send, send_part
 
 logger = get_logger("route")
@@ -148,7 +149,7 @@ class Delivery:
         self._refusal = answer.status, headers, await answer.body(MOST_ANSWER)
         if answer.status not in _BUSY:
             replica.fail(f"it answers {answer.status}")
-        elif not self._request.has_deadline:
+        elif not self._request.has_deadline and not answer.header(ALONE):
             replica.asked_to_wait(answer.header(b"retry-after"))
 
     async def _whole(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:

@@ -1,6 +1,6 @@
-"""The server's routes: OpenAI's, Anthropic's and vLLM's endpoints over an AsyncLLM. No torch, no pydantic.
+"""The server's routes: every endpoint, over one AsyncLLM. No torch, no pydantic.
 
-What a connection may cost is limited below this, in server/http/connection_limits; the process around it is server/lifecycle.
+server/http/connection_limits limits what a connection may cost; server/lifecycle starts and ends the process.
 """
 
 from __future__ import annotations

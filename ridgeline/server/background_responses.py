@@ -14,15 +14,15 @@ from starlette.responses import Response
 
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.request_context import Caller
-from ridgeline.errors import BadRequest, Overloaded, Unsupported
+from ridgeline.errors import BadRequest, NotNow, Unsupported
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
 from ridgeline.server.api.openai.responses_continued import found
 from ridgeline.server.api.prepared import Job
-from ridgeline.server.endpoints import BYTES_PER_VALUE, Generation, num_values
+from ridgeline.server.endpoints import Generation, size_of
 from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import caller_of
 from ridgeline.server.http.hosts import Scope
-from ridgeline.server.http.stream import Send, send_json
+from ridgeline.server.http.stream import JsonText, Send, send_json
 
 
 class Kind(msgspec.Struct):
@@ -54,7 +54,7 @@ class Responses(Generation):
             others = self._service.stored.num_running if writer.keeps else 0
             body = writer.stored_as("queued")
             if body is None and others:
-                raise Overloaded("the store is full of responses that run in the background; try again when one has ended")
+                raise NotNow("the store is full of responses that run in the background; try again when one has ended")
             if body is None:
                 raise Unsupported("background needs a place in the store of responses, and there is none", field="background")
             name = job.headers[0][1].decode()
@@ -70,7 +70,7 @@ class Responses(Generation):
                     if writer.stored_as("in_progress") is None:
                         return                           # no client could fetch it
                     outputs = await stream.complete()
-                    await away_if_long(BYTES_PER_VALUE * num_values(outputs), lambda: writer.body(outputs))
+                    await away_if_long(size_of(writer, outputs), lambda: writer.body(outputs))
                 finally:
                     self._end(job, stream)
             except asyncio.CancelledError:
@@ -84,9 +84,9 @@ class Responses(Generation):
         entry = found(self._service, name, key)          # also: whether it is this key's
         if await self.stop(name):
             entry = found(self._service, name, key)
-        elif not msgspec.json.decode(entry.response, type=Kind).background:
+        elif not await away_if_long(len(entry.response), lambda: msgspec.json.decode(entry.response, type=Kind).background):
             raise BadRequest("Cannot cancel a synchronous response: it was not sent with background: true")
-        return Response(entry.response, media_type="application/json")
+        return JsonText(entry.response)                  # in pieces: it may have megabytes of tools
 
     async def stop(self, name: str) -> bool:
         """End the work on a response; False: it does not run."""

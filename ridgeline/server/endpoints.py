@@ -7,6 +7,7 @@ Each request runs under a watch for its client: a client that hangs up has its r
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -15,12 +16,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from ridgeline.engine.client.answer_stream import AnswerStream, Batch
-from ridgeline.engine.client.long_work import away_if_free, away_if_long
+from ridgeline.engine.client.long_work import LONG_BYTES, away_if_free, away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest, RequestError
 from ridgeline.server.api.dialects import CHAT, Dialect
+from ridgeline.server.api.generation import Writer
 from ridgeline.server.api.prepared import Job, Prepared
+from ridgeline.server.api.prompt_parts import BYTES_PER_VALUE
 from ridgeline.server.http.admission import Body
 from ridgeline.server.http.body import field_names
 from ridgeline.server.http.failures import as_requested, describe
@@ -45,8 +48,8 @@ from ridgeline.server.service import Service
 T = TypeVar("T")
 
 BYTES_PER_NUMBER = 16                # of JSON, for each number or character of an answer, with the time it takes
+MOST_REPEATED = 128 * 2**20          # bytes of prompts in an answer that is not streamed: it is in memory up to three times
 EVENTS_AT_ONCE = 4                   # written before the next check whether the client keeps up
-BYTES_PER_VALUE = 64                 # of JSON, for each log-probability in an answer
 
 
 class Endpoint(ABC):
@@ -164,8 +167,9 @@ class Generation(Endpoint):
                     events = EventStream(send, job.headers, dialect.framed, scope.get(DIRECT), dialect.stream_kind)
                     await self._send_events(stream, job, events)
                 else:
+                    check_repeated(job, stream.outputs)
                     outputs = await stream.complete()
-                    whole = await away_if_long(BYTES_PER_VALUE * num_values(outputs), lambda: job.writer.body(outputs))
+                    whole = await away_if_long(size_of(job.writer, outputs), lambda: job.writer.body(outputs))
                     if prometheus.wants_timings(job.request.return_timings):
                         whole = prometheus.with_timings(whole, self._service.llm, outputs)
                     await send_json(send, 200, whole, job.headers)
@@ -196,9 +200,11 @@ class Generation(Endpoint):
         written = partial(job.writer.events, stream.outputs)
         if prometheus.wants_timings(job.request.return_timings) and not self._dialect.framed:
             written = partial(self._timed_events, stream, job)
+        if job.params.logprobs is not None:
+            written = partial(without_logprobs, written, stream)
 
         def deliver(batch: Batch) -> bool:
-            if not events.is_free:
+            if not events.is_free or job.writer.bytes_of_prompts(stream.outputs, batch) > LONG_BYTES:
                 return False
             if new := written(batch):
                 events.write_now(new)
@@ -207,21 +213,32 @@ class Generation(Endpoint):
         stream.deliver_to(deliver)
         try:
             async for batch in stream:
-                # A slow client's tokens wait as deltas, which are short; a few at a time become events. The first also has
-                # what is known of the prompt's tokens.
-                for place in range(0, len(batch), EVENTS_AT_ONCE):
-                    few = batch[place : place + EVENTS_AT_ONCE]
-                    size = 0 if events.started else BYTES_PER_VALUE * num_values(stream.outputs)
+                # A slow client's tokens wait as deltas, which are short but for their log-probabilities; a few at a time become
+                # events. The first of a choice also has what is known of the prompt's tokens.
+                is_long = size_of_new(job.writer, stream.outputs, batch) > LONG_BYTES
+                at_once = 1 if is_long else EVENTS_AT_ONCE
+                for place in range(0, len(batch), at_once):
+                    few = batch[place : place + at_once]
+                    size = size_of_new(job.writer, stream.outputs, few) if is_long else 0
                     if new := await away_if_long(size, partial(written, few)):
                         await events.write(new)
-            size = BYTES_PER_VALUE * num_values(stream.outputs) if job.writer.repeats_answer else 0
-            await events.write(await away_if_free(size, partial(job.writer.last_events, stream.outputs)))
+                    await asyncio.sleep(0)               # nothing above waits for a client that reads again, or has left
+            await self._send_last(stream, job, events)
         except Exception as error:
             if not events.started:
                 raise
             status, body, _ = describe(error, names=self._dialect.names)
             await events.write([self._dialect.error_event(job.writer, status, body)])
         await events.end()
+
+    async def _send_last(self, stream: AnswerStream, job: Job, events: EventStream) -> None:
+        size = job.writer.last_bytes(stream.outputs)
+        last = iter(job.writer.last_events(stream.outputs))
+        if size <= LONG_BYTES:
+            await events.write(list(last))
+            return
+        while new := await away_if_free(size, partial(next, last, None)):    # one is made when the one before is sent
+            await events.write([new])
 
     def _timed_events(self, stream: AnswerStream, job: Job, batch: Batch) -> list[bytes]:
         """With the request's times in the last event."""
@@ -231,12 +248,41 @@ class Generation(Endpoint):
         return new
 
 
+def without_logprobs(written: Callable[[Batch], list[bytes]], stream: AnswerStream, batch: Batch) -> list[bytes]:
+    """Events; the log-probabilities that they have are not kept for the end of the answer, 3.5 KB for each token with twenty."""
+    new = written(batch)
+    for prompt, delta in batch:
+        if (kept := stream.outputs[prompt].outputs[delta.index].logprobs) is not None:
+            kept.clear()
+    return new
+
+
+def check_repeated(job: Job, outputs: list[RequestOutput]) -> None:
+    """Whether the prompts that the choices repeat are short enough to be held until all of them are written."""
+    repeated = job.params.n * sum(map(job.writer.prompt_bytes, outputs))
+    if repeated > MOST_REPEATED:
+        raise BadRequest(
+            f"{job.params.n} answers would repeat {repeated:,} bytes of their prompts, and at most {MOST_REPEATED:,} can be; "
+            "ask for fewer answers (n), do not ask for the prompt (echo, return_token_ids), or set stream",
+            field="n",
+        )
+
+
+def size_of(writer: Writer, outputs: list[RequestOutput]) -> int:
+    """About how many bytes of JSON the answers have beside their texts; what choices repeat of their prompt is made once."""
+    return BYTES_PER_VALUE * num_values(outputs) + sum(map(writer.prompt_bytes, outputs))
+
+
+def size_of_new(writer: Writer, outputs: list[RequestOutput], batch: Batch) -> int:
+    """About how many bytes of JSON the events of a batch have beside their texts."""
+    told = (delta.logprobs for _, delta in batch if delta.logprobs)
+    return writer.bytes_of_prompts(outputs, batch) + BYTES_PER_VALUE * sum(len(each) * (1 + len(each[0])) for each in told)
+
+
 def num_values(outputs: list[RequestOutput]) -> int:
-    """About how many numbers and texts the answer will have for its tokens' log-probabilities."""
+    """About how many numbers and texts the answers will have for their tokens' log-probabilities."""
     values = 0
     for output in outputs:
-        if output.prompt_logprobs is not None and len(output.prompt_logprobs) > 1:
-            values += len(output.prompt_logprobs) * len(output.prompt_logprobs[1] or ())
         for answer in output.outputs:
             values += len(answer.token_ids) * (1 + len(answer.logprobs[0]) if answer.logprobs else 0)
     return values

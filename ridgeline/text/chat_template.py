@@ -31,7 +31,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from ridgeline.errors import BadRequest, ConfigError, Overloaded, RequestError, TryAgain, Unsupported, shown
+from ridgeline.errors import BadRequest, ConfigError, NotNow, RequestError, TryAgain, Unsupported, shown
 from ridgeline.process.framed_child import FramedChild, Stopped, ask_another_if_stopped, read_frame, write_frame
 from ridgeline.text.template_dialects import adapt_calls, parts_of, probes, shows_parts, with_parts
 
@@ -230,7 +230,7 @@ class TemplateProcess:
         process is busy, is not started, or does not answer in a moment."""
         if not self._lock.acquire(timeout=_WAIT_SECONDS if may_wait else 0):
             if may_wait:
-                raise Overloaded("too many chats are waiting for their template; try again later", 1.0)
+                raise NotNow("too many chats are waiting for their template; try again later", 1.0)
             raise RendererBusy
         try:
             answer = _from_bytes(ask_another_if_stopped(lambda: self._exchange(request, may_wait), "renders chat templates"))
@@ -272,7 +272,7 @@ class TemplateProcess:
             raise TryAgain(f"the chat template was not rendered within {seconds:g} s; try again later", 1.0) from None
         except EOFError:
             self._child = None
-            raise self._death(child.process.returncode) from None
+            raise self._death(child.process.wait()) from None
 
     def _death(self, code: int) -> RequestError:
         """Why the process ended while it rendered. Signals that it does not raise itself come from outside: an operator, or the

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 
 _PIECES = 512                        # of text that are joined at once: joining at every piece would copy the text each time
+_STEPS = 8192                        # of a request's stop strings that are remembered: a few megabytes at most
+
+Matched = tuple[int, ...]            # of each stop string, the length of its longest beginning that the text ends with
 
 
 class Characters:
@@ -203,13 +206,39 @@ class TextStream:
 
 
 class StopStrings:
-    """The stop strings of a request, and the tables to find them with. Immutable, so all its answers share it."""
+    """The stop strings of a request, and the tables to find them with. All its answers share it: what one of them has looked up,
+    the others need not."""
 
-    __slots__ = ("fallbacks", "strings")
+    __slots__ = ("_fallbacks", "_steps", "nothing", "strings")
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.strings = tuple(strings)
-        self.fallbacks = [_fallback_table(string) for string in self.strings]
+        self.nothing: Matched = (0,) * len(self.strings)
+        self._fallbacks = [_fallback_table(string) for string in self.strings]
+        self._steps: dict[tuple[Matched, str], tuple[Matched, tuple[int, ...]]] = {}
+
+    def step(self, matched: Matched, character: str) -> tuple[Matched, tuple[int, ...]]:
+        """What is matched after one more character, and which strings end with it."""
+        key = matched, character
+        step = self._steps.get(key)
+        if step is None:
+            if len(self._steps) >= _STEPS:
+                self._steps.clear()
+            step = self._steps[key] = self._computed(matched, character)
+        return step
+
+    def _computed(self, matched: Matched, character: str) -> tuple[Matched, tuple[int, ...]]:
+        after, ended = [], []
+        for index, (stop, fallback, length) in enumerate(zip(self.strings, self._fallbacks, matched, strict=True)):
+            while length and stop[length] != character:
+                length = fallback[length - 1]
+            if stop[length] == character:
+                length += 1
+            if length == len(stop):
+                ended.append(index)
+                length = fallback[length - 1]
+            after.append(length)
+        return tuple(after), tuple(ended)
 
 
 class StopFinder:
@@ -226,7 +255,7 @@ class StopFinder:
         self.stop = stop
         self.best: tuple[int, int] | None = None     # where it starts, and which of the stop strings it is
         self.decided = False
-        self._matched = [0] * len(stop.strings)
+        self._matched = stop.nothing
         self._position = 0
 
     @property
@@ -239,8 +268,8 @@ class StopFinder:
 
     def advance(self, text: str, counts: bool = True) -> None:
         """Take the next characters. With `counts` false (min_tokens), stop strings that end among them are ignored."""
-        strings, fallbacks = self.stop.strings, self.stop.fallbacks
-        if self.best is None and not any(self._matched):
+        strings, step, matched = self.stop.strings, self.stop.step, self._matched
+        if self.best is None and not any(matched):
             # The usual case: nothing is open and nothing can open before the first character of some stop string.
             openings = [place for stop in strings if (place := text.find(stop[0])) >= 0]
             skipped = min(openings, default=len(text))
@@ -248,18 +277,12 @@ class StopFinder:
             text = text[skipped:]
         for character in text:
             self._position += 1
-            for index, stop in enumerate(strings):
-                length, fallback = self._matched[index], fallbacks[index]
-                while length and stop[length] != character:
-                    length = fallback[length - 1]
-                if stop[length] == character:
-                    length += 1
-                if length == len(stop):
-                    if counts:
-                        found = (self._position - length, index)
-                        self.best = found if self.best is None else min(self.best, found)
-                    length = fallback[length - 1]
-                self._matched[index] = length
+            matched, ended = step(matched, character)
+            self._matched = matched
+            if counts:
+                for index in ended:
+                    found = (self._position - len(strings[index]), index)
+                    self.best = found if self.best is None else min(self.best, found)
             if self.best is not None and not self._better_may_come(self.best):
                 self.decided = True
                 return

@@ -138,6 +138,20 @@ def test_a_token_wakes_nobody() -> None:
     asyncio.run(scene())
 
 
+def test_more_answers_than_a_slow_reader_is_handed_one_by_one_are_joined_too() -> None:
+    async def scene() -> None:
+        stream = opened()
+        for number in range(1000):
+            stream.push(0, AnswerDelta(number % (2 * UNREAD), f"{number} ", [number]))
+        batch = await stream.__anext__()
+        assert len(batch) == 2 * UNREAD
+        assert [each.token_ids for _, each in batch] == [[*range(first, 1000, 2 * UNREAD)] for first in range(2 * UNREAD)]
+        stream.push(0, AnswerDelta(0, "new", [1]))       # what was handed out does not grow
+        assert [each.token_ids for _, each in await stream.__anext__()] == [[1]] and batch[0][1].token_ids[-1] != 1
+
+    asyncio.run(scene())
+
+
 def test_a_reader_that_fails_fails_alone() -> None:
     async def scene() -> None:
         aborted: list[str] = []

@@ -458,14 +458,18 @@ def test_what_counts_as_work_for_a_thread(prompts: list[Any], params: dict[str, 
     (10, {"logprobs": 20, "n": 128, "max_tokens": None}, "logprobs"),
     (10, {"logprobs": 20, "n": 128, "max_tokens": 1000}, ""),
     (10, {"n": 128}, ""),
+    ([4000] * 24, {"prompt_logprobs": 20}, ""),
+    ([4000] * 256, {"prompt_logprobs": 1}, ""),                                          # evaluations
+    ([4000] * 256, {"prompt_logprobs": 20}, "prompt_logprobs"),
+    ([10] * 256, {"logprobs": 20, "max_tokens": 1000}, "logprobs"),
 ])
-def test_log_probabilities_of_one_request_are_limited(tokens: int, params: dict[str, Any], refused: str) -> None:
-    limits = prompt_limits.PromptLimits(8192, 12)
+def test_log_probabilities_of_one_request_are_limited(tokens: int | list[int], params: dict[str, Any], refused: str) -> None:
+    limits, prompts = prompt_limits.PromptLimits(8192, 12), [tokens] if isinstance(tokens, int) else tokens
     if not refused:
-        limits.check_logprobs(tokens, SamplingParams(**params))
+        limits.check_logprobs(prompts, SamplingParams(**params))
         return
-    with pytest.raises(BadRequest, match="at most 3,000,000 can be; ask for fewer answers") as error:
-        limits.check_logprobs(tokens, SamplingParams(**params))
+    with pytest.raises(BadRequest, match="at most 3,000,000 can be; send fewer prompts, or ask for fewer answers") as error:
+        limits.check_logprobs(prompts, SamplingParams(**params))
     assert error.value.field == refused
 
 

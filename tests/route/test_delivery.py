@@ -12,8 +12,9 @@ import pytest
 from fake_replica import Behaviour, FakeReplica, Router
 
 from ridgeline.engine.client.long_work import LONG_BYTES
-from ridgeline.errors import Overloaded
+from ridgeline.errors import NotNow, Overloaded
 from ridgeline.route import answer_events, delivery, upstream
+from ridgeline.server.http.failures import describe
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 GREEDY = CHAT | {"temperature": 0}
@@ -134,6 +135,18 @@ def test_a_request_with_its_own_deadline_makes_no_replica_busy() -> None:
         assert call.status == 429 and router.fleet.usable() == [0]
 
     routed(test, FakeReplica(Behaviour(status=429)))
+
+
+def test_a_refusal_that_concerns_one_request_makes_no_replica_busy() -> None:
+    """A client with costly grammars kept all others from every replica, for seconds each time."""
+    async def test(router: Router, *replicas: FakeReplica) -> None:
+        call = await router.ask(CHAT)
+        assert call.status == 429 and sum(len(each.seen) for each in replicas) == 2
+        assert router.fleet.usable() == [0, 1]
+
+    headers = {name.decode(): value.decode() for name, value in describe(NotNow("no time"))[2]}
+    refused = Behaviour(status=429, headers=headers)
+    routed(test, FakeReplica(refused), FakeReplica(refused))
 
 
 def test_an_error_of_the_request_is_not_retried() -> None:

@@ -189,6 +189,20 @@ LARGE: dict[str, Callable[[], tuple[str, bytes]]] = {
     "tokenize": lambda: ("/tokenize", b'{"return_token_strs":true,"prompt":"' + b"a b " * 150_000 + b'"}'),
     "prompt logprobs": lambda: ("completions", filled(
         '{"model":"tiny","max_tokens":1,"prompt_logprobs":20,"prompt":[', "1000", "]}", 1_500 * 5)),
+    "128 echoes with log-probabilities": lambda: ("completions", filled(
+        '{"model":"tiny","max_tokens":2,"n":128,"echo":true,"logprobs":1,"stream":true,"prompt":[', "1000", "]}", 8_000 * 5)),
+    "16 choices with prompt logprobs": lambda: ("completions", filled(
+        '{"model":"tiny","max_tokens":2,"n":16,"prompt_logprobs":20,"stream":true,"prompt":[', "1000", "]}", 8_000 * 5)),
+    "tools of a response": lambda: ("responses", filled(
+        '{"model":"tiny","max_output_tokens":2,"input":"a","tool_choice":"none","stream":true,"tools":[',
+        '{"type":"function","name":"f#","description":"' + "x" * 140_000 + '","parameters":{"type":"object"}}', "]}")),
+    "llama.cpp's response_fields": lambda: ("/completion", filled(
+        '{"n_predict":1,"prompt":[' + ",".join(['"a"'] * 200) + '],"response_fields":[', '"a/#"', "]}", 90_000 * 11)),
+    "llama.cpp's prompt in 128 answers": lambda: ("/completion", filled(
+        '{"n_predict":2,"n_cmpl":128,"stream":true,"prompt":[', "45855", "]}", 8_000 * 6)),     # a token of 80 characters
+    "128 chats with echo": lambda: ("chat/completions", (
+        '{"model":"tiny","max_tokens":2,"n":128,"echo":true,"continue_final_message":true,"add_generation_prompt":false,"messages":'
+        '[{"role":"user","content":"a"},{"role":"assistant","content":"' + "#" * 480_000 + '"}]}').encode()),
     "spelt special tokens": lambda: (
         "chat/completions", f'{{{CHAT},"messages":[{{"role":"user","content":"{"<|im_end|>" * 90_000}"}}]}}'.encode()),
     "few special tokens": lambda: (
@@ -227,6 +241,8 @@ ANSWERS = {
     "100 bad words": '"bad_words":[' + ",".join(f'"some words {each}"' for each in range(100)) + "]",
     "schema": '"response_format":{"type":"json_schema","json_schema":{"name":"s","schema":' + SCHEMA + "}}",
     "regex": '"structured_outputs":{"regex":"[a-z ]{200,400}"}',
+    "26 stop strings kept open": '"allowed_token_ids":[45855],"stop":['
+        + ",".join(f'"{"#" * 1000}{chr(97 + each)}"' for each in range(26)) + "]",
     "20 log-probabilities": '"logprobs":true,"top_logprobs":20',
 }
 

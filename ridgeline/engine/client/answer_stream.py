@@ -36,6 +36,7 @@ class AnswerStream:
         self._abort = abort                              # ends a request, given its wire id
         self._unfinished: set[str] = set()               # wire ids
         self._new: Batch = []
+        self._newest: dict[tuple[int, int], AnswerDelta] = {}     # of each answer, among these
         self._sink: Sink | None = None
         self._reader_waits = False                       # and has nothing in hand that must come first
         self._news = asyncio.Event()
@@ -55,6 +56,7 @@ class AnswerStream:
             self._reader_waits = False
         if self._new:
             batch, self._new = self._new, []
+            self._newest.clear()
             if not self._ended.is_set():
                 self._news.clear()
             return batch
@@ -98,9 +100,12 @@ class AnswerStream:
             except Exception as error:                   # the error of this reader alone: other streams go on
                 self.fail(error)
                 return
-        if len(self._new) >= UNREAD and _join(self._new, place, delta):
+        answer = (place, delta.index)
+        if len(self._new) >= UNREAD and answer in self._newest:
+            _join(self._newest[answer], delta)
             return
         self._new.append((place, delta))
+        self._newest[answer] = delta
         self._news.set()
 
     def finish(self, wire_id: str) -> None:
@@ -127,19 +132,14 @@ class AnswerStream:
         self._news.set()
 
 
-def _join(unread: Batch, place: int, delta: AnswerDelta) -> bool:
-    """Add to the answer's newest delta in the list, if that is near its end. The reader gets it in one piece."""
-    for at in range(len(unread) - 1, max(-1, len(unread) - 1 - UNREAD), -1):
-        old = unread[at][1]
-        if unread[at][0] == place and old.index == delta.index:
-            old.text += delta.text
-            old.token_ids.extend(delta.token_ids)
-            if old.logprobs is not None:
-                old.logprobs.extend(delta.logprobs or [])
-            old.finish_reason, old.stop_reason = delta.finish_reason, delta.stop_reason
-            old.text_offsets.extend(delta.text_offsets)
-            return True
-    return False
+def _join(unread: AnswerDelta, delta: AnswerDelta) -> None:
+    """The reader gets both in one piece."""
+    unread.text += delta.text
+    unread.token_ids.extend(delta.token_ids)
+    if unread.logprobs is not None:
+        unread.logprobs.extend(delta.logprobs or [])
+    unread.finish_reason, unread.stop_reason = delta.finish_reason, delta.stop_reason
+    unread.text_offsets.extend(delta.text_offsets)
 
 
 # -- outputs of the kinds that can be asked for ------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from ridgeline.engine.ipc import (
     Switched,
     Vocabulary,
 )
-from ridgeline.errors import BadRequest, Overloaded, RidgelineError
+from ridgeline.errors import BadRequest, NotNow, Overloaded, RidgelineError
 from ridgeline.messages import Request
 from ridgeline.metrics import ServingMetrics
 from ridgeline.resolve import model_path
@@ -224,7 +224,9 @@ class AsyncLLM:
                 self._limits.check(prompt)
 
         def make() -> list[tuple[Request, bytes, RequestState]]:
-            return [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]
+            made = [self._make(prompt, params, priority, cache_salt, caller, must_fit) for prompt in prompts]
+            self._limits.check_logprobs([len(request.prompt_token_ids) for request, _, _ in made], params)
+            return made
 
         await self._check_grammar(params, caller)
         amount = amount_of_work(prompts, params)
@@ -360,7 +362,7 @@ class AsyncLLM:
         if most is not None and waiting and waiting + tokens > most:     # an empty queue takes any request
             raise Overloaded(f"{waiting} prompt tokens are waiting, of at most {most}; try again later", wait)
         if caller.ttft_deadline is not None and wait is not None and wait > caller.ttft_deadline:
-            raise Overloaded(
+            raise NotNow(
                 f"the first token would come after about {wait:.1f} s; the deadline is {caller.ttft_deadline:g} s", wait
             )
 
@@ -377,7 +379,6 @@ class AsyncLLM:
         self._limits.check_length(len(request.prompt_token_ids))
         if must_fit:
             self._limits.check_answer(len(request.prompt_token_ids), params.max_tokens, must_fit)
-        self._limits.check_logprobs(len(request.prompt_token_ids), params)
         if caller.cache_salt:
             request.cache_salt = f"{caller.cache_salt}:{request.cache_salt}"
         request.prefix_caching = caller.prefix_caching

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ridgeline.errors import BadRequest, Overloaded, RequestError, TryAgain, one_line
+from ridgeline.errors import BadRequest, NotNow, Overloaded, RequestError, TryAgain, one_line
 from ridgeline.grammar.frames import Answer, Question
 from ridgeline.grammar.grammar_cache import ByteLimitedCache
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
@@ -130,7 +130,7 @@ class GrammarChecker:
         size = _PENDING_ENTRY + 4 * len(asked.key)
         if not self._pending.add(size):
             message = f"grammars of {_PENDING_BYTES >> 20} MiB are waiting to be compiled; try again later"
-            raise Overloaded(message, self._seconds)
+            raise NotNow(message, self._seconds)
         outcome.add_done_callback(lambda _: self._pending.remove(size))
         now = time.monotonic()
         waiting = _Waiting(asked, outcome, min(now + _PATIENCE_SECONDS, ends or math.inf), others_generate)
@@ -188,7 +188,7 @@ class GrammarChecker:
         if try_seconds and answer.verdict in ("late", "busy"):
             return None
         if answer.verdict == "busy":
-            raise Overloaded("the machine is too busy to compile a grammar; try again later", self._seconds)
+            raise NotNow("the machine is too busy to compile a grammar; try again later", self._seconds)
         if answer.verdict == "killed":
             raise TryAgain("the process that compiled the grammar was killed; try again later", self._seconds)
         if answer.verdict in ("good", "refused"):
@@ -244,7 +244,7 @@ class _Waiting:
     def require_patience(self, seconds: float) -> None:
         """Overloaded if `seconds` more are too long a wait."""
         if time.monotonic() + seconds > self._until:
-            raise Overloaded("too many new grammars are waiting to be compiled; try again later", max(1.0, seconds))
+            raise NotNow("too many new grammars are waiting to be compiled; try again later", max(1.0, seconds))
 
     def is_over(self) -> bool:
         """Its request has an answer, or gets one now because it has waited for too long: whatever holds up the compiler."""

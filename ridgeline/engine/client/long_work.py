@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from ridgeline.errors import Overloaded, TimedOut
+from ridgeline.errors import NotNow, Overloaded, TimedOut
 
 LONG_BYTES = 64 * 1024               # work on more bytes, or characters, than these is long; …
 HUGE_BYTES = 2**20                   # … on more than these it has a thread of its own, and other long work does not wait for it
@@ -77,7 +77,7 @@ class LongWork:
         """Do `work` on `num_bytes` in one of the threads. Overloaded if it cannot begin in time, TimedOut if it does not end
         in time. The first in line may be of any size."""
         if self.waiting and self.waiting + num_bytes > self._most_waiting:
-            raise Overloaded(f"long requests of {self.waiting:,} bytes are waiting to be read; try again later")
+            raise NotNow(f"long requests of {self.waiting:,} bytes are waiting to be read; try again later")
         self._start_thread()
         job = _Job(work, num_bytes, asyncio.get_running_loop())
         del work
@@ -103,7 +103,7 @@ class LongWork:
                 threading.Thread(target=self._serve, name="long-work", daemon=True).start()
             except RuntimeError:
                 if self._idle_places == self._threads:
-                    raise Overloaded("the system has no thread to read long requests; try again later") from None
+                    raise NotNow("the system has no thread to read long requests; try again later") from None
             else:
                 self._idle_places -= 1
 
@@ -115,7 +115,7 @@ class LongWork:
         if not job.future.done():
             if job.is_taken:
                 raise TimedOut(f"the request was not read within {work_seconds:g} s; send a shorter one")
-            raise Overloaded(f"the request waited for {wait_seconds:g} s to be read; try again later")
+            raise NotNow(f"the request waited for {wait_seconds:g} s to be read; try again later")
 
     def _take(self, job: _Job) -> bool:
         """False: it was taken before."""

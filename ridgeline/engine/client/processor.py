@@ -348,7 +348,7 @@ class RequestState:
 
 
 def _readable_at(tokenizer: Tokenizer | None, logprobs: Logprobs, place: int, listed: bool = False) -> LogprobsAt:
-    """`listed`: the tokens beside the sampled one are those that the request lists; they have no rank."""
+    """`listed`: the tokens after the sampled one are those that the request lists; they have no rank."""
     def word(token: int) -> str | None:
         return tokenizer.token_text(token) if tokenizer is not None else None
 

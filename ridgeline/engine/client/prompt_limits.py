@@ -15,7 +15,7 @@ from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams
 
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
 USUAL_ANSWER = 32_768                # tokens that an answer without a limit of its own is expected to have at most
-MOST_LOGPROBS = 3_000_000            # log-probabilities in the answers to one prompt: each takes up to 200 bytes until it is sent
+MOST_LOGPROBS = 3_000_000            # log-probabilities in the answers to a request: each takes up to 200 bytes until it is sent
 MOST_VALUES = 200                    # texts, keys, lists and objects of a chat that is rendered on the event loop
 
 
@@ -57,21 +57,21 @@ class PromptLimits:
                 field=name,
             )
 
-    def check_logprobs(self, tokens: int, params: SamplingParams) -> None:
-        """Whether the log-probabilities of all answers to a prompt are few enough to be kept until they are written. Every answer
-        is written with those of the prompt."""
-        room = self.max_model_len - tokens
-        most_tokens = min(USUAL_ANSWER if params.max_tokens is None else params.max_tokens, room)
+    def check_logprobs(self, prompts: Sequence[int], params: SamplingParams) -> None:
+        """Whether the log-probabilities of all answers to `prompts` of so many tokens are few enough to be kept until they are
+        written. Every answer is written with those of its prompt."""
+        longest = USUAL_ANSWER if params.max_tokens is None else params.max_tokens
         values = 0
         if params.prompt_logprobs is not None:
-            values += params.n * tokens * (1 + params.prompt_logprobs)
+            values += params.n * sum(prompts) * (1 + params.prompt_logprobs)
         if params.logprobs is not None:
-            values += params.n * most_tokens * (1 + params.logprobs)
+            answers = sum(min(longest, self.max_model_len - tokens) for tokens in prompts)
+            values += params.n * answers * (1 + params.logprobs)
         most = max(MOST_LOGPROBS, self.max_model_len * (1 + MAX_LOGPROBS))       # one answer may have all of them
         if values > most:
             raise BadRequest(
-                f"up to {values:,} log-probabilities would be returned, and at most {most:,} can be; ask for fewer answers (n), "
-                "fewer tokens (max_tokens) or fewer alternatives",
+                f"up to {values:,} log-probabilities would be returned, and at most {most:,} can be; send fewer prompts, or ask "
+                "for fewer answers (n), fewer tokens (max_tokens) or fewer alternatives",
                 field="prompt_logprobs" if params.logprobs is None else "logprobs",
             )
 

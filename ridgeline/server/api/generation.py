@@ -1,7 +1,7 @@
 """What chat and completions share: the fields of a request, and how an answer is written.
 
 Field names are OpenAI's, or vLLM's where OpenAI has none. A field that is not declared is refused by name; so is a known one that
-is not supported. Hints that cannot change an answer are accepted and ignored. No ASGI, no sockets: structs in, structs and bytes
+is not supported. Fields that cannot change an answer are accepted and ignored. No ASGI, no sockets: structs in, structs and bytes
 out.
 """
 
@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,12 +22,21 @@ from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.server.api.other_names import GRAMMARS, OtherNames
+from ridgeline.server.api.prompt_parts import (
+    BYTES_PER_ID,
+    BYTES_PER_VALUE,
+    PromptParts,
+    encode,
+    encoded_alone,
+    finite,
+    num_prompt_logprobs,
+    prompt_logprobs,
+)
 from ridgeline.server.api.request_checks import forget, refuse
 from ridgeline.server.api.response_format import asked_format
 from ridgeline.text.tokenizer import Tokenizer
 from ridgeline.version import __version__
 
-LOWEST_LOGPROB = -9999.0             # JSON has no infinity
 DONE = b"[DONE]"
 MARK = "\x00text\x00"                # stands for an event's text; nothing after it contains it
 PADDING = 64                         # with include_obfuscation, events are padded to multiples of this length
@@ -36,8 +45,6 @@ PADDING = 64                         # with include_obfuscation, events are padd
 Integer = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_TTFT_MS)]  # milliseconds
 
-encode = msgspec.json.Encoder().encode
-Part = TypeVar("Part")
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -302,7 +309,6 @@ class Writer(ABC):
     object = ""
     chunk_object = ""
     one_prompt = False               # else each choice has the tokens of its own prompt
-    repeats_answer = False           # its last events have all of the answer again
 
     def __init__(
         self, request: GenerationRequest, params: SamplingParams, request_id: str, model: str, tokenizer: Tokenizer | None
@@ -316,13 +322,28 @@ class Writer(ABC):
         self._usage = bool(options.include_usage)        # at the end of a stream
         self._usage_always = bool(options.continuous_usage_stats)
         self._obfuscate = bool(options.include_obfuscation)
-        self._wants_prompt_logprobs = request.prompt_logprobs is not None
         self._wants_token_ids = bool(request.return_token_ids)
         self._names_tokens_by_id = tokenizer is None or bool(request.return_tokens_as_token_ids)
         self._frames: dict[int, tuple[bytes, bytes]] = {}        # by choice: the bytes before and after an event's text
         self._sent_tokens = 0                                   # tokens of all choices in events so far
         self._begun: set[int] = set()                    # choices with an event
         self._sent = False                               # any event
+        self._repeated = PromptParts(request.prompt_logprobs is not None)
+
+    def prompt_bytes(self, output: RequestOutput) -> int:
+        """About how many bytes of its prompt each choice has, with the time that they take."""
+        values = num_prompt_logprobs(output) if self._repeated.has_logprobs else 0
+        ids = len(output.prompt_token_ids) if self._wants_token_ids else 0
+        return BYTES_PER_VALUE * values + BYTES_PER_ID * ids
+
+    def bytes_of_prompts(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> int:
+        """prompt_bytes() of the longest that the events of a batch have: the first event of each choice has them. The choices of
+        a prompt come one after the other, and it is written once."""
+        count = self._params.n
+        if len(self._begun) == count * len(outputs):     # the usual case; this is asked for every token
+            return 0
+        new = {prompt for prompt, delta in batch if prompt * count + delta.index not in self._begun}
+        return max((self.prompt_bytes(outputs[prompt]) for prompt in new), default=0)
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
         """An event for each delta, also for tokens without visible text (half a character, a special token, what may begin a stop
@@ -348,6 +369,8 @@ class Writer(ABC):
                 events.append(self._event(reply))
             if frame is None and index in self._begun and not self._each_differs:
                 self._keep_frame(index)
+        if len(self._begun) == len(outputs) * self._params.n:
+            self._repeated.forget()
         return events
 
     @property
@@ -365,12 +388,16 @@ class Writer(ABC):
             before, _, after = self._event(reply).rpartition(encode(MARK))
             self._frames[index] = before, after
 
-    def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
+    def last_events(self, outputs: list[RequestOutput]) -> Iterable[bytes]:
         if not self._usage:
             return [DONE]
         reply = self._reply([])
         reply.usage = self._usage_of(outputs)
         return [self._event(reply), DONE]
+
+    def last_bytes(self, outputs: list[RequestOutput]) -> int:
+        """About how many bytes each of last_events() has, if they have all of the answer again."""
+        return 0
 
     def force_usage(self) -> None:
         """Every event has the usage so far, although the request did not ask for it."""
@@ -378,7 +405,8 @@ class Writer(ABC):
 
     def body(self, outputs: list[RequestOutput]) -> bytes:
         listed = [(output, answer) for output in outputs for answer in self._returned(output)]
-        choices = [self._choice(output, index, answer) for index, (output, answer) in enumerate(listed)]
+        # Each alone: all of them may repeat a long prompt.
+        choices = [encoded_alone(self._choice(output, index, answer)) for index, (output, answer) in enumerate(listed)]
         reply = Reply(self._id, self.object, self._created, self._model, choices, self._usage_of(outputs))
         if self.one_prompt:
             reply.prompt_token_ids = reply.prompt_logprobs = None    # vLLM's clients read them, whether asked for or not
@@ -403,6 +431,9 @@ class Writer(ABC):
         """The prompt's tokens, in a complete answer or a stream's first event."""
         if self._wants_token_ids and self.one_prompt:
             reply.prompt_token_ids = outputs[0].prompt_token_ids
+
+    def _prompt_logprobs(self, output: RequestOutput) -> Any:
+        return self._repeated.once(output, "prompt_logprobs", lambda: prompt_logprobs(output))
 
     def _usage_of(self, outputs: list[RequestOutput]) -> Usage:
         return Usage.of(outputs)
@@ -440,27 +471,3 @@ def ranked(at: LogprobsAt, count: int) -> list[tuple[int, float]]:
         return sorted(((token, finite(each.logprob)) for token, each in at.items()), key=lambda each: -each[1])
     places = sorted((logprob.rank or 0, token) for token, logprob in at.items())
     return [(token, finite(at[token].logprob)) for rank, token in places if rank <= count]
-
-
-def finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
-
-
-def encoded_alone(part: Part) -> Part:
-    """A part of a long answer, encoded already: the encoder takes the result for the part. One call for all parts would keep
-    every other thread from running until it ends."""
-    return cast("Part", msgspec.Raw(encode(part)))
-
-
-def prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None] | None:
-    """As vLLM writes them: per position a map from token id to its log-probability, rank and text."""
-    if output.prompt_logprobs is None:
-        return None
-
-    def written(at: LogprobsAt) -> dict[str, Any]:
-        return encoded_alone({
-            str(token): {"logprob": finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
-            for token, each in at.items()
-        })
-
-    return [None if at is None else written(at) for at in output.prompt_logprobs]

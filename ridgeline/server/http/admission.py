@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from ridgeline.engine.client.long_work import LONG_BYTES, MOST_WAITING
-from ridgeline.errors import BadRequest, Overloaded
+from ridgeline.errors import BadRequest, NotNow, Overloaded
 from ridgeline.server.http.stream import ClientGone, Direct, Receive
 
 MOST_HELD = MOST_WAITING             # bytes of long bodies that are received or parsed at once: all of them may wait to be parsed
@@ -185,7 +185,7 @@ class _Waiter:
     def look(self, num_bytes: int) -> None:
         self.looks += 1
         if self.looks > WAIT_LOOKS and not self.has_ended():
-            self.future.set_exception(Overloaded(f"bodies of {num_bytes >> 20} MiB are being read; try again later"))
+            self.future.set_exception(NotNow(f"bodies of {num_bytes >> 20} MiB are being read; try again later"))
 
 
 class Body:
@@ -270,7 +270,7 @@ class Body:
 
     @staticmethod
     def _stopped() -> Overloaded:
-        return Overloaded("the body stopped arriving while others waited for its memory; try again later")
+        return NotNow("the body stopped arriving while others waited for its memory; try again later")
 
     def release(self) -> None:
         self.parts, self.size = [], 0

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from ridgeline.errors import (
     PROMPT,
     BadRequest,
+    NotNow,
     Overloaded,
     PromptTooLong,
     RequestError,
@@ -47,6 +48,7 @@ from ridgeline.server.server_errors import (
 
 logger = get_logger("server")
 
+ALONE = b"x-ridgeline-refused"       # a header of refusals that concern one request: a router sends others here all the same
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _INVALID = "invalid_request_error"
 # The first class that an error belongs to decides: status, type, code.
@@ -75,6 +77,8 @@ def describe(
         logger.warning("a request was refused: no further thread may be started here; raise `ulimit -u`")
         error = TryAgain("this server can start no further thread at the moment; try again later")
     retry = [(b"retry-after", retry_after(error))]
+    if isinstance(error, NotNow | TryAgain):
+        retry.append((ALONE, b"alone"))
     if isinstance(error, RequestError):
         error = as_requested(error, prompt_field, names)
         status, kind, code = next(row[1:] for row in _KINDS if isinstance(error, row[0]))

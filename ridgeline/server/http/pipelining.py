@@ -8,6 +8,7 @@ time, so that a thousand connections with long lines do not hold up a request th
 from __future__ import annotations
 
 import asyncio
+import math
 import select
 from collections import deque
 from collections.abc import Callable
@@ -42,7 +43,7 @@ class LineFlow(FlowControl):
     def __init__(self, transport: asyncio.Transport, now: Callable[[], float]) -> None:
         super().__init__(transport)
         self.is_full = False
-        self.resumed_at = 0.0
+        self.resumed_at = -math.inf                      # never: the clock may have begun a minute ago
         self._now = now
         self._paused_at = 0.0
         self._seconds = 0.0                              # of all pauses that have ended

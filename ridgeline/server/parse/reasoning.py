@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeline.server.parse.harmony import HarmonyParser
@@ -157,14 +159,14 @@ class MessageParser:
         events = self._to_calls(self._reasoning.finish(cut) if self._reasoning is not None else [])
         return events + (self._noted(self._calls.finish(cut)) if self._calls is not None else [])
 
-    def reasoning_tokens(self, text_offsets: list[int]) -> int:
-        """The number of reasoning tokens, marks included, among tokens that begin at these offsets."""
+    def reasoning_tokens(self, text_offsets: Sequence[int]) -> int:
+        """The number of reasoning tokens, marks included, among tokens that begin at these offsets, in order."""
         if self._reasoning is None and not isinstance(self._calls, HarmonyParser):
             return 0
         end = (self._reasoning or self._calls).reasoning_end      # type: ignore[union-attr]
         if end is None:
             return len(text_offsets)
-        return sum(offset < end for offset in text_offsets)
+        return bisect_left(text_offsets, end)            # not one by one: every event of a stream may have the count
 
     def _to_calls(self, events: list[Event]) -> list[Event]:
         if self._calls is None:

@@ -9,11 +9,21 @@ from typing import Any
 
 import pytest
 
-from ridgeline.errors import PROMPT, BadRequest, Overloaded, PromptTooLong, RequestError, UnknownField, Unsupported
+from ridgeline.errors import (
+    PROMPT,
+    BadRequest,
+    NotNow,
+    Overloaded,
+    PromptTooLong,
+    RequestError,
+    TryAgain,
+    UnknownField,
+    Unsupported,
+)
 from ridgeline.server.api.dialects import ANTHROPIC, CHAT, RESPONSES, Dialect
 from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.http.body import parse_body
-from ridgeline.server.http.failures import describe
+from ridgeline.server.http.failures import ALONE, describe
 
 
 def told(error: Exception, prompt_field: str | None = None, dialect: Dialect = CHAT) -> dict[str, Any]:
@@ -74,3 +84,9 @@ def test_errors_keep_their_fields_when_copied() -> None:
 def test_a_thread_that_cannot_be_started_is_no_fault_of_the_request() -> None:
     status, body, headers = describe(RuntimeError("can't start new thread"))
     assert status == 503 and json.loads(body)["error"]["code"] == "try_again" and dict(headers)[b"retry-after"]
+
+
+def test_a_refusal_says_whether_it_concerns_one_request() -> None:
+    for error, alone in ((Overloaded("full"), False), (NotNow("no time for a grammar"), True), (TryAgain("it was killed"), True)):
+        status, _, headers = describe(error)
+        assert status in (429, 503) and b"retry-after" in dict(headers) and (ALONE in dict(headers)) == alone

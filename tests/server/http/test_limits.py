@@ -28,6 +28,7 @@ from ridgeline.server.options import ServerOptions
 
 MAX_BODY = 200_000
 MAX_CONNECTIONS = 5
+LONGER_THAN_ANY_UPTIME = 1e9          # seconds: the clock begins when the machine starts
 
 
 class App:
@@ -370,7 +371,7 @@ def test_connections_without_a_request_give_way_the_oldest_first(
 
 @pytest.mark.parametrize("body", [b"", b"half"])
 def test_a_body_that_has_just_stopped_does_not_give_way(server: Server, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_limits, "SILENT_SECONDS", 1000.0)
+    monkeypatch.setattr(connection_limits, "SILENT_SECONDS", LONGER_THAN_ANY_UPTIME)
     connections = server._server.server_state.connections
     wait_until(lambda: not connections)
     with server.connect() as client:
@@ -378,7 +379,7 @@ def test_a_body_that_has_just_stopped_does_not_give_way(server: Server, body: by
         wait_until(lambda: [each._arriving.body_bytes for each in list(connections) if each._arriving.in_body] == [len(body)])
         (connection,) = connections
         assert connection.idle_since is None
-        connection._arriving.heard -= 1000.0
+        connection._arriving.heard -= LONGER_THAN_ANY_UPTIME
         assert connection.idle_since == connection._arriving.heard
     wait_until(lambda: not connections)
 

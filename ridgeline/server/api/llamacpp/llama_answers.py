@@ -13,9 +13,10 @@ from msgspec import UNSET, UnsetType
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
 from ridgeline.metrics import RequestTimes
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api.generation import encode, finite, ranked
+from ridgeline.server.api.generation import ranked
 from ridgeline.server.api.llamacpp.llama_requests import LlamaRequest
 from ridgeline.server.api.openai.completions import CompletionWriter
+from ridgeline.server.api.prompt_parts import encode, encoded_alone, finite
 
 
 class LlamaTimings(msgspec.Struct):
@@ -74,7 +75,16 @@ class LlamaWriter(CompletionWriter):
         super().__init__(request, *args)
         self._asked = asked
         self._longest = longest
+        self._settings_bytes = len(encode(settings(self._params, longest)))     # stop strings and a grammar
         self._silent = asked.limit == 0                  # one token is made all the same, and not shown
+
+    def prompt_bytes(self, output: RequestOutput) -> int:
+        return super().prompt_bytes(output) + len(self._prompt_text(output)) + self._settings_bytes
+
+    def bytes_of_prompts(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> int:
+        """The last event of each choice has its prompt."""
+        ended = {prompt for prompt, delta in batch if delta.finish_reason}
+        return max((self.prompt_bytes(outputs[prompt]) for prompt in ended), default=0)
 
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
         made = []
@@ -143,7 +153,7 @@ class LlamaWriter(CompletionWriter):
     def _chosen(self, reply: LlamaReply) -> Any:
         """Only the fields that the request lists; `a/b` is the field b of a, under that name."""
         if not self._asked.response_fields:
-            return reply
+            return encoded_alone(reply)
         plain = msgspec.to_builtins(reply)
         made: dict[str, Any] = {}
         for path in self._asked.response_fields:
@@ -152,7 +162,7 @@ class LlamaWriter(CompletionWriter):
                 value = value.get(name, UNSET) if isinstance(value, dict) else UNSET
             if value is not UNSET:
                 made[path] = value
-        return made
+        return encoded_alone(made)
 
 
 def settings(params: SamplingParams, longest: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ridgeline.server.api.request_checks import forget, refuse
 
 NEVER = -100.0                       # the bias of a token that must not come
 MOST_BIASES = 4096
+MOST_FIELDS, LONGEST_FIELD = 128, 128                   # of response_fields: they are looked up in every answer of the request
 MOST_BIAS, LONGEST_ID = 1e6, 10      # beyond these, a number is no bias and digits are no id
 NAMES = {
     "max_tokens": "n_predict", "repetition_penalty": "repeat_penalty", "logprobs": "n_probs", "n": "n_cmpl",
@@ -85,6 +86,10 @@ class LlamaRequest(msgspec.Struct, kw_only=True):
         refuse(self, self.REFUSED)
         if self.grammar and self.json_schema is not None:
             raise BadRequest("grammar and json_schema each say what the answer must look like; give one", field="grammar")
+        fields = self.response_fields or []
+        if len(fields) > MOST_FIELDS or any(len(each) > LONGEST_FIELD for each in fields):
+            message = f"response_fields may have at most {MOST_FIELDS} names of at most {LONGEST_FIELD} characters"
+            raise BadRequest(message, field="response_fields")
 
     @property
     def limit(self) -> int | None:

@@ -14,9 +14,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
-from ridgeline.server.api.generation import encode, goes_on
+from ridgeline.server.api.generation import goes_on
 from ridgeline.server.api.openai.chat import ChatWriter
 from ridgeline.server.api.openai.chat_answers import ToolCallDelta
+from ridgeline.server.api.prompt_parts import encode
 from ridgeline.server.http.error_bodies import ollama_body
 from ridgeline.server.parse.partial_json import completed
 
@@ -114,7 +115,7 @@ class OllamaWriter(ChatWriter):
 
     def _news(self, output: RequestOutput, delta: AnswerDelta) -> Iterator[OllamaChatReply | OllamaGenerateReply]:
         for chunk in self._chunks(output, 0, delta):
-            logprobs = UNSET if chunk.logprobs is None else msgspec.to_builtins(chunk.logprobs.content)
+            logprobs = UNSET if chunk.logprobs is None else chunk.logprobs.content
             made = [*self._parts(chunk.delta)]
             if not made and logprobs is not UNSET:
                 made = [self._part()]                   # carries what is known of tokens without text

@@ -20,9 +20,6 @@ from ridgeline.server.api.generation import (
     Reply,
     Usage,
     Writer,
-    encoded_alone,
-    finite,
-    prompt_logprobs,
     ranked,
     structured_outputs,
 )
@@ -40,6 +37,7 @@ from ridgeline.server.api.openai.chat_answers import (
     TopLogprob,
 )
 from ridgeline.server.api.other_names import GRAMMARS
+from ridgeline.server.api.prompt_parts import encoded_alone, finite
 from ridgeline.server.parse.incremental import CallArguments, CallStart, Content, Event, Reasoning
 from ridgeline.server.parse.reasoning import MessageParser
 from ridgeline.server.parse.tools import Reading, ToolUse, answer_or_calls_schema, only, plain_function, tool_use
@@ -247,7 +245,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return [message.plain(f"messages[{place}]", strict) for place, message in enumerate(self.messages)]
 
     def template(self) -> dict[str, Any]:
-        """The chat template's variables beside the messages; a template reads those it knows."""
+        """The chat template's variables apart from the messages; a template reads those it knows."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
@@ -329,6 +327,9 @@ class ChatWriter(Writer):
         self._hide_reasoning = request.include_reasoning is False or request.reasoning_format == "hidden"
         self._joins_reasoning = request.separate_reasoning is False or request.reasoning_format in ("none", "raw")
 
+    def prompt_bytes(self, output: RequestOutput) -> int:
+        return super().prompt_bytes(output) + len(self._echoed)
+
     # -- streamed ------------------------------------------------------------------------------------------------------
 
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
@@ -359,8 +360,8 @@ class ChatWriter(Writer):
         first = ChatChunkChoice(index, ChatDelta(role="assistant", content="" if parser is None else None))
         if self._echoed:
             first.delta.content = self._echoed
-        if self._wants_prompt_logprobs:
-            first.prompt_logprobs = prompt_logprobs(output)
+        if self._repeated.has_logprobs:
+            first.prompt_logprobs = self._prompt_logprobs(output)
         return first
 
     def _new(self, index: int, delta: AnswerDelta) -> tuple[list[ChatDelta], str | None]:
@@ -411,16 +412,15 @@ class ChatWriter(Writer):
 
     def _add_prompt_tokens(self, reply: Reply, outputs: list[RequestOutput]) -> None:
         super()._add_prompt_tokens(reply, outputs)
-        if self._wants_prompt_logprobs:
-            reply.prompt_logprobs = prompt_logprobs(outputs[0])
+        if self._repeated.has_logprobs:
+            reply.prompt_logprobs = self._prompt_logprobs(outputs[0])
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
     def _choice(self, output: RequestOutput, index: int, answer: CompletionOutput) -> ChatChoice:
         logprobs = None
         if answer.logprobs is not None:
-            parts = zip(answer.token_ids, answer.logprobs, strict=True)
-            logprobs = ChatLogprobs([encoded_alone(self._logprobs([token], [at]).content[0]) for token, at in parts])
+            logprobs = self._logprobs(answer.token_ids, answer.logprobs)
         parser = self._parsers[index] = self._reading.parser()
         finish = answer.finish_reason
         if parser is None:
@@ -431,8 +431,8 @@ class ChatWriter(Writer):
         if self._echoed:
             message.content = self._echoed + (message.content or "")
         choice = ChatChoice(index, message, logprobs, finish, answer.stop_reason, token_ids=None)
-        if self._wants_prompt_logprobs:
-            choice.prompt_logprobs = prompt_logprobs(output)
+        if self._repeated.has_logprobs:
+            choice.prompt_logprobs = self._prompt_logprobs(output)
         if self._wants_token_ids:
             choice.token_ids = answer.token_ids
         return choice
@@ -471,11 +471,13 @@ class ChatWriter(Writer):
         return sum(parser.reasoning_tokens(answer.text_offsets) for parser, answer in read if parser is not None)
 
     def _logprobs(self, token_ids: list[int], logprobs: list[LogprobsAt]) -> ChatLogprobs:
+        """Each entry is encoded already: as objects, one with twenty alternatives takes 20 KB."""
         content = []
         for token, at in zip(token_ids, logprobs, strict=True):
             places = ranked(at, self._params.logprobs or 0)
             top = [TopLogprob(self._text(each), value, self._bytes(each)) for each, value in places]
-            content.append(TokenLogprob(self._text(token), finite(at[token].logprob), self._bytes(token), top))
+            entry = TokenLogprob(self._text(token), finite(at[token].logprob), self._bytes(token), top)
+            content.append(encoded_alone(entry))
         return ChatLogprobs(content)
 
 

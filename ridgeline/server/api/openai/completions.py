@@ -16,10 +16,16 @@ from ridgeline.server.api.generation import (
     Integer,
     Usage,
     Writer,
+    ranked,
+)
+from ridgeline.server.api.prompt_parts import (
+    BYTES_PER_VALUE,
+    encode,
     encoded_alone,
     finite,
-    prompt_logprobs,
-    ranked,
+    items_of,
+    num_prompt_logprobs,
+    one_list,
 )
 from ridgeline.text.detokenizer import TextStream
 from ridgeline.text.tokenizer import Tokenizer
@@ -124,6 +130,14 @@ class CompletionWriter(Writer):
         self._wants_logprobs = request.logprobs is not None
         self._prompt_only = request.prompt_only
 
+    def prompt_bytes(self, output: RequestOutput) -> int:
+        size = super().prompt_bytes(output)
+        if self._echo:
+            size += len(self._prompt_text(output))
+            if self._wants_logprobs:
+                size += BYTES_PER_VALUE * num_prompt_logprobs(output)
+        return size
+
     def _chunks(self, output: RequestOutput, index: int, delta: AnswerDelta) -> list[Any]:
         if self._prompt_only:
             return [self._choice(output, index, output.outputs[delta.index])] if delta.finish_reason else []
@@ -171,8 +185,8 @@ class CompletionWriter(Writer):
         return choice
 
     def _add_prompt(self, choice: CompletionChoice, output: RequestOutput) -> None:
-        if self._wants_prompt_logprobs:
-            choice.prompt_logprobs = prompt_logprobs(output)
+        if self._repeated.has_logprobs:
+            choice.prompt_logprobs = self._prompt_logprobs(output)
         if self._wants_token_ids:
             choice.prompt_token_ids = output.prompt_token_ids
 
@@ -197,22 +211,24 @@ class CompletionWriter(Writer):
         """The prompt's tokens before the answer's. The first token has no probability."""
         if answer is None or output.prompt_logprobs is None:
             return answer
-        tokens, known = output.prompt_token_ids, output.prompt_logprobs
+        before = self._repeated.once(output, "logprobs", lambda: self._of_prompt(output))
+        after: tuple[list[Any], ...] = (answer.tokens, answer.token_logprobs, answer.top_logprobs, answer.text_offset)
+        return CompletionLogprobs(*(one_list(known, items_of(new)) for known, new in zip(before, after, strict=True)))
+
+    def _of_prompt(self, output: RequestOutput) -> tuple[bytes, bytes, bytes, bytes]:
+        """The items of the lists of CompletionLogprobs, for the prompt."""
+        tokens, known = output.prompt_token_ids, output.prompt_logprobs or ()
         offsets = [0] * len(tokens)
         if self._tokenizer is not None:
             text = TextStream(self._tokenizer, at_start=True)
             text.feed(tokens)
             offsets = text.text_offsets
-        return CompletionLogprobs(
-            tokens=[self._text(token) for token in tokens] + answer.tokens,
-            token_logprobs=[
-                None if at is None else finite(at[token].logprob) for token, at in zip(tokens, known, strict=True)
-            ]
-            + answer.token_logprobs,
-            top_logprobs=[None if at is None else self._top(token, at) for token, at in zip(tokens, known, strict=True)]
-            + answer.top_logprobs,
-            text_offset=offsets + answer.text_offset,
-        )
+        values: list[bytes] = []
+        tops: list[bytes] = []
+        for token, at in zip(tokens, known, strict=True):
+            values.append(encode(None if at is None else finite(at[token].logprob)))
+            tops.append(encode(None if at is None else self._top(token, at)))
+        return items_of(map(self._text, tokens)), b",".join(values), b",".join(tops), items_of(offsets)
 
     def _top(self, token: int, at: LogprobsAt) -> dict[str, float]:
         """The most likely tokens and the sampled one; of tokens with the same text the more likely."""

@@ -18,7 +18,9 @@ from ridgeline.engine.client.outputs import AnswerDelta, RequestOutput
 from ridgeline.server.api.anthropic.messages_api import named_event
 from ridgeline.server.api.generation import goes_on
 from ridgeline.server.api.openai.chat import ChatWriter
+from ridgeline.server.api.openai.chat_answers import TokenLogprob
 from ridgeline.server.api.openai.responses_request import Reasoning, ResponsesRequest, TextFormat, TextOptions
+from ridgeline.server.api.prompt_parts import encoded_alone
 from ridgeline.server.parse.partial_json import is_object
 from ridgeline.server.parse.text_tokens import TextTokens
 
@@ -92,8 +94,6 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 class ResponsesWriter(ChatWriter):
     """Chat's chunks and choices as items that are added, filled and completed in turn."""
 
-    repeats_answer = True
-
     def __init__(self, asked: ResponsesRequest, keep: Keep | None, *args: Any) -> None:
         """`keep` stores the response, given its id, JSON, items, and whether it has ended; returns whether it did. None: it is
         not stored."""
@@ -101,11 +101,19 @@ class ResponsesWriter(ChatWriter):
         self._asked = asked
         self._keep = keep
         self._namespaces = asked.namespaces
+        self._tools = encoded_alone(asked.tools or [])   # they may be megabytes, and are in up to four events
         self._number = 0                                 # of the next event
         self._items: list[dict[str, Any]] = []
         self._open: str | int | None = None              # "reasoning", "message" or the number of a tool call
-        self._log_probabilities: TextTokens[dict[str, Any]] = TextTokens()   # of tokens whose text was not sent yet
+        self._log_probabilities: TextTokens[TokenLogprob] = TextTokens()   # of tokens whose text was not sent yet
         self._ended_by: str | None = None
+        self._sent_bytes = 0                             # of texts and log-probabilities in events so far
+
+    def prompt_bytes(self, output: RequestOutput) -> int:
+        return super().prompt_bytes(output) + len(self._tools)
+
+    def last_bytes(self, outputs: list[RequestOutput]) -> int:
+        return self.prompt_bytes(outputs[0]) + self._sent_bytes
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
@@ -171,7 +179,7 @@ class ResponsesWriter(ChatWriter):
             temperature=self._params.temperature,
             text=asked.text or TextOptions(format=TextFormat()),
             tool_choice=asked.tool_choice or "auto",
-            tools=asked.tools or [],
+            tools=self._tools,
             top_logprobs=asked.top_logprobs,
             top_p=self._params.top_p if asked.top_p is None else asked.top_p,
         )
@@ -181,18 +189,20 @@ class ResponsesWriter(ChatWriter):
     def events(self, outputs: list[RequestOutput], batch: list[tuple[int, AnswerDelta]]) -> list[bytes]:
         # Encoded one by one: an item goes on growing after the event that added it.
         events = [self._numbered(event) for event in self._start()] if batch else []
-        events += [self._numbered(event) for place, delta in batch for event in self._news(outputs[place], delta)]
+        news = [self._numbered(event) for place, delta in batch for event in self._news(outputs[place], delta)]
+        self._sent_bytes += sum(map(len, news))
+        events += news
         return events or [COMMENT] * goes_on(batch)
 
     def _news(self, output: RequestOutput, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         chunks = self._chunks(output, 0, delta)
         for logprobs in (chunk.logprobs for chunk in chunks if chunk.logprobs is not None):
-            self._log_probabilities.add(self._with_text(delta, msgspec.to_builtins(logprobs.content)))
+            self._log_probabilities.add(self._with_text(delta, logprobs.content))
         for chunk in chunks:
             yield from self._fill(chunk.delta)
             self._ended_by = chunk.finish_reason or self._ended_by
 
-    def _with_text(self, delta: AnswerDelta, entries: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _with_text(self, delta: AnswerDelta, entries: list[TokenLogprob]) -> Iterator[tuple[int, TokenLogprob]]:
         """The entries of tokens with text, each with its offset."""
         assert self._tokenizer is not None
         texts = self._tokenizer.token_pieces(self._params.skip_special_tokens)
@@ -200,8 +210,8 @@ class ResponsesWriter(ChatWriter):
             if token < len(texts) and texts[token]:
                 yield start, entry
 
-    def last_events(self, outputs: list[RequestOutput]) -> list[bytes]:
-        return [self._numbered(event) for event in self._end(outputs[0])]
+    def last_events(self, outputs: list[RequestOutput]) -> Iterable[bytes]:
+        return (self._numbered(event) for event in self._end(outputs[0]))
 
     def _end(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         yield from self._start()
@@ -236,7 +246,7 @@ class ResponsesWriter(ChatWriter):
     def _fill(self, delta: Any) -> Iterable[dict[str, Any]]:
         if thought := getattr(delta, "reasoning_content", None):
             if self._open != "reasoning":
-                yield from self._add("reasoning", _reasoning("", "in_progress"))
+                yield from self._add("reasoning", _reasoning())
             yield from self._text_delta("response.reasoning_text.delta", thought)
         if delta.content:
             if self._open != "message":
@@ -251,7 +261,7 @@ class ResponsesWriter(ChatWriter):
                 self._items[-1]["arguments"] += call.function.arguments
                 yield self._of_item("response.function_call_arguments.delta", delta=call.function.arguments)
 
-    def _entries(self, num_chars: int) -> list[dict[str, Any]]:
+    def _entries(self, num_chars: int) -> list[TokenLogprob]:
         """The log-probabilities of the next `num_chars` characters of text."""
         if self._params.logprobs is None:
             return []
@@ -308,6 +318,6 @@ def _message(status: str) -> dict[str, Any]:
     return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "status": status, "content": [part]}
 
 
-def _reasoning(text: str, status: str = "completed") -> dict[str, Any]:
-    part = {"type": "reasoning_text", "text": text}
-    return {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": [], "status": status, "content": [part]}
+def _reasoning() -> dict[str, Any]:
+    part = {"type": "reasoning_text", "text": ""}
+    return {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": [], "status": "in_progress", "content": [part]}

@@ -20,8 +20,8 @@ from ridgeline.engine.client.prompt_limits import PromptLimits
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
-from ridgeline.server.api.generation import finite
 from ridgeline.server.api.openai.embeddings import EmbeddingUsage
+from ridgeline.server.api.prompt_parts import finite
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service

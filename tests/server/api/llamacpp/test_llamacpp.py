@@ -116,6 +116,8 @@ def test_an_answer_is_as_the_document_says_whatever_was_chosen_of_it(server: Scr
 
 
 @pytest.mark.parametrize(("body", "said"), [
+    ({"response_fields": [f"a/{n}" for n in range(129)]}, "response_fields may have at most 128"),
+    ({"response_fields": ["a/" * 100]}, "names of at most 128 characters"),
     ({"mirostat": 2}, "mirostat is not supported"), ({"dry_multiplier": 0.8}, "dry_multiplier is not supported"),
     ({"n_predict": 2**40}, "n_predict must be"), ({"prompt": {"multimodal_data": ["a"]}}, "multimodal_data"),
     ({"logit_bias": [1]}, "logit_bias must hold pairs"), ({"grammar": "a", "json_schema": {}}, "grammar and json_schema"),

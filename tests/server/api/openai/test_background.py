@@ -15,10 +15,11 @@ from served_model import wait_until, write_model
 
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.errors import RequestError
-from ridgeline.server import background_responses, endpoints
+from ridgeline.server import background_responses
 from ridgeline.server.api.openai.responses_answer import ResponsesWriter
 from ridgeline.server.api.openai.responses_continued import Keeper, Kept
 from ridgeline.server.api.openai.responses_store import ResponseStore
+from ridgeline.server.http.stream import JsonText
 from ridgeline.server.options import ServerOptions
 
 
@@ -122,7 +123,7 @@ def test_a_thread_that_writes_the_end_does_not_undo_what_its_client_was_told(
         return made
 
     monkeypatch.setattr(ResponsesWriter, "body", body)
-    monkeypatch.setattr(background_responses, "num_values", lambda outputs: LONG_BYTES)
+    monkeypatch.setattr(background_responses, "size_of", lambda writer, outputs: LONG_BYTES + 1)
     script.go.set()
     response = client.responses.create(model="tiny", input="Hello", background=True)
     assert begun.wait(60)
@@ -218,14 +219,61 @@ def test_log_probabilities_are_written_again_away_from_the_event_loop(
     threads: list[str] = []
     written = ResponsesWriter.last_events
 
-    def last_events(writer: ResponsesWriter, outputs: list[Any]) -> list[bytes]:
-        threads.append(threading.current_thread().name)
-        return written(writer, outputs)
+    def last_events(writer: ResponsesWriter, outputs: list[Any]) -> Iterator[bytes]:
+        for event in written(writer, outputs):
+            threads.append(threading.current_thread().name)
+            yield event
 
     monkeypatch.setattr(ResponsesWriter, "last_events", last_events)
     script.go.set()
-    for values in (1, LONG_BYTES):                       # log-probabilities of the answer
-        monkeypatch.setattr(endpoints, "num_values", lambda outputs, values=values: values)
+    seen = []
+    for size in (LONG_BYTES, LONG_BYTES + 1):
+        threads.clear()
+        monkeypatch.setattr(ResponsesWriter, "last_bytes", lambda self, outputs, size=size: size)
         events = list(client.responses.create(model="tiny", input="Hello", stream=True))
         assert events[-1].type == "response.completed"
-    assert threads[0] != threads[1]                      # the first is the loop's
+        seen.append(set(threads))
+    loop, away = seen
+    assert len(loop) == 1 and not loop & away            # every one of them
+
+
+def test_long_tools_are_written_in_a_thread_and_sent_in_pieces(
+    client: openai.OpenAI, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tools that the prompt leaves out may be 15 MB, and every event about the response has them. The event loop encoded all of
+    them, 180 ms for three clients, and the answer to a cancellation was sent at once."""
+    written: list[tuple[str, int, bool]] = []            # (thread, number of tools, whether they are the last events)
+    for name in ("events", "last_events"):
+        usual = getattr(ResponsesWriter, name)
+
+        def noted(writer: ResponsesWriter, *args: Any, name: str = name, usual: Any = usual) -> list[bytes]:
+            thread = threading.current_thread().name
+            written.append((thread, len(writer._asked.tools or []), name == "last_events" or not writer._number))
+            made: list[bytes] = usual(writer, *args)
+            return made
+
+        def noted_one_by_one(writer: ResponsesWriter, *args: Any) -> Iterator[bytes]:
+            yield from noted(writer, *args)              # in the thread that asks for the first of them
+
+        monkeypatch.setattr(ResponsesWriter, name, noted if name == "events" else noted_one_by_one)
+    sent: list[int] = []
+    send = JsonText.__call__
+
+    async def call(self: JsonText, *args: Any) -> None:
+        sent.append(len(self.body))
+        await send(self, *args)
+
+    monkeypatch.setattr(JsonText, "__call__", call)
+    tool: Any = {"type": "function", "name": "f", "description": "x" * 2 * LONG_BYTES, "parameters": {"type": "object"}}
+    script.go.set()
+    for tools in ([], [tool]):
+        given: Any = {"model": "tiny", "input": "Hello", "tools": tools, "tool_choice": "none"}
+        events = list(client.responses.create(**given, stream=True))
+        assert [len(event.response.tools) for event in events if hasattr(event, "response")] == [len(tools)] * 3
+    loop = {thread for thread, tools, _ in written if not tools}
+    assert len(loop) == 1
+    assert [thread in loop for thread, tools, with_tools in written if tools and with_tools] == [False, False]
+    script.go.clear()
+    response = client.responses.create(model="tiny", input="Hello", tools=[tool], tool_choice="none", background=True)
+    assert len(client.responses.cancel(response.id).tools) == 1
+    assert sent and sent[-1] > LONG_BYTES
