@@ -59,11 +59,6 @@ class Experts:
     def dense_layers(self) -> int:
         return len(self.dense)
 
-    @property
-    def widest(self) -> int:
-        """Columns that a token's activations have at once."""
-        return max(self.used * self.width + self.shared, self.dense_width)
-
     def stored(self, layers: int) -> int:
         """Width of all MLPs together."""
         return (layers - self.dense_layers) * (self.count * self.width + self.shared) + self.dense_layers * self.dense_width

@@ -123,11 +123,6 @@ class ModelConfig:
         return self._matrices(0 if self.experts is None else self.experts.count)
 
     @property
-    def plain_matrices(self) -> list[tuple[int, int, int]]:
-        """The same without experts."""
-        return self._matrices(0)
-
-    @property
     def token_matrices(self) -> list[tuple[int, int, int]]:
         """The same, of the experts only those that one token visits."""
         return self._matrices(0 if self.experts is None else self.experts.used)

@@ -1,6 +1,6 @@
 """Rotary position embedding as data: every kind of scaling becomes one divisor per frequency and one scale.
 
-Knows the formulas and transformers' field names. Builds no tables (`layers/rotation_table.py` does) and needs no torch.
+Knows the formulas and transformers' field names. Builds no tables (`models/decoder.py` does) and needs no torch.
 """
 
 from __future__ import annotations

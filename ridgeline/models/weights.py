@@ -182,10 +182,10 @@ def _joined_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def _listed(names: Iterable[str], shown: int = 4) -> str:
+def _listed(names: Iterable[str]) -> str:
     names = list(names)
-    more = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {more} more tensors" if more > 0 else "")
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" and {more} more tensors" if more > 0 else "")
 
 
 # ---- filling ---------------------------------------------------------------------------------------------------------

@@ -193,7 +193,8 @@ def _stored(setup: Setup) -> str:
     narrow = setup.weights == setup.dtype and setup.shape.weight_bytes < WEIGHT_FORMATS[setup.dtype].bytes
     if narrow and not setup.sparse:
         return f"{setup.model.config.dtype}, computed in {setup.dtype}"
-    if setup.kept is not None and setup.weights in ("fp8", "int8") and not setup.has_blocks and setup.device.kind == "cuda":
+    wide_rows = setup.kept is not None and not setup.kept.narrow_rows and not setup.has_blocks and setup.device.kind == "cuda"
+    if wide_rows and setup.weights in ("fp8", "fp8-block", "int8"):
         untimed = "" if setup.weights == "int8" else ", by kernels of which several rows were not timed"
         return f"{setup.weights}, multiplied in {setup.dtype}{untimed}"
     differ = setup.model.config.experts is not None and setup.expert_weights != setup.weights

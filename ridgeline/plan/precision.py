@@ -45,6 +45,7 @@ class StoredWeights:
     head: float
     experts: float
     expert_format: str = ""          # of WEIGHT_FORMATS; empty: as the linears
+    narrow_rows: bool = False        # rows of x become codes as well, so that products have the rate of the format
 
 
 def _made(name: str, computes: bool) -> Format:

@@ -158,9 +158,7 @@ class Setup:
         used = self.kept or StoredWeights(
             self.weights, self._bytes(self.weights), self._bytes(self.dtype), self._bytes(self.expert_weights)
         )
-        whole = decoder_shape(
-            config, self.dtype, bytes_per_weight=used.linears, expert_bytes=used.experts, head_bytes=used.head
-        )
+        whole = decoder_shape(config, self.dtype, bytes_per_weight=used.linears, expert_bytes=used.experts, head_bytes=used.head)
         whole = replace(whole, kv_bytes=kv_bytes(self.kv, self.kv_dtype, self.model.kv_scaled), window_kv_bytes=None)
         return whole.shard(self.ranks) if self.ranks > 1 else whole
 
@@ -182,8 +180,8 @@ class Setup:
 
     @property
     def computed(self) -> str:
-        """The format of matrix products. The codes of a file that a GPU keeps become numbers first."""
-        wide = self.kept is not None and self.device.kind == "cuda"
+        """The format of matrix products. The codes of a file that a GPU keeps become numbers first, if it has them alone."""
+        wide = self.kept is not None and not self.kept.narrow_rows and self.device.kind == "cuda"
         return compute_format(self.device, self.dtype if wide else self.weights, self.dtype)
 
     @property
@@ -258,9 +256,10 @@ def step_parts(setup: Setup, steps: Steps, pace: np.ndarray | float = 1.0) -> di
         narrow = precision.READ.get(setup.weights, precision.BLOCKS_READ if setup.has_blocks else precision.NARROW_READ)
     if format in precision.EIGHT_BIT_COMPUTE and device.kind == "cuda":
         rate *= precision.EIGHT_BIT_COMPUTE[setup.weights]
-    # The head stays wide, but for a file's own.
+    # The head stays wide, but for a file's own codes, which are multiplied like those of the layers.
     reads = np.array([read * narrow] * (steps.product_bytes.shape[1] - 1) + [read])
-    rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [rate if setup.kept else wide]) * constants.linear_compute
+    head = rate if setup.kept is not None and not setup.kept.narrow_rows else wide
+    rates = np.array([rate] * (steps.product_bytes.shape[1] - 1) + [head]) * constants.linear_compute
     paced = np.broadcast_to(pace, len(steps))
     grown = np.log(np.clip(steps.tokens, 1, MANY_ROWS)) / np.log(MANY_ROWS)
     kernel = constants.kernel_one_s + (constants.kernel_many_s - constants.kernel_one_s) * grown
@@ -481,10 +480,10 @@ class ClosedLoop:
     tpot: float                      # the mean of all answers
 
 
-def closed_loop(setup: Setup, asked: Lengths, users: int, budget: int = STEP_TOKENS) -> ClosedLoop:
+def closed_loop(setup: Setup, asked: Lengths, users: int) -> ClosedLoop:
     """Requests of equal lengths that wait for one of `users` rows; the front end's work runs in another process."""
     shape = setup.shape
-    counts, spans = workload_spans(shape, asked, budget, users, graphs=setup.graphs)
+    counts, spans = workload_spans(shape, asked, STEP_TOKENS, users, graphs=setup.graphs)
     ends = np.cumsum(step_seconds(setup, gather(shape, counts, setup.model)))
     each = [(ends[last] - ends[first]) / (out - 1) for (first, last), (_, out) in zip(spans, asked, strict=True) if out > 1]
     return ClosedLoop(float(ends[-1]) + setup.used.idle_s, float(np.mean(each)) if each else 0.0)

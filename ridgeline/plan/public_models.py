@@ -27,7 +27,7 @@ from ridgeline.models.model_config import ModelConfig, hf_model_config, load_mod
 from ridgeline.ops.kernel_table import DeviceFacts
 from ridgeline.plan.precision import StoredWeights
 from ridgeline.process import embedded
-from ridgeline.quant.format import GRIDS, WeightFormat, quantises_rows
+from ridgeline.quant.format import WeightFormat, quantises_rows
 from ridgeline.quant.layout import stored_kind
 from ridgeline.sizes.abilities import packed_width
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -252,8 +252,8 @@ def cpu_weights(model: PlannedModel, format: str) -> StoredWeights | None:
 def gpu_weights(
     model: PlannedModel, dtype: str, ranks: int, kernels: DeviceFacts, quantization: str = "none"
 ) -> StoredWeights | None:
-    """What a GPU with these facts keeps of a packed file, or of what the option `quantization` makes while it loads, by the
-    formats and layouts of its loader; None: its weights are numbers, or formats are chosen apart from it."""
+    """What a GPU with these facts keeps of a packed file or a quantised checkpoint, or of what the option `quantization`
+    makes while it loads, by the formats and layouts of its loader; None: its weights are numbers, or formats are chosen apart."""
     config, wide = model.config, float(DTYPE_BYTES[dtype])
     if config.quantisation is None and quantization == "none":
         return None
@@ -274,10 +274,11 @@ def gpu_weights(
 
     layers, experts = list(all_linears(config, ranks)), list(expert_matrices(config, ranks))
     head = [layers.pop()] if layers[-1].path == HEAD else []
+    of_layers = [kept[shape.path] for shape in layers if shape.path in kept]
     return StoredWeights(
-        _nearest([kept[shape.path] for shape in layers if shape.path in kept], each(layers, stored=True)) or dtype,
-        each(layers), each(head), each(experts),
+        _nearest(of_layers, each(layers, stored=True)) or dtype, each(layers), each(head), each(experts),
         _nearest([kept[shape.path] for shape in experts if shape.path in kept], each(experts, stored=True)) or dtype,
+        narrow_rows=bool(of_layers) and all(map(quantises_rows, of_layers)),
     )
 
 
@@ -285,7 +286,9 @@ def _nearest(kept: list[WeightFormat], each: float) -> str:
     """Of WEIGHT_FORMATS, by the grid where all have one that it knows, otherwise by the bytes of a weight; empty: most are
     numbers."""
     width, grids = packed_width(8 * each), {format.grid for format in kept}
-    return {"e2m1": "mxfp4", "e4m3": "fp8"}.get(grids.pop(), width) if width and len(grids) == 1 else width
+    blocks = any(format.scales is not None and format.scales.block[0] > 1 for format in kept)
+    named = {"e2m1": "mxfp4", "e4m3": "fp8-block" if blocks else "fp8"}
+    return named.get(grids.pop(), width) if width and len(grids) == 1 else width
 
 
 def _cpu_bytes(model: PlannedModel) -> float | None:
@@ -313,14 +316,6 @@ def _checkpoint_format(path: Path) -> str | None:
         return None
     named = {"e4m3": "fp8-block" if format.scales.block[0] > 1 else "fp8", "int8": "int8", "e2m1": "mxfp4"}
     return named.get(format.grid, "int4")
-
-
-def meets_wide_rows(name: str) -> bool:
-    """A checkpoint of 8-bit codes that a GPU multiplies by x of 16 bits: W8A16, weight-only fp8, LLM.int8(). Its products have
-    not the rate of 8 bits, and its loader's layouts say what it takes."""
-    path = _place(name)
-    format = _first_format(path) if (path / "config.json").is_file() else None
-    return format is not None and GRIDS[format.grid][0] == 8 and not quantises_rows(format)
 
 
 def _from_json(name: str, raw: dict[str, Any], where: str = "") -> PlannedModel:

@@ -113,9 +113,9 @@ class WeightFormat:
         """Of one matrix with everything that belongs to it."""
         return sum(tensor.nbytes(outputs, inputs) for tensor in self.tensors())
 
-    def bytes_each(self, outputs: int = 4096, inputs: int = 4096) -> float:
-        """Bytes of a weight, its scales included."""
-        return self.nbytes(outputs, inputs) / (outputs * inputs)
+    def bytes_each(self) -> float:
+        """Bytes of a weight of a large matrix, its scales included."""
+        return self.nbytes(4096, 4096) / 4096**2
 
     def fitted(self, outputs: Iterable[int], inputs: int, share: int) -> WeightFormat:
         """The format of a linear with parts of these numbers of outputs and `share` of all inputs: blocks of several outputs

@@ -3,6 +3,7 @@ those numbers, made while loading or stored in a quantised checkpoint."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,24 @@ def test_patterns_choose_formats_and_the_first_counts(tmp_path: Path) -> None:
     for wrong in ("awq", "mlp=int3", '{"mlp": 4}', "(=fp8"):
         with pytest.raises(ConfigError, match="quantization"):
             names(wrong)
+
+
+@pytest.mark.parametrize(("quantization", "tied", "says"), [
+    ("down_proj=int4", False, "'down_proj' is in no path of a linear; paths are layers.N.NAME with the names attention.output, "
+                              "attention.qkv, head, mlp.down, mlp.gate_up"),
+    ("layers.7.=none,=int4", False, "'layers.7.' is in no path of a linear"),
+    ("=int4,head=fp8", True, "'head' is the head, which shares its weight with the embedding"),
+])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_pattern_that_changes_nothing_is_refused(
+    quantization: str, tied: bool, says: str, device: str, tmp_path: Path
+) -> None:
+    """A name of the checkpoint's own modules, a layer that is not there: without an error it looked as if it were quantised."""
+    model = load_model_config(save_checkpoint("llama", tmp_path, **SIZES | {"tie_word_embeddings": tied}))
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_quantization(model, quantization, device, dtype, 1, False, {})
+    check_quantization(model, "layers.1.mlp=int4,attention=fp8,=none", device, dtype, 1, False, {})
 
 
 @pytest.mark.parametrize("quantization", [pytest.param("int4", marks=pytest.mark.slow), "mlp=mxfp4,attention=int8"])

@@ -260,7 +260,6 @@ def test_rank_0_is_on_the_last_stage() -> None:
     shape = MeshShape(2, 3)
     assert [shape.stage(rank) for rank in range(shape.size)] == [2, 2, 1, 1, 0, 0]
     assert [shape.of_stage(stage) for stage in range(3)] == [[4, 5], [2, 3], [0, 1]]
-    assert [shape.tensor_rank(rank) for rank in range(shape.size)] == [0, 1] * 3
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ridgeline.models.checkpoints.recipe import ANY, HEAD, TUNING, Quantisation, Recipe, Section, anywhere
+from ridgeline.models.checkpoints.recipe import ANY, HEAD, KV_SCALES, TUNING, Quantisation, Recipe, Section, anywhere
 from ridgeline.quant.format import Scales, WeightFormat
 
 
@@ -27,7 +27,7 @@ def read(section: Section) -> Quantisation:
     head = () if section.get("lm_head", False) else ((HEAD, None),)
     section.finish()
     recipe = awq_recipe(group, zeros)
-    return Quantisation("awq", (*((anywhere(name), None) for name in skipped), *head, (ANY, recipe)))
+    return Quantisation("awq", (*((anywhere(name), None) for name in skipped), *head, (ANY, recipe)), KV_SCALES)
 
 
 def awq_recipe(group: int, zeros: bool) -> Recipe:

@@ -23,7 +23,7 @@ def read(section: Section) -> Quantisation:
         for name in section.names("ignore")
     ]
     sparse = _sparsity(section, format)
-    found: list[tuple[int, str, Recipe | None]] = []
+    found: list[tuple[int, str, str, Recipe | None]] = []
     groups = section.section("config_groups")
     for name in groups.raw if groups is not None else ():
         group = groups.section(name) if groups is not None else None
@@ -31,19 +31,20 @@ def read(section: Section) -> Quantisation:
             continue
         recipe = _recipe(group, format, sparse)
         for target in group.names("targets"):
-            # As compressed-tensors orders them: names before patterns before classes of modules.
+            # As compressed-tensors orders them: names before patterns before classes of modules, each by their text. The order
+            # of the groups means nothing: a file that it wrote may have them in another one.
             if target.startswith("re:"):
-                found.append((1, regex(target.removeprefix("re:"), group, "targets"), recipe))
+                found.append((1, target, regex(target.removeprefix("re:"), group, "targets"), recipe))
             elif target == "Embedding":
-                found.append((2, EMBEDDING, recipe))
+                found.append((2, target, EMBEDDING, recipe))
             elif target == "Linear":
-                found.append((3, ANY, recipe))           # also matches embeddings
+                found.append((3, target, ANY, recipe))   # also matches embeddings
             else:
-                found.append((0, re.escape(target), recipe))
+                found.append((0, target, re.escape(target), recipe))
         group.finish()
     if not found and sparse is not None:
-        found.append((3, ANY, sparse))
-    rules += [(pattern, recipe) for _, pattern, recipe in sorted(found, key=lambda each: each[0])]
+        found.append((3, "", ANY, sparse))
+    rules += [(pattern, recipe) for _, _, pattern, recipe in sorted(found, key=lambda each: each[:2])]
     kv_format = _kv_format(section)
     section.finish()
     return Quantisation("compressed-tensors", tuple(rules), KV_SCALES, kv_format=kv_format)

@@ -5,6 +5,7 @@ Version 1 stores zero points minus one, version 2 stores them as they are. `desc
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ridgeline.errors import ModelError
@@ -13,6 +14,7 @@ from ridgeline.models.checkpoints.compressed_tensors import codes_recipe, fp4_re
 from ridgeline.models.checkpoints.recipe import (
     ANY,
     HEAD,
+    KV_SCALES,
     TUNING,
     Quantisation,
     Recipe,
@@ -34,6 +36,7 @@ _HISTORY = (
     "is_marlin_format", "act_bits", "fallback", "packing", "packing_format", "pack_dtype", "hyb_act", "mse", "method",
     "act_group_aware", "offload_to_disk", "offload_to_disk_path", *TUNING,
 )
+_PATTERN = re.compile(r"\.\*|[\\^$|()\[\]?+]")       # what makes a name of extra_config a regular expression
 _AUTO_ROUND_TYPES = ("int", "int4", "mx_fp", "nv_fp", "fp")
 
 
@@ -82,12 +85,12 @@ def _floats(section: Section, kind: str) -> Quantisation:
         own = _own(overrides, f"{section.where}.extra_config[{name}]")
         if (its_bits := own.of("bits", int, bits)) < 16:
             raise own.error("bits", its_bits, "is not supported beside floating-point codes; supported: 16")
-        rules.append((component(name), None))
+        rules.append((_extra_name(name, section), None))
     if not section.get("lm_head", False) and not section.get("quant_lm_head", False):
         rules.append((HEAD, None))
     rules += [(anywhere(name), None) for name in section.names("modules_to_not_convert")]
     section.finish()
-    return Quantisation("auto-round", (*rules, (ANY, found())))
+    return Quantisation("auto-round", (*rules, (ANY, found())), KV_SCALES)
 
 
 def _quantisation(section: Section, method: str, version: str) -> Quantisation:
@@ -100,7 +103,7 @@ def _quantisation(section: Section, method: str, version: str) -> Quantisation:
         rules.append((HEAD, None))
     rules += [(anywhere(name), None) for name in section.names("modules_to_not_convert")]
     section.finish()
-    return Quantisation(method, (*rules, (ANY, recipe)))
+    return Quantisation(method, (*rules, (ANY, recipe)), KV_SCALES)
 
 
 def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None]]:
@@ -115,17 +118,23 @@ def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None
         own = _own(overrides, f"{section.where}.dynamic[{pattern}]")
         rules.append((matching, _overridden(own, section, version)))
     extra = section.section("extra_config") or Section({}, "")
-    for name, overrides in extra.raw.items():            # auto-round's way of saying the same
+    for name in sorted(extra.raw, key=lambda name: bool(_PATTERN.search(name))):         # auto-round's way of saying the same
+        overrides = extra.raw[name]
         own = _own(overrides, f"{section.where}.extra_config[{name}]")
         own.skip("data_type", *_HISTORY)
         wide = own.of("bits", int, 4) >= 16
         own.skip(*(("bits", "group_size", "sym") if wide else ()))
-        rules.append((component(name), None if wide else _overridden(own, section, version)))
+        rules.append((_extra_name(name, section), None if wide else _overridden(own, section, version)))
     blocks = section.of("modules_in_block_to_quantize", list)
     if blocks:
         names = [str(name) for group in blocks for name in (group if isinstance(group, list) else [group])]
         rules.append((rf"(?!{'|'.join(component(name) for name in names)}$).*", None))
     return rules
+
+
+def _extra_name(name: str, section: Section) -> str:
+    """auto-round writes the names of modules, and the patterns that it was given for them."""
+    return regex(name, section, "extra_config") if _PATTERN.search(name) else component(name)
 
 
 def _group_size(section: Section, default: int) -> int:

@@ -15,7 +15,7 @@ from ridgeline.distributed.sharding import even_shard, head_shards
 from ridgeline.errors import ConfigError
 from ridgeline.models.model_config import ModelConfig
 from ridgeline.ops.kernel_table import DeviceFacts
-from ridgeline.quant.format import MXFP4, WEIGHT, WeightFormat, common, made_format, quantization_rules
+from ridgeline.quant.format import MXFP4, ORDER, WEIGHT, WeightFormat, common, made_format, quantization_rules
 from ridgeline.quant.gpu_layout import gpu_bytes, gpu_layout
 from ridgeline.quant.layout import NUMBER_KINDS, format_kind, matrix_bytes, plain_bytes
 from ridgeline.sizes.op_costs import DTYPE_BYTES
@@ -336,8 +336,10 @@ def cpu_weight_bytes(config: ModelConfig, ranks: int, quantization: str) -> int:
 def _linear_bytes(formats: LinearFormats, shape: LinearShape, format: WeightFormat | None, ranks: int) -> int:
     if format is not None:
         found = format_kind(format, shape.share)         # what tiles do not hold is expanded
-        return plain_bytes(shape.outputs, shape.share) if found is None else matrix_bytes(
-            found[0], shape.outputs, shape.share, found[1])
+        if found is None:
+            return plain_bytes(shape.outputs, shape.share)
+        order = sum(spec.nbytes(shape.outputs, shape.share) for spec in format.tensors() if spec.name == ORDER)
+        return matrix_bytes(found[0], shape.outputs, shape.share, found[1]) + order
     if ranks > 1:                                        # shards are expanded
         return plain_bytes(shape.outputs, shape.share)
     return _numbers_bytes(formats.kinds(shape), shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ridgeline.errors import ConfigError
@@ -63,6 +64,7 @@ def check_quantization(
     stored = model.quantisation
     if not formats.rules and (stored is None or (stored.method == "gguf" and device == "cpu")):
         return
+    _check_patterns(formats)
     name = f"{quantization} as asked" if formats.rules else f"{stored.method if stored else ''} checkpoint"
     if device == "cpu":
         reasons["quantization"] = f"{name}: {_on_a_cpu(formats, dtype)}"
@@ -77,6 +79,20 @@ def check_quantization(
     said = "; ".join(filter(None, (speed, _wide_inputs(kept, dtype))))
     if said:
         reasons["quantization"] = f"{name}: {said}"
+
+
+def _check_patterns(formats: LinearFormats) -> None:
+    """A pattern that is in no path would change nothing, and look as if it had."""
+    paths = [shape.path for shape in (*linears(formats.config), *expert_matrices(formats.config))]
+    for pattern in formats.rules:
+        if any(re.search(pattern, path) for path in paths):
+            continue
+        if re.search(pattern, HEAD):
+            raise ConfigError(f"quantization: {pattern!r} is the head, which shares its weight with the embedding in this model "
+                              "and keeps its dtype; leave the pattern out")
+        inside = sorted({re.sub(r"^layers\.\d+\.", "", path) for path in paths})
+        raise ConfigError(f"quantization: {pattern!r} is in no path of a linear; paths are layers.N.NAME with the names "
+                          f"{', '.join(inside)}")
 
 
 def _on_a_cpu(formats: LinearFormats, dtype: str) -> str:

@@ -17,6 +17,7 @@ from ridgeline.errors import ModelError
 from ridgeline.quant.format import WeightFormat
 
 ANY = ".*"
+MOST_REPEATS = 5                     # in a pattern
 BEFORE, BEHIND = r"(?:.*\.)?", r"(?:\..*)?"              # around a name: what it may be inside of, and what may be in it
 
 
@@ -182,7 +183,9 @@ TUNING = (
     "provider", "autoround_version", "amp", "enable_quanted_input", "enable_minmax_tuning", "enable_norm_bias_tuning", "iters",
     "lr", "minmax_lr", "nsamples", "seqlen", "train_bs", "batch_size", "gradient_accumulate_steps", "not_use_best_mse",
     "low_gpu_mem_usage", "scale_dtype", "super_bits", "super_group_size", "supported_types", "to_quant_block_names",
-    "block_name_to_quantize", "quantizer", "act_group_size", "act_dynamic", "act_sym", "act_data_type",
+    "block_name_to_quantize", "quantizer", "act_group_size", "act_dynamic", "act_sym", "act_data_type", "quant_block_list",
+    # Scales of the KV cache and of queries: the tensors themselves say whether they are there, and how many.
+    "static_kv_dtype", "static_kv_granularity", "static_attention_dtype", "static_attention_granularity",
 )
 # Modules of torch's class Embedding, by the names that they have in checkpoints.
 EMBEDDING = r"(?:.*\.)?(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)"
@@ -245,11 +248,40 @@ def regex(pattern: str, section: Section, key: str) -> str:
         re.compile(pattern)
     except re.error as error:
         raise section.error(key, pattern, f"is no regular expression: {error}") from None
+    if takes_long(pattern):
+        raise section.error(key, pattern, f"may take very long to match: it has more than {MOST_REPEATS} repeats, or repeats a "
+                            "group with repeats or alternatives")
     return f"(?:{pattern}).*"
+
+
+_TOKEN = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{[\d,]+\}|.", re.DOTALL)
+
+
+def takes_long(pattern: str) -> bool:
+    """Whether an expression may try very many ways to match a name: each repeat multiplies them by the name's length, and a group
+    that may match in several ways doubles them with each time that it is repeated."""
+    repeats, closed = 0, False                           # the last token closed a group with repeats or alternatives
+    groups = [False]                                     # whether the expression, and each open group, has any
+    for token in _TOKEN.findall(pattern):
+        repeats_it = token in ("*", "+") or token.startswith("{")
+        if repeats_it and closed:
+            return True
+        repeats += repeats_it
+        groups[-1] |= repeats_it or token == "|"
+        closed = False
+        if token == "(":
+            groups.append(False)
+        elif token == ")" and len(groups) > 1:
+            closed = groups.pop()
+            groups[-1] |= closed
+    return repeats > MOST_REPEATS
 
 
 def component(name: str) -> str:
     """A name that stands for a module, for all modules with that last name, and for what is inside them; * is any part of it."""
+    name = re.sub(r"\*+", "*", name)
+    if any(part.count("*") > MOST_REPEATS for part in name.split(".")):
+        raise ModelError(f"config.json: quantization_config: {name[:80]!r} has more than {MOST_REPEATS} stars between two dots")
     any_part = re.escape(name).replace(r"\*", "[^.]*")
     return BEFORE + any_part + BEHIND
 

@@ -25,7 +25,17 @@ from ridgeline.errors import ModelError
 from ridgeline.models.checkpoints import recipe as recipe_file
 from ridgeline.models.checkpoints.canonical import bitstream, canonical, matrix_shape
 from ridgeline.models.checkpoints.quantisation import read_quantisation
-from ridgeline.models.checkpoints.recipe import ANY, Recipe, RuleIndex, anywhere, beginning, component, glob
+from ridgeline.models.checkpoints.recipe import (
+    ANY,
+    KV_SCALES,
+    Recipe,
+    RuleIndex,
+    anywhere,
+    beginning,
+    component,
+    glob,
+    takes_long,
+)
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.quantised.expand import expand
 from ridgeline.quant.choose import make
@@ -182,6 +192,9 @@ CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "config
     *[({"quant_method": "modelopt", "quant_algo": name, "group_size": 16}, f"group_size '16' is not supported in {name}")
       for name in ("MXFP4", "MXFP8")],
     (CT | {"ignore": ["re:("]}, "is no regular expression"),
+    *[(CT | {"ignore": [pattern]}, "may take very long to match") for pattern in
+      ("re:(.+)+x", "re:(a|a)*b", r"re:(\\w|(x*)){0,9}y", "re:" + ".*a" * 6 + "x", r"re:[^]+*]*\\+[)]*((a{2,}))*")],
+    ({"quant_method": "fp8", "modules_to_not_convert": ["a" + "*a" * 6]}, "more than 5 stars between two dots"),
     (CT | {"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme.num_bits '4' is not supported"),
     ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported"),
     ({"quant_method": "awq", "bits": 3}, "bits '3' is not supported"),
@@ -260,6 +273,21 @@ def test_names_before_patterns_before_classes() -> None:
     assert bits == [4, 8, 2]
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_patterns_count_by_their_text_in_whatever_order_the_groups_are(order: str) -> None:
+    """llm-compressor writes the groups in the order of the first module that each was given to."""
+    targets = {"a": ("re:.*layers.0.mlp.down_proj", 8), "b": ("re:.*mlp.*", 4)}
+    groups = {
+        name: {"targets": [targets[name][0]], "format": "pack-quantized",
+               "weights": {"num_bits": targets[name][1], "type": "int", "strategy": "group", "group_size": 32}}
+        for name in order
+    }
+    found = read_quantisation({"quantization_config": CT | {"format": "mixed-precision", "config_groups": groups}}, "config.json")
+    assert found is not None
+    names = ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")
+    assert [recipe.bits for recipe in map(found.recipe, names) if recipe is not None] == [8, 4]
+
+
 NAMES = st.lists(st.sampled_from(["a", "b", "c*", "a-b", "0"]), min_size=1, max_size=4).map(".".join)
 PATTERNS = st.one_of(
     NAMES.map(re.escape), NAMES.map(component), NAMES.map(anywhere), NAMES.map(beginning),
@@ -278,6 +306,15 @@ def test_the_first_rule_counts_however_it_is_found(patterns: list[str], names: l
 @given(st.lists(st.sampled_from(["a", "b", ".", "*", "a.b"]), max_size=8).map("".join), NAMES)
 def test_a_glob_is_the_one_of_fnmatch(pattern: str, name: str) -> None:
     assert RuleIndex([(glob(pattern), None)]).first([name]) == (0 if fnmatch.fnmatchcase(name, pattern) else None)
+
+
+def test_patterns_that_checkpoints_have_are_taken() -> None:
+    known = (
+        r".*\.mlp\.gate$", r".*(q|k|v)_proj.*", r"model\.layers\.[0-9]+\.mlp\.(?:gate|up)_proj", r"(?:.*\.)?lm_head",
+        r"(?i:model)\.layers\.\d+\.mlp\.experts\.\d+\.(?P<part>gate|up|down)_proj.*", r"^(?!.*(?:mlp|attn)).*$", r"a[]*+]b[^]*]",
+        r"[*+]{1}\*\+x",
+    )
+    assert [pattern for pattern in known if takes_long(pattern)] == []
 
 
 MANY = [f"model.layers.{number}.mlp.down_proj" for number in range(4000)]
@@ -350,7 +387,8 @@ def test_a_strategy_that_is_no_text_is_refused(part: str) -> None:
 # -- what the newest versions of tools write ----------------------------------------------------------------------------
 
 AUTO_ROUND = {"autoround_version": "0.16.1", "provider": "auto-round", "amp": False, "enable_quanted_input": False,
-              "to_quant_block_names": "model.layers", "iters": 200}
+              "to_quant_block_names": "model.layers", "iters": 200, "static_kv_granularity": "tensor",
+              "static_attention_granularity": "tensor"}      # the last two since 0.15, whatever is asked for
 
 
 @pytest.mark.parametrize(("config", "more"), [
@@ -362,6 +400,31 @@ AUTO_ROUND = {"autoround_version": "0.16.1", "provider": "auto-round", "amp": Fa
 def test_auto_round_says_in_other_dialects_how_it_found_the_codes(config: dict[str, Any], more: dict[str, Any]) -> None:
     """Its exports to GPTQ, AWQ and fp8: the tensors mean what they mean without these keys."""
     assert recipe_of(config | AUTO_ROUND | more) == recipe_of(config)
+
+
+def test_auto_rounds_exceptions_are_names_and_patterns() -> None:
+    """A layer_config of {"k_proj": 8 bits}: auto-round writes the pattern, and every name that it matched."""
+    config = AUTO_ROUND | {
+        "quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_gptq",
+        "extra_config": {".*k_proj.*": {"bits": 8}, "model.layers.1.self_attn.k_proj": {"bits": 16},
+                         ".*layers\\.2\\.mlp.*": {"bits": 2}},
+    }
+    assert [recipe_of(config, f"model.layers.{layer}.self_attn.k_proj").bits for layer in (0, 2)] == [8, 8]
+    found = read_quantisation({"quantization_config": config}, "config.json")
+    assert found is not None and found.recipe("model.layers.1.self_attn.k_proj") is None
+    assert [recipe_of(config, f"model.layers.{layer}.mlp.up_proj").bits for layer in (0, 2)] == [4, 2]
+    with pytest.raises(ModelError, match=r"extra_config '\(k_proj.*' is no regular expression"):
+        recipe_of(config | {"extra_config": {"(k_proj.*": {"bits": 8}}})
+
+
+@pytest.mark.parametrize("config", [
+    {"quant_method": "auto-round", "bits": 4, "group_size": 32}, {"quant_method": "gptq", "bits": 4},
+    {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4, "group_size": 32}, {"quant_method": "awq", "bits": 4},
+])
+def test_scales_of_the_kv_cache_beside_auto_rounds_codes(config: dict[str, Any]) -> None:
+    """static_kv_dtype: tensors k_scale and v_scale beside any codes, which are no unknown tensors."""
+    found = read_quantisation({"quantization_config": config | {"static_kv_dtype": "fp8"}}, "config.json")
+    assert found is not None and found.kv_scales == KV_SCALES
 
 
 GPTQMODEL = {"group_size": -1, "desc_act": False, "lm_head": False, "pack_dtype": "int32", "meta": {"pack_impl": "auto"}}

@@ -417,6 +417,13 @@ def test_numbers_count_as_they_are_stored_whatever_the_config_says(said: str, st
     assert counted_on_a_cpu(quantised)
 
 
+def test_the_order_of_inputs_is_counted(tmp_path: Path) -> None:
+    """desc_act: four bytes for each input, beside tiles."""
+    quantised, _ = save_quantised("gptq-desc-act", tmp_path)
+    store_numbers(quantised, torch.float16, "float16")
+    assert counted_on_a_cpu(quantised)
+
+
 @pytest.mark.parametrize("model", ["qwen2_moe", "deepseek_v2-lite"])
 def test_shared_experts_of_a_quantised_checkpoint_are_counted(model: str, tmp_path: Path) -> None:
     """They have no format of their own on any device: their codes are expanded."""

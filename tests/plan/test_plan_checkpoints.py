@@ -1,0 +1,67 @@
+"""`ridgeline plan` of a quantised checkpoint on a GPU: the memory that the engine predicts, whatever its format."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quantised_models import DIALECTS
+
+from ridgeline.cli.cmd_plan import _question, add_arguments
+from ridgeline.config import EngineConfig
+from ridgeline.plan.capacity import Capacity, kernel_facts
+from ridgeline.plan.prediction import Setup
+from ridgeline.plan.public_models import CONFIGS
+from ridgeline.resolve import DeviceFacts, resolve
+from ridgeline.sizes import ledger
+
+
+def group(targets: str, format: str, weights: dict[str, Any], rows: bool = False) -> dict[str, Any]:
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    return {"targets": [targets], "format": format, "weights": weights} | ({"input_activations": inputs} if rows else {})
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+MIXED = {"quant_method": "compressed-tensors", "format": "mixed-precision", "ignore": ["lm_head"]}
+OWN = {name: DIALECTS[name][0] for name in (
+    "ct-w4a16", "ct-nvfp4", "ct-mxfp4", "ct-w8a8", "ct-w8a16", "awq", "gptq", "gptq-desc-act", "bnb-nf4", "bnb-int8", "bitnet",
+)} | {
+    "fp8-rows": {"quant_method": "compressed-tensors", "config_groups": {"a": group("Linear", "float-quantized", FLOAT8, True)}},
+    "fp8-block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "mixed": MIXED | {"config_groups": {"a": group("re:.*self_attn.*", "float-quantized", FLOAT8, True),
+                                        "b": group("re:.*mlp.*", "pack-quantized", INT4)}},
+    "head": MIXED | {"ignore": [], "config_groups": {"a": group("re:.*lm_head", "float-quantized", FLOAT8),
+                                                     "b": group("Linear", "pack-quantized", INT4)}},
+}
+
+
+def planned(path: Path, gpu: str, own: dict[str, Any]) -> Setup:
+    """Of a model whose inputs are no whole units of the packed layout, with a head of its own."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
+    (path / "config.json").write_text(json.dumps(CONFIGS["qwen2.5-0.5b"] | sizes | {"quantization_config": own}))
+    parser = ArgumentParser()
+    add_arguments(parser)
+    return _question(parser.parse_args([str(path), "--gpu", gpu])).setup
+
+
+@pytest.mark.parametrize("gpu", ["H200", "A100"])
+@pytest.mark.parametrize("dialect", OWN)
+def test_memory_on_a_gpu_is_what_the_engine_predicts(dialect: str, gpu: str, tmp_path: Path) -> None:
+    made = planned(tmp_path, gpu, OWN[dialect])
+    options = EngineConfig.of(model=str(tmp_path), load_format="dummy", max_model_len=1280)
+    facts = DeviceFacts("cuda", made.device.usable, ("bfloat16", "float16"), kernels=kernel_facts(made.device))
+    asked = resolve(options, facts).memory[ledger.WEIGHTS]
+    assert Capacity.of(made, 1280).parts(1)[ledger.WEIGHTS] == asked
+
+
+@pytest.mark.parametrize(("dialect", "weights", "computed"), [
+    ("fp8-rows", "fp8", "fp8"), ("fp8-block", "fp8-block", "fp8"), ("ct-w8a8", "int8", "int8"), ("ct-w8a16", "int8", "bfloat16"),
+    ("awq", "int4", "bfloat16"), ("ct-nvfp4", "mxfp4", "bfloat16"), ("mixed", "int4", "bfloat16"),
+])
+def test_products_have_the_rate_of_their_kernels(dialect: str, weights: str, computed: str, tmp_path: Path) -> None:
+    made = planned(tmp_path, "H200", OWN[dialect])
+    assert (made.weights, made.computed) == (weights, computed)
