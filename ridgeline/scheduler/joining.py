@@ -1,7 +1,7 @@
 """Lets waiting sequences join the batch: they get a row, blocks and tokens of the step that is being planned.
 
 They join by rank, and shorter ones may go ahead of a prompt that is cut (fairness.py). Where blocks are short the first
-in line is not overtaken: a large sequence that waits for room would see it taken by small ones for ever.
+in line is not overtaken: otherwise small sequences would take the room of a large one for ever.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Running:
         return hit
 
     def victim(self, asking: Sequence) -> Sequence | None:
-        """Whose blocks to take: never the most important running sequence, never one more important than the one that asks.
+        """The sequence to preempt: never the most important running one, never one more important than the one that asks.
 
         Among the rest the least important priority, then the cheapest to recompute. None: only the one that asks is left.
         """
@@ -144,7 +144,7 @@ class Running:
         for sequence in candidates:
             if sequence.blocks is not None and self._manager.exclusive_blocks(sequence.blocks):
                 return sequence
-        return candidates[0] if candidates else None             # all share: several have to go before a block is free
+        return candidates[0] if candidates else None             # all are shared: several must go before a block is free
 
     def promote_aged(self, deadline: int) -> None:
         """As waiting ones (WaitingQueue.promote_aged): unfinished prompts must not starve behind more important ones either."""

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ridgeline.cache.manager import KVManager
-from ridgeline.messages import Request, Snapshot, StepPlan, StepResult, TokenDelta, TokenDeltas
+from ridgeline.messages import Request, StepPlan, StepResult, TokenDelta, TokenDeltas
 from ridgeline.scheduler.answers import Answers
 from ridgeline.scheduler.bookkeeping import Delta, DraftPlan, InFlight, SchedulerCounters, SchedulerLimits, Steady
 from ridgeline.scheduler.decodes import Again, Decodes
-from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted, tell_time, waits_for_grammars
+from ridgeline.scheduler.draft_slots import Asking, give_again, give_drafts, note_wanted, tell_time, waits_for_tokens
 from ridgeline.scheduler.drafting import Drafter, NoDrafter
 from ridgeline.scheduler.joining import Joined, Joining
 from ridgeline.scheduler.live_requests import LiveRequests
 from ridgeline.scheduler.policy import Admission, ContinuousBatching
-from ridgeline.scheduler.running import NO_BLOCKS, NONE, ON_PROMPT, ON_SAMPLED, SCORED, Running, row_added
+from ridgeline.scheduler.running import NO_BLOCKS, NONE, ON_PROMPT, ON_SAMPLED, SCORED, Running
 from ridgeline.scheduler.sequence import Sequence
 from ridgeline.scheduler.step_time import NoTimeModel, StepTimeModel
 from ridgeline.scheduler.waiting_queue import WaitingQueue
@@ -181,21 +181,16 @@ class Scheduler:
 
     @property
     def waits_for_drafts(self) -> bool:
-        """Rows in flight may be shorter than the next plan assumes, and how they choose depends on what they say: penalties. A
-        device that knows lengths before the host does can go on with the others. Or see Drafter.waits."""
-        waits = self.drafter.waits and bool(self._flights) and waits_for_grammars(self._flights[-1])
-        return waits or any(flight.drafts is not None and not flight.drafts.goes_on for flight in self._flights)
+        return bool(self._flights) and waits_for_tokens(self.drafter, self._flights)
+
+    @property
+    def begins_answers(self) -> bool:
+        """The oldest step in flight has prompts."""
+        return self._flights[0].num_prompt_tokens > 0
 
     @property
     def has_work(self) -> bool:
         return bool(self._answers.live) or bool(self._flights)
-
-    def snapshot(self) -> Snapshot:
-        """The running rows, as a fresh device needs them; see Snapshot."""
-        if self._flights:
-            raise AssertionError("a snapshot needs every step taken in: values in flight are the device's")
-        table = self._running.rows
-        return Snapshot(self._step, [row_added(sequence, int(table.computed[sequence.row])) for sequence in table.running()])
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -433,8 +428,7 @@ class Scheduler:
         decodes: np.ndarray, steady: Steady, drafts: DraftPlan | None,
     ) -> None:
         """What update() needs to know of the step, and the counters."""
-        total = int(tokens.sum())
-        num_decodes = int(np.count_nonzero(decodes))
+        total, num_decodes = int(tokens.sum()), int(np.count_nonzero(decodes))
         decode_tokens = num_decodes if drafts is None else int(tokens[decodes].sum())
         num_pairs = num_scored = 0
         if total > decode_tokens:

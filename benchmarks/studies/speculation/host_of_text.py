@@ -96,7 +96,7 @@ def made_up(schema: dict[str, Any], rng: random.Random) -> Any:
 class Knows:
     """A forward pass that computes nothing: it says the answers."""
 
-    replays, stood_in = 0, False
+    replays, stood_in, passing = 0, False, False
 
     def __init__(self, rows: DeviceRows, max_step_tokens: int, vocab: int) -> None:
         self._rows, self._vocab = rows, vocab

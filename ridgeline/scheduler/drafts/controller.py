@@ -471,7 +471,8 @@ class Controller:
         off, pace = self.pace.ahead, self.pace
         looked, measured = queries > 1 or self._search.quiet < _OFF_RUN, off.measured(rows, keys)
         if looked and measured and seconds > 0:
-            self._search.worth.count(seconds, off.seconds(rows, keys) * (tokens - rejected) / rows)
+            self._search.worth.count(rows, seconds, off.seconds(rows, keys) * (tokens - rejected) / rows)
+        self._search.worth.passed(rows)
         if queries > 1 or not looked or not measured or (waited and pace.waited is not off):
             pace.observe(rows, tokens, queries, keys, seconds, waited)
         else:

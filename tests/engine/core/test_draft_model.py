@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from replay_cases import RecordedStep
 from test_drafters import BESIDE, SMALL, WAYS, Served, plain_answers, requests
-from test_replay import RecordedStep, fresh, recomputing_plan, record, replay, same
+from test_replay import fresh, recomputing_plan, record, replay, same
 from tiny_models import save_checkpoint
 
 from ridgeline import LLM
