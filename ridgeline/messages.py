@@ -5,8 +5,7 @@ message is a plain slotted dataclass of numbers, strings and numpy arrays, so it
 wire; nothing here knows torch, msgspec or sockets.
 
 A StepPlan is a numbered *delta*. Per row the device owns the known tokens, the length, the penalty counts and the block
-tables; the plan says what changed since the plan before it, and which rows compute how many tokens now. A bug report is
-a Snapshot plus the plans and results that followed it.
+tables; the plan says what changed since the plan before it, and which rows compute how many tokens now.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class RowAdded:
     params: SamplingParams
     seed: int                        # key of the noise; the same after preemption and restart
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
-    drafts_allowed: bool = False     # may its steps carry drafts?
     predicted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))     # int32: the answer that the client expects
 
 
@@ -96,14 +94,6 @@ class StepPlan:
     @property
     def total_tokens(self) -> int:
         return int(self.num_tokens.sum())
-
-
-@dataclass(slots=True)
-class RecordedStep:
-    """Everything a runner receives in one step. Saved and replayed on another runner, it gives the same tokens again."""
-
-    plan: StepPlan
-    masks: np.ndarray | None = None  # int32 [rows that sample, words]: what grammars allowed; None in a step without any
 
 
 @dataclass(slots=True)
@@ -214,17 +204,3 @@ class TokenDeltas:
         else:
             self.others.extend(later)
         return self
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """The live rows while no step is in flight: enough to recompute them on a fresh runner, which has no KV.
-
-    Each row's `num_computed` says how far it had come. The runner is given the row with 0 there, computes that many
-    tokens, and can then obey the plans that followed. Tables hold null behind a window: to recompute a row from its start
-    these entries need blocks, any that no row has; later plans never touch them again. What the prefix cache alone still
-    held is not here: plans with a hit on it can be replayed only from the first plan on.
-    """
-
-    step: int                        # the last plan before it
-    rows: list[RowAdded]

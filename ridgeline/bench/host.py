@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.device_peaks import device_kind
+from ridgeline.bench.lab.device_log import device_kind, gpu_facts
 from ridgeline.bench.lab.record import finish, percentiles, record
 from ridgeline.bench.workload.host_drafts import CALLS, drafted_steps
 from ridgeline.bench.workload.host_engine import engine_steps

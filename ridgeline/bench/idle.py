@@ -27,8 +27,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.device_peaks import device_kind, machine_peaks
+from ridgeline.bench.lab.device_log import device_kind, gpu_facts
 from ridgeline.bench.lab.record import finish, percentiles, record
 from ridgeline.bench.lab.sweep import parse_options
 from ridgeline.bench.workload.bench_engine import Engine, quality_of
@@ -39,6 +38,7 @@ from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.roofline.decoder_shape import decoder_shape
 from ridgeline.roofline.step_cost import Peaks
 from ridgeline.roofline.trace import DEVICE_WORK, LAUNCHES, Work, own_times, part_of
+from ridgeline.runner.start.measure_peaks import machine_peaks
 from ridgeline.user_files import read_json
 
 BAR = 0.02                           # idle share between steps that is allowed

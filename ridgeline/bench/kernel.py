@@ -22,12 +22,13 @@ import torch
 from ridgeline.bench import ops
 from ridgeline.bench.lab import table
 from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.device_peaks import MachinePeaks, machine_peaks
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import cross
 from ridgeline.bench.workload.candidate import Fault, check, watched
 from ridgeline.errors import ConfigError
 from ridgeline.ops.registry import TRITON_INTERPRETED, Implementation, Op, Site
+from ridgeline.roofline.peaks import MachinePeaks
+from ridgeline.runner.start.measure_peaks import machine_peaks
 from ridgeline.sizes.op_costs import Case
 
 ROUNDS = 3                           # candidate and current in turn, so that a noisy machine is unfair to neither

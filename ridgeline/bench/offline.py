@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from ridgeline.bench.lab import price, sustain, table
-from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
-from ridgeline.bench.lab.device_peaks import machine_peaks, read_bandwidth
+from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.machine_log import Watch, limited
 from ridgeline.bench.lab.record import record, write
 from ridgeline.bench.lab.sweep import check_runs, cross, figure, parse_options, settings
@@ -37,6 +36,8 @@ from ridgeline.report.columns import fitted
 from ridgeline.resolve import ResolvedConfig
 from ridgeline.roofline.decoder_shape import decoder_shape
 from ridgeline.roofline.step_cost import step_cost
+from ridgeline.runner.start.gpu_names import gpu_names
+from ridgeline.runner.start.measure_peaks import machine_peaks, read_bandwidth
 
 
 class Contender(Protocol):
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     combinations = cross({"dtype": args.dtype, "words": [tuple(words) for words in settings(args.set)]})
     facts: dict[str, Any] = {}
-    with Watch(torch_gpus()) as watch:
+    with Watch(gpu_names()) as watch:
         for chosen in combinations:
             named = named_settings(args, chosen) if len(combinations) > 1 else {}
             config = _measure_all(args, chosen, named, workloads, watch, figures, rows, facts, len(combinations) > 1)

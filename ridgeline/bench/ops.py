@@ -25,8 +25,7 @@ from torch import Tensor
 
 import ridgeline.ops
 from ridgeline.bench.lab import sustain, table
-from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
-from ridgeline.bench.lab.device_peaks import MachinePeaks, machine_peaks
+from ridgeline.bench.lab.device_log import gpu_facts
 from ridgeline.bench.lab.kernel_bands import kernel_rows
 from ridgeline.bench.lab.launched import kernel_facts, launched_kernels
 from ridgeline.bench.lab.machine_log import Watch
@@ -37,6 +36,9 @@ from ridgeline.ops.compile_ahead import CompileAhead
 from ridgeline.ops.hopper import device_facts
 from ridgeline.ops.kernel_table import H200
 from ridgeline.ops.registry import REGISTRY, Implementation, Op, Site
+from ridgeline.roofline.peaks import MachinePeaks
+from ridgeline.runner.start.gpu_names import gpu_names
+from ridgeline.runner.start.measure_peaks import machine_peaks
 from ridgeline.sizes.op_costs import Case, Cost
 
 MOST_COPIES = 32                     # of an op's inputs
@@ -115,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
 
 def sustain_rows(rows: list[Row], args: argparse.Namespace, peaks: MachinePeaks) -> None:
     """Each row again, for minutes."""
-    with Watch(torch_gpus() if args.device == "cuda" else []) as watch:
+    with Watch(gpu_names() if args.device == "cuda" else []) as watch:
         for row in rows:
             case = next(case for case in cases(REGISTRY[row.op], args.device) if case.name == row.case)
             again = functools.partial(

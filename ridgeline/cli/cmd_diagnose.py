@@ -105,7 +105,7 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
     engines, peaks, watched, diagnosis, device_log = (
         importlib.import_module(f"ridgeline.{name}")
         for name in (
-            "bench.workload.bench_engine", "bench.lab.device_peaks", "diagnose.driven_run", "diagnose.diagnosis",
+            "bench.workload.bench_engine", "runner.start.measure_peaks", "diagnose.driven_run", "diagnose.diagnosis",
             "bench.lab.device_log",
         )
     )
@@ -114,7 +114,7 @@ def _run_workload(args: argparse.Namespace, slo: Slo | None) -> None:
         args.num_prompts, args.input_len, args.output_len, args.shared_prefix, args.shortest_output, args.max_concurrency
     )
     with Console(stderr=True).status("measuring the machine") as status:
-        peaks.machine_peaks(peaks.device_kind(options))  # before the engine takes the memory; the result is cached
+        peaks.machine_peaks(device_log.device_kind(options))  # before the engine takes the memory; the result is cached
         status.update("loading")
         engine = engines.Engine(model, **{"enable_prefix_caching": True} | options)
         found = diagnosis.diagnose(engine, load, slo, status.update)

@@ -39,7 +39,6 @@ from ridgeline.plan.public_models import (
     find_model,
     gpu_weights,
     is_same_model,
-    meets_wide_rows,
     packed_format,
 )
 from ridgeline.plan.records import NotPredicted, read_link, read_record, record_id, record_name, record_order
@@ -156,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _question(args: argparse.Namespace) -> plan_report.Question:
     name, device = _required(args), _device(args)
-    model = find_model(name, as_stored=not args.weights and _plans_as_stored(name, device))
+    model = find_model(name, as_stored=not args.weights and device.kind in ("cpu", "cuda"))
     objective = OBJECTIVES[args.objective] if args.objective else None
     default = objective.traffic if objective else Traffic(1024, 256)
     tokens_in = default.tokens_in if args.input is None else args.input
@@ -192,10 +191,6 @@ def _device(args: argparse.Namespace) -> Device:
         known = best_known(known)
     found = known if known is not None and own == (None,) * 4 else described(known, *own)
     return replace(found, link=read_link(args.comm, "all_reduce")) if args.comm else found
-
-
-def _plans_as_stored(name: str, device: Device) -> bool:
-    return device.kind == "cpu" or (device.kind == "cuda" and meets_wide_rows(name))
 
 
 def _check_division(args: argparse.Namespace, model: PlannedModel, device: Device) -> None:

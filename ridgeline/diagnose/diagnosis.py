@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from ridgeline.bench.lab.device_peaks import MachinePeaks, machine_peaks
 from ridgeline.bench.load.latency import Outcome, Slo, figures
 from ridgeline.bench.workload.bench_engine import Engine, quality_of
 from ridgeline.diagnose.driven_run import Load, StepLog, drive
@@ -32,6 +31,7 @@ from ridgeline.roofline.facts import Facts, facts_of
 from ridgeline.roofline.live import window_of
 from ridgeline.roofline.parts import PARTS, part_costs, steps_with
 from ridgeline.roofline.patterns import find_patterns
+from ridgeline.roofline.peaks import MachinePeaks
 from ridgeline.roofline.remedies import ranked
 from ridgeline.roofline.slow import StepTimes
 from ridgeline.roofline.steps import PHASES, PhaseSums
@@ -39,6 +39,7 @@ from ridgeline.roofline.trace import KNOWN, Trace, own_times, read_trace
 from ridgeline.roofline.vectorised import ManyCosts, StepCosts
 from ridgeline.roofline.verdict import Setting, Window, judge
 from ridgeline.runner.start.gpu_names import gpu_names
+from ridgeline.runner.start.measure_peaks import machine_peaks
 from ridgeline.sizes.kv_spec import common_block_size
 
 PROFILED_STEPS = 96                  # most steps under the profiler
@@ -101,7 +102,7 @@ def diagnose(engine: Engine, load: Load, slo: Slo | None, progress: Progress = l
     preemptions = sum(step.preemptions for step in before.log.times)
     wasted = sum(sums.recomputed for sums in before.log.sums.values())
     progress("profiling the same steps")
-    profiled, document = profiled_run(engine, load, "p")
+    profiled, document = profiled_run(engine, load)
     progress("running it again")
     after = run_load(engine, load, peaks, "b")
     trace = read_trace(document)
@@ -168,11 +169,11 @@ def workload_of(engine: Engine, load: Load) -> dict[str, Any]:
 # ── the profile ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def profiled_run(engine: Engine, load: Load, salt: str) -> tuple[StepLog, dict[str, Any]]:
+def profiled_run(engine: Engine, load: Load) -> tuple[StepLog, dict[str, Any]]:
     """Profiles the first steps of the load and aborts the rest."""
     asked = load.asked(engine.config.model.vocab_size)
     with StepLog(engine.core, engine.model.weight_reads) as log, StepProfiler(engine.core) as profiler:
-        drive(engine.core, asked, load.at_once, salt, profiler.step, PROFILED_STEPS)
+        drive(engine.core, asked, load.at_once, "p", profiler.step, PROFILED_STEPS)
     return log, profiler.document()
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.bench.lab.device_log import gpu_facts
-from ridgeline.bench.lab.device_peaks import device_kind, machine_peaks
+from ridgeline.bench.lab.device_log import device_kind, gpu_facts
 from ridgeline.bench.lab.record import finish, percentiles, record
 from ridgeline.bench.lab.table import as_markdown
 from ridgeline.bench.load.latency import figures
@@ -26,6 +25,7 @@ from ridgeline.bench.workload.shapes import write_shape
 from ridgeline.diagnose.diagnosis import Run, diagnose, run_load, warm_up, workload_of
 from ridgeline.diagnose.driven_run import Load
 from ridgeline.errors import ConfigError
+from ridgeline.runner.start.measure_peaks import machine_peaks
 
 
 @dataclass(frozen=True, slots=True)

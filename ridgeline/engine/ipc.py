@@ -245,8 +245,8 @@ def _this_machine() -> str:
 
 
 def remove_left_over(new: Path) -> None:
-    """Beside a new folder those of servers of this user that were killed and could not clean up: no socket in them has a listener
-    any more. The new one's time is now, by the clock of the file system."""
+    """Remove the folders of this user's servers that were killed and could not clean up: no socket in them has a listener. They
+    lie beside the new folder, whose time is the clock of the file system."""
     with suppress(OSError), os.scandir(new.parent) as found:
         now = new.stat().st_mtime
         for each in found:

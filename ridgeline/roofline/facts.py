@@ -41,10 +41,6 @@ class PartFacts:
     bytes: float = 0.0
     computes: float = 0.0            # of the floor, where computing binds
 
-    @property
-    def at_roof(self) -> float | None:
-        return self.floor / self.seconds if self.floor and self.seconds else None
-
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -61,8 +57,7 @@ class Facts:
     kernel_seconds: float = 0.0      # the median one
     waits: int = 0                   # calls that block, inside steps
     allocations: int = 0             # calls to the driver, but for those of the first step
-    taken: int = 0                   # large pieces of memory taken from torch's allocator, but for those of the first step …
-    taken_bytes: float = 0.0         # … of how many bytes
+    taken: int = 0                   # large pieces of memory taken from torch's allocator, but for those of the first step
     memory_usual: float = 0.0        # bytes in use, the median …
     memory_peak: float = 0.0
     collectives: float = 0.0         # seconds of them in all; those that nothing hides are in parts["communication"]
@@ -144,7 +139,7 @@ def facts_of(
         waiting=mean("waiting"), allocation=mean("allocation"),
         host=_mean_host(each),
         kernels=each[0].kernels, kernel_seconds=each[0].kernel_seconds, waits=most("waits"), allocations=most("allocations"),
-        taken=most("taken"), taken_bytes=most("taken_bytes"), memory_usual=most("memory_usual"),
+        taken=most("taken"), memory_usual=most("memory_usual"),
         memory_peak=most("memory_peak"), collectives=mean("collectives"),
         rank_steps=[one.rank_steps[0] for one in each] if count > 1 else (), **known,
     )
@@ -178,13 +173,12 @@ def _of_rank(trace: Trace, kept: Sequence[float]) -> Facts:
     settled = trace.steps[1].start if len(trace.steps) > 1 else begin    # the first step may set up what the others use
     memory = [each for each in trace.memory if each.at >= settled]
     totals = [each.total for each in memory] or [0]
-    large = [each.bytes for each in memory if each.bytes >= _LARGE]
     return Facts(
         trace.device, seconds, max(1, len(trace.steps)), busy, parts,
         gaps.launch, gaps.waiting, gaps.allocation, gaps.host,
         kernels=len(work), kernel_seconds=statistics.median(lengths) * MICRO, waits=_inside(trace.waits, trace.steps),
         allocations=sum(call.start >= settled for call in trace.allocations),
-        taken=len(large), taken_bytes=float(sum(large)),
+        taken=sum(each.bytes >= _LARGE for each in memory),
         memory_usual=statistics.median(totals), memory_peak=max(totals),
         collectives=sum(each.end - each.start for each in collectives) * MICRO,
         rank_steps=[_by_step(work, len(trace.steps))],

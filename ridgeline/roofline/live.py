@@ -274,12 +274,11 @@ class LiveView:
         return Rates(stats.read_bytes_s, stats.flops_s.get(stats.dtype, stats.flops_s.get("float32", 0.0)))
 
 
-def window_of(seconds: float, sums: PhaseSums, io: float = 0.0, communication: float | None = None) -> Window:
-    """`communication`: where a profile knows better than the steps."""
-    busy, communication = sums.seconds, sums.communication if communication is None else communication
+def window_of(seconds: float, sums: PhaseSums) -> Window:
+    busy = sums.seconds
     return Window(
         seconds=max(seconds, busy), busy=busy, device=sums.device, on_compute=sums.on_compute, on_weights=sums.on_weights,
-        on_kv=sums.on_kv, on_activations=sums.on_activations, io=io, communication=communication, launch=sums.launch,
+        on_kv=sums.on_kv, on_activations=sums.on_activations, communication=sums.communication, launch=sums.launch,
         lost=sums.lost, waiting=sums.queued / busy if busy else 0.0, running=sums.rows / sums.steps if sums.steps else 0.0,
         steps=int(sums.steps),
     )

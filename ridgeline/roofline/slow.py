@@ -51,12 +51,12 @@ def cause_of(step: StepTimes, median: float) -> str:
     ), median)
 
 
-def slowest(steps: Sequence[StepTimes], share: float = SLOWEST) -> dict[str, Any]:
+def slowest(steps: Sequence[StepTimes]) -> dict[str, Any]:
     """The slowest 1 % of the steps (at least one): their share of the time, and their causes."""
     if not steps:
         return {"count": 0, "share_of_time": 0.0, "median_ms": 0.0, "causes": {}, "steps": []}
     median = statistics.median(step.seconds for step in steps)
-    numbered = sorted(enumerate(steps), key=lambda each: -each[1].seconds)[: max(1, math.ceil(share * len(steps)))]
+    numbered = sorted(enumerate(steps), key=lambda each: -each[1].seconds)[: max(1, math.ceil(SLOWEST * len(steps)))]
     whole = sum(step.seconds for step in steps)
     rows = [
         {

@@ -3,7 +3,7 @@
 The time is divided into parts that add up:
 
     seconds = without work + busy
-    busy    = io + other programs + host + device        other programs: they had this process's core;
+    busy    = other programs + host + device        other programs: they had this process's core;
                                                          host: between steps, where the device is idle
     device  = roof + communication + launch + the rest   roof: every op at its own roof, predicted by the cost model;
                                                          launch: the device waits for kernels to be launched
@@ -25,12 +25,12 @@ from dataclasses import dataclass, field, replace
 from ridgeline.gpus.clocks import POWER, TEMPERATURE, Clocks
 from ridgeline.sizes.abilities import BY_FLAG, UNTIMED, WORTH_ITS_LOSS, Factors, factor_at
 
-IO, SHARED, HOST, LAUNCH, COMMUNICATION = "io", "shared_machine", "host", "launch", "communication"
+SHARED, HOST, LAUNCH, COMMUNICATION = "shared_machine", "host", "launch", "communication"
 IDLE, FRONT_END, TOKENISER = "idle", "front_end", "tokeniser"
 QUEUE, IMPLEMENTATION = "queue", "implementation"
 WEIGHTS, KV, COMPUTE = "weight_bandwidth", "kv_bandwidth", "compute"
 CLOCK = "clock"                      # the part that POWER or TEMPERATURE takes
-OVERHEADS = (SHARED, IO, HOST, LAUNCH, COMMUNICATION)
+OVERHEADS = (SHARED, HOST, LAUNCH, COMMUNICATION)
 TERMS = (IDLE, FRONT_END, TOKENISER, *OVERHEADS, POWER, TEMPERATURE, QUEUE, WEIGHTS, KV, COMPUTE, IMPLEMENTATION)
 
 BINDS = 0.25                         # of the busy time: an overhead of that share is what to work on first
@@ -52,7 +52,6 @@ class Window:
     on_weights: float = 0.0          # … by reading weights …
     on_kv: float = 0.0               # … by reading and writing the KV cache …
     on_activations: float = 0.0      # … and by activations
-    io: float = 0.0                  # steps waited for storage or the network
     communication: float = 0.0       # ranks waited for each other
     launch: float = 0.0              # predicted, of the host launching all kernels
     lost: float = 0.0                # other programs had the core of the engine's process
@@ -82,7 +81,7 @@ class Window:
         communication = min(self.communication, self.device)
         # Launching hides behind computing as long as it is the shorter of the two.
         launch = max(0.0, min(self.launch, self.device - communication) - self.roof)
-        host = max(0.0, self.busy - self.device - self.io)
+        host = max(0.0, self.busy - self.device)
         below = max(0.0, self.device - self.roof - communication - launch)
         # Other programs lengthen what the host does between steps, and on a CPU what the device does.
         lost = min(self.lost, host + below)
@@ -92,7 +91,6 @@ class Window:
         computing = max(0.0, slowed - below)             # of a roof that was itself measured at a lowered clock
         return {
             SHARED: lost,
-            IO: self.io,
             HOST: host_kept,
             LAUNCH: launch,
             COMMUNICATION: communication,
@@ -238,7 +236,6 @@ def _admission_binds(window: Window, setting: Setting) -> bool:
 
 _WHY = {
     SHARED: "other programs had the engine's core for {share:.0%} of the time",
-    IO: "steps wait for storage or the network for {share:.0%} of the time",
     HOST: "the device waits for the host between steps for {share:.0%} of the time",
     LAUNCH: "the device waits for kernel launches for {share:.0%} of the time",
     COMMUNICATION: "ranks wait for each other for {share:.0%} of the time",
@@ -310,7 +307,6 @@ REMEDIES = (
     Remedy(FRONT_END, "run another server beside this one, on other cores", _unknown, "memory of a second engine"),
     Remedy(TOKENISER, "send prompts as token ids, or the same text less often", _unknown, "work of the client"),
     Remedy(SHARED, "keep other programs off these cores, or use other cores", _part(SHARED), "the other programs"),
-    Remedy(IO, "put the model on faster or nearer storage", _part(IO), "cost of the storage"),
     Remedy(HOST, "async_scheduling: plan a step while the one before it runs", _part(HOST, 0.8),
            "a stop is noticed one step late", lambda window, setting: not setting.overlap and setting.device != "cpu"),
     Remedy(HOST, "find the host's work between steps: `ridgeline diagnose`", _part(HOST, 0.5), "none"),

@@ -149,7 +149,7 @@ class GraphForward:
     ) -> None:
         """`num_bytes`: what the largest graphs take. `most_verified`: tokens of decodes with drafts in a graph. `stand_ins`:
         may a step use a larger graph than its own? Not where other ranks, with other graphs, must have the same shape.
-        `beside`: another model's, in whose pool these graphs are, too. `most_prompt`: tokens of prompts in a graph.
+        `beside`: the graphs of another model, whose memory pool these share. `most_prompt`: tokens of prompts in a graph.
         `launch_bound`: see StandIns."""
         self._stand_ins = stand_ins
         self.eager = eager

@@ -72,7 +72,7 @@ class _Steady:
 
 
 def leading_decodes(plan: StepPlan) -> int:
-    """How many rows, from the first on, have one token beside their drafts."""
+    """How many leading rows compute one token, drafts not counted."""
     own = plan.num_tokens if plan.width is None else plan.num_tokens - plan.width
     longer = own != 1
     return int(longer.argmax()) if np.count_nonzero(longer) else len(own)
@@ -135,7 +135,7 @@ class DeviceRows:
                 self.late.joined(to_device(np.array([added.row for added in plan.added]), self.device))
 
     def settle(self, rows: np.ndarray, rejected: np.ndarray) -> None:
-        """So many drafts of each row were rejected: its next token overwrites the first of them."""
+        """Shorten each row by its rejected drafts: its next token overwrites the first of them."""
         self.tables.length[rows] -= rejected
 
     def stays(self, rows: np.ndarray) -> np.ndarray:
@@ -393,8 +393,8 @@ class DeviceRows:
         return _Layout(rows, counts, live, wanted, picks, num_decodes, num_tokens, longest)
 
     def _goes_on(self, plan: StepPlan, layout: _Layout, numbers: _Numbers) -> np.ndarray | None:
-        """The rows that the last layer has to go on with, where it is not with every token. Where results may not depend on who
-        else is there, it always is: other requests may want all of it."""
+        """The rows with which the last layer goes on; None: with every token. So it is with deterministic results, which may not
+        depend on other rows of the batch: these may want all hidden states."""
         if layout.num_decodes == len(layout.rows) and not numbers.own_kernel:
             return None
         if self.schedule.deterministic or layout.width is not None or (plan.want & EVERY_HIDDEN).any():

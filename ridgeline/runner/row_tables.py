@@ -226,7 +226,7 @@ class LateLengths:
         self._zero = torch.zeros(1, dtype=torch.int64, device=device)
 
     def follow(self, rows: Tensor, rejected: Tensor) -> None:
-        """The newest step has rejected so many drafts of these rows; of the others, none."""
+        """The newest step rejected `rejected` drafts of these rows, and none of the others."""
         self.surplus.zero_()
         self.surplus.index_copy_(0, rows, rejected)
 

@@ -438,14 +438,14 @@ class Runner:
         )
 
     def _hear(self, step: _Step) -> _New:
-        """What it brings, once it has run. The draft model is told what rows have said, unless others have their places."""
+        """The step's new tokens, once it has run. The draft model gets them, except of rows that hold another sequence by now."""
         if step.new is not None:
             return step.new
         step.landing.wait()
         plan = step.plan
         new = step.new = _New(np.full((len(plan.rows), 1), -1, np.int32), step.work.num_new)
         if not self.model.stage.last:
-            pass                                         # the last one says what was sampled
+            pass                                         # only the last stage has the sampled tokens
         elif step.work.positions is not None:
             new = step.new = self._verified(step, step.work.positions)
         elif len(step.work.places):

@@ -3,7 +3,7 @@
 Parameters are numpy columns on the host, so which stages a batch needs is decided without asking the device; a stage
 that no row of the batch uses is not run, and a batch of plain greedy rows is one argmax. State that depends on sampled
 tokens (the ids of a row's text) is on the device, and nothing here waits for it. A row's state follows from its
-RowAdded alone: the same row added again with more tokens goes on as if it had never left.
+RowAdded alone: a row that is added again with more tokens continues as if it had not been removed.
 
 Logits that a row edits are copied, in parts of bounded size, and sampled from the copy.
 
@@ -307,16 +307,16 @@ class Sampler:
             # Rows without a grammar have masks that allow everything.
             tokens, failed = sample(logits, how, masks, ready.choices, late)
         else:
-            who = np.flatnonzero(edited)
-            if len(who) < len(rows):
+            places = np.flatnonzero(edited)
+            if len(places) < len(rows):
                 others = how.copy()
-                others["temperature"][who] = 0
+                others["temperature"][places] = 0
                 tokens, failed = sample(logits, others, late=late)
             else:
                 tokens = torch.empty(len(rows), dtype=torch.int64, device=self._device)
                 failed = torch.empty(len(rows), dtype=torch.bool, device=self._device)
             none_left = torch.zeros_like(failed)
-            for part in self._parts(who):
+            for part in self._parts(places):
                 edits = functools.partial(self._edit_logits, chosen=(rows[part], how[part], edit[part], too_early[part]))
                 place, chosen, broken, left = self._sample_edited(logits, masks, how, part, edits, late)
                 if place is None:
@@ -391,13 +391,13 @@ class Sampler:
         return how
 
     def said_ahead(self, rows: np.ndarray, counts: np.ndarray) -> None:
-        """These rows have said so many more tokens than is counted. With drafts in flight that is the most they can have said;
-        those that were rejected are taken back."""
+        """Advance the output index of these rows by `counts`. With drafts in flight that is the most they can have sampled;
+        rejected drafts are taken back."""
         self._choice["index"][rows] += counts
 
     @functools.cached_property
     def said_at(self) -> tuple[int, int]:
-        """Where native code finds what rows have said: the address of the first row's number, and the bytes to the next one's."""
+        """Where native code finds the output index of rows: the address of the first one, and the bytes to the next."""
         index = self._choice["index"]
         return index.ctypes.data, index.strides[0]
 
@@ -457,9 +457,9 @@ class Sampler:
         logits.index_put_((where, last), forbid, accumulate=True)
 
     def _penalize(self, logits: Tensor, rows: np.ndarray, edit: np.ndarray) -> None:
-        who = np.flatnonzero(edit["penalized"])
-        edit = edit[who]
-        place, row = self._to_device(who, rows[who])
+        places = np.flatnonzero(edit["penalized"])
+        edit = edit[places]
+        place, row = self._to_device(places, rows[places])
         width = int(edit["num_known"].max())
         known, counts = self._known[row, :width], self._counts[row, :width]
         amounts = np.stack([edit["repetition"], edit["presence"], edit["frequency"]])[:, :, None]
@@ -468,11 +468,11 @@ class Sampler:
 
     def _say(self, rows: np.ndarray, edit: np.ndarray, tokens: Tensor) -> None:
         """Remember the sampled ids of rows with penalties or bad words."""
-        who = np.flatnonzero(edit["remembers"])
-        num_known = edit["num_known"][who]
+        places = np.flatnonzero(edit["remembers"])
+        num_known = edit["num_known"][places]
         if num_known.max() == self._known.shape[1]:
             self._widen_known()
-        place, row, column = self._to_device(who, rows[who], num_known)
+        place, row, column = self._to_device(places, rows[places], num_known)
         said = tokens[place]
         again = self._known[row] == said[:, None]
         counts = self._counts[row]
@@ -480,7 +480,7 @@ class Sampler:
         self._counts[row] = counts + again
         self._known[row, column] = said
         self._counts[row, column] = once_more
-        self._edit["num_known"][rows[who]] += 1
+        self._edit["num_known"][rows[places]] += 1
 
     def _to_device(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         return tuple(to_device(array, self._device) for array in arrays)

@@ -106,7 +106,7 @@ class SharedPrefixes:
         return (saved, groups) if saved > whole else (whole, [(places, shared)] if whole else [])
 
     def _common(self, table: np.ndarray, rows: np.ndarray, full: np.ndarray, places: np.ndarray, known: int) -> int:
-        """Blocks that all of them share. Who has a block in common has all before it: looked for as in a sorted list."""
+        """Leading blocks that all these rows share, by binary search: rows that share a block share all before it."""
         own, low, high = rows[places], known, int(full[places].min())
         while low < high:
             middle = (low + high) // 2

@@ -1,7 +1,7 @@
 """Decode steps on a CPU as recorded programs: one call for all kernels of a step (ops/cpu/recording.py).
 
 A step in which every row computes one token and samples is recorded when its number of rows comes for the second time, up to its
-output: the greedy tokens, or the logits. Its inputs are copied to places that stay. Other steps, and those whose ops are not all
+output: the greedy tokens, or the logits. Its inputs are copied to fixed addresses. Other steps, and those whose ops are not all
 native, run op by op.
 
 A step with drafts is such a step, too: each token is a row of its own, with the blocks of its sequence and the keys up to itself.

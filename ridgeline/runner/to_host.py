@@ -21,7 +21,7 @@ _ALIGN = 16                          # bytes: a kernel is compiled once for poin
 
 
 def after_tokens(count: int) -> int:
-    """Bytes of so many tokens in `Computed.greedy`."""
+    """Bytes of `count` tokens in `Computed.greedy`."""
     return -(-8 * count // _ALIGN) * _ALIGN
 
 
@@ -81,7 +81,7 @@ class Landing:
         return found
 
     def fetch(self, chosen: Tensor, count: int) -> None:
-        """Tokens of so many positions, as Computed.greedy has them. Before stop()."""
+        """Copy the tokens of `count` positions, laid out as in Computed.greedy. Called before stop()."""
         self._size = size = len(chosen)
         self._count = count
         if size not in self._parts:
@@ -121,7 +121,7 @@ def pinned_array(shape: tuple[int, int], on_gpu: bool) -> np.ndarray:
 
 
 class _Beside:
-    """A stream beside the one that computes, and room on the device for what goes there again and again."""
+    """A second stream, and reusable device memory for what is sent there in every step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -41,9 +41,6 @@ class MeshShape:
     def stage(self, rank: int) -> int:
         return self.pipeline - 1 - rank // self.tensor
 
-    def tensor_rank(self, rank: int) -> int:
-        return rank % self.tensor
-
     def of_stage(self, stage: int) -> list[int]:
         """The ranks of a stage, by tensor rank."""
         first = (self.pipeline - 1 - stage) * self.tensor

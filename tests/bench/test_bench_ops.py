@@ -14,9 +14,9 @@ import torch
 
 from ridgeline.__main__ import main
 from ridgeline.bench import ops
-from ridgeline.bench.lab.device_peaks import MachinePeaks
 from ridgeline.bench.workload import cascade, op_cases
 from ridgeline.ops.registry import Implementation
+from ridgeline.roofline.peaks import MachinePeaks
 from ridgeline.runner import shared_prefix
 from ridgeline.sizes.op_costs import Case, Cost
 

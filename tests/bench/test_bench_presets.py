@@ -42,6 +42,7 @@ from ridgeline.resolve import DeviceFacts, resolve
 from ridgeline.roofline.decoder_shape import DecoderShape, decoder_shape
 from ridgeline.roofline.step_cost import Peaks, step_cost
 from ridgeline.runner import shared_prefix
+from ridgeline.runner.start.gpu_names import gpu_names
 from ridgeline.sizes.kv_format import KVFormat
 
 H200_FACTS = DeviceFacts("cuda", 150_109_880_320, ("bfloat16",), runtime=800 << 20)
@@ -525,7 +526,7 @@ def test_a_record_has_the_power_and_the_clock_of_its_decode_steps(
 def test_without_a_gpu_there_is_no_log() -> None:
     if device_log.torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with Watch(device_log.torch_gpus()) as watch:
+    with Watch(gpu_names()) as watch:
         assert watch.gpu((0, 1e12)) == {} and watch.clocks((0, 1e12)) is None and device_log.gpu_facts() == {}
 
 

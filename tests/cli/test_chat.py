@@ -194,6 +194,11 @@ def test_settings(chat: Callable[..., Said]) -> None:
     assert [line[:20] for line in err.splitlines()] == ["top_p must be a numb", "top_p must be a numb", "/set knows temperatu"]
 
 
+def test_set_without_a_value_shows_it_and_takes_ollamas_form(chat: Callable[..., Said]) -> None:
+    _, out, err = chat("/set top_k\n/set parameter top_k 7\n/set top_k\n")
+    assert out.splitlines()[-2:] == ["top_k is not set", "top_k 7"] and not err
+
+
 def test_save_and_load(chat: Callable[..., Said], tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     chat(f"/set seed 3\nHello\n/save {file}\n", system="Be brief.")

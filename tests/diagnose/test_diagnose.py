@@ -21,7 +21,6 @@ from trace_cases import PLANTED
 from verdict_cases import CAPPED
 
 from ridgeline.__main__ import main
-from ridgeline.bench.lab.device_peaks import machine_peaks
 from ridgeline.bench.lab.table import as_markdown
 from ridgeline.bench.load.latency import parse_slo
 from ridgeline.bench.workload.bench_engine import Engine
@@ -47,6 +46,7 @@ from ridgeline.roofline.slow import StepTimes, cause_of, slowest
 from ridgeline.roofline.trace import KNOWN, read_trace
 from ridgeline.roofline.vectorised import StepCosts
 from ridgeline.roofline.verdict import Setting, Window, judge
+from ridgeline.runner.start.measure_peaks import machine_peaks
 from ridgeline.runner.worker import device_facts
 
 OPTIONS = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256, "dtype": "float32"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replay_cases import RecordedStep, Snapshot, snapshot_of
 from served_model import wait_until
 from test_laws import MODELS, USUAL, requests
 from tiny_models import save_checkpoint
@@ -17,7 +18,7 @@ from ridgeline.distributed.comm import Communicator
 from ridgeline.engine.core.core import EngineCore, make_grammars
 from ridgeline.engine.ipc import Codec
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
-from ridgeline.messages import RecordedStep, Snapshot, StepPlan, StepResult
+from ridgeline.messages import StepPlan, StepResult
 from ridgeline.runner.runner import Runner
 from ridgeline.runner.worker import make_runner
 from ridgeline.sampling_params import SamplingParams, StructuredOutputs
@@ -74,7 +75,7 @@ def record(
     snapshot = None
     while core.has_work:
         if snapshot_at is not None and len(recorder.results) == snapshot_at:
-            snapshot = snapshot or core.scheduler.snapshot()
+            snapshot = snapshot or snapshot_of(core.scheduler)
         core.step()
     return core, recorder, snapshot
 

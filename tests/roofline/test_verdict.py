@@ -46,11 +46,11 @@ def window(case: Planted) -> Window:
             on["kv"] += (op.kv_read + op.kv_written) / case.peaks.read_bytes_s
             on["activations"] += op.activations / case.peaks.read_bytes_s
     kernels = max(sum(on.values()) / case.at_roof, case.launches)
-    busy = kernels / (1 - case.host - case.io - case.communication)
+    busy = kernels / (1 - case.host - case.communication)
     whole = STEPS * busy / case.busy
     return Window(
         seconds=whole, busy=STEPS * busy, device=STEPS * (kernels + case.communication * busy),
-        **{f"on_{name}": STEPS * seconds for name, seconds in on.items()}, io=STEPS * case.io * busy,
+        **{f"on_{name}": STEPS * seconds for name, seconds in on.items()},
         communication=STEPS * case.communication * busy, launch=STEPS * case.launches, waiting=case.waiting,
         running=len(case.rows), steps=STEPS, lost=STEPS * case.lost * busy, front_end=case.front_end * whole,
         tokenising=case.tokenising * whole, clocks=case.clocks,

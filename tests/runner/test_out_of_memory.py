@@ -19,7 +19,7 @@ from test_model_config import LLAMA
 from ridgeline import LLM, SamplingParams
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
-from ridgeline.engine.core.oom_backoff import CALM_STEPS, MOST_FAILURES, Thrift
+from ridgeline.engine.core.oom_backoff import CALM_STEPS, MOST_FAILURES, StepLimit
 from ridgeline.errors import EngineDead
 from ridgeline.messages import Request, StepPlan
 from ridgeline.resolve import DeviceFacts, resolve
@@ -229,16 +229,16 @@ def test_what_this_torch_says_without_memory_is_known() -> None:
     assert is_out_of_memory(caught.value)
 
 
-def test_thrift() -> None:
-    thrift = Thrift(100)
-    assert not thrift.ran_out(90) and thrift.tokens == 45
-    assert not thrift.ran_out(3) and thrift.tokens == 1
-    assert not thrift.ran_out(1) and thrift.ran_out(1)   # once more, then it is hopeless
-    assert not thrift.ran_out(1)                         # which was another one's
-    assert not thrift.ran_out(80, least=70) and thrift.tokens == 70
-    assert not any(thrift.went_well() for _ in range(CALM_STEPS - 1))
-    assert thrift.went_well() and thrift.tokens == 100
-    assert not any(thrift.ran_out(100) for _ in range(MOST_FAILURES)) and thrift.ran_out(100)
+def test_steps_shrink_and_grow_again() -> None:
+    limit = StepLimit(100)
+    assert not limit.ran_out(90) and limit.tokens == 45
+    assert not limit.ran_out(3) and limit.tokens == 1
+    assert not limit.ran_out(1) and limit.ran_out(1)   # once more, then it is hopeless
+    assert not limit.ran_out(1)                         # which was another one's
+    assert not limit.ran_out(80, least=70) and limit.tokens == 70
+    assert not any(limit.went_well() for _ in range(CALM_STEPS - 1))
+    assert limit.went_well() and limit.tokens == 100
+    assert not any(limit.ran_out(100) for _ in range(MOST_FAILURES)) and limit.ran_out(100)
 
 
 @pytest.fixture(scope="module")

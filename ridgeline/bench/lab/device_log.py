@@ -1,13 +1,20 @@
-"""The GPU that torch uses: its name and limits (gpus/), and the name under which its clocks and power are logged."""
+"""The device of a benchmark: its kind, and the name and limits of the GPU that torch uses (gpus/)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ridgeline.gpus.nvml import facts
 from ridgeline.runner.start.gpu_names import gpu_names
+
+
+def device_kind(options: Mapping[str, Any]) -> str:
+    """Where an engine with these options will run."""
+    asked: str = options.get("device", "auto")
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gpu_facts() -> dict[str, Any]:
@@ -19,9 +26,4 @@ def gpu_facts() -> dict[str, Any]:
         "name": properties.name, "memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count,
         "capability": f"{properties.major}.{properties.minor}", "cuda": torch.version.cuda,
     }
-    return facts(torch_gpus()) | known
-
-
-def torch_gpus() -> list[str]:
-    """For Watch; empty without a GPU."""
-    return gpu_names()
+    return facts(gpu_names()) | known

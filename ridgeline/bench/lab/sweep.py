@@ -51,11 +51,6 @@ def _value(name: str, text: str, kind: type) -> Any:
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {text!r}") from None
 
 
-def varied(lists: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Options with several values: those that a row must name."""
-    return [name for name, values in lists.items() if len(dict.fromkeys(values)) > 1]
-
-
 def check_runs(runs: int, warm_ups: int, option: str = "--repeats") -> None:
     """Refuse a figure without a spread or without warm-up."""
     if runs < LEAST_RUNS:

@@ -14,7 +14,7 @@ from ridgeline.bench.workload.workloads import Asked
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.executor import LocalExecutor
-from ridgeline.engine.core.gc_policy import look_at_the_old, spare_the_old
+from ridgeline.engine.core.gc_policy import collect_old, freeze_loaded
 from ridgeline.messages import Request
 from ridgeline.metrics import HAPPENED
 from ridgeline.models.decoder import Decoder
@@ -62,7 +62,7 @@ class Engine:
         self.memory = executor.runner.memory             # measured, by part of the ledger; empty without a GPU
         self._count = 0
         self._thresholds = gc.get_threshold()
-        spare_the_old()                                  # as the engine's own process does once it is ready; LLM does not
+        freeze_loaded()                                  # as the engine's own process does once it is ready; LLM does not
 
     def bytes_per_weight(self, requests: int) -> float:
         return self.model.bytes_per_weight(requests)
@@ -116,7 +116,7 @@ class Engine:
         """
         while self.runner.forward.prepare():
             pass
-        look_at_the_old()
+        collect_old()
 
     def close(self) -> None:
         """End it and give its memory back, so that another engine finds the device empty."""

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.bench.lab.device_log import torch_gpus
 from ridgeline.bench.lab.machine_log import Watch
 from ridgeline.bench.options.studies_options import DECODES, PROMPT
 from ridgeline.bench.workload.bench_engine import Engine
+from ridgeline.runner.start.gpu_names import gpu_names
 from ridgeline.scheduler.step_time import FEWEST
 
 SERVED, WHOLE = "step_time_model", "whole_budget"
@@ -77,7 +77,7 @@ def long_prompt(
     found: dict[str, Any] = {}
     for name, milliseconds in ((SERVED, step_time_ms), (WHOLE, 0.0)):
         engine = Engine(model, **defaults | options | {"step_time_ms": milliseconds})
-        with Watch(torch_gpus()) as watch:
+        with Watch(gpu_names()) as watch:
             run(engine, sizes, seed=0)                   # compiles and records; the model of step times has seen some
             engine.settle()
             began = time.time()

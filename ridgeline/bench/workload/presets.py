@@ -22,8 +22,7 @@ import torch
 
 from ridgeline.bench.idle import profile_decode
 from ridgeline.bench.lab import price, sustain, table
-from ridgeline.bench.lab.device_log import gpu_facts, torch_gpus
-from ridgeline.bench.lab.device_peaks import MachinePeaks, device_kind, machine_peaks
+from ridgeline.bench.lab.device_log import device_kind, gpu_facts
 from ridgeline.bench.lab.machine_log import Watch, limited
 from ridgeline.bench.lab.record import percentiles, record, write
 from ridgeline.bench.lab.sweep import cross, figure, parse_options, settings
@@ -38,7 +37,10 @@ from ridgeline.errors import ConfigError, EngineDead, RidgelineError
 from ridgeline.models.checkpoints.linear_formats import expert_bytes
 from ridgeline.process.children import start_child
 from ridgeline.roofline.decoder_shape import decoder_shape
+from ridgeline.roofline.peaks import MachinePeaks
 from ridgeline.roofline.step_cost import Peaks
+from ridgeline.runner.start.gpu_names import gpu_names
+from ridgeline.runner.start.measure_peaks import machine_peaks
 from ridgeline.sizes import ledger
 
 # One GPU barely holds 70B in bf16: there is room for one long request or a few short ones.
@@ -137,7 +139,7 @@ def measure_model(shape: str, args: argparse.Namespace, names: list[str], starte
             write(made, Path(args.directory) / f"offline-{name}.json")
         return made
 
-    with Watch(torch_gpus()) as watch:
+    with Watch(gpu_names()) as watch:
         for preset in presets:
             if time.monotonic() - started > args.time_limit:
                 figures["not_measured"][preset.name] = "the time limit was reached"

@@ -135,14 +135,18 @@ class Conversation:
         self._messages = []
 
     def _set(self, rest: str) -> None:
+        rest = rest.removeprefix("parameter ")           # as in Ollama
         name, _, value = rest.replace("=", " ").partition(" ")
-        name = name.removeprefix("parameter ").replace("-", "_")
+        name = name.replace("-", "_")
         if not name:
             shown = ", ".join(f"{key} {each}" for key, each in self._settings.items())
             print(shown or "nothing is set: the model's own defaults are used")
             return
         if name not in _SETTINGS:
             self._complain(f"/set knows {', '.join(_SETTINGS)}; not {name!r}")
+            return
+        if not value.strip():
+            print(f"{name} {self._settings[name]}" if name in self._settings else f"{name} is not set")
             return
         try:
             changed = self._settings | {name: _SETTINGS[name](value.strip())}

@@ -22,7 +22,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.drafters import make_drafter
 from ridgeline.engine.core.executor import Executor, make_executor
 from ridgeline.engine.core.grammars import Grammars
-from ridgeline.engine.core.oom_backoff import Thrift
+from ridgeline.engine.core.oom_backoff import StepLimit
 from ridgeline.engine.ipc import Vocabulary
 from ridgeline.errors import BadRequest, EngineDead, one_line
 from ridgeline.grammar.grammar_vocabulary import GrammarVocabulary
@@ -53,7 +53,7 @@ _GRAMMAR_SECONDS = 0.005             # how long a step without work waits for a 
 _LONG_STEP = 2048                    # tokens: the device takes longer for them than the collector for young objects
 _BEYOND_RIDGE = 1.2                  # see _enough_rows
 _STEP_SECONDS = 1e-3                 # of any step: launches, kernels' own times, sampling, the host
-# Options whose reasons are logged: they were made smaller, or do not do what was asked for.
+# Options whose resolved values are logged: they may be smaller than the user expects.
 _LOGGED = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "quantization")
 _NO_MEMORY = "the device has no memory for this request, not even in the smallest steps"
 
@@ -70,7 +70,7 @@ class EngineCore:
         self._unsampled = False                          # the newest step waits for its masks
         self._heard = 0.0                                # when the last result came; 0: there was no work since
         self._collects = True                            # is Python's garbage collector on in this process?
-        self._thrift: Thrift | None = None               # while steps are smaller because memory ran out
+        self._step_limit: StepLimit | None = None        # while steps are smaller because memory ran out
         # On a CPU a step has run when it is launched, so its accepted drafts are known when the next one is packed. Of a GPU the
         # host knows them with the result; until then the device keeps the lengths (runner/row_tables.py).
         # In a pipeline the host knows them before it plans the row again.
@@ -81,8 +81,8 @@ class EngineCore:
         cls, options: EngineConfig, progress: Callable[[int, int], None] | None = None,
         pieces: Callable[[], Vocabulary] | None = None,
     ) -> EngineCore:
-        """Resolve, load, and be ready. `pieces` gives the tokenizer's vocabulary, which a thread then prepares for grammars
-        beside the weights; it may block."""
+        """Resolve the options and load the model. `pieces` gives the tokenizer's vocabulary, which a thread prepares for grammars
+        while the weights load; it may block."""
         config = resolve(options, device_facts(options))
         for name, reason in config.reasons.items():
             logger.log(logging.INFO if name in _LOGGED else logging.DEBUG, "%s: %s", name, reason)
@@ -138,7 +138,7 @@ class EngineCore:
             except Exception as error:
                 if not (self._launching and is_out_of_memory(error)):
                     raise
-                reason = one_line(error)                 # the error itself holds on to all that was computed
+                reason = one_line(error)                 # the error's traceback keeps the step's tensors alive
             self._start_over(reason, deltas)
             return deltas
         except BaseException as error:
@@ -152,12 +152,15 @@ class EngineCore:
         """Plan and launch the next step; take in the oldest once more than `depth` are in flight."""
         if self._unsampled:
             self.sample_masked(deltas)
-            if self._thrift is not None:
-                self._spend(self._thrift)
+            if self._step_limit is not None:
+                self._apply_step_limit(self._step_limit)
         if self.grammars.num_pending:
             self._take_grammars(deltas)
         while self._device_knows_first and self.scheduler.waits_for_drafts:
+            begins = self.scheduler.begins_answers
             deltas += self._take_in()
+            if begins:                                   # first tokens do not wait for the plan and launch of the next step
+                return
         plan = self.scheduler.schedule()
         if len(plan.rows):
             self.recorder.planned(plan)
@@ -170,16 +173,16 @@ class EngineCore:
                 self.executor.sample()
             self._launching = False
             if self._collects and plan.total_tokens >= _LONG_STEP:
-                gc.collect(1)                            # what prompts leave behind would hold up a short step otherwise
-            if self._thrift is not None and not self._unsampled:
-                self._spend(self._thrift)
+                gc.collect(1)                            # or a short step would collect what prompts leave
+            if self._step_limit is not None and not self._unsampled:
+                self._apply_step_limit(self._step_limit)
             if self.scheduler.num_in_flight <= self.config.depth:
                 return
         elif not self.scheduler.num_in_flight:
             self._take_grammars(deltas, _GRAMMAR_SECONDS)
-            if self._thrift is not None:
-                self._thrift.forget()                    # a prompt that is computed whole may have no room in small steps
-                self._spend(self._thrift)
+            if self._step_limit is not None:
+                self._step_limit.forget()                # a prompt that is computed whole may have no room in small steps
+                self._apply_step_limit(self._step_limit)
             return
         deltas += self._take_in()
 
@@ -195,22 +198,22 @@ class EngineCore:
             raise EngineDead(reason)
         plan = self.recorder.dropped()
         sequences = self.scheduler.start_over()
-        if self._thrift is None:
-            self._thrift = Thrift(self.scheduler.limits.max_step_tokens)
+        if self._step_limit is None:
+            self._step_limit = StepLimit(self.scheduler.limits.max_step_tokens)
         least = 1 if self.scheduler.limits.chunked_prefill else int(plan.num_tokens.max())
-        if self._thrift.ran_out(plan.total_tokens, least):
+        if self._step_limit.ran_out(plan.total_tokens, least):
             deltas += [self.scheduler.fail(each, _NO_MEMORY) for each in sequences]
-        self.scheduler.step_tokens = most = self._thrift.tokens
+        self.scheduler.step_tokens = most = self._step_limit.tokens
         logger.warning("out of memory in a step of %d tokens; trying steps of at most %d: %s", plan.total_tokens, most, reason)
 
-    def _spend(self, thrift: Thrift) -> None:
-        """Steps may grow again."""
-        if thrift.went_well():
-            self._thrift = None
-        self.scheduler.step_tokens = thrift.tokens
+    def _apply_step_limit(self, limit: StepLimit) -> None:
+        """A step fitted: the next ones may be larger."""
+        if limit.went_well():
+            self._step_limit = None
+        self.scheduler.step_tokens = limit.tokens
 
     def _take_in(self, masks: bool = False) -> TokenDeltas:
-        """The oldest step in flight. `masks`: those of the newest, which has just followed it, are wanted next."""
+        """Collect the oldest step in flight and update the scheduler. `masks`: the newest step needs its masks next."""
         result = self.executor.collect()
         now = time.monotonic()
         result.wall_seconds = now - self._heard if self._heard else 0.0
@@ -220,23 +223,23 @@ class EngineCore:
                 wanted = [each for each in wanted if each[0] not in guesses]
             self.grammars.masks.advance(self.scheduler.said(result), wanted, num_sampled)
         deltas = self.scheduler.update(result)
-        # A step that captured a graph says nothing of itself, nor of the host's time before the next.
+        # The time of a step that captured a graph is not typical, nor is the host's time before the next one.
         self._heard = now if result.typical and self.scheduler.has_work else 0.0
         self.recorder.took(result, self.scheduler.num_waiting, self.scheduler.has_work)
         return deltas
 
     def _begin_masks(self) -> None:
-        """Of the step that was just planned, if all tokens before it are known. Not without overlap: on a CPU the launch is the
-        whole step, and needs all cores."""
+        """Begin to fill the masks of the step that was just planned, if all tokens before it are known. Not without overlap: on a
+        CPU the launch is the whole step, and needs all cores."""
         if self.config.depth and self.scheduler.num_constrained and self.scheduler.num_in_flight == 1:
             self.grammars.masks.begin(*self.scheduler.constrained())
 
     def _sample_constrained(self, deltas: TokenDeltas) -> None:
         """Sample the newest step, some of whose rows have a grammar: the allowed tokens depend on the last one.
 
-        So the steps before it are taken in first, and masks are filled while its forward pass runs, in other threads while this
-        one takes in the last of them. Where it need not be collected now, it is sampled with the next call: what others do with
-        the deltas takes time, too.
+        So the steps before it are taken in first. Other threads fill the masks while its forward pass runs, and while this thread
+        takes in the last of those steps. A step that need not be collected now is sampled in the next call, so that the deltas
+        leave first.
         """
         self._launching = False
         while (num_in_flight := self.scheduler.num_in_flight) > 1:
@@ -282,7 +285,7 @@ class EngineCore:
 
     def close(self) -> None:
         if self._unsampled and not self._dead:
-            # Other ranks wait for its tokens, and would not hear that this is the end.
+            # Other ranks wait for its tokens, and would not receive the message that ends them.
             with contextlib.suppress(Exception):
                 self.executor.sample()
         try:
@@ -363,7 +366,7 @@ def make_recorder(config: ResolvedConfig, executor: Executor) -> StepRecorder:
 def make_grammars(
     config: ResolvedConfig, vocabulary: GrammarVocabulary | None = None, pieces: Callable[[], Vocabulary] | None = None
 ) -> Grammars:
-    """For the tokenizer's vocabulary, unless another is given; of a tokenizer that is loaded here, unless its pieces are."""
+    """Grammars over `vocabulary`, over `pieces`, or over the vocabulary of the tokenizer, which is then loaded here."""
     on_gpu = config.device == "cuda"
 
     def of_pieces(given: Vocabulary) -> GrammarVocabulary:
@@ -378,8 +381,8 @@ def make_grammars(
 
 
 def grammar_vocabulary(config: ResolvedConfig) -> GrammarVocabulary:
-    """Loads the tokenizer, which takes a moment: asked for in a thread, when the first grammar arrives. Only then is its code
-    imported, which a start need not wait for."""
+    """Loads the tokenizer. This takes a moment, so a thread does it when the first grammar arrives; its code is imported only
+    then, so that a start need not wait for the import."""
     grammar_check = importlib.import_module("ridgeline.engine.client.grammar_check")
     given = config.options.model.tokenizer
     tokenizer = grammar_check.Tokenizer.load(Path(given) if given else config.model_path)

@@ -21,14 +21,14 @@ _lock = threading.Lock()
 _found: list[tuple[int, int, int]] = []      # the caller's thresholds, once for each call of `LLM` that runs, in any thread
 
 
-def spare_the_old() -> None:
+def freeze_loaded() -> None:
     """Never scan the objects that exist now: they live as long as the process."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], _RARELY)
 
 
-def look_at_the_old() -> None:
+def collect_old() -> None:
     """A full collection, if one is due: for idle moments."""
     if gc.get_count()[2] >= _ENOUGH:
         gc.collect()

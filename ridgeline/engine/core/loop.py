@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.engine.core.frontend_socket import IDLE_MS, FrontEndGone, FrontEndLink
-from ridgeline.engine.core.gc_policy import look_at_the_old, spare_the_old
+from ridgeline.engine.core.gc_policy import collect_old, freeze_loaded
 from ridgeline.engine.core.live_switches import Switches
 from ridgeline.engine.core.profile import LiveProfile
 from ridgeline.engine.core.stats import StatsKeeper, active_techniques
@@ -58,8 +58,8 @@ class EngineLoop:
     def __init__(self, core: EngineCore, link: FrontEndLink) -> None:
         self._core = core
         self._link = link
-        self._told = self._fullness()                    # running rows and free blocks, as last sent to the front end
-        self._spoke = time.monotonic()
+        self._last_occupancy = self._occupancy()         # running rows and free blocks, as last sent to the front end
+        self._last_sent = time.monotonic()
         self._stats = StatsKeeper(core)
         self._switches: Switches | None = None           # made by the first Switch
         self._profile: LiveProfile | None = None         # under way
@@ -84,9 +84,9 @@ class EngineLoop:
             for message in messages:
                 if isinstance(message, Shutdown):
                     return
-                self._obey(message)
+                self._handle(message)
             if quiet and not busy and not messages:
-                look_at_the_old()
+                collect_old()
             quiet = not has_work and not messages
             began = time.monotonic()
             deltas = TokenDeltas()
@@ -95,7 +95,7 @@ class EngineLoop:
                 step = core.step if self._profile is None else self._profile.step
                 deltas, started = step(), core.scheduler.started
                 stats.stepped(began, time.monotonic())
-            self._tell(deltas, began, started)
+            self._send_deltas(deltas, began, started)
             if self._profile is not None and self._profile.is_over:
                 self._link.send(self._profile.finish())
                 self._profile = None
@@ -107,7 +107,7 @@ class EngineLoop:
         """Used a quiet moment, for graphs or for what the machine can do. False: nothing is left."""
         return self._core.prepare() or self._stats.prepare(time.monotonic())
 
-    def _obey(self, message: Add | Abort | Vocabulary | ForgetPrefixes | Switch | Profile) -> None:
+    def _handle(self, message: Add | Abort | Vocabulary | ForgetPrefixes | Switch | Profile) -> None:
         if isinstance(message, Abort):
             self._core.abort(message.request_id, message.index)
             return
@@ -140,24 +140,24 @@ class EngineLoop:
         try:
             deltas = self._switches.set(message.technique, message.on)
             if deltas:
-                self._tell(deltas, began, [])
+                self._send_deltas(deltas, began, [])
         except RequestError as error:
             refused = str(error)
         self._link.send(Switched(message.technique, self._switches.active, refused))
 
-    def _tell(self, deltas: TokenDeltas, began: float, started: list[str]) -> None:
-        """One message per step, and one when only the fullness changed (after an abort, say)."""
-        fullness = self._fullness()
+    def _send_deltas(self, deltas: TokenDeltas, began: float, started: list[str]) -> None:
+        """One message per step, and one when only the occupancy changed (after an abort, say)."""
+        occupancy = self._occupancy()
         now = time.monotonic()
-        if deltas or started or fullness != self._told:
-            self._told = fullness
-            self._spoke = now
-            self._link.send(Deltas(deltas, *fullness, began, now, started))
-        elif now - self._spoke > _ALIVE_SECONDS:
-            self._spoke = now
+        if deltas or started or occupancy != self._last_occupancy:
+            self._last_occupancy = occupancy
+            self._last_sent = now
+            self._link.send(Deltas(deltas, *occupancy, began, now, started))
+        elif now - self._last_sent > _ALIVE_SECONDS:
+            self._last_sent = now
             self._link.send(Alive(self._core.scheduler.counters.steps, self._core.has_work))
 
-    def _fullness(self) -> tuple[int, int]:
+    def _occupancy(self) -> tuple[int, int]:
         scheduler = self._core.scheduler
         return scheduler.num_running, scheduler.manager.num_free
 
@@ -173,22 +173,22 @@ def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] |
     def progress(done: int, total: int) -> None:
         nonlocal reported
         link.check()
-        handed.look()
+        vocabulary.look()
         if time.monotonic() - reported > _LOADING_SECONDS or done >= total:
             reported = time.monotonic()
             link.send(Loading(done, total))
 
-    handed = _Handed(link)
-    pieces = handed.wait if EngineConfig.of(**options).model.prepares_grammars else None
+    vocabulary = _FrontEndVocabulary(link)
+    pieces = vocabulary.wait if EngineConfig.of(**options).model.prepares_grammars else None
     try:
-        handed.look()
+        vocabulary.look()
         core = _started(options, sizes or {}, progress, pieces)
         if pieces is not None:
             with phase("grammars"):
-                handed.look_until_here()
+                vocabulary.wait_here()
                 core.grammars.wait_until_loaded()
     except BaseException:
-        handed.give_up()
+        vocabulary.give_up()
         raise
     config = core.config
     ready = Ready(
@@ -206,13 +206,13 @@ def load(options: dict[str, object], link: FrontEndLink, sizes: dict[str, int] |
         memory={part: size * config.options.parallel.num_ranks for part, size in config.memory.items()},
         sizes={"num_gpu_blocks_override": config.num_blocks, "max_model_len": config.max_model_len},
     )
-    spare_the_old()
+    freeze_loaded()
     may_clean_up()
     link.send(ready)
     return core
 
 
-class _Handed:
+class _FrontEndVocabulary:
     """The vocabulary that the front end sends while the engine loads. This thread reads the socket, and another one waits."""
 
     def __init__(self, link: FrontEndLink) -> None:
@@ -228,7 +228,7 @@ class _Handed:
                     self._vocabulary.set_result(message)
         return self._vocabulary.done()
 
-    def look_until_here(self) -> None:
+    def wait_here(self) -> None:
         while not self.look(wait=True):
             self._link.check()
 

@@ -11,7 +11,7 @@ CALM_STEPS = 16                      # that went well, before twice the tokens a
 MOST_FAILURES = 32                   # without CALM_STEPS between them: work is lost before it is of use
 
 
-class Thrift:
+class StepLimit:
     """`tokens` is what a step may have now, `most` what it may have when there is no need to save."""
 
     def __init__(self, most: int) -> None:

@@ -81,6 +81,7 @@ def kernel_steps(
     for tokens in dict.fromkeys([most, min(most, GATED_ROWS - 1), *_expert_sizes(most, experts_used)]):
         whole, rest = divmod(tokens, longest)
         yield KernelStep([rest] * (rest == 1) + [longest] * whole + [rest] * (rest > 1))
+    yield from _sampling(num_rows)                       # whose kernels take up to 4 s, as prefill attention does
     shapes = GraphShapes(max_rows, max_step_tokens)
     yield from _decodes(shapes, num_rows, max_step_tokens, longest)
     beyond = [size for size in decode_sizes(FINE_SIZES) if size > num_rows]  # as many tokens, if not as many rows
@@ -94,7 +95,6 @@ def kernel_steps(
                 yield KernelStep([1], widths=(size - 1,), again=size == DRAFT_QUERIES[0] and longest > 4)
     if longest_chunk > 1 and longest > 2:
         yield KernelStep([2], past=1)                    # a later chunk of a prompt
-    yield from _sampling(num_rows)
     scored = SamplingParams(temperature=0, prompt_logprobs=1)
     for rows in (15, *beyond):                           # rows of logits that the head computes
         if rows < longest_chunk:

@@ -137,9 +137,9 @@ class PeakMeter:
         return faster or new.read_bytes_s > 1.02 * known.read_bytes_s
 
 
-def read_bandwidth(size: int | None = None, device: str = "cpu") -> float:
+def read_bandwidth(device: str = "cpu") -> float:
     """Bytes per second that can be read: the sum over a buffer larger than any cache."""
-    size = size or _buffer_bytes(device)
+    size = _buffer_bytes(device)
     buffer = torch.ones(size // 4, device=device)
     seconds = _times(buffer.sum, device, 5)
     if device == "cuda":                                 # in one piece or row by row, whichever reads faster
@@ -149,7 +149,7 @@ def read_bandwidth(size: int | None = None, device: str = "cpu") -> float:
 
 
 def _pieces(device: str) -> Iterator[tuple[str, Callable[[], float]]]:
-    yield "read", lambda: read_bandwidth(device=device)
+    yield "read", lambda: read_bandwidth(device)
     if device == "cuda":
         for dtype in ("bfloat16", "float16", "float32"):
             yield dtype, partial(_matrix_rate, device, getattr(torch, dtype))

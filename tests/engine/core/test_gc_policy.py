@@ -23,18 +23,18 @@ def cycle():
     thing.itself = thing
     return weakref.ref(thing), thing
 
-gc_policy.spare_the_old()
+gc_policy.freeze_loaded()
 assert gc.get_freeze_count() > 1000 and gc.get_threshold()[2] == 2000
 found, thing = cycle()
 gc.collect(1)                        # it is old now
 gc.collect(1)
 del thing
-gc_policy.look_at_the_old()
+gc_policy.collect_old()
 assert found() is not None, "not after so little work"
 for _ in range(10):
     gc.collect(1)
 assert found() is not None, "the young are not all"
-gc_policy.look_at_the_old()
+gc_policy.collect_old()
 assert found() is None
 print("right")
 """

@@ -20,7 +20,7 @@ from ridgeline.messages import Request
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In order."""
     found: list[str] = []
-    monkeypatch.setattr(loop, "look_at_the_old", lambda: found.append("garbage"))
+    monkeypatch.setattr(loop, "collect_old", lambda: found.append("garbage"))
     return found
 
 

@@ -152,6 +152,18 @@ def _asked_of_core(llm: LLM, aborted: str) -> tuple[dict[str, list[int]], int]:
     return said, begun
 
 
+def test_first_tokens_do_not_wait_for_the_next_launch(model: Path, corrected: list[bool]) -> None:
+    """Where a step waits for what a grammar forces, nothing is in flight when the first token is told."""
+    on = LLM(model, speculative_config='{"method": "grammar"}', async_scheduling=True, **OPTIONS)
+    on.core.add(Request("0", [5, 6, 7], asked(0.0)[0]))
+    told: list[tuple[int, int]] = []
+    while on.core.has_work:
+        deltas = on.core.step()
+        told += [(len(each.token_ids), on.core.scheduler.num_in_flight) for each in deltas if each.token_ids]
+    assert told[0] == (1, 0) and len(told) > 2 and told[1][1] == 1
+    on.close()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_masks_are_begun_before_a_launch_and_survive_an_abort(
     model: Path, overlap: bool, corrected: list[bool], monkeypatch: pytest.MonkeyPatch
@@ -165,7 +177,7 @@ def test_masks_are_begun_before_a_launch_and_survive_an_abort(
         started.extend([num_rows] * self.busy)
 
     monkeypatch.setattr(masks_module, "num_threads", lambda: 2)
-    options = OPTIONS | {"max_num_seqs": 4}              # few rows, so that steps wait for grammars
+    options = OPTIONS | {"max_num_seqs": 2}              # few rows, so that steps wait for grammars
     off = LLM(model, **options)
     expected, _ = _asked_of_core(off, "0")
     off.close()

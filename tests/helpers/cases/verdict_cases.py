@@ -42,7 +42,6 @@ class Planted:
     rows: list[tuple[int, int]]
     at_roof: float = 0.8             # of the kernels' time
     host: float = 0.02               # between steps, as a part of the busy time
-    io: float = 0.0
     communication: float = 0.0
     launches: float = 0.0            # seconds that issuing a step's kernels takes
     busy: float = 1.0                # of the whole time
@@ -114,8 +113,6 @@ CASES = [
     Planted("8B on 4, small steps", "communication", LLAMA_8B.shard(4), H200, decode(1, 512), communication=0.35,
             setting={"ranks": 4}),
     # Storage and network.
-    Planted("KV swapped to disk", "io", LLAMA_8B, H200, decode(64, 4000), io=0.5),
-    Planted("weights streamed through the network", "io", LLAMA_70B, H100, decode(1, 200), io=0.8, host=0.05),
     # Admission.
     Planted("8 rows allowed, 60 wait", "queue", LLAMA_8B, H200, decode(8, 400), waiting=60, setting={"max_rows": 8}),
     Planted("the KV cache is full", "queue", LLAMA_70B, H100, decode(12, 2000), waiting=30,

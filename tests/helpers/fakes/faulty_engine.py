@@ -38,7 +38,7 @@ SITES: dict[str, tuple[type[Any], str]] = {
 def plant(site: str, number: int, file: Path) -> None:
     kind, name = SITES[site]
     whole, calls, armed = getattr(kind, name), [0], [False]
-    obey = EngineLoop._obey
+    obey = EngineLoop._handle
 
     def arm(self: EngineLoop, message: Any) -> None:
         armed[0] = True
@@ -52,7 +52,7 @@ def plant(site: str, number: int, file: Path) -> None:
                 raise MemoryError if site == "memory" else RuntimeError(f"planted at {site}")
         return whole(*args, **options)
 
-    EngineLoop._obey = arm                               # type: ignore[method-assign]
+    EngineLoop._handle = arm                               # type: ignore[method-assign]
     setattr(kind, name, faulty)
 
 

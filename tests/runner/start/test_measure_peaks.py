@@ -69,7 +69,7 @@ def test_an_engine_measures_in_its_spare_moments(monkeypatch: pytest.MonkeyPatch
     again = measure_peaks.PeakMeter.remembering("cpu")
     assert again.peaks == meter.peaks and not again.prepare()            # it is known: nothing to do
     # A step was faster than these peaks allow: they are measured again, and the better of each is kept.
-    monkeypatch.setattr(measure_peaks, "read_bandwidth", lambda size=None, device="cpu": 1.0)
+    monkeypatch.setattr(measure_peaks, "read_bandwidth", lambda device="cpu": 1.0)
     monkeypatch.setattr(measure_peaks, "_matrix_rate", lambda device, dtype: 1e18)
     monkeypatch.setattr(measure_peaks, "_packed_rate", lambda kind, block: 1e18)
     monkeypatch.setattr(measure_peaks, "_launch_time", lambda device: 1e-9)
