@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,24 @@ class Rows(DeviceRows):
         return super()._pack_prompt(plan, shape)
 
 
+NOT_READ = {"picks", "device_picks", "query_start_host", "kv_len_host", "own_kernel"}     # by a graph
+
+
+def what_a_graph_reads(part: Any, name: str = "batch") -> Iterator[Any]:
+    """Of each tensor of a batch its place and form, and all numbers: a captured graph keeps them."""
+    if isinstance(part, Tensor):
+        yield name, part.data_ptr(), part.shape, part.stride(), part.dtype
+    elif is_dataclass(part):
+        for field in fields(part):
+            if field.name not in NOT_READ:
+                yield from what_a_graph_reads(getattr(part, field.name), f"{name}.{field.name}")
+    elif isinstance(part, list | tuple):
+        for number, each in enumerate(part):
+            yield from what_a_graph_reads(each, f"{name}[{number}]")
+    else:
+        yield name, part
+
+
 class StampForward:
     """A slot of the KV memory holds a group, a token, and a stamp of all tokens up to it."""
 
@@ -98,9 +117,15 @@ class StampForward:
         self._random, self.larger = random.Random(setup.max_rows), 0
         self.replays = self.prefixes = self.drafted = self.padded_drafts = 0
         self.stood_in = self.passing = False
+        self._shape: Shape | None = None                 # of the newest step
+        self.read: dict[Any, list[Any]] = {}             # by graph: what it reads, and where that is
         self.shared: deque[int] = deque()                # of each step: KV positions that are not read again
 
     def shape(self, plan: StepPlan, greedy: bool) -> Shape | None:
+        self._shape = self._shape_of(plan)
+        return self._shape
+
+    def _shape_of(self, plan: StepPlan) -> Shape | None:
         if self._shapes is None or (plan.want & EVERY_HIDDEN).any():
             return None
         decodes = leading_decodes(plan)
@@ -127,6 +152,11 @@ class StampForward:
 
     def run(self, batch: Batch, greedy: bool) -> Computed:
         last_token = self._rows.last_token
+        if self._shape is not None:                      # GraphForward would replay a graph of the first such step
+            key = (self._shape, greedy, tuple(group.prefix is not None for group in batch.groups))
+            found = list(what_a_graph_reads(batch))
+            assert self.read.setdefault(key, found) == found, f"{key}: a graph would read other places"
+            self.replays += self.read[key] is not found
         if batch.last_rows is not None:
             batch.tokens[: len(batch.last_rows)] = last_token[batch.last_rows]
         if batch.newest is not None:
@@ -348,12 +378,13 @@ def test_many_answers_are_right_whatever_joins_and_leaves(name: str, depth: int)
 ])
 def test_answers_are_right_with_drafts(name: str, depth: int) -> None:
     """In any mixture of widths, filled up to shapes and not, beside prompts and alone."""
-    drafted = padded = 0
+    drafted = padded = replays = 0
     for seed in (1, 2):
         traffic = run_traffic(replace(SETUPS[name], depth=depth, alpha=0.6), seed, seed == 1, False, num_requests=6)
         drafted += traffic.forward.drafted
         padded += traffic.forward.padded_drafts
-    assert (drafted > 5 and padded) or SETUPS[name].max_step_tokens < 4
+        replays += traffic.forward.replays
+    assert (drafted > 5 and padded and replays > 5) or SETUPS[name].max_step_tokens < 4
 
 
 def test_the_traffic_has_what_it_is_for() -> None:
@@ -363,7 +394,7 @@ def test_the_traffic_has_what_it_is_for() -> None:
     assert sum(run.rows.advanced for run in runs) > 100
     assert all(run.scheduler.counters.preemptions for run in runs)
     assert sum(run.rows.known_prompts for run in runs) and sum(run.forward.prefixes for run in runs)
-    assert sum(run.forward.larger for run in runs) > 10
+    assert sum(run.forward.larger for run in runs) > 10 and all(run.forward.replays > 50 for run in runs)
 
 
 def test_a_row_that_somebody_else_has_now_is_not_taken_for_the_one_before() -> None:
