@@ -9,9 +9,10 @@ Leaving the block before the answer is complete closes the connection, and the r
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 from urllib.parse import quote, urlsplit
 
@@ -169,6 +170,8 @@ class Answer(asyncio.Protocol):
         self._news.set()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if error is not None and not self._parsed_head and not self._error:
+            self._hear_last_words()
         self.reusable = False
         if self._parsed_head and not self.complete and not self.is_framed and error is None and not self._error:
             self.complete = True                         # a body that ends with its connection
@@ -176,6 +179,13 @@ class Answer(asyncio.Protocol):
             self._error = f"its connection ended{f': {error}' if error else ''}"
         self._news.set()
         self._writable.set()
+
+    def _hear_last_words(self) -> None:
+        """A replica that refuses a long body answers and closes: the next write fails, and asyncio does not read any more."""
+        assert self._transport is not None
+        if self._transport.get_extra_info("ssl_object") is None:
+            with suppress(OSError):                      # it would wait: nothing has come
+                self.data_received(os.read(self._transport.get_extra_info("socket").fileno(), MOST_HEAD))
 
     # -- for httptools -------------------------------------------------------------------------------------------------
 

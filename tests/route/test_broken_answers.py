@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import socket
+import threading
 
 import pytest
 from fake_replica import Behaviour, FakeReplica, Router
@@ -187,16 +188,38 @@ def test_chunks_of_one_byte_are_passed_on_together() -> None:
     routed(test, Broken(JSON + CHUNKED + b"".join(chunk(LONG[place : place + 1]) for place in range(len(LONG))) + b"0\r\n\r\n"))
 
 
-def test_a_replica_that_refuses_a_body_before_its_end_and_closes_is_heard(caplog: pytest.LogCaptureFixture) -> None:
-    """The system drops what a connection has received when it is closed with bytes unread: it looked like a failure, and any
-    client could take all replicas down by bodies that are too long for them."""
-    body: dict[str, Any] = ASKED | {"user": "x" * (12 * 2**20)}
+def test_a_replica_that_refuses_a_body_before_its_end_and_closes_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next write fails. It looked like a failure, and any client could take all replicas down by bodies that they refuse."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    has_closed = threading.Event()
 
-    async def test(router: Router, *replicas: FakeReplica) -> None:
-        call = await router.ask(body)
-        assert call.status == 413 and call.body == b"no" and not router.fleet.replicas[0].failed
+    def refuse() -> None:
+        connection, _ = listener.accept()
+        connection.recv(100)
+        connection.sendall(b"HTTP/1.1 413 X\r\n" + sized(b"no"))
+        connection.close()                               # with bytes unread: the system resets the connection
+        has_closed.set()
 
-    routed(test, Broken(b"HTTP/1.1 413 X\r\n" + sized(b"no"), reads=False), max_body_bytes=16 * 2**20)
+    async def wait(event: asyncio.Event) -> bool:
+        assert has_closed.wait(60)
+        return True
+
+    monkeypatch.setattr(upstream.asyncio.Event, "wait", wait)
+
+    async def test() -> None:
+        connection = upstream.Answer()
+        port = listener.getsockname()[1]
+        await asyncio.get_running_loop().create_connection(lambda: connection, "127.0.0.1", port)
+        await connection.send(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % 2**24, b"x" * 2**24)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert connection.status == 413 and await connection.body(100) == b"no" and not connection.reusable
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    with listener:
+        asyncio.run(test())
+        thread.join()
 
 
 def test_an_answer_before_its_request_goes_to_no_request() -> None:
