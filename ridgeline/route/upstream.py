@@ -18,7 +18,9 @@ from urllib.parse import quote, urlsplit
 
 import httptools
 
+from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.errors import ConfigError
+from ridgeline.route.host_addresses import HostAddresses
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -111,7 +113,9 @@ class Answer(asyncio.Protocol):
                 self._waiting = 0
                 if self._transport is not None and not self._transport.is_closing():
                     self._transport.resume_reading()
-                yield piece
+                for place in range(0, len(piece), LONG_BYTES):
+                    yield piece[place : place + LONG_BYTES]
+                    await asyncio.sleep(0)               # thousands of events may be in it: others have their turn
             elif self.complete:
                 return
             else:
@@ -246,6 +250,7 @@ class Upstream:
         if parts.username or parts.password:
             raise ConfigError("the address of a replica must not contain a password: the list of processes shows it")
         self._address = parts.hostname, port or (443 if parts.scheme == "https" else 80)
+        self._addresses = HostAddresses(*self._address)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._base = quote(parts.path, safe=_IN_PATHS + "%").rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
@@ -307,17 +312,34 @@ class Upstream:
                     if connection.status:
                         raise
                     # A replica may close an idle connection just as it is used again: that is no failure.
+        return await self._exchange(await self._connection(), head, body)
+
+    async def _connection(self) -> Answer:
+        """To the first of the host's addresses that takes one. Each has its share of the time: one may only be silent."""
+        error = OSError("its name has no address")
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                host, port = self._address
-                _, fresh = await asyncio.get_running_loop().create_connection(
-                    Answer, host, port, ssl=self._tls, server_hostname=host if self._tls else None
-                )
+                addresses = await self._addresses.find()
+                for place, address in enumerate(addresses):
+                    is_last = place + 1 == len(addresses)
+                    try:
+                        async with asyncio.timeout(None if is_last else CONNECT_SECONDS / len(addresses)):
+                            return await self._connect(address)
+                    except OSError as failure:           # a TimeoutError is one
+                        error = failure
         except TimeoutError:
             raise ReplicaFailure(f"no connection within {CONNECT_SECONDS:g} s") from None
-        except OSError as error:
-            raise ReplicaFailure(f"no connection: {error.strerror or error}") from None
-        return await self._exchange(fresh, head, body)
+        except OSError as failure:
+            error = failure
+        raise ReplicaFailure(f"no connection: {error.strerror or error}")
+
+    async def _connect(self, address: str) -> Answer:
+        host, port = self._address
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            Answer, address, port, ssl=self._tls, server_hostname=host if self._tls else None
+        )
+        return connection
 
     async def _exchange(self, connection: Answer, head: bytes, body: bytes) -> Answer:
         connection.unheard = 0
