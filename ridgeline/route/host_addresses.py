@@ -12,6 +12,7 @@ import ipaddress
 import socket
 import threading
 from contextlib import suppress
+from typing import Any
 
 PATIENCE = 1.0                       # seconds for a new answer where an old one is known
 
@@ -65,7 +66,7 @@ class HostAddresses:
         return found
 
 
-def _written(place: tuple[str | int, ...]) -> str:
+def _written(place: tuple[Any, ...]) -> str:
     """With the zone of a link-local address."""
     address = str(place[0])
     return f"{address}%{place[3]}" if len(place) > 3 and place[3] and "%" not in address else address
