@@ -88,6 +88,10 @@ class TryAgain(RequestError):
         self.retry_after = retry_after
 
 
+class BadGateway(TryAgain):
+    """The servers behind this one failed in this request; the same request may succeed later (HTTP 502)."""
+
+
 class TimedOut(RequestError):
     """The request took longer than it may (HTTP 504)."""
 

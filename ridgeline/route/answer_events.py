@@ -23,7 +23,7 @@ MOST_HELD = 64 * 2**20               # bytes of begun events of all streams, abo
 MOST_TEXT = 4 * 2**20                # characters of an answer that are kept to continue it
 MOST_TOKENS = 2**31                  # of a prompt or an answer: a larger count is not believed
 _DONE = b"[DONE]"
-_END = re.compile(rb"\n\r?\n")       # of an event: an empty line
+_END = re.compile(rb"\n\r?\n[\r\n]*+")      # of an event: empty lines
 _GONE = ("engine_not_available", "try_again", 503)
 FIELDS = ("content", "reasoning_content", "reasoning", "text")
 _LOOKED_AT = ("id", "created", "choices", "usage", "error")
@@ -48,14 +48,41 @@ class Part(NamedTuple):
 
 
 class Held:
-    """The bytes of all streams' begun events."""
+    """The bytes of all streams' begun events, and of begun answers in one piece."""
 
     def __init__(self, most: int = MOST_HELD) -> None:
         self.num_bytes = 0
         self.most = most
 
 
+    @property
+    def most_of_one(self) -> int:
+        """Bytes that one event or answer may have to be read."""
+        return MOST_READ if self.num_bytes <= self.most else LONG_BYTES
+
+
 HELD = Held()
+
+
+class Beginning:
+    """What has come of an answer in one piece, kept while another replica may still answer in its place; close() it at last."""
+
+    def __init__(self, held: Held = HELD) -> None:
+        self._kept = bytearray()
+        self._held = held
+
+    def add(self, piece: bytes) -> bool:
+        """Whether more of it may be kept."""
+        self._held.num_bytes += len(piece)
+        self._kept += piece
+        return len(self._kept) <= self._held.most_of_one
+
+    def close(self) -> bytes:
+        """All of it."""
+        data = bytes(self._kept)
+        self._held.num_bytes -= len(data)
+        self._kept.clear()
+        return data
 
 
 class EventCutter:
@@ -70,7 +97,7 @@ class EventCutter:
     def cut(self, piece: bytes) -> list[Part]:
         """Takes time for the piece and the event that ends in it. Nothing is copied before that end."""
         held, rest = self._held, self._rest
-        most = MOST_READ if held.num_bytes <= held.most else LONG_BYTES
+        most = held.most_of_one
         looked_at = max(0, len(rest) - 2)                # an end may begin in the piece before
         held.num_bytes += len(piece)
         rest += piece
@@ -141,6 +168,7 @@ class AnswerEvents:
         self.began = False                               # some text has come from this replica
         self.shown = False                               # the client has something of the answer, not only its beginning
         self.resumable = resumable                       # the same request gives the same answer, and the text is all of it
+        self.is_open = True                              # what was read last is followed by more, or nothing was read
         self.finished = False                            # the client has the answer's end; usage and [DONE] may be missing
         self._hide_usage = hide_usage
         self._one_choice = one_choice
@@ -157,7 +185,7 @@ class AnswerEvents:
     def restart(self) -> None:
         """The next events are another replica's, of the same request."""
         self._skip = {name: "".join(parts) for name, parts in self._sent.items()}
-        self._resumed, self.began = True, False
+        self._resumed, self.began, self.is_open = True, False, True
 
     def take(self, event: bytes) -> bytes:
         """What the client shall get of an event; empty: nothing."""
@@ -165,10 +193,11 @@ class AnswerEvents:
         if data == _DONE:
             if any(self._skip.values()):
                 raise Differs
-            self.done = True
+            self.done, self.is_open = True, False
             return event
         if not data:
             return b"" if self._resumed else event       # a comment
+        self.is_open = False                             # unless it is a part of a text
         try:
             content = _decode(data) if self._resumed else content_of(data)
         except (ValueError, RecursionError):             # not JSON, not UTF-8, or too deep
@@ -187,7 +216,7 @@ class AnswerEvents:
         """What the client shall get of an event that is not read: all of it. The router does not know any more what it has."""
         if self._resumed:                                # nor whether the client has this already
             raise Differs
-        self.resumable, self.finished = False, False
+        self.resumable, self.finished, self.is_open = False, False, False
         self.began = self.shown = True
         return part
 
@@ -211,6 +240,7 @@ class AnswerEvents:
     def _take_part(self, content: dict[str, Any], choice: dict[str, Any], part: dict[str, Any], event: bytes) -> bytes:
         new = {name: part[name] for name in FIELDS if isinstance(part.get(name), str)}
         ends = bool(choice.get("finish_reason"))
+        self.is_open = not ends
         self.began = self.began or any(new.values())
         if self._resumed:
             new = {name: self._unseen(name, text) for name, text in new.items()}

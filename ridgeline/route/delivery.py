@@ -16,22 +16,23 @@ import msgspec
 
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.replicas.prefix_tree import Chain
-from ridgeline.engine.replicas.replica_load import Ticket
-from ridgeline.errors import Overloaded, TimedOut, TryAgain, Unsupported
+from ridgeline.engine.replicas.replica_load import Ticket, Usage
+from ridgeline.errors import BadGateway, Overloaded, TimedOut
 from ridgeline.process.log import get_logger
-from ridgeline.route.answer_events import MOST_READ, AnswerEvents, Differs, EventCutter, Part, ReplicaGaveUp, usage_of
+from ridgeline.route.answer_events import AnswerEvents, Beginning, Differs, EventCutter, Part, ReplicaGaveUp, usage_of
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import ForwardedRequest
 from ridgeline.route.prompt_text import with_answer
 from ridgeline.route.replica import Replica
-from ridgeline.route.upstream import Answer, AnswerTooLarge, ReplicaFailure
+from ridgeline.route.upstream import Answer, ReplicaFailure
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.failures import ALONE
 from ridgeline.server.http.stream import Send, send_part
 
 logger = get_logger("route")
 
-MOST_ANSWER = 64 * 2**20             # bytes of an answer that is not streamed
+MOST_REFUSAL = 2**16                 # bytes of an answer 429, 502 or 503, kept while other replicas are asked
+_EMPTY = (204, 304)                  # statuses of answers without a body
 _BUSY = (429, 503)
 _RETRIED = (429, 502, 503)
 # Of one connection, not of the answer; and those that the router writes itself.
@@ -40,6 +41,10 @@ _NOT_PASSED = frozenset({
     b"proxy-authenticate", b"x-request-id", b"request-id",
 })
 _BROKEN = "the replica that wrote this answer has failed, and the answer cannot be continued exactly; send the request again"
+
+
+class AnswerCut(Exception):
+    """The client has a part of an answer in one piece, and gets no more: only the end of its connection can tell it."""
 
 
 class Delivery:
@@ -51,11 +56,12 @@ class Delivery:
         self._client_headers = headers
         self._send = send
         self._events = self._new_events()
+        self._is_whole = False                           # the client has a part of an answer in one piece
         self._is_inside = False                          # the client has a part of a long event, but not its end
         self._refusal: tuple[int, list[tuple[bytes, bytes]], bytes] | None = None
 
     async def run(self) -> None:
-        """Raises Overloaded or TryAgain when no replica can be tried, and none has refused in its own words."""
+        """Raises Overloaded, TryAgain or BadGateway when no replica is left to try, and none has refused in its own words."""
         fleet, tried = self._fleet, set[int]()
         number: int | None = None
         while len(tried) <= fleet.options.retries:
@@ -67,17 +73,14 @@ class Delivery:
                 fleet.counts["retries"] += not self.started
             tried.add(number)
             was_started = self.started
-            try:
-                if await self._try(number):
-                    fleet.counts["resumed_streams"] += was_started
-                    return
-            except AnswerTooLarge as error:              # other replicas would compute the same again, and be down for it
-                return await self._refuse_too_large(error)
+            if await self._try(number):
+                fleet.counts["resumed_streams"] += was_started
+                return
             if not self.started:
                 self._events = self._new_events()
             elif self._events.finished and self._request.hide_usage:
                 return await self._send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-            elif self._events.shown and not self._events.resumable:
+            elif self._is_whole or (self._events.shown and not self._events.resumable):
                 break
             else:
                 self._events.restart()
@@ -92,7 +95,7 @@ class Delivery:
             await self.end_with_error(503, _BROKEN, "service_unavailable_error", "replica_failed")
         elif self._refusal is None and tried:
             failed = "a replica" if len(tried) == 1 else f"{len(tried)} replicas"
-            raise TryAgain(f"{failed} failed in this request; try again later", 1.0)
+            raise BadGateway(f"{failed} failed in this request, and none answered it; try again later", 1.0)
         elif self._refusal is None:
             raise self._fleet.nothing_usable()
         else:
@@ -100,6 +103,8 @@ class Delivery:
 
     async def end_with_error(self, status: int, message: str, kind: str, code: str) -> None:
         """In place of the rest of a stream. `status`: what the answer would have had before its beginning."""
+        if self._is_whole:
+            raise AnswerCut
         path, headers = self._request.path, self._client_headers
         body = body_for(path, headers, status, error_body(message, kind, code=code))
         name = b"event: error\n" if path.startswith("/v1/messages") else b""
@@ -124,8 +129,6 @@ class Delivery:
                 else:
                     await self._whole(replica, answer, ticket)
                 return True
-        except AnswerTooLarge:
-            raise
         except (ReplicaFailure, ReplicaGaveUp) as error:
             replica.fail(str(error))
             logger.warning("%s failed in request %s: %s", replica.url, request.request_id.decode("latin-1"), error)
@@ -136,48 +139,70 @@ class Delivery:
             replica.load.leave(ticket)                   # if it is still there: it failed, or its client has gone
         return False
 
-    async def _refuse_too_large(self, error: AnswerTooLarge) -> None:
-        message = f"{error}; ask for less in one request, such as fewer prompts or log-probabilities"
-        self._fleet.counts["too_large"] += 1
-        if not self.started:
-            raise Unsupported(message)
-        await self.end_with_error(400, message, "invalid_request_error", "answer_too_large")
-
     async def _refused(self, replica: Replica, answer: Answer) -> None:
         # Clients sleep for what stands there: not for "nan", nor until a date by a clock that may be wrong.
         headers = [(name, b"1" if name == b"retry-after" and not value.isdigit() else value) for name, value in answer.headers]
-        self._refusal = answer.status, headers, await answer.body(MOST_ANSWER)
+        self._refusal = answer.status, headers, await answer.body(MOST_REFUSAL)
         if answer.status not in _BUSY:
             replica.fail(f"it answers {answer.status}")
         elif not self._request.has_deadline and not answer.header(ALONE):
             replica.asked_to_wait(answer.header(b"retry-after"))
 
     async def _whole(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
-        body = await answer.body(MOST_ANSWER)
-        replica.succeeded()
+        """An answer in one piece. A long one is passed on as it comes, and as fast as its client reads."""
+        if self.started:                                 # a stream that another replica does not continue as one
+            raise ReplicaGaveUp(f"it answers {answer.status} to a request that was answered elsewhere")
+        pieces, is_long = answer.pieces(), False
+        with closing(Beginning()) as kept:
+            async for piece in pieces:
+                if is_long := not kept.add(piece):
+                    break
+            body = kept.close()
+        if not is_long:
+            return await self._short(replica, answer, ticket, body)
+        if not answer.is_framed:
+            raise ReplicaFailure("its long answer does not say where it ends")
+        self._is_whole = True
+        await self._start(answer, answer.header(b"content-length"))
+        await send_part(self._send, body, more=True)
+        del body
+        async for piece in pieces:
+            await send_part(self._send, piece, more=True)
+        self._answered(replica, answer, ticket, None, None)
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _short(self, replica: Replica, answer: Answer, ticket: Ticket, body: bytes) -> None:
+        """One that was kept until its end."""
+        if not answer.is_framed and answer.header(b"content-type").startswith(b"application/json") and not _is_json(body):
+            raise ReplicaFailure("its answer was cut")
         usage = text = None
-        if answer.status == 200 and self._request.is_counted and len(body) <= MOST_READ:
+        if answer.status == 200 and self._request.is_counted:
             with suppress(Overloaded, TimedOut):         # threads are busy: statistics are left out, the answer is not
                 usage, text = await away_if_long(len(body), lambda: _read(body))
+        self._answered(replica, answer, ticket, usage, text)
+        await self._send_whole(answer.status, answer.headers, body)
+
+    def _answered(self, replica: Replica, answer: Answer, ticket: Ticket, usage: Usage | None, text: str | None) -> None:
+        replica.succeeded()
         if answer.status == 200 and self._request.method == "POST":
             replica.load.finish(ticket, self._fleet.now(), usage, self._whole_chain(text))
             self._fleet.answered(replica, usage)
-        if self.started:                                 # a stream that another replica does not continue as one
-            raise ReplicaGaveUp(f"it answers {answer.status} to a request that was answered elsewhere")
-        await self._send_whole(answer.status, answer.headers, body)
 
     async def _stream(self, replica: Replica, answer: Answer, ticket: Ticket) -> None:
-        events = self._events
+        events, last = self._events, b""
         with closing(EventCutter()) as cutter:
             try:
                 async for piece in answer.pieces():
-                    await self._pass(cutter.cut(piece), replica, answer, ticket)
+                    parts = cutter.cut(piece)
+                    last = parts[-1].data if parts else last
+                    await self._pass(parts, replica, answer, ticket)
                 await self._pass(cutter.last(), replica, answer, ticket)
             finally:
                 self._is_inside = cutter.is_inside
-        replica.succeeded()
-        replica.load.finish(ticket, self._fleet.now(), events.usage, self._whole_chain(events.text))
-        self._fleet.answered(replica, events.usage)
+        # Of Anthropic's events the router knows the last one only; it matters where nothing else tells that they are all.
+        if events.is_open if self._request.is_counted else not answer.is_framed and b"message_stop" not in last:
+            raise ReplicaFailure("its stream ended before the answer did")
+        self._answered(replica, answer, ticket, events.usage, events.text)
         await self._start(answer)
         await self._send({"type": "http.response.body", "body": b""})
 
@@ -211,24 +236,34 @@ class Delivery:
 
     # -- to the client -------------------------------------------------------------------------------------------------
 
-    async def _start(self, answer: Answer) -> None:
+    async def _start(self, answer: Answer, length: bytes = b"") -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": answer.status, "headers": self._headers(answer.headers)})
+            headers = self._headers(answer.headers, length)
+            await self._send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
     async def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         self.started = True
-        length = (b"content-length", str(len(body)).encode())
-        await self._send({"type": "http.response.start", "status": status, "headers": [*self._headers(headers), length]})
+        length = b"" if status in _EMPTY else b"%d" % len(body)
+        await self._send({"type": "http.response.start", "status": status, "headers": self._headers(headers, length)})
         await send_part(self._send, body)
 
-    def _headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    def _headers(self, headers: list[tuple[bytes, bytes]], length: bytes) -> list[tuple[bytes, bytes]]:
         named = {each.strip().lower() for name, value in headers if name == b"connection" for each in value.split(b",")}
         passed = [
             each for each in headers
             if each[0] not in _NOT_PASSED and each[0] not in named and not each[0].startswith(b"access-control-")
         ]
-        return [*passed, (b"x-request-id", self._request.request_id)]
+        passed.append((b"x-request-id", self._request.request_id))
+        return [*passed, (b"content-length", length)] if length else passed
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _read(body: bytes) -> tuple[Any, str]:

@@ -126,8 +126,8 @@ class Fleet:
         for name, text in (
             ("retries", "Requests sent to a further replica before their answer had begun."),
             ("resumed_streams", "Streams that went on from another replica."),
-            ("broken_streams", "Streams that ended with an error."), ("refused", "Requests that no replica could take."),
-            ("too_large", "Answers that were too large to pass on."),
+            ("broken_streams", "Answers that ended with an error after they had begun."),
+            ("refused", "Requests that no replica could take."),
         ):
             found.add("counter", f"ridgeline:route_{name}", text, self.counts[name])
         first = "route_first_token_seconds", "From a replica's choice to the first text.", self.first_token

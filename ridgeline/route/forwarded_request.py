@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from ridgeline.engine.replicas.routed_prompt import RoutedPrompt
-from ridgeline.errors import BadRequest
+from ridgeline.route.body_fields import fields_of, last_values, with_fields
 from ridgeline.route.prompt_text import prompt_of
-from ridgeline.server.http.body import json_fault
 from ridgeline.server.http.gate import TTFT_HEADER, caller_of, request_id
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.json_size import check_size
@@ -23,6 +22,10 @@ _PASSED = frozenset({
     b"x-ridgeline-timings", TTFT_HEADER,
 })
 _SALTED = (*COUNTED_PATHS, "/v1/embeddings", "/v1/score")       # Anthropic's API has no such field
+_ROUTED = frozenset({                                            # fields of a body that are read; all others are only passed on
+    "cache_salt", "input", "logprobs", "max_completion_tokens", "max_tokens", "messages", "model", "n", "prompt",
+    "return_token_ids", "seed", "stream", "stream_options", "system", "temperature", "text_1", "tools",
+})
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
@@ -56,19 +59,26 @@ def forwarded(scope: Scope, body: bytes, has_keys: bool) -> ForwardedRequest:
     if scope["method"] == "GET":
         return ForwardedRequest("GET", path, headers, keys, b"", number, RoutedPrompt(b"", 0, []))
     check_size(body)
-    try:
-        request = _decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {json_fault(error, body)[:200]}") from None
-    if not isinstance(request, dict):
-        raise BadRequest("the body must be a JSON object")
+    fields = fields_of(body)
+    values = last_values(body, fields, _ROUTED)
+    request = {name: _read(name, value) for name, value in values.items()}
     counted = path in COUNTED_PATHS
-    added, hide = _additions(request, caller_of(scope).cache_salt if path in _SALTED else "", counted)
-    prompt = prompt_of(request, str(added.get("cache_salt", request.get("cache_salt") or "")))
+    added, hide = _additions(request, values, caller_of(scope).cache_salt if path in _SALTED else "", counted)
+    prompt = prompt_of(request, str(request.get("cache_salt") or ""))
     return ForwardedRequest(
-        "POST", path, headers, keys, _with(body, request, added), number, prompt, counted, hide,
+        "POST", path, headers, keys, with_fields(body, fields, added) if added else body, number, prompt, counted, hide,
         counted and is_exact(request), has_one_choice(request), deadline,
     )
+
+
+def _read(name: str, value: bytes) -> Any:
+    """A value that the router looks at. One that is no strict JSON, such as a text cut inside an emoji, goes on as it is: its
+    bytes still tell a prompt from others."""
+    try:
+        return _decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        text = value.decode("latin-1")
+        return [text] if name == "messages" else text
 
 
 def is_exact(request: dict[str, Any]) -> bool:
@@ -84,25 +94,20 @@ def has_one_choice(request: dict[str, Any]) -> bool:
     return (request.get("n") or 1) == 1 and not several
 
 
-def _additions(request: dict[str, Any], salt: str, counted: bool) -> tuple[dict[str, Any], bool]:
-    """Fields to add or replace, and whether the usage must be hidden from the client."""
-    added: dict[str, Any] = {}
+def _additions(
+    request: dict[str, Any], values: dict[str, bytes], salt: str, counted: bool
+) -> tuple[dict[str, bytes], bool]:
+    """Fields to add or replace, and whether the usage must be hidden from the client. The request gets its salt."""
+    added: dict[str, bytes] = {}
     if salt:                                             # keys of the router share no cache: a hit's speed reveals prompts
         own = request.get("cache_salt")
-        added["cache_salt"] = f"{salt}:{own}" if isinstance(own, str) and own else salt
+        request["cache_salt"] = f"{salt}:{own}" if isinstance(own, str) and own else salt
+        added["cache_salt"] = _encode(request["cache_salt"])
     options = request.get("stream_options")
     hide = False
     if counted and request.get("stream") is True and (options is None or isinstance(options, dict)):
         hide = not (options or {}).get("include_usage")
         if hide:
-            added["stream_options"] = (options or {}) | {"include_usage": True}
+            asked = b"{}" if options is None else values["stream_options"]
+            added["stream_options"] = with_fields(asked, fields_of(asked), {"include_usage": b"true"})
     return added, hide
-
-
-def _with(body: bytes, request: dict[str, Any], added: dict[str, Any]) -> bytes:
-    """The body with these fields. New ones are appended, so that the rest keeps its bytes."""
-    if not added:
-        return body
-    if not request or added.keys() & request.keys():
-        return _encode(request | added)
-    return body.rstrip()[:-1] + b"," + _encode(added)[1:]

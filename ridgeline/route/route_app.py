@@ -15,7 +15,7 @@ from starlette.responses import RedirectResponse
 
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.errors import TimedOut, TryAgain
-from ridgeline.route.delivery import Delivery
+from ridgeline.route.delivery import AnswerCut, Delivery
 from ridgeline.route.fleet import Fleet
 from ridgeline.route.forwarded_request import forwarded
 from ridgeline.route.replica_pages import fleet_reply
@@ -89,7 +89,7 @@ class RouteApp:
                 await body.read(receive, scope["headers"], scope.get(DIRECT))
             with fleet.slots.taking(1):                  # a body that does not come holds none
                 await while_connected(receive, self._deliver(scope, body, send, deliveries))
-        except ClientGone:
+        except (ClientGone, AnswerCut):
             pass
         except Exception as error:
             if deliveries and deliveries[0].started:

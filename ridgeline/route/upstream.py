@@ -9,16 +9,18 @@ Leaving the block before the answer is complete closes the connection, and the r
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 from urllib.parse import quote, urlsplit
 
 import httptools
 
+from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.errors import ConfigError
+from ridgeline.route.host_addresses import HostAddresses
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -32,11 +34,7 @@ PIECE = 256 * 1024                   # bytes of a body that are written at once:
 
 
 class ReplicaFailure(Exception):
-    """No connection, or a connection that ended before the answer did."""
-
-
-class AnswerTooLarge(ReplicaFailure):
-    """More than the router keeps of an answer: what the request asked for, not a fault of the replica that wrote it."""
+    """No connection, one that ended before the answer did, or bytes that are no answer."""
 
 
 class Answer(asyncio.Protocol):
@@ -47,8 +45,9 @@ class Answer(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self.complete = False
         self.reusable = True
+        self._is_second = False                          # what is parsed now is not the answer any more
         self.unheard = 0                                 # checks in a row that the replica did not answer, without a byte here
-        self._pieces: deque[bytes] = deque()
+        self._pieces: list[bytes] = []
         self._waiting = 0                                # bytes in _pieces
         self._unparsed = 0                               # bytes since the last of a body
         self._error = ""
@@ -101,24 +100,34 @@ class Answer(asyncio.Protocol):
         while not self._parsed_head:
             await self._more()
 
+    @property
+    def is_framed(self) -> bool:
+        """Whether it says where it ends. Another one ends with its connection, also when that broke."""
+        return bool(self.header(b"content-length")) or b"chunked" in self.header(b"transfer-encoding").lower()
+
     async def pieces(self) -> AsyncIterator[bytes]:
         while True:
-            while self._pieces:
-                piece = self._pieces.popleft()
-                self._waiting -= len(piece)
-                if self._waiting < HIGH_WATER // 2 and self._transport is not None and not self._transport.is_closing():
+            if self._pieces:
+                piece = b"".join(self._pieces)           # a replica may send chunks of one byte
+                self._pieces.clear()
+                self._waiting = 0
+                if self._transport is not None and not self._transport.is_closing():
                     self._transport.resume_reading()
-                yield piece
-            if self.complete:
+                for place in range(0, len(piece), LONG_BYTES):
+                    yield piece[place : place + LONG_BYTES]
+                    await asyncio.sleep(0)               # thousands of events may be in it: others have their turn
+            elif self.complete:
                 return
-            await self._more()
+            else:
+                await self._more()
 
     async def body(self, most: int) -> bytes:
+        """All of a short one."""
         read, size = [], 0
         async for piece in self.pieces():
             size += len(piece)
             if size > most:
-                raise AnswerTooLarge(f"the answer is larger than {most} bytes")
+                raise ReplicaFailure(f"its answer is larger than {most} bytes")
             read.append(piece)
         return b"".join(read)
 
@@ -152,7 +161,10 @@ class Answer(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._error = self._error or f"its answer is not HTTP: {error}"
+            if not self._error:                          # also behind its end: what said how long it is was wrong
+                self._error, self.complete = f"its answer is not HTTP: {error}", False
+            self.close()
+        if self._is_second:                              # it answers twice: another client must not get that
             self.close()
         if self._unparsed > MOST_HEAD:
             self._error = f"a head of its answer is larger than {MOST_HEAD} bytes"
@@ -162,27 +174,40 @@ class Answer(asyncio.Protocol):
         self._news.set()
 
     def connection_lost(self, error: Exception | None) -> None:
+        if error is not None and not self._parsed_head and not self._error:
+            self._hear_last_words()
         self.reusable = False
-        framed = self.header(b"content-length") or b"chunked" in self.header(b"transfer-encoding")
-        if self._parsed_head and not self.complete and not framed and error is None:
+        if self._parsed_head and not self.complete and not self.is_framed and error is None and not self._error:
             self.complete = True                         # a body that ends with its connection
         if not self.complete and not self._error:
             self._error = f"its connection ended{f': {error}' if error else ''}"
         self._news.set()
         self._writable.set()
 
+    def _hear_last_words(self) -> None:
+        """A replica that refuses a long body answers and closes: the next write fails, and asyncio does not read any more."""
+        assert self._transport is not None
+        if self._transport.get_extra_info("ssl_object") is None:
+            with suppress(OSError):                      # it would wait: nothing has come
+                self.data_received(os.read(self._transport.get_extra_info("socket").fileno(), MOST_HEAD))
+
     # -- for httptools -------------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self.complete:                                # in one piece with the answer: another client must not get it
-            self._stop("it answers twice")
+        self._is_second = self.complete                  # in one piece with the answer
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_second:
+            return
         if len(self.headers) == MOST_HEADERS:
             self._stop(f"its answer has more than {MOST_HEADERS} headers")
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self._is_second:
+            return
+        if self._parser.get_http_version() not in ("1.0", "1.1"):
+            self._stop("its answer is not HTTP/1")
         self.status = self._parser.get_status_code()
         if not 100 <= self.status <= 599:                # no client could be told
             self._stop(f"its answer has the status {self.status}")
@@ -190,11 +215,15 @@ class Answer(asyncio.Protocol):
             self._writable.set()                         # who waits to write sees the answer instead
 
     def on_body(self, body: bytes) -> None:
+        if self._is_second:
+            return
         self._pieces.append(body)
         self._waiting += len(body)
         self._unparsed = 0
 
     def on_message_complete(self) -> None:
+        if self._is_second:
+            return
         if self.status < 200:
             self.headers = []                            # the answer proper follows
             return
@@ -221,6 +250,7 @@ class Upstream:
         if parts.username or parts.password:
             raise ConfigError("the address of a replica must not contain a password: the list of processes shows it")
         self._address = parts.hostname, port or (443 if parts.scheme == "https" else 80)
+        self._addresses = HostAddresses(*self._address)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._base = quote(parts.path, safe=_IN_PATHS + "%").rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
@@ -282,17 +312,34 @@ class Upstream:
                     if connection.status:
                         raise
                     # A replica may close an idle connection just as it is used again: that is no failure.
+        return await self._exchange(await self._connection(), head, body)
+
+    async def _connection(self) -> Answer:
+        """To the first of the host's addresses that takes one. Each has its share of the time: one may only be silent."""
+        error = OSError("its name has no address")
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                host, port = self._address
-                _, fresh = await asyncio.get_running_loop().create_connection(
-                    Answer, host, port, ssl=self._tls, server_hostname=host if self._tls else None
-                )
+                addresses = await self._addresses.find()
+                for place, address in enumerate(addresses):
+                    is_last = place + 1 == len(addresses)
+                    try:
+                        async with asyncio.timeout(None if is_last else CONNECT_SECONDS / len(addresses)):
+                            return await self._connect(address)
+                    except OSError as failure:           # a TimeoutError is one
+                        error = failure
         except TimeoutError:
             raise ReplicaFailure(f"no connection within {CONNECT_SECONDS:g} s") from None
-        except OSError as error:
-            raise ReplicaFailure(f"no connection: {error.strerror or error}") from None
-        return await self._exchange(fresh, head, body)
+        except OSError as failure:
+            error = failure
+        raise ReplicaFailure(f"no connection: {error.strerror or error}")
+
+    async def _connect(self, address: str) -> Answer:
+        host, port = self._address
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            Answer, address, port, ssl=self._tls, server_hostname=host if self._tls else None
+        )
+        return connection
 
     async def _exchange(self, connection: Answer, head: bytes, body: bytes) -> Answer:
         connection.unheard = 0

@@ -163,39 +163,27 @@ def test_an_error_of_the_request_is_not_retried() -> None:
     routed(test, FakeReplica(Behaviour(status=400)), FakeReplica(Behaviour(status=400)))
 
 
-def test_an_answer_that_is_too_large_is_no_failure_of_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replica would compute it again, and be down for it: one client's log-probabilities would end all others' answers."""
-    monkeypatch.setattr(delivery, "MOST_ANSWER", 100_000)
+@pytest.mark.parametrize("size", [3 * 2**20, 40_000])
+def test_a_long_answer_in_one_piece_passes_as_it_comes(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was kept until its end, up to 64 MiB, and refused above."""
+    kept: list[int] = []
+    monkeypatch.setattr(answer_events.HELD, "most", 0 if size < LONG_BYTES else answer_events.MOST_HELD)
+    add = answer_events.Beginning.add
 
-    async def test(router: Router, *replicas: FakeReplica) -> None:
-        for number in range(1, 5):
-            call = await router.ask(CHAT | {"stream": False})
-            assert sum(len(each.seen) for each in replicas) == number
-            said = json.loads(call.body)
-            assert call.status == 400 and said["error"]["type"] == "invalid_request_error"
-            assert "is larger than 100000 bytes; ask for less in one request" in said["error"]["message"]
-        assert all(each.up and not each.failed for each in router.fleet.replicas)
-        assert router.fleet.counts["too_large"] == 4 and "ridgeline:route_too_large_total{" in router.fleet.metrics()
+    def noted(self: Any, piece: bytes) -> bool:
+        goes_on = add(self, piece)
+        kept.append(len(self._kept))
+        return goes_on
 
-    long = Behaviour(text="x" * 2**20)
-    routed(test, FakeReplica(long), FakeReplica(long))
+    monkeypatch.setattr(answer_events.Beginning, "add", noted)
 
+    async def test(router: Router, replica: FakeReplica) -> None:
+        call = await router.ask(CHAT | {"stream": False})
+        assert call.status == 200 and call.body.count(b"x") == size and int(call.headers["content-length"]) == len(call.body)
+        assert max(kept) <= answer_events.MOST_READ + 4 * upstream.HIGH_WATER and answer_events.HELD.num_bytes == 0
+        assert router.fleet.replicas[0].counts["answers"] == 1 and (len(call.parts) > 2) == (size > LONG_BYTES)
 
-def test_a_stream_that_would_go_on_with_an_answer_that_is_too_large_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anthropic's clients read `overloaded_error`, and sent it again; it counted as resumed."""
-    monkeypatch.setattr(delivery, "MOST_ANSWER", 10)
-
-    async def test(router: Router, *replicas: FakeReplica) -> None:
-        bad = first_of(router)
-        replicas[bad].behaviours = [Behaviour(dies_after=1)]
-        replicas[1 - bad].behaviours = [Behaviour(status=400)]
-        call = await router.ask(GREEDY, anthropic_version="2023-06-01")
-        assert call.status == 200 and call.events[-1]["error"]["type"] == "invalid_request_error"
-        assert "is larger than 10 bytes" in call.events[-1]["error"]["message"]
-        counts = router.fleet.counts
-        assert (counts["too_large"], counts["resumed_streams"], counts["broken_streams"]) == (1, 0, 0)
-
-    routed(test, FakeReplica(), FakeReplica())
+    routed(test, FakeReplica(Behaviour(text="x" * size)))
 
 
 def test_a_long_event_of_a_stream_passes_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +242,7 @@ def test_an_event_that_the_threads_have_no_time_for_is_passed_on(monkeypatch: py
 def test_a_head_without_an_end_is_not_kept() -> None:
     async def test(router: Router, replica: FakeReplica) -> None:
         call = await router.ask(CHAT | {"stream": False})
-        assert call.status == 503 and router.fleet.replicas[0].failed
+        assert call.status == 502 and router.fleet.replicas[0].failed
 
     routed(test, FakeReplica(Behaviour(headers={"x-long": "y" * 2 * upstream.MOST_HEAD})))
 
@@ -263,7 +251,9 @@ def test_without_a_replica_the_router_says_so() -> None:
     async def test(router: Router, replica: FakeReplica) -> None:
         replica._server.close()
         for _ in range(3):
-            assert (await router.ask(CHAT)).status == 503
+            call = await router.ask(CHAT)
+            assert call.status == 502 and "retry-after" in call.headers
+            assert json.loads(call.body)["error"]["code"] == "replica_failed"
         assert not router.fleet.replicas[0].up
         call = await router.ask(CHAT)
         assert call.status == 503 and "retry-after" in call.headers
@@ -352,7 +342,7 @@ def test_a_complete_answer_only_gets_its_end() -> None:
 def test_retries_are_limited() -> None:
     async def test(router: Router, *replicas: FakeReplica) -> None:
         call = await router.ask(CHAT)
-        assert call.status == 503 and sum(len(each.seen) for each in replicas) == 2
+        assert call.status == 502 and sum(len(each.seen) for each in replicas) == 2
         assert sum(each.counts["moved"] for each in router.fleet.replicas) == 1              # the last goes nowhere
 
     routed(test, *(FakeReplica(Behaviour(dies_after=0)) for _ in range(4)), retries=1)

@@ -54,7 +54,7 @@ def test_what_no_client_could_read_is_a_failure_of_its_replica(
 ) -> None:
     async def test(router: Router, *replicas: FakeReplica) -> None:
         call = await router.ask(ASKED)
-        assert call.status == 503 and call.headers["retry-after"]
+        assert call.status == 502 and call.headers["retry-after"]
         assert router.fleet.replicas[0].failed == 1 and reason in caplog.text and "Traceback" not in caplog.text
 
     routed(test, Scripted(sent))

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from ridgeline.errors import (
     PROMPT,
+    BadGateway,
     BadRequest,
     NotNow,
     Overloaded,
@@ -60,6 +61,7 @@ _KINDS: tuple[tuple[type[RequestError], int, str, str | None], ...] = (
     (PreviousNotStored, 400, _INVALID, "previous_response_not_found"),
     (WrongMediaType, 415, _INVALID, None),
     (Overloaded, 429, "overloaded_error", "overloaded"),
+    (BadGateway, 502, "service_unavailable_error", "replica_failed"),
     (TryAgain, 503, "service_unavailable_error", "try_again"),
     (TimedOut, 504, "timeout_error", "request_timeout"),
     (PromptTooLong, 400, _INVALID, "context_length_exceeded"),
@@ -83,7 +85,7 @@ def describe(
         error = as_requested(error, prompt_field, names)
         status, kind, code = next(row[1:] for row in _KINDS if isinstance(error, row[0]))
         body = error_body(str(error), kind, param_of(error), code, getattr(error, "details", None))
-        return status, body, retry if status in (429, 503) else []
+        return status, body, retry if status in (429, 502, 503) else []
     if isinstance(error, RidgelineError):
         # Why an engine died is for the operator only: the reason may quote a path, or another client's request.
         message = str(error) if isinstance(error, Unavailable) else STOPPED

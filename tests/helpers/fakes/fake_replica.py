@@ -158,6 +158,7 @@ class Call:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.parts: list[bytes] = []
+        self.is_complete = False                         # otherwise the server ends its connection
         self.news = asyncio.Event()
         self._left = asyncio.Event()
         self._body: bytes | None = b"" if body is None else json.dumps(body).encode()
@@ -180,6 +181,7 @@ class Call:
             self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
         else:
             self.parts.append(message.get("body", b""))
+            self.is_complete = not message.get("more_body", False)
         self.news.set()
 
     def leave(self) -> None:

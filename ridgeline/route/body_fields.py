@@ -1,0 +1,130 @@
+"""Where the fields of a request's body lie in its bytes. All other bytes go to the replica as they came.
+
+A JSON parser that writes again what it has read changes what others can read: of a field that is given twice one is lost, NaN, a
+cut emoji or a number with a thousand digits is refused or becomes another. So only the outermost names are read here, and a field
+is set by writing its value over the old one. What is not valid JSON inside of a value is the replica's to refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from ridgeline.errors import BadRequest
+from ridgeline.server.http.body import json_fault
+
+_BLANKS = re.compile(rb"[ \t\n\r]*")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_INSIDE = re.compile(rb'[^"\[\]{}]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)    # of a list or an object: all but brackets
+_BARE = re.compile(rb"[-+.\w]+", re.ASCII)
+
+
+class Field(NamedTuple):
+    name: str
+    start: int                       # of its value
+    end: int
+
+
+class _NoObject(Exception):
+    pass
+
+
+def fields_of(body: bytes) -> list[Field]:
+    """In their order; a name may be there twice. BadRequest if the body is no JSON object."""
+    try:
+        return _fields(body)
+    except _NoObject:
+        raise BadRequest(_fault(body)) from None
+
+
+def last_values(body: bytes, fields: list[Field], names: Collection[str]) -> dict[str, bytes]:
+    """The values of these names; of one that is given twice the last, as decoders take it."""
+    return {field.name: body[field.start : field.end] for field in fields if field.name in names}
+
+
+def with_fields(body: bytes, fields: list[Field], values: Mapping[str, bytes]) -> bytes:
+    """The body with these values, wherever their names are given; names that are not there come at its end."""
+    parts, place = list[bytes](), 0
+    for field in fields:
+        if field.name in values:
+            parts += body[place : field.start], values[field.name]
+            place = field.end
+    end = body.rindex(b"}")
+    parts.append(body[place:end])
+    found = {field.name for field in fields}
+    new = [msgspec.json.encode(name) + b":" + value for name, value in values.items() if name not in found]
+    between = b"," if fields and new else b""
+    return b"".join([*parts, between, b",".join(new), body[end:]])
+
+
+def _fields(body: bytes) -> list[Field]:
+    place = _past(body, 0, b"{")
+    fields: list[Field] = []
+    while fields or body[place : place + 1] != b"}":
+        name = _STRING.match(body, place)
+        if name is None:
+            raise _NoObject
+        start = _past(body, _skip(body, name.end()), b":")
+        end = _value_end(body, start)
+        fields.append(Field(_name(name[0]), start, end))
+        place = _skip(body, end)
+        if body[place : place + 1] == b"}":
+            break
+        place = _past(body, place, b",")
+    if _skip(body, place + 1) != len(body):
+        raise _NoObject
+    return fields
+
+
+def _skip(body: bytes, place: int) -> int:
+    found = _BLANKS.match(body, place)
+    assert found is not None
+    return found.end()
+
+
+def _past(body: bytes, place: int, mark: bytes) -> int:
+    """Behind `mark` and the blanks around it."""
+    place = _skip(body, place)
+    if body[place : place + 1] != mark:
+        raise _NoObject
+    return _skip(body, place + 1)
+
+
+def _value_end(body: bytes, start: int) -> int:
+    if body[start : start + 1] not in (b"{", b"["):
+        found = _STRING.match(body, start) or _BARE.match(body, start)
+        if found is None:
+            raise _NoObject
+        return found.end()
+    place, depth = start + 1, 1
+    while depth:
+        if (found := _INSIDE.match(body, place)) is not None:
+            place = found.end()
+            continue
+        mark = body[place : place + 1]
+        if mark in (b"", b'"'):                          # the end, or a text without one
+            raise _NoObject
+        depth += 1 if mark in (b"{", b"[") else -1
+        place += 1
+    return place
+
+
+def _name(text: bytes) -> str:
+    """As the replica reads it: letters may be escaped."""
+    try:
+        return str(json.loads(text)) if b"\\" in text else text[1:-1].decode()
+    except ValueError:
+        return ""                                        # of none that the router looks at
+
+
+def _fault(body: bytes) -> str:
+    """What is wrong with a body that has no fields."""
+    try:
+        msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"the body is not JSON: {json_fault(error, body)[:200]}"
+    return "the body must be a JSON object"

@@ -1,0 +1,83 @@
+"""What of a request the router needs not understand stays bytes: it sets two fields, and all others arrive as they were sent."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from ridgeline.errors import BadRequest
+from ridgeline.route import forwarded_request
+from ridgeline.route.body_fields import fields_of, last_values, with_fields
+from ridgeline.route.forwarded_request import ForwardedRequest
+
+SAID = b'"messages":[{"role":"user","content":"hello"}]'
+STREAM = b'"stream":true,'
+ASKED = b'"stream_options":{"include_usage":true}'
+
+
+def sent(body: bytes, monkeypatch: pytest.MonkeyPatch, salt: str = "") -> ForwardedRequest:
+    monkeypatch.setattr(forwarded_request, "caller_of", lambda scope: SimpleNamespace(cache_salt=salt))
+    return forwarded_request.forwarded({"method": "POST", "path": "/v1/chat/completions", "headers": []}, body, True)
+
+
+@pytest.mark.parametrize("odd", [
+    b'"logit_bias":{"1":1,"1":2},"logit_bias":{}', b'"metadata":{"a":' + b"9" * 5000 + b"}", b'"x":NaN,"y":-Infinity,"z":1e999',
+    b'"user":"cut \\ud83d","stop":["\\udc00"]', b'"z":1,"a":{"z":1.0e+0,"a":-0}', b'"s\\u0061me":1, "same" :\t2 ',
+    b'"x":"\\"},{\\\\","y":[{"a":"]"},[],{}]', b'"u":"\xc3\xa9\xf0\x9f\x98\x80"', b'"x":' + b"[" * 3000 + b"]" * 3000,
+], ids=["twice", "digits", "nan", "surrogates", "order", "escaped names", "brackets", "utf8", "deep"])
+@pytest.mark.parametrize("stream", [b"", STREAM])
+def test_all_that_is_not_routed_by_keeps_its_bytes(odd: bytes, stream: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b" {" + stream + odd + b"," + SAID + b"}\n"
+    request = sent(body, monkeypatch)
+    assert request.body == (body[:-2] + b"," + ASKED + b"}\n" if stream else body)
+    assert request.prompt.is_chat and request.prompt.text == b"\x1euser\x1fhello" and request.hide_usage == bool(stream)
+
+
+@pytest.mark.parametrize(("given", "made"), [
+    (b'"stream_options": {"x": 1.50, "include_usage" : false, "x":1 }',
+     b'"stream_options": {"x": 1.50, "include_usage" : true, "x":1 }'),
+    (b'"stream_options":null,"top_k":1e0', ASKED + b',"top_k":1e0'),
+    (b'"stream_options":{},"a":"\\ud83d","stream_options":{}', ASKED + b',"a":"\\ud83d",' + ASKED),
+    (b'"stream\\u005foptions":{}', b'"stream\\u005foptions":{"include_usage":true}'),
+], ids=["merged", "null", "twice", "escaped"])
+def test_a_field_that_the_client_gave_is_set_where_it_is(
+    given: bytes, made: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = sent(b"{" + STREAM + given + b"," + SAID + b"}", monkeypatch)
+    assert request.body == b"{" + STREAM + made + b"," + SAID + b"}" and request.hide_usage
+
+
+def test_no_second_name_and_no_spelling_escapes_the_salt_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that stayed would tell a client what others have in the cache."""
+    body = b'{"cache_salt":"theirs","x":NaN,"cache\\u005fsalt":null,' + SAID + b',"c\\u0061che_salt":"\\ud83d"}'
+    made = sent(body, monkeypatch, "S").body
+    values = [value for name, value in json.loads(made, object_pairs_hook=list) if name == "cache_salt"]
+    assert len(values) == 3 and all(value.startswith("S:") for value in values)
+
+
+def test_what_is_no_strict_json_still_tells_prompts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = b'{"role":"user","content":"' + b"word " * 60 + b'\\ud83d"}'
+    first = sent(b'{"messages":[' + turn + b"]}", monkeypatch).prompt
+    second = sent(b'{"messages":[' + turn + b',{"role":"user","content":"more"}]}', monkeypatch).prompt
+    assert first.is_chat and len(first.chain) >= 2 and second.chain[: len(first.chain)] == first.chain
+
+
+@pytest.mark.parametrize("body", [
+    b"", b" ", b"{", b"[1]", b'"x"', b"1", b"{]", b'{"a"}', b'{"a":}', b'{"a":1,}', b'{"a":1}x', b'{"a":[1}', b'{"a":"x}',
+    b'{"a":["x]}', b"{a:1}", b'{"a":1 "b":2}', b"\xef\xbb\xbf{}", '{"a":1}'.encode("utf-16"), b"{'a':1}", b'{"a":1}{}',
+    b'{,"a":1}',
+])
+def test_what_is_no_object_is_refused_here(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="JSON"):
+        fields_of(body)
+
+
+@pytest.mark.parametrize("body", [b"{}", b' { } ', b'{"a":1}', b'{ "a" : [ ] , "b":"x" }', b'{"a":1,"a":2}'])
+def test_fields_are_set_or_added(body: bytes) -> None:
+    fields = fields_of(body)
+    expected = json.loads(body)
+    assert {name: json.loads(value) for name, value in last_values(body, fields, expected).items()} == expected
+    made = with_fields(body, fields, {"a": b"[7]", "c": b"null"})
+    assert json.loads(made) == expected | {"a": [7], "c": None}
