@@ -12,7 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import (
+    AnswerDelta,
+    CompletionOutput,
+    LogprobsAt,
+    RequestOutput,
+    bytes_of,
+    bytes_of_answer,
+)
 from ridgeline.engine.client.processor import RequestState
 from ridgeline.errors import TimedOut
 
@@ -83,6 +90,10 @@ class AnswerStream:
         self.end()
         for wire_id in unfinished:
             self._abort(wire_id)
+
+    def num_bytes(self) -> int:
+        """About how much memory the answers take that wait here for their reader."""
+        return sum(map(bytes_of, self.outputs)) + sum(bytes_of_answer(delta) for _, delta in self._new)
 
     # -- the engine client's side --------------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ import numpy as np
 
 from ridgeline.metrics import RequestTimes
 
+BYTES_PER_TOKEN = 64                 # of a list of token ids, with where they begin in a text: two numbers and their places
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -94,6 +96,16 @@ class RequestOutput:
     hidden: np.ndarray | None = None                             # the prompt as a vector, with SamplingParams.pooling
     metrics: RequestTimes | None = None                          # set by AsyncLLM only; LLM measures nothing per request
     lora_request: Any = None
+
+
+def bytes_of(output: RequestOutput) -> int:
+    """About how much memory an output takes."""
+    prompt = BYTES_PER_TOKEN * len(output.prompt_token_ids) + (output.hidden.nbytes if output.hidden is not None else 0)
+    return prompt + sum(map(bytes_of_answer, output.outputs))
+
+
+def bytes_of_answer(answer: CompletionOutput | AnswerDelta) -> int:
+    return len(answer.text) + BYTES_PER_TOKEN * len(answer.token_ids)
 
 
 def predicted_tokens(outputs: Iterable[RequestOutput]) -> tuple[int, int]:

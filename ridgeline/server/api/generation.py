@@ -411,6 +411,7 @@ class Writer(ABC):
         if self.one_prompt:
             reply.prompt_token_ids = reply.prompt_logprobs = None    # vLLM's clients read them, whether asked for or not
         self._add_prompt_tokens(reply, outputs)
+        self._repeated.forget()
         return encode(reply)
 
     def _returned(self, output: RequestOutput) -> list[CompletionOutput]:
