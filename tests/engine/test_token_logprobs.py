@@ -13,7 +13,7 @@ import pytest
 from ridgeline.engine.client.answer_stream import AnswerStream, only_new, so_far
 from ridgeline.engine.client.outputs import CompletionOutput, RequestOutput, bytes_of
 from ridgeline.engine.client.processor import RequestState
-from ridgeline.engine.client.token_logprobs import Logprob, PromptLogprobs, TokenLogprobs
+from ridgeline.engine.token_logprobs import Logprob, PromptLogprobs, TokenLogprobs
 from ridgeline.messages import Logprobs, Request, TokenDelta
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams
 

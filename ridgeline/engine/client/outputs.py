@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ridgeline.engine.client.token_logprobs import LogprobsAt, PromptLogprobs, TokenLogprobs
+from ridgeline.engine.token_logprobs import LogprobsAt, PromptLogprobs, TokenLogprobs
 from ridgeline.metrics import RequestTimes
 
 BYTES_PER_TOKEN = 64                 # of a list of token ids, with where they begin in a text: two numbers and their places

@@ -18,7 +18,7 @@ from ridgeline.draft_options import draft_options
 from ridgeline.engine.client.grammar_check import GrammarChecker
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults, load_sampling_defaults
-from ridgeline.engine.client.token_logprobs import PromptLogprobs, TokenLogprobs, Word
+from ridgeline.engine.token_logprobs import PromptLogprobs, TokenLogprobs, Word
 from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError, Unsupported, shown
 from ridgeline.messages import Request, TokenDelta
 from ridgeline.process.hub_cache import locate

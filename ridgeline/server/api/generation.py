@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput, predicted_tokens
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
-from ridgeline.engine.client.token_logprobs import LogprobsAt
+from ridgeline.engine.token_logprobs import LogprobsAt
 from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.server.api.other_names import GRAMMARS, OtherNames

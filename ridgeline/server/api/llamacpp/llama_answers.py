@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
-from ridgeline.engine.client.token_logprobs import TokenLogprobs
+from ridgeline.engine.token_logprobs import TokenLogprobs
 from ridgeline.metrics import RequestTimes
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import ranked

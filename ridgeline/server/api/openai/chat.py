@@ -13,7 +13,7 @@ import msgspec
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.engine.client.processor import ROLES
-from ridgeline.engine.client.token_logprobs import TokenLogprobs
+from ridgeline.engine.token_logprobs import TokenLogprobs
 from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.server.api.generation import (

@@ -18,7 +18,7 @@ from served_model import write_model
 from ridgeline.engine.client.answer_stream import AnswerStream
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
-from ridgeline.engine.client.token_logprobs import LogprobsAt, PromptLogprobs, TokenLogprobs
+from ridgeline.engine.token_logprobs import LogprobsAt, PromptLogprobs, TokenLogprobs
 from ridgeline.messages import Logprobs
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.dialects import CHAT
