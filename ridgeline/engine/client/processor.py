@@ -119,6 +119,7 @@ class Processor:
             tokens = tokens[:most] if params.truncation_side == "right" else tokens[-most:]
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
+        check_salt(cache_salt)
         if params.stop:
             self._require_tokenizer("stop", "stop")
         if params.structured_outputs is not None:
@@ -132,7 +133,7 @@ class Processor:
             prompt_token_ids=tokens,
             params=params,
             priority=_priority(priority),
-            cache_salt=_salt(cache_salt),
+            cache_salt=cache_salt,
             bad_words_token_ids=self._bad_words(params.bad_words),
             predicted_token_ids=self._predicted(params) if predicted is None else predicted,
         )
@@ -237,11 +238,10 @@ def _priority(given: Any) -> int:
     return given
 
 
-def _salt(given: Any) -> str:
+def check_salt(given: Any) -> None:
     if not isinstance(given, str) or len(given) > MAX_SALT_CHARACTERS or not is_unicode(given):
         message = f"cache_salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {shown(given)}"
         raise BadRequest(message, field="cache_salt")
-    return given
 
 
 class RequestState:

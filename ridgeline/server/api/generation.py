@@ -18,6 +18,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput, predicted_tokens
+from ridgeline.engine.client.processor import check_salt
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
 from ridgeline.engine.token_logprobs import LogprobsAt
 from ridgeline.errors import BadRequest, Unsupported, shown
@@ -149,6 +150,7 @@ class GenerationRequest(OtherNames, forbid_unknown_fields=True, kw_only=True):
         refuse(self, self.REFUSED)
         forget(self, self.HINTS)
         self.take_other_names(self)
+        check_salt(self.cache_salt or "")
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", field="stream_options")
         if self.prompt_logprobs == EVERY:
