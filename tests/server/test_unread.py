@@ -7,18 +7,23 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
 from served_model import wait_until
 
+from ridgeline.engine.client.async_llm import AsyncLLM
+from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.server import unread
 from ridgeline.server.answer_writes import CountedAnswer
+from ridgeline.server.api import docs_page, first_contact, openapi
+from ridgeline.server.app import _pages
 from ridgeline.server.http.connection_limits import limited_protocol
 from ridgeline.server.http.stream import EventStream, send_json
 from ridgeline.server.options import ServerOptions
-from ridgeline.server.unread import PACE, SPARE_SECONDS, WRITE_SECONDS, Unread, Waiting
+from ridgeline.server.unread import BEHIND, PACE, SPARE_SECONDS, WRITE_SECONDS, Unread, Waiting
 
 KIB, MIB = 2**10, 2**20
 
@@ -146,6 +151,53 @@ def test_an_answer_counts_with_all_that_is_held_of_it_until_it_is_written() -> N
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         asyncio.run(check(monkeypatch))
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+async def messages_of(path: str) -> list[Any]:
+    service: Any = SimpleNamespace(options=ServerOptions(), llm=AsyncLLM(), name="tiny", state="ok", quality="")
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b"", "root_path": ""}
+    route = next(each for each in [*_pages(service), *first_contact.routes(service)] if each.path == path)
+    await route(scope, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/docs", "/openapi.json", "/metrics", "/roofline", "/fleet"])
+def test_a_page_is_sent_in_pieces_and_counts_while_it_waits(path: str) -> None:
+    """4,096 connections that asked for the dashboard and did not read it held 300 MB."""
+    start, *parts = asyncio.run(messages_of(path))
+    length = int(dict(start["headers"])[b"content-length"])
+    assert start["status"] == 200 and sum(len(each["body"]) for each in parts) == length > 0
+    assert all(len(each["body"]) <= LONG_BYTES and each[BEHIND]() == length for each in parts)
+    assert start[BEHIND]() == length
+
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+def test_the_document_is_made_beside_the_event_loop_and_once(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stopped the event loop for a third of a second."""
+    threads: list[str] = []
+    made = openapi.document
+
+    def noted(root_path: str = "") -> dict[str, Any]:
+        threads.append(threading.current_thread().name)
+        return made(root_path)
+
+    monkeypatch.setattr(openapi, "_made", {})
+    monkeypatch.setattr(openapi, "document", noted)
+    monkeypatch.setattr(docs_page, "document", noted)
+    for _ in range(2):
+        asyncio.run(messages_of(path))
+    assert len(threads) == 1 and threads != [threading.main_thread().name]
 
 
 # -- on real connections -----------------------------------------------------------------------------------------------

@@ -78,17 +78,21 @@ async def send_part(send: Send, body: bytes, more: bool = False, behind: Callabl
         await asyncio.sleep(0)                           # nothing above waits for a client that reads as fast as this
 
 
-class JsonText(Response):
-    """A response that is JSON already, of any length."""
+class InPieces(Response):
+    """A response of any length: sent as fast as its client reads, and counted while it does not."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send_whole(send, self.status_code, self.raw_headers, bytes(self.body))
+
+
+class JsonText(InPieces):
+    """A response that is JSON already."""
 
     media_type = "application/json"
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send_json(send, self.status_code, bytes(self.body))
-
 
 def json_response(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    return JsonText(msgspec.json.encode(content), status)
 
 
 DIRECT = "ridgeline.direct"          # in the scope: a Direct, if there is one
