@@ -26,7 +26,16 @@ from ridgeline.server.http.failures import describe
 from ridgeline.server.http.gate import LOG, caller_of
 from ridgeline.server.http.hosts import Scope
 from ridgeline.server.http.near_paths import suggestion
-from ridgeline.server.http.stream import DIRECT, ClientGone, Receive, Send, in_time, send_json, while_connected
+from ridgeline.server.http.stream import (
+    DIRECT,
+    ClientGone,
+    Receive,
+    Send,
+    in_time,
+    send_json,
+    send_whole,
+    while_connected,
+)
 from ridgeline.server.observe.dashboard import fleet_page
 from ridgeline.server.observe.prometheus import TEXT
 from ridgeline.version import __version__
@@ -71,8 +80,7 @@ class RouteApp:
         elif path == "/metrics":
             body = self._fleet.metrics().encode()
             headers = [(b"content-type", TEXT.encode()), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await send_whole(send, 200, headers, body)
         else:
             status, content = _PAGES[path](self._fleet)
             await send_json(send, status, msgspec.json.encode(content))

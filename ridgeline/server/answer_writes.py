@@ -1,5 +1,5 @@
-"""Writes answers to their connections, beside uvicorn's own `send`: parts without ASGI, and the last answer before a connection
-closes. Knows uvicorn's requests, no routes."""
+"""Writes answers to their connections, around uvicorn's own `send`: parts without ASGI, what is held of an answer while it is
+sent, and the last answer before a connection closes. Knows uvicorn's requests, no routes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from ridgeline.server.unread import BEHIND, Waiting
 
 
 class DirectWrites:
@@ -42,7 +44,33 @@ class DirectWrites:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if cycle.chunked_encoding else body)
 
 
-class LastAnswer:
+class CountedAnswer:
+    """uvicorn's `send`, with a note of what is held of the answer while it waits for the client."""
+
+    __slots__ = ("_cycle", "_waiting")
+
+    def __init__(self, cycle: RequestResponseCycle, waiting: Waiting) -> None:
+        self._cycle = weakref.ref(cycle)                 # it holds this
+        self._waiting = waiting
+
+    async def __call__(self, message: Any) -> None:
+        if (cycle := self._cycle()) is not None:
+            await self._send(cycle, message)
+
+    async def _send(self, cycle: RequestResponseCycle, message: Any) -> None:
+        self._waiting.behind = message.get(BEHIND)
+        try:
+            if cycle.flow.write_paused and not cycle.disconnected:
+                await cycle.flow.drain()
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                self._waiting.behind = None              # all that is left will be in the connection's buffer
+            await RequestResponseCycle.send(cycle, message)
+        finally:
+            if cycle.disconnected:
+                self._waiting.behind = None
+
+
+class LastAnswer(CountedAnswer):
     """uvicorn's `send` for the last answer of a connection: its client has said so, or speaks HTTP/1.0.
 
     HTTP/1.0 has no chunked encoding: an answer without a length ends with its connection. An answer that comes before its
@@ -50,13 +78,14 @@ class LastAnswer:
     it. `drop_the_rest` closes it instead, once the answer is written: `send` may wait for the client to read before it writes.
     """
 
-    __slots__ = ("_cycle", "_drop_the_rest", "_has_length", "_is_arriving", "_is_old")
+    __slots__ = ("_drop_the_rest", "_has_length", "_is_arriving", "_is_old")
 
     def __init__(
-        self, cycle: RequestResponseCycle, is_old: bool, is_arriving: Callable[[], bool], drop_the_rest: Callable[[], None]
+        self, cycle: RequestResponseCycle, waiting: Waiting, is_old: bool, is_arriving: Callable[[], bool],
+        drop_the_rest: Callable[[], None],
     ) -> None:
         """`is_old`: HTTP/1.0; `is_arriving`: whether the request is incomplete."""
-        self._cycle = weakref.ref(cycle)                 # it holds this
+        super().__init__(cycle, waiting)
         self._is_arriving = weakref.WeakMethod(is_arriving)      # of its connection, which holds it, too
         self._drop_the_rest = weakref.WeakMethod(drop_the_rest)
         self._is_old = is_old
@@ -76,6 +105,6 @@ class LastAnswer:
         is_end = message["type"] == "http.response.body" and not message.get("more_body")
         is_arriving = self._is_arriving() if is_end else None
         cycle.keep_alive = lingers = is_arriving is not None and is_arriving()   # its head has said that the connection closes
-        await RequestResponseCycle.send(cycle, message)
+        await self._send(cycle, message)
         if lingers and (drop_the_rest := self._drop_the_rest()) is not None:
             drop_the_rest()

@@ -26,7 +26,7 @@ from ridgeline.server.endpoints import Generation, Invocations, Question
 from ridgeline.server.http.error_bodies import body_for
 from ridgeline.server.http.failures import describe, http_error
 from ridgeline.server.http.root_path import plain_prefix
-from ridgeline.server.http.stream import json_response
+from ridgeline.server.http.stream import JsonText, json_response
 from ridgeline.server.observe import dashboard, fleet_endpoint, prometheus, roofline_endpoint
 from ridgeline.server.service import NOT_READY, Service
 from ridgeline.version import __version__
@@ -134,7 +134,7 @@ def _pages(service: Service) -> list[Route]:
     llm = service.llm
 
     async def document(request: Request) -> Response:
-        return json_response(openapi.document(plain_prefix(service.options.root_path)))
+        return JsonText(await openapi.made_once(openapi.as_json, plain_prefix(service.options.root_path)))
 
     async def version(request: Request) -> Response:
         return json_response({"version": __version__})

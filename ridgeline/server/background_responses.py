@@ -6,7 +6,9 @@ The response is stored before it begins, and again when it ends. Its answers kee
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -43,10 +45,10 @@ class Responses(Generation):
             self._tasks = {}
         return self._tasks
 
-    async def _run(self, scope: Scope, caller: Caller, job: Job, send: Send) -> None:
-        if not job.background:
-            await super()._run(scope, caller, job, send)
-            return
+    def _run(self, scope: Scope, caller: Caller, job: Job, send: Send) -> Coroutine[Any, Any, None]:
+        return (self._run_behind if job.background else super()._run)(scope, caller, job, send)
+
+    async def _run_behind(self, scope: Scope, caller: Caller, job: Job, send: Send) -> None:
         writer = job.writer
         assert isinstance(writer, ResponsesWriter)
         with ExitStack() as places:

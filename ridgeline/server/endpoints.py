@@ -155,7 +155,9 @@ class Generation(Endpoint):
         if isinstance(prepared, bytes):
             await send_json(send, 200, prepared)
             return
-        await self._run(scope, caller, prepared.job(self._service), send)
+        jobs = [prepared.job(self._service)]
+        del prepared
+        await self._run(scope, caller, jobs.pop(), send)     # which alone holds it: see below
 
     async def _run(self, scope: Scope, caller: Caller, job: Job, send: Send) -> None:
         count = len(job.prompts) * job.params.n
@@ -164,17 +166,24 @@ class Generation(Endpoint):
             try:
                 if job.request.stream:
                     dialect = self._dialect
-                    events = EventStream(send, job.headers, dialect.framed, scope.get(DIRECT), dialect.stream_kind)
+                    direct, behind = scope.get(DIRECT), stream.num_bytes
+                    events = EventStream(send, job.headers, dialect.framed, direct, dialect.stream_kind, behind)
                     await self._send_events(stream, job, events)
-                else:
-                    check_repeated(job, stream.outputs)
-                    outputs = await stream.complete()
-                    whole = await away_if_long(size_of(job.writer, outputs), lambda: job.writer.body(outputs))
-                    if prometheus.wants_timings(job.request.return_timings):
-                        whole = prometheus.with_timings(whole, self._service.llm, outputs)
-                    await send_json(send, 200, whole, job.headers)
+                    return
+                check_repeated(job, stream.outputs)
+                whole = await self._whole(stream, job)
             finally:
                 self._end(job, stream)
+            headers = job.headers
+            del stream, job                              # a client may take its time to read: only the bytes wait for it
+            await send_json(send, 200, whole, headers)
+
+    async def _whole(self, stream: AnswerStream, job: Job) -> bytes:
+        outputs = await stream.complete()
+        whole = await away_if_long(size_of(job.writer, outputs), lambda: job.writer.body(outputs))
+        if prometheus.wants_timings(job.request.return_timings):
+            whole = prometheus.with_timings(whole, self._service.llm, outputs)
+        return whole
 
     async def _start(self, caller: Caller, job: Job) -> AnswerStream:
         caller = prometheus.switched(self._service.llm, caller, job.request.techniques)

@@ -462,6 +462,7 @@ def test_what_counts_as_work_for_a_thread(prompts: list[Any], params: dict[str, 
     ([4000] * 256, {"prompt_logprobs": 1}, ""),                                          # evaluations
     ([4000] * 256, {"prompt_logprobs": 20}, "prompt_logprobs"),
     ([10] * 256, {"logprobs": 20, "max_tokens": 1000}, "logprobs"),
+    (10, {"logprobs": 1, "n": 128, "max_tokens": 1000, "logprob_token_ids": [*range(128)]}, "logprobs"),      # listed ones
 ])
 def test_log_probabilities_of_one_request_are_limited(tokens: int | list[int], params: dict[str, Any], refused: str) -> None:
     limits, prompts = prompt_limits.PromptLimits(8192, 12), [tokens] if isinstance(tokens, int) else tokens

@@ -12,7 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import (
+    AnswerDelta,
+    CompletionOutput,
+    RequestOutput,
+    bytes_of,
+    bytes_of_answer,
+)
 from ridgeline.engine.client.processor import RequestState
 from ridgeline.errors import TimedOut
 
@@ -84,6 +90,10 @@ class AnswerStream:
         for wire_id in unfinished:
             self._abort(wire_id)
 
+    def num_bytes(self) -> int:
+        """About how much memory the answers take that wait here for their reader."""
+        return sum(map(bytes_of, self.outputs)) + sum(bytes_of_answer(delta) for _, delta in self._new)
+
     # -- the engine client's side --------------------------------------------------------------------------------------
 
     def add(self, wire_id: str, state: RequestState) -> int:
@@ -136,8 +146,8 @@ def _join(unread: AnswerDelta, delta: AnswerDelta) -> None:
     """The reader gets both in one piece."""
     unread.text += delta.text
     unread.token_ids.extend(delta.token_ids)
-    if unread.logprobs is not None:
-        unread.logprobs.extend(delta.logprobs or [])
+    if unread.logprobs is not None and delta.logprobs is not None:
+        unread.logprobs.extend(delta.logprobs)
     unread.finish_reason, unread.stop_reason = delta.finish_reason, delta.stop_reason
     unread.text_offsets.extend(delta.text_offsets)
 
@@ -148,8 +158,8 @@ def _join(unread: AnswerDelta, delta: AnswerDelta) -> None:
 def so_far(output: RequestOutput) -> RequestOutput:
     """A copy of what there is now: the original goes on growing."""
     answers = [
-        replace(answer, token_ids=answer.token_ids.copy(), logprobs=answer.logprobs and answer.logprobs.copy(),
-                text_offsets=answer.text_offsets.copy())
+        replace(answer, token_ids=answer.token_ids.copy(), text_offsets=answer.text_offsets.copy(),
+                logprobs=None if answer.logprobs is None else answer.logprobs.copy())
         for answer in output.outputs
     ]
     return replace(output, outputs=answers)
@@ -160,14 +170,14 @@ def only_new(output: RequestOutput, batch: Batch) -> RequestOutput:
     answers: dict[int, CompletionOutput] = {}
     for _, delta in batch:
         whole = output.outputs[delta.index]
-        logprobs = None if whole.logprobs is None else list[LogprobsAt]()
+        logprobs = None if whole.logprobs is None else whole.logprobs.empty()
         new = answers.setdefault(
             delta.index, CompletionOutput(delta.index, cumulative_logprob=whole.cumulative_logprob, logprobs=logprobs)
         )
         new.text += delta.text
         new.token_ids.extend(delta.token_ids)
         new.text_offsets.extend(delta.text_offsets)
-        if new.logprobs is not None:
-            new.logprobs.extend(delta.logprobs or [])
+        if new.logprobs is not None and delta.logprobs is not None:
+            new.logprobs.extend(delta.logprobs)
         new.finish_reason, new.stop_reason = delta.finish_reason, delta.stop_reason
     return replace(output, outputs=list(answers.values()))

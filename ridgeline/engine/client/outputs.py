@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
+from ridgeline.engine.token_logprobs import LogprobsAt, PromptLogprobs, TokenLogprobs
 from ridgeline.metrics import RequestTimes
 
-
-@dataclass(slots=True)
-class Logprob:
-    logprob: float
-    rank: int | None = None
-    decoded_token: str | None = None
-
-
-LogprobsAt = dict[int, Logprob]      # the token at one position, and the most likely tokens there
-
-
-class PromptLogprobs(Sequence[LogprobsAt | None]):
-    """The log-probabilities of a prompt's tokens; the first has none. Each position is made when it is read: a long prompt has
-    hundreds of thousands, and they arrive in the event loop."""
-
-    __slots__ = ("_made", "_num")
-
-    def __init__(self, num: int, made: Callable[[int], LogprobsAt]) -> None:
-        self._num = num                                  # positions after the first
-        self._made = made
-
-    def __len__(self) -> int:
-        return 1 + self._num
-
-    @overload
-    def __getitem__(self, place: int) -> LogprobsAt | None: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> list[LogprobsAt | None]: ...
-
-    def __getitem__(self, place: int | slice) -> LogprobsAt | list[LogprobsAt | None] | None:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        place = range(len(self))[place]                  # IndexError, and negative places
-        return self._made(place - 1) if place else None
-
-    def __iter__(self) -> Iterator[LogprobsAt | None]:
-        return (self[place] for place in range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
+BYTES_PER_TOKEN = 64                 # of a list of token ids, with where they begin in a text: two numbers and their places
 
 
 @dataclass(slots=True)
@@ -63,7 +22,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[LogprobsAt] | None = None
+    logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None                             # stop, length, abort, error
     stop_reason: int | str | None = None                         # the stop string or token; what went wrong
     text_offsets: list[int] = field(default_factory=list)        # where in the text each token begins
@@ -94,6 +53,18 @@ class RequestOutput:
     hidden: np.ndarray | None = None                             # the prompt as a vector, with SamplingParams.pooling
     metrics: RequestTimes | None = None                          # set by AsyncLLM only; LLM measures nothing per request
     lora_request: Any = None
+
+
+def bytes_of(output: RequestOutput) -> int:
+    """About how much memory an output takes."""
+    prompt = BYTES_PER_TOKEN * len(output.prompt_token_ids) + (output.hidden.nbytes if output.hidden is not None else 0)
+    known = output.prompt_logprobs.num_bytes if isinstance(output.prompt_logprobs, PromptLogprobs) else 0
+    return prompt + known + sum(map(bytes_of_answer, output.outputs))
+
+
+def bytes_of_answer(answer: CompletionOutput | AnswerDelta) -> int:
+    known = 0 if answer.logprobs is None else answer.logprobs.num_bytes
+    return len(answer.text) + BYTES_PER_TOKEN * len(answer.token_ids) + known
 
 
 def predicted_tokens(outputs: Iterable[RequestOutput]) -> tuple[int, int]:
@@ -136,7 +107,7 @@ class AnswerDelta:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[LogprobsAt] | None = None
+    logprobs: TokenLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     text_offsets: list[int] = field(default_factory=list)        # where in the answer's text each new token begins

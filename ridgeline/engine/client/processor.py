@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -17,17 +16,11 @@ import numpy as np
 from ridgeline.config import ModelOptions
 from ridgeline.draft_options import draft_options
 from ridgeline.engine.client.grammar_check import GrammarChecker
-from ridgeline.engine.client.outputs import (
-    AnswerDelta,
-    CompletionOutput,
-    Logprob,
-    LogprobsAt,
-    PromptLogprobs,
-    RequestOutput,
-)
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.engine.client.sampling_defaults import SamplingDefaults, load_sampling_defaults
+from ridgeline.engine.token_logprobs import PromptLogprobs, TokenLogprobs, Word
 from ridgeline.errors import PROMPT, BadRequest, ConfigError, RequestError, Unsupported, shown
-from ridgeline.messages import Logprobs, Request, TokenDelta
+from ridgeline.messages import Request, TokenDelta
 from ridgeline.process.hub_cache import locate
 from ridgeline.sampling_params import SamplingParams, is_unicode, plain_token_ids
 from ridgeline.text.chat_template import check_template
@@ -126,6 +119,7 @@ class Processor:
             tokens = tokens[:most] if params.truncation_side == "right" else tokens[-most:]
         if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt") or cache_salt
+        check_salt(cache_salt)
         if params.stop:
             self._require_tokenizer("stop", "stop")
         if params.structured_outputs is not None:
@@ -139,7 +133,7 @@ class Processor:
             prompt_token_ids=tokens,
             params=params,
             priority=_priority(priority),
-            cache_salt=_salt(cache_salt),
+            cache_salt=cache_salt,
             bad_words_token_ids=self._bad_words(params.bad_words),
             predicted_token_ids=self._predicted(params) if predicted is None else predicted,
         )
@@ -244,11 +238,10 @@ def _priority(given: Any) -> int:
     return given
 
 
-def _salt(given: Any) -> str:
+def check_salt(given: Any) -> None:
     if not isinstance(given, str) or len(given) > MAX_SALT_CHARACTERS or not is_unicode(given):
         message = f"cache_salt must be a text of at most {MAX_SALT_CHARACTERS} characters, got {shown(given)}"
         raise BadRequest(message, field="cache_salt")
-    return given
 
 
 class RequestState:
@@ -257,13 +250,11 @@ class RequestState:
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
         params = request.params
         self._params = params
-        self._tokenizer = tokenizer
         self._streams: list[TextStream] | None = None
         if tokenizer is not None and params.detokenize:
             self._streams = TextStream.for_answers(tokenizer, params)
-        answers = [
-            CompletionOutput(index, logprobs=None if params.logprobs is None else []) for index in range(params.n)
-        ]
+        self._word: Word = _no_text if tokenizer is None else tokenizer.token_text
+        answers = [CompletionOutput(index, logprobs=self._no_logprobs()) for index in range(params.n)]
         for answer, stream in zip(answers, self._streams or (), strict=False):
             answer.text_offsets = stream.text_offsets    # the same list: a stream has those of the answer's tokens
         # Its answers are text that no stop string ends: tokens that come alone may go the short way, more().
@@ -307,8 +298,7 @@ class RequestState:
         if delta.hidden is not None:
             self.output.hidden = delta.hidden
         if delta.prompt_logprobs is not None:
-            known = delta.prompt_logprobs
-            self.output.prompt_logprobs = PromptLogprobs(len(known.token_ids), partial(_readable_at, self._tokenizer, known))
+            self.output.prompt_logprobs = PromptLogprobs(delta.prompt_logprobs, self._word)
         token_ids, text, finish, reason = delta.token_ids, "", delta.finish_reason, delta.stop_reason
         offsets: list[int] = []
         stop_here = False
@@ -329,33 +319,24 @@ class RequestState:
             self._end(answer, finish, reason)
         return AnswerDelta(delta.index, text, token_ids, new_logprobs, finish, reason, offsets), stop_here
 
-    def _take_logprobs(self, answer: CompletionOutput, delta: TokenDelta, token_ids: list[int]) -> list[LogprobsAt] | None:
+    def _take_logprobs(self, answer: CompletionOutput, delta: TokenDelta, token_ids: list[int]) -> TokenLogprobs | None:
         if answer.logprobs is None:
             return None
-        listed = self._params.logprob_token_ids is not None
-        new = [at for chunk in delta.logprobs for at in self._readable(chunk, listed)][: len(token_ids)]
+        new, chosen = answer.logprobs.empty(), 0.0
+        for chunk in delta.logprobs:
+            chosen += new.add(chunk, len(token_ids) - len(new))
         answer.logprobs.extend(new)
-        chosen = sum(at[token].logprob for at, token in zip(new, token_ids, strict=True))
         answer.cumulative_logprob = (answer.cumulative_logprob or 0.0) + chosen
         return new
+
+    def _no_logprobs(self) -> TokenLogprobs | None:
+        params = self._params
+        return None if params.logprobs is None else TokenLogprobs(self._word, params.logprob_token_ids is not None)
 
     def _end(self, answer: CompletionOutput, finish: str | None, reason: int | str | None) -> None:
         answer.finish_reason, answer.stop_reason = finish, reason
         self.output.finished = all(each.finished() for each in self.output.outputs)
 
-    def _readable(self, logprobs: Logprobs, listed: bool = False) -> list[LogprobsAt]:
-        return [_readable_at(self._tokenizer, logprobs, place, listed) for place in range(len(logprobs.token_ids))]
 
-
-def _readable_at(tokenizer: Tokenizer | None, logprobs: Logprobs, place: int, listed: bool = False) -> LogprobsAt:
-    """`listed`: the tokens after the sampled one are those that the request lists; they have no rank."""
-    def word(token: int) -> str | None:
-        return tokenizer.token_text(token) if tokenizer is not None else None
-
-    token = int(logprobs.token_ids[place])
-    at = {
-        int(top): Logprob(float(value), None if listed else rank, word(int(top)))
-        for rank, (top, value) in enumerate(zip(logprobs.top_ids[place], logprobs.top_logprobs[place], strict=True), 1)
-    }
-    at[token] = Logprob(float(logprobs.logprobs[place]), int(logprobs.ranks[place]), word(token))
-    return at
+def _no_text(token: int) -> None:
+    """Without a tokenizer."""

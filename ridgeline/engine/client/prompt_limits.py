@@ -15,7 +15,7 @@ from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams
 
 LONG_WORK = 2_000                    # characters that take about a millisecond to tokenise: more would hold up the loop
 USUAL_ANSWER = 32_768                # tokens that an answer without a limit of its own is expected to have at most
-MOST_LOGPROBS = 3_000_000            # log-probabilities in the answers to a request: each takes up to 200 bytes until it is sent
+MOST_LOGPROBS = 3_000_000            # log-probabilities in the answers to a request: each is 8 bytes, and up to 100 when written
 MOST_VALUES = 200                    # texts, keys, lists and objects of a chat that is rendered on the event loop
 
 
@@ -66,7 +66,7 @@ class PromptLimits:
             values += params.n * sum(prompts) * (1 + params.prompt_logprobs)
         if params.logprobs is not None:
             answers = sum(min(longest, self.max_model_len - tokens) for tokens in prompts)
-            values += params.n * answers * (1 + params.logprobs)
+            values += params.n * answers * (1 + max(params.logprobs, len(params.logprob_token_ids or ())))
         most = max(MOST_LOGPROBS, self.max_model_len * (1 + MAX_LOGPROBS))       # one answer may have all of them
         if values > most:
             raise BadRequest(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from functools import cache
 from html import escape
 from typing import Any
 
 from starlette.responses import Response
 
-from ridgeline.server.api.openapi import document
+from ridgeline.server.api.openapi import document, made_once
+from ridgeline.server.http.stream import InPieces
 from ridgeline.server.observe.dashboard import headers
 
 STYLE = """
@@ -25,13 +25,12 @@ td, th { text-align: left; vertical-align: top; padding: .15rem .8rem .15rem 0; 
 DEEPEST = 3                          # levels of a type that are spelt out
 
 
-def docs_page(root_path: str) -> Response:
+async def docs_page(root_path: str) -> Response:
     nonce = secrets.token_urlsafe(18)
-    page = _page(root_path).replace("{{nonce}}", nonce)
-    return Response(page, media_type="text/html; charset=utf-8", headers=headers(nonce))
+    page = (await made_once(_page, root_path)).replace("{{nonce}}", nonce)
+    return InPieces(page, media_type="text/html; charset=utf-8", headers=headers(nonce))
 
 
-@cache
 def _page(root_path: str) -> str:
     described = document(root_path)
     schemas = described["components"]["schemas"]

@@ -29,6 +29,6 @@ def routes(service: Service) -> list[Route]:
         return RedirectResponse(f"{prefix}/dashboard", 307)
 
     async def docs(request: Request) -> Response:
-        return docs_page(prefix)
+        return await docs_page(prefix)
 
     return [Route("/", index), Route("/v1", index), Route("/v1/", index), Route("/docs", docs), Route("/dashboard/", with_slash)]

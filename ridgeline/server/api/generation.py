@@ -17,8 +17,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput, predicted_tokens
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput, predicted_tokens
+from ridgeline.engine.client.processor import check_salt
 from ridgeline.engine.client.request_context import MAX_TTFT_MS
+from ridgeline.engine.token_logprobs import LogprobsAt
 from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.server.api.other_names import GRAMMARS, OtherNames
@@ -148,6 +150,7 @@ class GenerationRequest(OtherNames, forbid_unknown_fields=True, kw_only=True):
         refuse(self, self.REFUSED)
         forget(self, self.HINTS)
         self.take_other_names(self)
+        check_salt(self.cache_salt or "")
         if self.stream_options is not None and not self.stream:
             raise BadRequest("stream_options needs stream to be true", field="stream_options")
         if self.prompt_logprobs == EVERY:
@@ -411,6 +414,7 @@ class Writer(ABC):
         if self.one_prompt:
             reply.prompt_token_ids = reply.prompt_logprobs = None    # vLLM's clients read them, whether asked for or not
         self._add_prompt_tokens(reply, outputs)
+        self._repeated.forget()
         return encode(reply)
 
     def _returned(self, output: RequestOutput) -> list[CompletionOutput]:

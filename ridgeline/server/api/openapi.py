@@ -6,13 +6,14 @@ A table of paths and the types of their requests and answers. Knows nothing of h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from ridgeline.engine.client.long_work import LONG_BYTES, away
 from ridgeline.server.api.anthropic import messages_api as anthropic
 from ridgeline.server.api.generation import Reply
 from ridgeline.server.api.llamacpp.llama_answers import LlamaReply
@@ -51,6 +52,8 @@ from ridgeline.server.http.stream import LINES
 from ridgeline.server.observe.prometheus import Load
 from ridgeline.server.observe.roofline_endpoint import RooflineReply
 from ridgeline.version import __version__
+
+T = TypeVar("T")
 
 JSON, EVENTS = "application/json", "text/event-stream"
 REFERENCE = "#/components/schemas/{name}"
@@ -196,6 +199,22 @@ OPERATIONS = (
     Operation("/v1", "The same", gives=Index),
     Operation("/v1/", "The same", gives=Index),
 )
+
+
+_made: dict[tuple[Callable[[str], Any], str], Any] = {}
+
+
+async def made_once(make: Callable[[str], T], root_path: str) -> T:
+    """A form of the document. The first one is made in a thread: it takes a third of a second."""
+    key = make, root_path
+    if key not in _made:
+        _made[key] = await away(LONG_BYTES + 1, lambda: make(root_path))
+    made: T = _made[key]
+    return made
+
+
+def as_json(root_path: str) -> bytes:
+    return msgspec.json.encode(document(root_path))
 
 
 @cache

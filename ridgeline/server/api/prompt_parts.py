@@ -10,7 +10,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from ridgeline.engine.client.outputs import LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import RequestOutput
+from ridgeline.engine.token_logprobs import LogprobsAt
 
 BYTES_PER_VALUE = 64                 # of JSON, for each log-probability
 BYTES_PER_ID = 6                     # for each token id

@@ -17,13 +17,14 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from ridgeline.server.answer_writes import DirectWrites, LastAnswer
+from ridgeline.server.answer_writes import CountedAnswer, DirectWrites, LastAnswer
 from ridgeline.server.event_loop import FrontEndLoop
 from ridgeline.server.http.error_bodies import body_for, error_body
 from ridgeline.server.http.idle_connections import make_room
 from ridgeline.server.http.pipelining import MAX_IN_LINE, SMALL_READ, LineFlow, Turns, has_bytes, has_left
 from ridgeline.server.http.stream import DIRECT
 from ridgeline.server.options import ServerOptions
+from ridgeline.server.unread import Unread, Waiting
 
 MAX_URL = 8 * 1024
 MAX_HEADER = 16 * 1024               # name and value of one header
@@ -31,7 +32,6 @@ MAX_HEADERS = 100
 MAX_HEAD = 64 * 1024                 # all headers together
 HEAD_SECONDS = 10.0                  # from the connection, or a request's first byte, to the end of its headers
 BODY_SECONDS = 28.0                  # from there to the end of the body: refused and closed within 30 s
-WRITE_SECONDS = 60.0                 # a client that reads nothing for this long is disconnected
 WRITE_BUFFER = 16 * 1024             # bytes buffered for a client, beside the system's own buffer
 LINGER_SECONDS = 1.0                 # for a refused client to read the error before the connection closes
 FIRST_READ_SECONDS = 0.1             # from the connection to the first read of bytes that came with it, on a busy machine
@@ -106,6 +106,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     options: ServerOptions
     turns: Turns
+    unread: Unread
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,13 +120,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_watched = False                         # a timer looks whether the client has left
         self._is_beyond = False                          # there was no room for it: it may ask for the server's health
         self._deadline: TimerHandle | None = None
-        self._write_deadline: TimerHandle | None = None
 
     # -- the connection ------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = LineFlow(transport, self.loop.time)
+        self._waiting = Waiting(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         if hasattr(transport, "max_size"):               # asyncio's own transports have it
             transport.max_size = READ_BYTES
@@ -142,7 +143,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
-        self._cancel_write_deadline()
+        self.unread.end(self._waiting)
+        self._waiting.behind = None
         super().connection_lost(exc)
         if self._answered is not None:
             end_request(self._answered)                  # uvicorn tells the last request in line only
@@ -325,8 +327,11 @@ class LimitedProtocol(HttpToolsProtocol):
             scope: MutableMapping[str, Any] = cast(Any, self.scope)
             scope[DIRECT] = DirectWrites(self.cycle)     # before its task runs
             self.cycle.waiting_for_100_continue &= version != "1.0"      # such a client would take the 100 for its answer
-            if not self.cycle.keep_alive:
-                cast(Any, self.cycle).send = LastAnswer(self.cycle, version == "1.0", self._is_arriving, self._drop_the_rest)
+            if self.cycle.keep_alive:
+                cast(Any, self.cycle).send = CountedAnswer(self.cycle, self._waiting)
+            else:
+                ends = self._is_arriving, self._drop_the_rest
+                cast(Any, self.cycle).send = LastAnswer(self.cycle, self._waiting, version == "1.0", *ends)
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
@@ -387,17 +392,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._write_deadline is None:
-            self._write_deadline = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+        self.unread.begin(self._waiting)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._cancel_write_deadline()
-
-    def _cancel_write_deadline(self) -> None:
-        if self._write_deadline is not None:
-            self._write_deadline.cancel()
-            self._write_deadline = None
+        self.unread.end(self._waiting)
 
     @property
     def idle_since(self) -> float | None:
@@ -496,4 +495,4 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(options: ServerOptions) -> type[LimitedProtocol]:
-    return type("LimitedProtocol", (LimitedProtocol,), {"options": options, "turns": Turns()})
+    return type("LimitedProtocol", (LimitedProtocol,), {"options": options, "turns": Turns(), "unread": Unread()})

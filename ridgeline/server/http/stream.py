@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, MutableMapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, MutableMapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,14 +19,12 @@ from starlette.responses import Response
 
 from ridgeline.engine.client.long_work import LONG_BYTES
 from ridgeline.errors import TimedOut
+from ridgeline.server.unread import BEHIND
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-
-MOST_UNSENT = 32 * 2**20             # bytes of long answers above which clients must read them …
-IMPATIENT_SECONDS = 2.0              # … and not pause for longer than this
 
 _JSON: Headers = [(b"content-type", b"application/json")]
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -51,72 +49,50 @@ class Binary:
 
 async def send_bytes(send: Send, answer: Binary) -> None:
     about = [(b"content-type", b"application/octet-stream"), (b"content-length", str(len(answer.body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": [*about, *answer.headers]})
-    await send({"type": "http.response.body", "body": answer.body})
+    await send_whole(send, 200, [*about, *answer.headers], answer.body)
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
     length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [*_JSON, length, *headers]})
+    await send_whole(send, status, [*_JSON, length, *headers], body)
+
+
+async def send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers, BEHIND: body.__len__})
     await send_part(send, body)
 
 
-async def send_part(send: Send, body: bytes, more: bool = False) -> None:
-    """A part of an answer; `more`: it is not the last. A long one is sent in pieces, as fast as its client reads."""
+async def send_part(send: Send, body: bytes, more: bool = False, behind: Callable[[], int] | None = None) -> None:
+    """A part of an answer; `more`: it is not the last. A long one is sent in pieces, as fast as its client reads. `behind`: the
+    bytes that are held for the parts after it."""
+    def held() -> int:
+        return len(body) + (behind() if behind is not None else 0)
+
     if len(body) <= LONG_BYTES:
-        await send({"type": "http.response.body", "body": body, "more_body": more})
+        await send({"type": "http.response.body", "body": body, "more_body": more, BEHIND: held})
         return
-    with UNSENT.adding(len(body)):
-        for place in range(0, len(body), LONG_BYTES):
-            piece = body[place : place + LONG_BYTES]
-            goes_on = more or place + LONG_BYTES < len(body)
-            await UNSENT.patient(send({"type": "http.response.body", "body": piece, "more_body": goes_on}))
+    for place in range(0, len(body), LONG_BYTES):
+        piece = body[place : place + LONG_BYTES]
+        goes_on = more or place + LONG_BYTES < len(body)
+        await send({"type": "http.response.body", "body": piece, "more_body": goes_on, BEHIND: held})
+        await asyncio.sleep(0)                           # nothing above waits for a client that reads as fast as this
 
 
-class Unsent:
-    """The bytes of long answers that are being sent. A client may take its time, unless these are many: then one that reads
-    nothing for a while is given up."""
+class InPieces(Response):
+    """A response of any length: sent as fast as its client reads, and counted while it does not."""
 
-    def __init__(self, most: int = MOST_UNSENT, seconds: float = IMPATIENT_SECONDS) -> None:
-        self.num_bytes = 0
-        self._most = most
-        self._seconds = seconds
-
-    @contextmanager
-    def adding(self, num_bytes: int) -> Iterator[None]:
-        self.num_bytes += num_bytes
-        try:
-            yield
-        finally:
-            self.num_bytes -= num_bytes
-
-    async def patient(self, sending: Awaitable[None]) -> None:
-        """Wait until a part of an answer is sent; ClientGone if it takes too long while too much is unsent."""
-        task = asyncio.ensure_future(sending)
-        try:
-            while not (await asyncio.wait((task,), timeout=self._seconds))[0]:
-                if self.num_bytes > self._most:
-                    raise ClientGone
-            task.result()
-        finally:
-            task.cancel()
-            del task
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send_whole(send, self.status_code, self.raw_headers, bytes(self.body))
 
 
-UNSENT = Unsent()
-
-
-class JsonText(Response):
-    """A response that is JSON already, of any length."""
+class JsonText(InPieces):
+    """A response that is JSON already."""
 
     media_type = "application/json"
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send_json(send, self.status_code, bytes(self.body))
-
 
 def json_response(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+    return JsonText(msgspec.json.encode(content), status)
 
 
 DIRECT = "ridgeline.direct"          # in the scope: a Direct, if there is one
@@ -140,9 +116,12 @@ class EventStream:
     """Server-sent events, or lines. `started`: the status was sent. Events are only data, or complete (`framed`)."""
 
     def __init__(
-        self, send: Send, headers: Headers, framed: bool = False, direct: Direct | None = None, kind: bytes = EVENTS
+        self, send: Send, headers: Headers, framed: bool = False, direct: Direct | None = None, kind: bytes = EVENTS,
+        behind: Callable[[], int] | None = None,
     ) -> None:
+        """`behind`: the bytes of which no events are made while the client does not read."""
         self.started = False
+        self._behind = behind
         self._send = send
         self._headers = [(b"content-type", kind), *_STREAMED, *headers]
         self._framed = framed
@@ -160,8 +139,8 @@ class EventStream:
     async def write(self, events: list[bytes]) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        await send_part(self._send, self._joined(events), more=True)
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers, BEHIND: self._behind})
+        await send_part(self._send, self._joined(events), True, self._behind)
 
     async def end(self) -> None:
         await self._send({"type": "http.response.body", "body": b""})

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from ridgeline.report import words
 from ridgeline.report.style import COLOURS
+from ridgeline.server.http.stream import InPieces
 
 _SCRIPTS = ("figures.js", "markdown.js", "plots.js", "fleet.js", "dashboard.js", "chat.js")
 _FLEET_SCRIPTS = ("figures.js", "fleet.js", "fleet_page.js")
@@ -67,4 +68,4 @@ def fleet_page() -> Response:
 
 def _response(text: str) -> Response:
     nonce = secrets.token_urlsafe(18)
-    return Response(text.replace("{{nonce}}", nonce), media_type="text/html; charset=utf-8", headers=headers(nonce))
+    return InPieces(text.replace("{{nonce}}", nonce), media_type="text/html; charset=utf-8", headers=headers(nonce))

@@ -26,6 +26,7 @@ from ridgeline.gpus.clocks import POWER, TEMPERATURE, Clocks
 from ridgeline.metrics import SLOW_CAUSES, WASTE_CAUSES, Histogram, RequestTimes, ServingMetrics
 from ridgeline.roofline.verdict import TERMS
 from ridgeline.server.http.gate import LOG
+from ridgeline.server.http.stream import InPieces
 from ridgeline.server.observe import roofline_endpoint
 from ridgeline.version import __version__
 
@@ -246,7 +247,7 @@ def metrics_response(llm: AsyncLLM, model: str, request: Request) -> Response:
     """GET /metrics. Answers without an engine too: earlier counts stay true."""
     openmetrics = "application/openmetrics-text" in request.headers.get("accept", "")
     text = written(of_all_engines(llm), {"model_name": model}, openmetrics)
-    return Response(text, headers={"content-type": OPENMETRICS if openmetrics else TEXT})
+    return InPieces(text, headers={"content-type": OPENMETRICS if openmetrics else TEXT})
 
 
 # -- load --------------------------------------------------------------------------------------------------------------

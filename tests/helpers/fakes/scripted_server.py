@@ -88,6 +88,9 @@ class ScriptedStream:
     def deliver_to(self, sink: Any) -> None:
         """All of it waits for its reader."""
 
+    def num_bytes(self) -> int:
+        return 0
+
     def close(self) -> None:
         pass
 

@@ -20,7 +20,7 @@ from ridgeline.engine.client.long_work import num_done
 from ridgeline.server.api.openai.embeddings import Embedding, EmbeddingReply, EmbeddingUsage
 from ridgeline.server.api.vllm.tokenize import DetokenizeReply, TokenizeReply
 from ridgeline.server.endpoints import Question, encoded, num_items
-from ridgeline.server.http import admission, connection_limits, stream
+from ridgeline.server.http import admission, connection_limits
 from ridgeline.server.http.connection_limits import LimitedProtocol, limited_protocol
 from ridgeline.server.http.pipelining import MAX_IN_LINE, TURNS_AT_ONCE, Turns
 from ridgeline.server.options import ServerOptions
@@ -287,27 +287,7 @@ def test_a_body_of_tiny_chunks_is_refused(server: ScriptedServer) -> None:
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
-# -- bodies and answers held -------------------------------------------------------------------------------------------
-
-
-def test_a_client_that_does_not_read_is_given_up_when_much_is_unsent() -> None:
-    async def check() -> None:
-        unsent, never = stream.Unsent(most=100, seconds=0.01), asyncio.Event()
-
-        async def sending() -> None:
-            await never.wait()
-
-        with unsent.adding(101), pytest.raises(stream.ClientGone):
-            await unsent.patient(sending())
-        with unsent.adding(99):
-            waiting = asyncio.ensure_future(unsent.patient(sending()))
-            await asyncio.sleep(0.05)
-            assert not waiting.done()                    # little is unsent: it may take its time
-            never.set()
-            await waiting
-        assert unsent.num_bytes == 0
-
-    asyncio.run(check())
+# -- bodies held ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_endpoint_lets_go_of_the_body_before_the_engine_is_asked(server: ScriptedServer) -> None:

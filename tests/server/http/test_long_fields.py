@@ -20,7 +20,9 @@ from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.completions import CompletionRequest
 from ridgeline.server.api.openai.embeddings import EmbeddingRequest
 from ridgeline.server.api.openai.responses_request import ResponsesRequest
+from ridgeline.server.api.vllm.score import ScoreRequest
 from ridgeline.server.api.vllm.tokenize import TokenizeRequest
+from ridgeline.server.http.body import parse_body
 
 MUCH = 200_000
 LONG = "\u00e9" * 20_000
@@ -52,6 +54,18 @@ def test_only_what_is_shown_is_formatted(wrap: Any) -> None:
 ])
 def test_a_short_value_is_shown_as_it_is(value: Any) -> None:
     assert shown(value) == repr(value)
+
+
+@pytest.mark.parametrize(("kind", "body"), [
+    (ChatRequest, {"messages": []}), (CompletionRequest, {"prompt": "a"}), (ResponsesRequest, {"input": "a"}),
+    (EmbeddingRequest, {"input": "a"}), (ScoreRequest, {"text_1": "a", "text_2": "b"}),
+])
+def test_a_long_salt_is_refused_where_it_is_read_and_hints_are_dropped(kind: Any, body: dict[str, Any]) -> None:
+    """Later, it waited in memory for its turn."""
+    with pytest.raises(BadRequest, match="cache_salt must be a text of at most 1024 characters"):
+        parse_body(kind, json.dumps(body | {"cache_salt": "s" * 1025}).encode())
+    read = parse_body(kind, json.dumps(body | {"cache_salt": "s" * 1024, "user": LONG}).encode())
+    assert read.cache_salt == "s" * 1024 and read.user is None
 
 
 def test_a_long_value_is_cut_at_its_end() -> None:

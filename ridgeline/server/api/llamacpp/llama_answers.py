@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
+from ridgeline.engine.token_logprobs import TokenLogprobs
 from ridgeline.metrics import RequestTimes
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import ranked
@@ -113,7 +114,7 @@ class LlamaWriter(CompletionWriter):
         return encode(made if self._asked.many else made[0])
 
     def _part(
-        self, output: RequestOutput, index: int, text: str, tokens: list[int], logprobs: list[LogprobsAt] | None,
+        self, output: RequestOutput, index: int, text: str, tokens: list[int], logprobs: TokenLogprobs | None,
         answer: CompletionOutput,
     ) -> LlamaReply:
         reply = LlamaReply(
@@ -139,7 +140,7 @@ class LlamaWriter(CompletionWriter):
         reply.timings = LlamaTimings.of(output, answer)
         return reply
 
-    def _probabilities(self, tokens: list[int], logprobs: list[LogprobsAt]) -> list[dict[str, Any]]:
+    def _probabilities(self, tokens: list[int], logprobs: TokenLogprobs) -> list[dict[str, Any]]:
         count = self._params.logprobs or 0
 
         def entry(token: int, logprob: float) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import cast
 
@@ -26,6 +25,7 @@ from ridgeline.server.api.openai.chat import ChatRequest
 from ridgeline.server.api.openai.embeddings import EmbeddingRequest, EmbeddingTokens, embedding_of, vectors_of
 from ridgeline.server.api.prepare import around_gaps, as_chat, chat_prompt
 from ridgeline.server.api.prepared import OllamaForm, Prepared
+from ridgeline.server.api.prompt_parts import encode
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.parse.tools import Reading
 from ridgeline.server.service import Service
@@ -99,11 +99,15 @@ async def read_embed(service: Service, caller: Caller, body: bytes) -> Embedding
     return await embedding_of(service, request, len(body), asked.model)
 
 
-async def embed(service: Service, caller: Caller, read: EmbeddingTokens) -> EmbedReply:
+async def embed(service: Service, caller: Caller, read: EmbeddingTokens) -> bytes:
     began = time.monotonic()
     vectors = await vectors_of(service, caller, read)
-    listed = await asyncio.to_thread(vectors.as_lists)
-    return EmbedReply(read.model, listed, nanoseconds(time.monotonic() - began), 0, vectors.num_tokens)
+
+    def written() -> bytes:
+        spent = nanoseconds(time.monotonic() - began)
+        return encode(EmbedReply(read.model, vectors.as_lists(), spent, 0, vectors.num_tokens))
+
+    return await away_if_long(vectors.num_json_bytes, written)
 
 
 async def read_old_embed(service: Service, caller: Caller, body: bytes) -> EmbeddingTokens:

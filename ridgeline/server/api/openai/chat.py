@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
 from ridgeline.engine.client.processor import ROLES
+from ridgeline.engine.token_logprobs import TokenLogprobs
 from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from ridgeline.server.api.generation import (
@@ -470,7 +471,7 @@ class ChatWriter(Writer):
         read = [(self._parsers.get(index), answer) for index, answer in enumerate(answers)]
         return sum(parser.reasoning_tokens(answer.text_offsets) for parser, answer in read if parser is not None)
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[LogprobsAt]) -> ChatLogprobs:
+    def _logprobs(self, token_ids: list[int], logprobs: TokenLogprobs) -> ChatLogprobs:
         """Each entry is encoded already: as objects, one with twenty alternatives takes 20 KB."""
         content = []
         for token, at in zip(token_ids, logprobs, strict=True):

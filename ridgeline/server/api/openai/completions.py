@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, LogprobsAt, RequestOutput
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
+from ridgeline.engine.token_logprobs import LogprobsAt, TokenLogprobs
 from ridgeline.errors import BadRequest, Unsupported
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import (
@@ -197,15 +198,14 @@ class CompletionWriter(Writer):
         return usage
 
     def _logprobs(
-        self, output: RequestOutput, token_ids: list[int], logprobs: list[LogprobsAt], offsets: list[int]
+        self, output: RequestOutput, token_ids: list[int], logprobs: TokenLogprobs, offsets: list[int]
     ) -> CompletionLogprobs:
         shift = len(self._prompt_text(output)) if self._echo else 0
-        return CompletionLogprobs(
-            tokens=[self._text(token) for token in token_ids],
-            token_logprobs=[finite(at[token].logprob) for token, at in zip(token_ids, logprobs, strict=True)],
-            top_logprobs=[self._top(token, at) for token, at in zip(token_ids, logprobs, strict=True)],
-            text_offset=[offset + shift for offset in offsets],
-        )
+        known = CompletionLogprobs([self._text(token) for token in token_ids], [], [], [offset + shift for offset in offsets])
+        for token, at in zip(token_ids, logprobs, strict=True):      # one after the other: a position is made when it is read
+            known.token_logprobs.append(finite(at[token].logprob))
+            known.top_logprobs.append(self._top(token, at))
+        return known
 
     def _with_prompt(self, output: RequestOutput, answer: CompletionLogprobs | None) -> CompletionLogprobs | None:
         """The prompt's tokens before the answer's. The first token has no probability."""

@@ -19,18 +19,21 @@ import numpy as np
 
 from ridgeline.engine.client.long_work import away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
-from ridgeline.engine.client.processor import Prompt
+from ridgeline.engine.client.processor import Prompt, check_salt
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.generation import FIT, Integer
 from ridgeline.server.api.openai.vector_bytes import ByteOrder, EmbedType, vector_bytes
+from ridgeline.server.api.prompt_parts import encode, encoded_alone
+from ridgeline.server.api.request_checks import forget
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.http.stream import Binary
 from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service
 
 MOST_TEXTS = 2048                    # per request, OpenAI's limit
+BYTES_PER_NUMBER = 20                # of a vector as JSON
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -55,6 +58,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     HINTS: ClassVar[tuple[str, ...]] = ("user", "request_id", "mm_processor_kwargs")
 
     def check(self) -> None:
+        forget(self, self.HINTS)
+        check_salt(self.cache_salt or "")
         if self.dimensions is not None and self.dimensions < 1:
             raise BadRequest(f"dimensions must be 1 or more, got {self.dimensions}", field="dimensions")
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
@@ -132,8 +137,13 @@ class Vectors:
         kind, order = self.request.embed_dtype or "float32", self.request.endianness or "native"
         return [vector_bytes(vector, kind, order) for vector in self.made]
 
+    @property
+    def num_json_bytes(self) -> int:
+        return BYTES_PER_NUMBER * sum(map(len, self.made))
+
     def as_lists(self) -> list[list[float]]:
-        return [vector.tolist() for vector in self.made]
+        """Each is encoded already: as objects, a number takes 32 bytes."""
+        return [encoded_alone(vector.tolist()) for vector in self.made]
 
     def as_json(self) -> list[Embedding]:
         if self.request.encoding_format == "base64":
@@ -170,14 +180,18 @@ async def embedding_of(service: Service, request: EmbeddingRequest, size: int, m
     return EmbeddingTokens(request, prompts, model)
 
 
-async def embed(service: Service, caller: Caller, read: EmbeddingTokens) -> EmbeddingReply | Binary:
+async def embed(service: Service, caller: Caller, read: EmbeddingTokens) -> bytes | Binary:
     request = read.request
     vectors = await vectors_of(service, caller, read)
     name, now = f"embd-{secrets.token_hex(12)}", int(time.time())
     usage = EmbeddingUsage(vectors.num_tokens, vectors.num_tokens)
     if request.encoding_format in ("bytes", "bytes_only"):
         return await asyncio.to_thread(_binary, vectors, name, now, service.name, usage)
-    return EmbeddingReply(await asyncio.to_thread(vectors.as_json), service.name, usage, id=name, created=now)
+
+    def written() -> bytes:
+        return encode(EmbeddingReply(vectors.as_json(), service.name, usage, id=name, created=now))
+
+    return await away_if_long(vectors.num_json_bytes, written)
 
 
 def _binary(vectors: Vectors, name: str, now: int, model: str, usage: EmbeddingUsage) -> Binary:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
+from ridgeline.engine.client.processor import check_salt
 from ridgeline.errors import BadRequest, Unsupported, shown
 from ridgeline.server.api.generation import Deadline
 from ridgeline.server.api.openai.chat import MEDIA
@@ -209,6 +210,7 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         refuse(self, self.REFUSED)
         forget(self, self.HINTS)
         check_metadata(self.metadata)
+        check_salt(self.cache_salt or "")
         if self.background and self.store is False:
             raise BadRequest("background can only be used when `store` is true: the answer is fetched later", field="background")
         if self.background and self.stream:

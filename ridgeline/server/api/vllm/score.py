@@ -15,13 +15,14 @@ import msgspec
 
 from ridgeline.engine.client.long_work import away, away_if_long
 from ridgeline.engine.client.outputs import RequestOutput
-from ridgeline.engine.client.processor import second_begins
+from ridgeline.engine.client.processor import check_salt, second_begins
 from ridgeline.engine.client.prompt_limits import PromptLimits
 from ridgeline.engine.client.request_context import Caller
 from ridgeline.errors import BadRequest
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.openai.embeddings import EmbeddingUsage
 from ridgeline.server.api.prompt_parts import finite
+from ridgeline.server.api.request_checks import forget
 from ridgeline.server.http.body import parse_body
 from ridgeline.server.observe import prometheus
 from ridgeline.server.service import Service
@@ -38,7 +39,9 @@ class ScoreRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: Any = None                                     # a hint
 
     def check(self) -> None:
-        """pairs() checks what the types cannot."""
+        """pairs() checks the texts."""
+        forget(self, ("user",))
+        check_salt(self.cache_salt or "")
 
     def pairs(self) -> list[tuple[str, str]]:
         """One with one, one with each of several, or several with equally many."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -24,7 +25,7 @@ from ridgeline.config import EngineConfig
 from ridgeline.engine.core.core import EngineCore
 from ridgeline.errors import BadRequest
 from ridgeline.messages import Request
-from ridgeline.server.api.openai.embeddings import EmbeddingRequest, embedding_of
+from ridgeline.server.api.openai.embeddings import EmbeddingRequest, Vectors, embedding_of
 from ridgeline.server.api.openai.vector_bytes import vector_bytes
 
 NAME = "tiny"
@@ -203,6 +204,15 @@ def test_what_is_refused(url: str, body: dict[str, Any], status: int, words: str
     assert reply.status_code == status and words in reply.json()["error"]["message"], reply.text
     health = httpx.get(f"{url}/health").json()
     assert health["requests"] == 0 and health["free_blocks"] == health["num_blocks"]
+
+
+def test_vectors_wait_as_json_and_not_as_objects() -> None:
+    """2,048 vectors of 4,096 numbers took 270 MB as lists of floats."""
+    rows = np.random.default_rng(0).standard_normal((3, 8)).astype(np.float32)
+    vectors = Vectors(EmbeddingRequest(input="a"), list(rows))
+    written = [each.embedding for each in vectors.as_json()]
+    assert all(isinstance(each, msgspec.Raw) for each in written)
+    assert [json.loads(bytes(each)) for each in written] == rows.tolist()        # type: ignore[call-overload]
 
 
 def test_too_many_dimensions_are_refused_before_the_engine_is_asked() -> None:

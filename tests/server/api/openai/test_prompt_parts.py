@@ -10,20 +10,16 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from scripted_server import ScriptedServer
 from served_model import write_model
 
 from ridgeline.engine.client.answer_stream import AnswerStream
 from ridgeline.engine.client.long_work import LONG_BYTES
-from ridgeline.engine.client.outputs import (
-    AnswerDelta,
-    CompletionOutput,
-    Logprob,
-    LogprobsAt,
-    PromptLogprobs,
-    RequestOutput,
-)
+from ridgeline.engine.client.outputs import AnswerDelta, CompletionOutput, RequestOutput
+from ridgeline.engine.token_logprobs import LogprobsAt, PromptLogprobs, TokenLogprobs
+from ridgeline.messages import Logprobs
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.server.api.dialects import CHAT
 from ridgeline.server.api.generation import Writer
@@ -39,15 +35,24 @@ NUM_TOKENS, NUM_ANSWERS = 50, 16
 
 def answered(read: list[int], number: int = 0) -> RequestOutput:
     """Sixteen answers of a token each; `read` gets the positions of the prompt whose log-probabilities are read."""
-    def made(place: int) -> LogprobsAt:
-        read.append(place)
-        return {7: Logprob(-0.5, 1, "seven"), 8: Logprob(-1.5, 2, "eight")}
+    class Read(PromptLogprobs):
+        def _made(self, place: int) -> LogprobsAt | None:
+            read.extend([place - 1] * (place > 0))
+            return super()._made(place)
 
-    logprobs: list[LogprobsAt] = [{9: Logprob(-0.5, 1, "nine")}]
+    logprobs = TokenLogprobs(str)
+    logprobs.add(known([9], []), 1)
     answers = [CompletionOutput(each, " a", [9], -0.5, logprobs, "length", text_offsets=[0]) for each in range(NUM_ANSWERS)]
     output = RequestOutput(str(number), "a prompt", [7] * NUM_TOKENS, answers, finished=True)
-    output.prompt_logprobs = PromptLogprobs(NUM_TOKENS - 1, made)
+    output.prompt_logprobs = Read(known([7] * (NUM_TOKENS - 1), [7, 8]), str)
     return output
+
+
+def known(tokens: list[int], tops: list[int]) -> Logprobs:
+    numbers = np.full(len(tokens), -0.5, np.float32), np.ones(len(tokens), np.int32)
+    values = [-0.5 - each for each in range(len(tops))]
+    of_top = np.array([tops] * len(tokens), np.int32), np.array([values] * len(tokens), np.float32)
+    return Logprobs(np.array(tokens, np.int32), *numbers, *of_top)
 
 
 def writer_of(kind: str, **fields: Any) -> Writer:
@@ -93,9 +98,9 @@ def test_a_prompts_log_probabilities_are_read_once_for_all_its_choices(kind: str
                 assert len(each["logprobs"]["text_offset"]) == NUM_TOKENS + 1
             else:
                 first, *others = each["prompt_logprobs"]
-                seven = {"logprob": -0.5, "rank": 1, "decoded_token": "seven"}
+                seven = {"logprob": -0.5, "rank": 1, "decoded_token": "7"}
                 assert first is None and len(others) == NUM_TOKENS - 1
-                assert others[-1] == {"7": seven, "8": {"logprob": -1.5, "rank": 2, "decoded_token": "eight"}}
+                assert others[-1] == {"7": seven, "8": {"logprob": -1.5, "rank": 2, "decoded_token": "8"}}
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion", "llama.cpp"])

@@ -13,7 +13,7 @@ from scripted_server import ScriptedServer
 from served_model import write_model
 
 from ridgeline import LLM, SamplingParams
-from ridgeline.engine.client.outputs import Logprob
+from ridgeline.engine.token_logprobs import Logprob
 from ridgeline.errors import BadRequest, UnknownField
 from ridgeline.server.api.anthropic.messages_api import MessagesRequest
 from ridgeline.server.api.generation import ranked
