@@ -129,7 +129,15 @@ def read_head_dim(fields: Fields, name: str, hidden_name: str, hidden_size: int,
     return fields.integer(name, hidden_size // num_heads, maximum=MAX_HEAD_DIM)
 
 
+# Models of vectors were made from language models by this: their tokens also see those behind them.
+CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}
+
+
 def check_only(fields: Fields, family: Family) -> None:
+    for name, value in CAUSAL.items():
+        if fields.get(name, value) != value:
+            raise ModelError(f"{fields.where}: {name} {fields.get(name)!r} is not supported: tokens that see those behind them "
+                             "give vectors, not text")
     for name, value in family.only.items():
         if fields.get(name, value) != value:
             raise ModelError(

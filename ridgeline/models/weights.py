@@ -170,12 +170,21 @@ def _match(pieces: dict[str, Piece], source: Source, renamer: Renamer, wants: st
                 raise ModelError(f"{stored.file}: tensor {name} has shape {list(stored.shape)}, {wants} asks for "
                                  f"{list(expected)}")
             matched[name] = targets
-    missing = dict.fromkeys(renamer.checkpoint_name(piece) for piece in pieces if piece not in filled)
-    if missing:
-        raise ModelError(f"{wants} asks for tensors that the checkpoint lacks: {_listed(missing)}")
+    absent = [piece for piece in pieces if piece not in filled]
+    if absent:
+        missing = dict.fromkeys(renamer.checkpoint_name(piece) for piece in absent)
+        raise ModelError(f"{wants} asks for tensors that the checkpoint lacks: {_listed(missing)}{_headless(absent)}")
     if unknown:
         raise ModelError(f"the checkpoint has tensors that the model of {wants} does not know: {_listed(unknown)}")
     return matched
+
+
+def _headless(absent: Iterable[str]) -> str:
+    """What to say besides if the head is all that a checkpoint lacks: it was made for something else. `absent`: its pieces."""
+    if any(not piece.startswith("head.") for piece in absent):
+        return ""
+    return (". Without a head of a language model it gives vectors or scores, not text, unless tie_word_embeddings says that the "
+            "embedding is the head")
 
 
 def _joined_shape(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

@@ -162,6 +162,15 @@ REFUSED = {
         "RoCBert", "RoFormer", "Roberta", "XLMRoberta", "Xmod",
     ),
 }
+# Families' other heads: what follows a family's name in the names of transformers' classes, and of reward models on the hub.
+OTHER_HEADS = {
+    "ForSequenceClassification": "scores for whole texts",
+    "ForTokenClassification": "scores for each token",
+    "ForQuestionAnswering": "the place of an answer in the prompt",
+    "ForProcessRewardModel": "rewards", "ForRewardModel": "rewards", "RewardModel": "rewards",
+}
+LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
+NO_HEAD = ("TextModel", "Model")
 # Names above that are whole, not beginnings of names: other models begin like them.
 WHOLE = frozenset({"Blip", "CLIP", "Idefics", "jais"})
 
@@ -170,7 +179,7 @@ def _reason(architecture: object) -> str:
     """By names of config.json and of GGUF files, which have their own capitals and hyphens."""
     if not isinstance(architecture, str):
         return ""
-    if refused := _refusal(architecture):
+    if refused := _refusal(architecture) or _other_head(architecture):
         return refused
     if any(_letters(architecture) == _letters(family.name) for family in FAMILIES):  # of a GGUF file, since it has no family
         return " (its GGUF files are not read yet; its Hugging Face directory is)"
@@ -184,6 +193,26 @@ def _refusal(architecture: str) -> str:
         if any(alone == _letters(name) if name in WHOLE else given.startswith(_letters(name)) for name in names):
             return f" ({reason})"
     return ""
+
+
+def _other_head(architecture: str) -> str:
+    for end, gives in OTHER_HEADS.items():
+        if architecture.endswith(end) and _language_model(architecture.removesuffix(end)):
+            return f" (its head gives {gives}, not text)"
+    return ""
+
+
+def _language_model(stem: str) -> str:
+    """The class of ours whose name begins so; empty: there is none."""
+    return next((stem + end for end in LANGUAGE_HEADS for each in FAMILIES if stem + end in each.architectures), "")
+
+
+def _with_head(architecture: object) -> object:
+    """Of a class without a head, the class of its language model: it loads if the embedding is the head."""
+    if not isinstance(architecture, str) or architecture.endswith(LANGUAGE_HEADS):
+        return architecture
+    found = [_language_model(architecture.removesuffix(end)) for end in NO_HEAD if architecture.endswith(end)]
+    return next(filter(None, found), architecture)
 
 
 def _letters(name: str) -> str:
@@ -219,7 +248,7 @@ def declared_family(raw: Mapping[str, Any], text: Mapping[str, Any] | None, wher
         raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
     if architectures[0] in WITH_MORE:
         return family_inside(architectures[0], raw if text is None else text, where)
-    return family_of(architectures[0], lambda each: each.architectures, where)
+    return family_of(_with_head(architectures[0]), lambda each: each.architectures, where)
 
 
 def gguf_family(architecture: object, score: str | None, windowed: bool, where: str) -> Family:

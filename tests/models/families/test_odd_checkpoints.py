@@ -127,6 +127,35 @@ def test_a_model_saved_without_the_class_of_its_head(tmp_path: Path) -> None:
     assert torch.equal(logits(path), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("smollm2", "LlamaModel"), ("gpt2", "GPT2Model"), ("gemma3", "Gemma3TextModel")],
+)
+def test_a_class_without_a_head_is_served_if_its_embedding_is_the_head(name: str, architecture: str, tmp_path: Path) -> None:
+    path = save_checkpoint(name, tmp_path)
+    expected, config = logits(path), path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [architecture]}))
+    assert torch.equal(logits(path), expected)
+
+
+@pytest.mark.parametrize(("architecture", "head", "message"), [
+    ("MistralModel", {}, "lacks: lm_head.weight. Without a head of a language model it"),
+    ("MistralForCausalLM", {"score.weight": (1, 48)}, "lacks: lm_head.weight. Without a head of a language model it"),
+    ("MistralForSequenceClassification", {"score.weight": (1, 48)}, r"not supported \(its head gives scores for whole texts"),
+    ("Qwen2ForProcessRewardModel", {"score.0.weight": (1, 48)}, r"not supported \(its head gives rewards, not text\)"),
+    ("UnknownForSequenceClassification", {"score.weight": (1, 48)}, "no family is declared for it"),
+])
+def test_another_head_than_a_language_models_is_named(
+    architecture: str, head: dict[str, tuple[int, int]], message: str, tmp_path: Path,
+) -> None:
+    path = save_checkpoint("mistral", tmp_path)
+    config, file = path / "config.json", path / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [architecture]}))
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("lm_head")}
+    save_file(tensors | {name: torch.zeros(shape) for name, shape in head.items()}, file)
+    with pytest.raises(ModelError, match=message):
+        load(path)
+
+
 def test_a_config_that_does_not_say_whether_the_head_is_the_embedding(tmp_path: Path) -> None:
     """The files say it."""
     for name in ("smollm2", "llama"):
