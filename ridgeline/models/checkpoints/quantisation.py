@@ -94,8 +94,8 @@ def safetensors_headers(directory: Path) -> dict[str, str]:
             with path.open("rb") as file:
                 size = struct.unpack("<Q", file.read(8))[0]
                 header = json.loads(file.read(size)) if size <= MAX_HEADER else {}
-            found |= {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError):
+            found |= {name: str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError, OverflowError):
             continue
     return found
 
@@ -208,7 +208,7 @@ def _tensors_of(path: Path, patterns: list[re.Pattern[str]]) -> dict[str, list[f
                     begin, end = entry["data_offsets"]
                     file.seek(8 + size + begin)
                     found[name] = _numbers(file.read(min(end - begin, 2**16)), entry["dtype"])
-    except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError, OverflowError):
         return {}
     return found
 
