@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.family import Family
 from ridgeline.sizes.op_costs import DTYPE_BYTES
 
@@ -20,6 +19,7 @@ MAX_INTERMEDIATE = 1 << 24
 MAX_VOCABULARY = 1 << 24
 MAX_POSITIONS = 1 << 30
 MAX_EXPERTS = 4_096
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e18  # of factors, thetas and the like: products of them are float32 numbers, too
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -60,28 +60,30 @@ class Fields:
         value, name = self.get(name, default), self.spelled.get(name, name)
         if value is None:
             raise ModelError(f"{self.where}: {name} is missing")
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+        if isinstance(value, list) and value and isinstance(value[0], int) and value.count(value[0]) == len(value):
             value = value[0]                             # one for each layer, and all the same (Hunyuan)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ModelError(f"{self.where}: {name} must be an integer of at least {minimum}, got {value!r}")
+            raise ModelError(f"{self.where}: {name} must be an integer of at least {minimum}, got {shown(value)}")
         if value > maximum:                              # no model has it, and lists of that length would be made
-            raise ModelError(f"{self.where}: {name} must be at most {maximum}, got {value!r}")
+            raise ModelError(f"{self.where}: {name} must be at most {maximum}, got {shown(value)}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value, name = self.get(name, default), self.spelled.get(name, name)
         if value is None:
             raise ModelError(f"{self.where}: {name} is missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise ModelError(f"{self.where}: {name} must be a positive number, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ModelError(f"{self.where}: {name} must be a positive number, got {shown(value)}")
+        if not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise ModelError(f"{self.where}: {name} must be from {MIN_NUMBER:g} to {MAX_NUMBER:g}, got {shown(value)}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ModelError(f"{self.where}: {name} must be true or false, got {value!r}")
+            raise ModelError(f"{self.where}: {name} must be true or false, got {shown(value)}")
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
@@ -89,7 +91,7 @@ class Fields:
         value = self.get(name, [])
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < 2**31 for each in ids):
-            raise ModelError(f"{self.where}: {name} must be a token id or a list of them, got {value!r}")
+            raise ModelError(f"{self.where}: {name} must be a token id or a list of them, got {shown(value)}")
         return tuple(ids)
 
 
@@ -100,14 +102,15 @@ def read_activation(fields: Fields, family: Family) -> str:
     gated = (*GATED, *BEHIND_INNER_NORM) if family.inner_norms else GATED
     known = [name for name, kind in ACTIVATIONS.items() if kind in gated or not family.gated]
     if not isinstance(activation, str) or activation not in known:
-        raise ModelError(f"{fields.where}: hidden_act {activation!r} is not supported; supported: {', '.join(known)}")
+        raise ModelError(f"{fields.where}: hidden_act {shown(activation)} is not supported; supported: {', '.join(known)}")
     return ACTIVATIONS[activation]
 
 
 def read_dtype(fields: Fields) -> str:
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
-        raise ModelError(f"{fields.where}: dtype {dtype!r} is not supported; supported: {', '.join(DTYPE_BYTES)}")
+    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
+    dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ModelError(f"{fields.where}: dtype {shown(dtype)} is not supported; supported: {', '.join(DTYPE_BYTES)}")
     return dtype
 
 
@@ -141,5 +144,5 @@ def check_only(fields: Fields, family: Family) -> None:
     for name, value in family.only.items():
         if fields.get(name, value) != value:
             raise ModelError(
-                f"{fields.where}: {name} {fields.get(name)!r} is not supported for {family.name}; supported: {value!r}"
+                f"{fields.where}: {name} {shown(fields.get(name))} is not supported for {family.name}; supported: {value!r}"
             )

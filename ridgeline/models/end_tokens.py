@@ -72,7 +72,7 @@ def directory_eos_token(directory: Path) -> int | None:
         return None
     added = settings.get("added_tokens_decoder")
     for place, token in (added.items() if isinstance(added, dict) else ()):
-        if isinstance(token, dict) and token.get("content") == name and str(place).isdecimal():
+        if isinstance(token, dict) and token.get("content") == name and str(place).isdecimal() and len(str(place)) < 19:
             return int(place)
     whole = read_settings(directory / "tokenizer.json")          # megabytes: only where the small file does not say
     for token in _list(whole, "added_tokens"):

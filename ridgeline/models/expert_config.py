@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.config_fields import MAX_EXPERTS, MAX_INTERMEDIATE, Fields
 from ridgeline.models.family import ExpertRule
 
@@ -128,7 +128,7 @@ def gguf_score(fields: Fields, key: Callable[[str], str]) -> str | None:
         return None
     number = fields.integer(key("expert_gating_func"), 0, minimum=0)
     if number and number not in GGUF_SCORES:
-        raise ModelError(f"{fields.where}: {key('expert_gating_func')} {number!r} is not supported; supported: 1 (softmax), "
+        raise ModelError(f"{fields.where}: {key('expert_gating_func')} {shown(number)} is not supported; supported: 1 (softmax), "
                          "2 (sigmoid)")
     return GGUF_SCORES[number] if number else ""
 
@@ -176,7 +176,7 @@ def _listed_dense(fields: Fields, layers: int) -> tuple[int, ...] | None:
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
-        raise ModelError(f"{fields.where}: mlp_layer_types must list {layers} times dense or sparse, got {kinds!r}")
+        raise ModelError(f"{fields.where}: mlp_layer_types must list {layers} times dense or sparse, got {shown(kinds)}")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
 
 
@@ -189,7 +189,7 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     named = fields.get("mlp_only_layers") or ()
     last = fields.get("moe_layer_end_index", -1)         # ERNIE's
     if not all(isinstance(each, int) for each in (every, first, last)) or not isinstance(named, (list, tuple)):
-        raise ModelError(f"{fields.where}: layers with experts must be said by numbers, got {every!r}, {first!r}, {named!r}")
+        raise ModelError(f"{fields.where}: layers with experts must be said by numbers, got {shown((every, first, named))}")
     last = layers - 1 if last == -1 else last
     return tuple(layer for layer in range(layers) if not first <= layer <= last or layer in named or (layer + 1) % every)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.config_fields import MAX_LAYERS, MAX_POSITIONS, Fields
 from ridgeline.models.family import Family
 from ridgeline.models.gguf import GGUFFile
@@ -116,7 +116,7 @@ def _check_kinds(fields: Fields) -> None:
         kinds = fields.get(name)
         for kind in kinds if isinstance(kinds, list) else ():
             if kind not in ("full_attention", "attention"):
-                raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: full_attention")
+                raise ModelError(f"{fields.where}: layer type {shown(kind)} is not supported; supported: full_attention")
 
 
 def _layer_types(fields: Fields, num_layers: int, known: tuple[str, ...] = LAYER_TYPES) -> list[str]:
@@ -125,10 +125,10 @@ def _layer_types(fields: Fields, num_layers: int, known: tuple[str, ...] = LAYER
     if types is None:
         return []
     if not isinstance(types, list) or len(types) != num_layers:
-        raise ModelError(f"{fields.where}: layer_types must list {num_layers} layers, got {types!r}")
+        raise ModelError(f"{fields.where}: layer_types must list {num_layers} layers, got {shown(types)}")
     for kind in types:
         if kind not in known:
-            raise ModelError(f"{fields.where}: layer type {kind!r} is not supported; supported: {', '.join(known)}")
+            raise ModelError(f"{fields.where}: layer type {shown(kind)} is not supported; supported: {', '.join(known)}")
     return types
 
 
@@ -189,7 +189,7 @@ def _turned_layers(fields: Fields, family: Family, windows: tuple[int | None, ..
     every = fields.integer("no_rope_layer_interval", 4)
     listed = fields.get("no_rope_layers") or [int((layer + 1) % every > 0) for layer in range(len(windows))]
     if not isinstance(listed, list) or len(listed) != len(windows) or not all(each in (0, 1) for each in listed):
-        raise ModelError(f"{fields.where}: no_rope_layers must list {len(windows)} times 0 or 1, got {listed!r}")
+        raise ModelError(f"{fields.where}: no_rope_layers must list {len(windows)} times 0 or 1, got {shown(listed)}")
     return [bool(each) for each in listed]             # despite the name, 1 is a layer with a rope
 
 
@@ -227,7 +227,7 @@ def gguf_windows(
     window, listed = fields.integer(key("attention.sliding_window")), fields.get(key(PATTERN))
     if isinstance(listed, list):                         # of each layer, whether it has the window
         if len(listed) < num_layers or not all(each in (0, 1) for each in listed):
-            raise ModelError(f"{fields.where}: {key(PATTERN)} must list {num_layers} times true or false, got {listed!r}")
+            raise ModelError(f"{fields.where}: {key(PATTERN)} must list {num_layers} times true or false, got {shown(listed)}")
         return tuple(window if slides else None for slides in listed[:num_layers])
     if family.window == "pattern":
         return _pattern(family, window, fields.integer(key(PATTERN), family.full_every), num_layers)
@@ -281,7 +281,7 @@ def _gguf_full_rope(file: GGUFFile, fields: Fields, dim: int, max_position: int,
         with numbers_of(fields.where):
             return Rope(theta, dim, yarn_divisors(theta, dim, factor, original, fast, slow, truncate=True), scale)
     if kind not in ("none", "linear", "longrope"):
-        raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {kind!r} is not supported; supported: none, "
+        raise ModelError(f"{fields.where}: {key('rope.scaling.type')} {shown(kind)} is not supported; supported: none, "
                          "linear, yarn, longrope")
     factor = fields.number(key("rope.scaling.factor"), 1.0) if kind == "linear" else 1.0
     stored = _gguf_divisors(file, "rope_freqs.weight", dim, fields.where) or (1.0,) * (dim // 2)

@@ -60,6 +60,7 @@ logger = get_logger("models")
 
 # The 27B models of Gemma scale scores by hidden_size / heads; GGUF does not say so, their depth does.
 GGUF_QUERY_SCALE_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
+MAX_DEPTH = 64                       # of objects and lists in a JSON file; those of models have less than ten
 CLAMP = "attention.clamp_kqv"                            # of q, k and v, in GGUF
 
 
@@ -241,7 +242,18 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    if _is_deep(content):
+        raise ModelError(f"{path} is nested more than {MAX_DEPTH} deep")
     return content
+
+
+def _is_deep(content: Any) -> bool:
+    """Whether what compares, copies or prints it could run out of stack."""
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        inside = [each for outer in level for each in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [each for each in inside if isinstance(each, (dict, list))]
+    return bool(level)
 
 
 def kv_groups(config: ModelConfig, block_size: int, tp_size: int = 1, context_size: int = 1) -> list[KVGroupSpec]:

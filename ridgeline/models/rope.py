@@ -6,13 +6,14 @@ Knows the formulas and transformers' field names. Builds no tables (`models/deco
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
+from ridgeline.models.config_fields import MAX_NUMBER, MIN_NUMBER
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -65,7 +66,7 @@ def rope_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name) or {}
         if not isinstance(given, dict):
-            raise ModelError(f"{where}: {name} must be an object, got {given!r}")
+            raise ModelError(f"{where}: {name} must be an object, got {shown(given)}")
         found.append(given)
     new, old = found
     return {"rope_theta": new.get("rope_theta"), **old} if old else new
@@ -73,7 +74,9 @@ def rope_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def rope_kind(scaling: Mapping[str, Any], longrope: bool) -> str:
     """By its name of today. Phi-3's older names of longrope are "su" and "yarn", with longrope's factors."""
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if not isinstance(kind, str):
+        return shown(kind)           # of no kind that is known
     if kind == "mrope":              # three positions for each part of an image, one and the same for text
         return "default"
     return "longrope" if longrope and kind in ("su", "yarn") and "short_factor" in scaling else kind
@@ -103,7 +106,7 @@ def _scaled_rope(
     kind = rope_kind(scaling, longrope)
     if kind not in ROPE_TYPES or (kind == "longrope" and not longrope):
         raise ModelError(
-            f"{where}: rope type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi, MiniCPM3)"
+            f"{where}: rope type {shown(kind)} is not supported; supported: {', '.join(ROPE_TYPES)} (Phi, MiniCPM3)"
         )
     number = partial(_number, scaling, f"{where}: {kind} rope")
     if kind == "default":
@@ -121,8 +124,8 @@ def _scaled_rope(
     if kind == "yarn":
         divisors = yarn_divisors(theta, dim, factor, original, number("beta_fast", 32.0), number("beta_slow", 1.0),
                                  bool(scaling.get("truncate", True)))
-        return Rope(theta, dim, divisors, _attention_factor(scaling, _declared_yarn_scale(scaling, factor)))
-    scale = _longrope_scale(scaling, longrope_scale(factor, original), where)
+        return Rope(theta, dim, divisors, number("attention_factor", _declared_yarn_scale(scaling, number, factor)))
+    scale = _longrope_scale(number, longrope_scale(factor, original), where)
     short, long = (_longrope_divisors(scaling, field, dim // 2, where) for field in ("short_factor", "long_factor"))
     return Rope(theta, dim, short, scale) if short == long else Rope(theta, dim, short, scale, long, int(original))
 
@@ -131,36 +134,33 @@ def _number(scaling: Mapping[str, Any], what: str, field: str, default: float | 
     value = scaling.get(field)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ModelError(f"{what} needs a positive number as {field}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ModelError(f"{what} needs a positive number as {field}, got {shown(value)}")
+    if not MIN_NUMBER <= value <= MAX_NUMBER:
+        raise ModelError(f"{what} needs a number from {MIN_NUMBER:g} to {MAX_NUMBER:g} as {field}, got {shown(value)}")
     return float(value)
 
 
-def _attention_factor(scaling: Mapping[str, Any], default: float) -> float:
-    given = scaling.get("attention_factor")
-    return default if given is None else float(given)
-
-
-def _longrope_scale(scaling: Mapping[str, Any], default: float, where: str) -> float:
+def _longrope_scale(number: Callable[..., float], default: float, where: str) -> float:
     """Phi-3.5-MoE names its scale twice, for short and for long contexts."""
-    named = [float(scaling[name]) for name in ("short_mscale", "long_mscale") if scaling.get(name) is not None]
+    named = [each for each in (number("short_mscale", 0.0), number("long_mscale", 0.0)) if each]
     if len(set(named)) > 1:
         raise ModelError(f"{where}: short_mscale {named[0]:g} and long_mscale {named[1]:g} must be the same")
-    return named[0] if named else _attention_factor(scaling, default)
+    return named[0] if named else number("attention_factor", default)
 
 
-def _declared_yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
-    mscale, mscale_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all:
-        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all)
+def _declared_yarn_scale(scaling: Mapping[str, Any], number: Callable[..., float], factor: float) -> float:
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):          # 0 stands for none
+        return yarn_scale(factor, number("mscale")) / yarn_scale(factor, number("mscale_all_dim"))
     return yarn_scale(factor, 1.0)
 
 
 def _longrope_divisors(scaling: Mapping[str, Any], field: str, count: int, where: str) -> tuple[float, ...]:
     values = scaling.get(field)
-    if not isinstance(values, list) or len(values) != count or not all(isinstance(v, (int, float)) and v > 0 for v in values):
+    fits = isinstance(values, list) and len(values) == count
+    if not fits or not all(isinstance(each, (int, float)) and MIN_NUMBER <= each <= MAX_NUMBER for each in values):
         raise ModelError(f"{where}: longrope needs {count} positive numbers as {field}, got {_brief(values)}")
-    return tuple(float(v) for v in values)
+    return tuple(map(float, values))
 
 
 def llama3_divisors(
@@ -209,10 +209,11 @@ def yarn_score_scale(config: Mapping[str, Any], where: str) -> float:
     """What DeepSeek's models multiply attention scores by where their context is stretched: it makes up for a rope that is not
     scaled, on keys that are rotated only in part."""
     scaling = rope_settings(config, where)
-    kind, mscale_all = rope_kind(scaling, longrope=False), scaling.get("mscale_all_dim")
-    if kind == "default" or not mscale_all:
+    kind = rope_kind(scaling, longrope=False)
+    if kind == "default" or not scaling.get("mscale_all_dim"):
         return 1.0
-    return yarn_scale(_number(scaling, f"{where}: {kind} rope", "factor"), mscale_all) ** 2
+    number = partial(_number, scaling, f"{where}: {kind} rope")
+    return yarn_scale(number("factor"), number("mscale_all_dim")) ** 2
 
 
 def longrope_scale(factor: float, original: float) -> float:
@@ -220,4 +221,4 @@ def longrope_scale(factor: float, original: float) -> float:
 
 
 def _brief(value: object) -> str:
-    return f"{len(value)}" if isinstance(value, list) else repr(value)
+    return f"{len(value)}" if isinstance(value, list) else shown(value)

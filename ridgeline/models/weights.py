@@ -352,7 +352,7 @@ class SafetensorsSource:
             try:
                 handle = self._files.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file.name} is damaged or not a safetensors file: {error}") from None
+                raise ModelError(f"{file.name} is damaged or not a safetensors file: {_brief(error)}") from None
             self._open_files[file.name] = handle
             for name in handle.keys():
                 self._add(name, file.name, handle)
@@ -394,7 +394,7 @@ def _safetensors_files(directory: Path) -> list[Path]:
     single = directory / "model.safetensors"
     if (directory / INDEX).is_file():
         weight_map = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        if not isinstance(weight_map, dict) or not all(map(_is_name, weight_map.values())):
             raise ModelError(f"{directory / INDEX}: weight_map must map tensor names to files")
         files = [directory / Path(name).name for name in sorted(set(weight_map.values()))]
     elif single.is_file():
@@ -407,7 +407,17 @@ def _safetensors_files(directory: Path) -> list[Path]:
     return files
 
 
-_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
+def _is_name(file: object) -> bool:
+    """Of a file that any system can have."""
+    return isinstance(file, str) and file.isprintable() and len(file.encode()) < 256
+
+
+def _brief(error: Exception) -> str:
+    """A library's error quotes as much of the file as it likes."""
+    return " ".join(str(error).split())[:300]
+
+
+_NUMBERED = re.compile(r"(.+)-(\d{1,18})-of-(\d{1,18})\.safetensors")
 _NOT_THE_MODEL = ("adapter_", "consolidated")            # a LoRA; the makers' own names for the tensors
 
 
@@ -420,9 +430,9 @@ def _files_without_index(directory: Path) -> list[Path]:
     if numbered and len(numbered) == len(found) and len({(match[1], match[3]) for match in numbered}) == 1:
         count = int(numbered[0][3])
         there = {int(match[2]) for match in numbered}
-        missing = [number for number in range(1, count + 1) if number not in there]
-        if missing:
-            raise ModelError(f"{directory} lacks {len(missing)} of {count} weight files: the first is number {missing[0]}")
+        first = next(number for number in range(1, len(there) + 2) if number not in there)
+        if first <= count:           # a file's name may say any count
+            raise ModelError(f"{directory} lacks {count - len(there)} of {count} weight files: the first is number {first}")
         return found
     if found:
         raise ModelError(f"{directory} has {len(found)} weight files and no {INDEX}, which would say what belongs together: "

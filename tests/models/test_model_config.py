@@ -80,7 +80,7 @@ def test_yarn_stretches_the_context() -> None:
     ({"eos_token_id": 10**30}, "eos_token_id must be a token id"),
     ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, "yarn stretches the context to "),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "its rope cannot be computed from these numbers"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": []}}, "its rope cannot be computed"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": []}}, "positive number as attention_factor, got []"),
     ({"head_dim": 15}, "15 rotated dimensions of a head of 15: must be even"),
     ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number, got -1"),
     ({"rope_theta": 0}, "rope_theta must be a positive number, got 0"),

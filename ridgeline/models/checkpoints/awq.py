@@ -14,15 +14,13 @@ def read(section: Section) -> Quantisation:
     section.one_of("pack_dtype", ("int32", None))        # of GPTQModel, which says `format` and `lm_head`, too
     section.one_of("data_type", ("int", None), "int")
     for name in ("version", "format", "checkpoint_format"):
-        if str(section.get(name) or "gemm").lower() != "gemm":
+        if section.text(name).lower() not in ("", "gemm"):
             raise section.error(name, section.get(name), "is not supported; supported: gemm")
     bits = section.get("bits", section.get("w_bit", 4))
     if bits != 4:
         raise section.error("bits", bits, "is not supported; supported: 4")
-    group = section.get("group_size", section.get("q_group_size", 128))
-    if not isinstance(group, int) or group < -1 or group == 0:
-        raise section.error("group_size", group, "is not supported; supported: -1 and sizes above 0")
-    zeros = bool(section.get("zero_point", True))
+    group = section.group("group_size", section.group("q_group_size", 128))
+    zeros = section.of("zero_point", bool, True)
     skipped = section.names("modules_to_not_convert")
     head = () if section.get("lm_head", False) else ((HEAD, None),)
     section.finish()

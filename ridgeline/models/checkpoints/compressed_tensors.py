@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import re
 
-from ridgeline.models.checkpoints.recipe import ANY, EMBEDDING, KV_SCALES, Quantisation, Recipe, Section, regex
+from ridgeline.models.checkpoints.recipe import (
+    ANY,
+    EMBEDDING,
+    KV_SCALES,
+    Quantisation,
+    Recipe,
+    Section,
+    is_block,
+    regex,
+)
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 FORMATS = (
@@ -120,17 +129,18 @@ def codes_recipe(grid: str, scales: Scales, activation: Activation | None) -> Re
 
 def _block(weights: Section, stored: str) -> tuple[int, int]:
     """Outputs and inputs that share a scale. A scale for the whole tensor is written out for every output."""
-    size, block = weights.of("group_size", int), weights.get("block_structure")
+    block = weights.get("block_structure")
+    size = None if weights.get("group_size") is None else weights.group("group_size", -1)
     if stored.startswith("mx") and size not in (None, 32):
         raise weights.error("group_size", size, f"is not supported in {stored}; supported: 32")
     strategy = weights.of("strategy", str) or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy in ("tensor", "channel"):
         return 1, 0
     if strategy in ("group", "tensor_group"):
-        return 1, size or 0
+        return 1, max(0, size or 0)
     if isinstance(block, str):
-        block = [int(each) for each in block.split("x") if each.isdigit()]
-    if strategy != "block" or not isinstance(block, list) or len(block) != 2 or not all(isinstance(each, int) for each in block):
+        block = [int(each) for each in block.split("x") if each.isdecimal() and len(each) < 9]
+    if strategy != "block" or not is_block(block):
         raise weights.error("strategy", strategy, "is not supported; supported: tensor, channel, group, tensor_group, and block "
                             "with a block_structure of two sizes")
     return block[0], block[1]

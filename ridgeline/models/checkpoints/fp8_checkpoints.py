@@ -3,7 +3,17 @@ tensor; the same of GPTQModel, whose scales divide; and `fbgemm_fp8`, one scale 
 
 from __future__ import annotations
 
-from ridgeline.models.checkpoints.recipe import ANY, HEAD, KV_SCALES, TUNING, Quantisation, Recipe, Section, component
+from ridgeline.models.checkpoints.recipe import (
+    ANY,
+    HEAD,
+    KV_SCALES,
+    TUNING,
+    Quantisation,
+    Recipe,
+    Section,
+    component,
+    is_block,
+)
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
 UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub")
@@ -26,8 +36,8 @@ def read(section: Section) -> Quantisation:
     section.one_of("scale_fmt", (None, "float", "float32", "ue8m0"), None)
     per_output = section.raw.get("quant_method") == "fbgemm_fp8"
     static = section.one_of("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
-    block = section.of("weight_block_size", (list, tuple))
-    if block is not None and not (len(block) == 2 and all(isinstance(each, int) and each > 0 for each in block)):
+    block = section.get("weight_block_size")
+    if block is not None and not is_block(block):
         raise section.error("weight_block_size", block, "must be two sizes, of outputs and inputs")
     skipped = [*section.names("modules_to_not_convert"), *section.names("ignored_layers")]
     head = () if section.get("lm_head", False) else ((HEAD, None),)

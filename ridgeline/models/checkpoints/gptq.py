@@ -56,7 +56,7 @@ def read_auto_round(section: Section) -> Quantisation:
         return _floats(section, kind)
     if section.get("act_bits", 16) not in (None, 16, 32):
         raise section.error("act_bits", section.get("act_bits"), "is not supported; supported: 16")
-    return _quantisation(section, "auto-round", "awq" if "awq" in str(section.get("packing_format")) else "gptq")
+    return _quantisation(section, "auto-round", "awq" if "awq" in section.text("packing_format") else "gptq")
 
 
 def _floats(section: Section, kind: str) -> Quantisation:
@@ -127,7 +127,9 @@ def _exceptions(section: Section, version: str) -> list[tuple[str, Recipe | None
         rules.append((_extra_name(name, section), None if wide else _overridden(own, section, version)))
     blocks = section.of("modules_in_block_to_quantize", list)
     if blocks:
-        names = [str(name) for group in blocks for name in (group if isinstance(group, list) else [group])]
+        names = [name for group in blocks for name in (group if isinstance(group, list) else [group])]
+        if not all(isinstance(name, str) for name in names):
+            raise section.error("modules_in_block_to_quantize", blocks, "must be a list of names, or of lists of names")
         rules.append((rf"(?!{'|'.join(component(name) for name in names)}$).*", None))
     return rules
 
@@ -141,8 +143,7 @@ def _group_size(section: Section, default: int) -> int:
     if isinstance(section.get("group_size"), list):
         raise section.error("group_size", section.get("group_size"), "is a block of outputs and inputs, which is not supported "
                             "here; supported: one number of inputs")
-    size: int = section.of("group_size", int, default)
-    return size
+    return section.group("group_size", default) if section.get("group_size") is not None else default
 
 
 def _own(overrides: Any, where: str) -> Section:
@@ -164,8 +165,6 @@ def _overridden(own: Section, base: Section, version: str) -> Recipe:
 def _recipe(section: Section, version: str, bits: int, group: int, symmetric: bool, ordered: bool) -> Recipe:
     if bits not in (2, 3, 4, 8):
         raise section.error("bits", bits, "is not supported; supported: 2, 3, 4, 8")
-    if group < -1 or group == 0:
-        raise section.error("group_size", group, "is not supported; supported: -1 and sizes above 0")
     if version == "awq":
         return awq_recipe(group, not symmetric)
     # A symmetric checkpoint also stores its zero points, all of them the middle code. They are checked and left out.

@@ -24,7 +24,7 @@ def read(section: Section) -> Quantisation:
     section.skip("quant_method", "producer", "quant_lib", "version")
     inner = section.section("quantization") or section   # hf_quant_config.json has one level more
     inner.skip("quant_method", "producer", "has_zero_point", "pre_quant_scale", "config_groups", "quant_lib", "version")
-    algorithm = str(inner.get("quant_algo")).upper()     # ModelOpt 0.47 writes some of them small
+    algorithm = inner.text("quant_algo").upper()     # ModelOpt 0.47 writes some of them small
     if algorithm not in ALGORITHMS:
         raise inner.error("quant_algo", inner.get("quant_algo"), f"is not supported; supported: {', '.join(ALGORITHMS)}")
     if inner.raw.get("pre_quant_scale"):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.checkpoints import awq, compressed_tensors, fp8_checkpoints, gptq, modelopt, small_dialects
 from ridgeline.models.checkpoints.recipe import Quantisation, Recipe, Section
 from ridgeline.models.end_tokens import language_model
@@ -61,10 +61,11 @@ def read_quantisation(
         return None
     if not isinstance(found, dict):
         raise ModelError(f"{name} must be an object, got {type(found).__name__}")
-    method = _method(found)
+    section = Section(found, name)
+    method = _method(found, section.text("quant_method").lower())
     if method not in READERS:
-        raise ModelError(f"{name}: quant_method {method!r} is not supported; supported: {', '.join(READERS)}")
-    return refined(READERS[method](Section(found, name)), headers)
+        raise ModelError(f"{name}: quant_method {shown(method)} is not supported; supported: {', '.join(READERS)}")
+    return refined(READERS[method](section), headers)
 
 
 def _is_mlx(raw: Mapping[str, Any], found: Any) -> bool:
@@ -73,8 +74,8 @@ def _is_mlx(raw: Mapping[str, Any], found: Any) -> bool:
     return isinstance(own, dict) and {"bits", "group_size"} <= set(own) and (found is None or found == own)
 
 
-def _method(found: Mapping[str, Any]) -> str:
-    method = str(found.get("quant_method") or "").lower()
+def _method(found: Mapping[str, Any], method: str) -> str:
+    """By our name. `method`: as the config has it, if it does."""
     if not method and ("config_groups" in found or "sparsity_config" in found):
         return "compressed-tensors"
     if not method and ("load_in_4bit" in found or "load_in_8bit" in found):
@@ -93,8 +94,8 @@ def safetensors_headers(directory: Path) -> dict[str, str]:
             with path.open("rb") as file:
                 size = struct.unpack("<Q", file.read(8))[0]
                 header = json.loads(file.read(size)) if size <= MAX_HEADER else {}
-            found |= {name: entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError):
+            found |= {name: str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError, OverflowError):
             continue
     return found
 
@@ -207,7 +208,7 @@ def _tensors_of(path: Path, patterns: list[re.Pattern[str]]) -> dict[str, list[f
                     begin, end = entry["data_offsets"]
                     file.seek(8 + size + begin)
                     found[name] = _numbers(file.read(min(end - begin, 2**16)), entry["dtype"])
-    except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, struct.error, KeyError, TypeError, AttributeError, OverflowError):
         return {}
     return found
 

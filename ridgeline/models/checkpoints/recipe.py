@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.quant.format import WeightFormat
 
 ANY = ".*"
+MAX_GROUP = 1 << 24                  # inputs, more than any linear has
 MOST_REPEATS = 5                     # in a pattern
 BEFORE, BEHIND = r"(?:.*\.)?", r"(?:\..*)?"              # around a name: what it may be inside of, and what may be in it
 
@@ -217,6 +218,17 @@ class Section:
             raise self.error(name, value, f"is not supported; supported: {', '.join(map(str, known))}")
         return value
 
+    def text(self, name: str, default: str = "") -> str:
+        found: str = self.of(name, str, default)
+        return found
+
+    def group(self, name: str, default: int) -> int:
+        """How many inputs share a scale; -1, and 0 if that is the default: all of them."""
+        size = self.get(name, default)
+        if isinstance(size, bool) or not isinstance(size, int) or not (size in (-1, default) or 0 < size <= MAX_GROUP):
+            raise self.error(name, size, f"is not supported; supported: -1 and sizes from 1 to {MAX_GROUP}")
+        return size
+
     def names(self, name: str) -> list[str]:
         value = self.of(name, (list, tuple), ()) or ()
         if not all(isinstance(each, str) for each in value):
@@ -232,7 +244,8 @@ class Section:
         self._read.update(names)
 
     def error(self, name: str, value: Any, why: str) -> ModelError:
-        return ModelError(f"{self.where}.{name} {str(value)[:80]!r} {why}")
+        words = value if isinstance(value, str) else shown(value)
+        return ModelError(f"{self.where}.{name} {shown(words)} {why}")
 
     def finish(self) -> None:
         """Refuses the keys that were not read, unless they are empty or false."""
@@ -240,6 +253,12 @@ class Section:
                          (None, False, {}, [], ""))
         if unknown:
             raise ModelError(f"{self.where}.{unknown[0]} is not known, and ignoring it could change the model's answers")
+
+
+def is_block(value: Any) -> TypeGuard[list[int]]:
+    """Two sizes: of outputs and of inputs that share a scale."""
+    sizes = value if isinstance(value, (list, tuple)) else ()
+    return len(sizes) == 2 and all(type(each) is int and 0 < each <= MAX_GROUP for each in sizes)
 
 
 def regex(pattern: str, section: Section, key: str) -> str:

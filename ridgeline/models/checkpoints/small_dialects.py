@@ -5,6 +5,8 @@ from __future__ import annotations
 from ridgeline.models.checkpoints.recipe import ANY, HEAD, Quantisation, Recipe, Section, component
 from ridgeline.quant.format import Activation, Scales, WeightFormat
 
+MAX_THRESHOLD = 1e18
+
 
 def read_mxfp4(section: Section) -> Quantisation:
     """gpt-oss names a matrix's tensors NAME_blocks and NAME_scales."""
@@ -28,6 +30,8 @@ def read_bitsandbytes(section: Section) -> Quantisation:
     # Pairs of codes may lie in numbers of any width: the same bytes.
     section.one_of("bnb_4bit_quant_storage", ("uint8", "float16", "bfloat16", "float32", None), "uint8")
     threshold = section.of("llm_int8_threshold", (int, float), 6.0)
+    if not 0 <= threshold <= MAX_THRESHOLD:
+        raise section.error("llm_int8_threshold", threshold, f"must be a number from 0 to {MAX_THRESHOLD:g}")
     skipped = section.names("llm_int8_skip_modules") or ["lm_head"]
     if four and kind != "nf4":
         raise section.error("bnb_4bit_quant_type", kind, "is not supported; supported: nf4")

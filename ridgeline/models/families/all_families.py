@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, GLM4_MOE_LITE, MINICPM3, YOUTU
 from ridgeline.models.families.ernie import ERNIE, ERNIE_MOE
 from ridgeline.models.families.exaone import EXAONE, EXAONE4, EXAONE_MOE
@@ -106,7 +106,7 @@ def family_inside(architecture: str, text: Mapping[str, Any], where: str) -> Fam
     found = next(iter((*by_type, *by_name)), None)
     if found is None:
         inner = named[0] if isinstance(named, list) and named else kind
-        raise ModelError(f"{where}: the language model {inner!r} of {architecture} is not supported{_reason(inner)}")
+        raise ModelError(f"{where}: the language model {shown(inner)} of {architecture} is not supported{_reason(inner)}")
     found = replace(
         found, prefixes=TEXT_PREFIXES, not_text=NOT_TEXT,
         defaults={**USUAL_SIZES.get(found.name, {}), **found.defaults, **({"head_dim": None} if kind == "glm4v_text" else {})},
@@ -222,11 +222,11 @@ def _letters(name: str) -> str:
 def family_of_type(whole: object, model_type: object, where: str) -> Family:
     """Of a config.json without `architectures`. `whole`: the type of the model that the language model may be inside of."""
     if isinstance(whole, str) and (refused := _refusal(whole)):
-        raise ModelError(f"{where}: model_type {whole!r} is not supported{refused}")
+        raise ModelError(f"{where}: model_type {shown(whole)} is not supported{refused}")
     for family in FAMILIES:
         if family.name == TEXT_TYPES.get(str(model_type), model_type):
             return family
-    raise ModelError(f"{where}: architectures is missing, and model_type {model_type!r} is not known")
+    raise ModelError(f"{where}: architectures is missing, and model_type {shown(model_type)} is not known")
 
 
 def family_of(architecture: object, known: Callable[[Family], Sequence[str]], where: str) -> Family:
@@ -236,7 +236,8 @@ def family_of(architecture: object, known: Callable[[Family], Sequence[str]], wh
     usual, all_names = ([name for family in FAMILIES for name in known(family)[:most]] for most in (1, None))
     names = list(dict.fromkeys([*usual, *all_names]))
     supported = f"{', '.join(names[:8])} and {len(names) - 8} more (docs/supported-models.md)"
-    raise ModelError(f"{where}: architecture {architecture!r} is not supported{_reason(architecture)}; supported: {supported}")
+    refused = f"architecture {shown(architecture)} is not supported{_reason(architecture)}"
+    raise ModelError(f"{where}: {refused}; supported: {supported}")
 
 
 def declared_family(raw: Mapping[str, Any], text: Mapping[str, Any] | None, where: str) -> Family:
@@ -245,7 +246,7 @@ def declared_family(raw: Mapping[str, Any], text: Mapping[str, Any] | None, wher
     if not architectures:
         return family_of_type(raw.get("model_type"), (raw if text is None else text).get("model_type"), where)
     if not isinstance(architectures, list):
-        raise ModelError(f"{where}: architectures must be a list, got {architectures!r}")
+        raise ModelError(f"{where}: architectures must be a list, got {shown(architectures)}")
     if architectures[0] in WITH_MORE:
         return family_inside(architectures[0], raw if text is None else text, where)
     return family_of(_with_head(architectures[0]), lambda each: each.architectures, where)

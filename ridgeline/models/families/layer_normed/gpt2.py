@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ridgeline.errors import ModelError
+from ridgeline.errors import ModelError, shown
 from ridgeline.models.config_fields import MAX_LAYERS
 from ridgeline.models.families.llama import GGUF_PLAIN_MLP_NAMES
 from ridgeline.models.family import Family
@@ -65,8 +65,8 @@ _NEO_KINDS = {"global": "full_attention", "local": "sliding_attention"}
 def neo_reworded(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`attention_types` lists, in pairs of kinds and how often they repeat, what each layer is."""
     layers = raw.get("attention_layers") or _repeated(raw.get("attention_types") or [])
-    if not isinstance(layers, list) or not all(kind in _NEO_KINDS for kind in map(str, layers)):
-        raise ModelError(f"config.json: attention_layers must list {' or '.join(_NEO_KINDS)} for each layer, got {layers!r:.80}")
+    if not isinstance(layers, list) or not all(isinstance(kind, str) and kind in _NEO_KINDS for kind in layers):
+        raise ModelError(f"config.json: attention_layers must list {' or '.join(_NEO_KINDS)} for each layer, got {shown(layers)}")
     return {**raw, "layer_types": [_NEO_KINDS[kind] for kind in layers], "query_pre_attn_scalar": 1}
 
 
